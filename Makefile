@@ -1,0 +1,44 @@
+# Each target makes or updates .venv by itself. PYTHON picks the interpreter that makes it: make setup PYTHON=python3.12
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+ARGS ?=
+
+.PHONY: setup fix check test notebooks bench bench-peers demo lab
+.DEFAULT_GOAL := test
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt kernel/meshbook_kernel/kernelspec/kernel.json
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+fix: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+check: $(READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+notebooks: $(READY)
+	$(BIN)/python -m pytest tests/notebooks $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(READY)
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+demo: $(READY)
+	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
+
+lab: $(READY)
+	$(BIN)/jupyter lab notebooks/quickstart.ipynb

@@ -1,0 +1,82 @@
+"""What happens when every rank prints as fast as it can."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import floors
+from benchmarks.cells import WatchedCell
+from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
+from benchmarks.stats import summarise
+from benchmarks.subject import mesh
+from meshbook import ProcMesh
+
+QUESTION = (
+    "8 ranks print 100,000 lines each in one cell: time until all have ended, lines missing in the logs, "
+    "messages sent to the notebook, how fast a question to the mesh is answered meanwhile, and how fast "
+    "an interrupt ends it. Floor: as many bare processes printing into pipes that one process reads."
+)
+RANKS = 8
+LINES = 100_000
+FLOOD = f"for number in range({LINES}):\n    print(f'line {{number}} of a flood')"
+ENDLESS = "print('go')\nwhile True:\n    print('a line of an endless flood')"
+
+
+def run(settings: Settings) -> Iterator[Figure]:
+    """The flood several times, then interrupts of an endless one."""
+    with mesh(RANKS) as procs:
+        yield from _flood(procs, settings.count(5))
+        yield from _interrupted(procs, settings.count(10))
+
+
+def _flood(procs: ProcMesh, count: int) -> Iterator[Figure]:
+    """Print, count what arrived, and ask for the status all the while."""
+    floor, ours, lost, messages, answers = [], [], [], [], []
+    for turn in range(count + 1):
+        floor_s, _ = floors.flood(RANKS, LINES)
+        before = _lines_logged(procs)
+        cell = WatchedCell(procs, FLOOD)
+        latencies = []
+        while not cell.run.future.done():
+            asked = time.perf_counter()
+            procs.status()
+            latencies.append(time.perf_counter() - asked)
+            time.sleep(0.02)
+        took = cell.wait() - cell.started_s
+        if turn:
+            floor.append(floor_s)
+            ours.append(took)
+            lost.append(float(RANKS * LINES - (_lines_logged(procs) - before)))
+            messages.append(float(cell.messages()))
+            answers += latencies
+    size = f"{RANKS} x {LINES:,} lines"
+    samples = {"pipes": floor, "meshbook": ours}
+    yield from side_by_side("output", "flood", size, "s", samples, goals={"meshbook": Goal("at most", 3.0)})
+    nothing = Goal("at most", 0)
+    yield Figure("output", "missing in logs", size, "meshbook", "lines", summarise(lost), goal=nothing)
+    yield Figure("output", "published", size, "meshbook", "messages", summarise(messages))
+    yield timed("output", "status meanwhile", size, "ms", answers)
+
+
+def _interrupted(procs: ProcMesh, count: int) -> Iterator[Figure]:
+    """From the interrupt to the end of the cell on all ranks."""
+    ended = []
+    for _ in range(count):
+        cell = WatchedCell(procs, ENDLESS)
+        cell.wait_for_text("go", RANKS)
+        time.sleep(0.3)
+        interrupted = time.monotonic()
+        cell.run.cancel()
+        ended.append(cell.wait() - interrupted)
+    yield timed("output", "interrupt meanwhile", f"{RANKS} ranks", "ms", ended)
+
+
+def _lines_logged(procs: ProcMesh) -> int:
+    """Lines of the flood in all ranks' log files."""
+    return sum(_flood_lines(Path(path)) for path in procs.log_paths().values())
+
+
+def _flood_lines(path: Path) -> int:
+    return path.read_bytes().count(b" of a flood\n") if path.exists() else 0

@@ -1,0 +1,91 @@
+"""All peers' answers in one table, with their ratios to meshbook's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.report import aligned, number
+from benchmarks.stats import Summary, summarise
+
+OURS = "meshbook"
+
+
+class Answer(NamedTuple):
+    """All samples of one question to one peer, of all rounds."""
+
+    unit: str
+    summary: Summary
+
+
+Results = dict[str, dict[str, Answer]]
+"""By peer, then by question."""
+
+
+def collect(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
+    """Join the rounds: samples of the same question to the same peer count together."""
+    results: Results = {}
+    for peer, given in answers.items():
+        samples: dict[str, list[float]] = {}
+        units: dict[str, str] = {}
+        for answer in given:
+            if "samples" in answer:
+                samples.setdefault(answer["question"], []).extend(answer["samples"])
+                units[answer["question"]] = answer["unit"]
+        results[peer] = {name: Answer(units[name], summarise(values)) for name, values in samples.items()}
+    return {peer: answered for peer, answered in results.items() if answered}
+
+
+def problems(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return one line for each question that a peer could not answer."""
+    lines = [
+        f"{peer}, {answer['question']}: {answer['problem']}"
+        for peer, given in answers.items()
+        for answer in given
+        if "problem" in answer
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def ratio(ours: Answer | None, theirs: Answer) -> float | None:
+    """Return how many times slower (or heavier) the other is than meshbook; rates are inverted."""
+    if ours is None:
+        return None
+    if theirs.unit == "per s":
+        return ours.summary.median / theirs.summary.median
+    return theirs.summary.median / ours.summary.median
+
+
+def table(results: Results) -> str:
+    """Return a line per question and a column per peer: median, p99 in brackets, times meshbook's median."""
+    return aligned([("", *results), *rows(results)])
+
+
+def rows(results: Results) -> list[tuple[str, ...]]:
+    """Return the table's lines, without its head."""
+    questions = dict.fromkeys(question for answered in results.values() for question in answered)
+    return [(question, *(_cell(results, peer, question) for peer in results)) for question in questions]
+
+
+def as_rows(results: Results) -> list[dict[str, Any]]:
+    """Return the results for JSON: one object per peer and question."""
+    return [
+        {
+            "peer": peer,
+            "question": question,
+            "unit": answer.unit,
+            **answer.summary._asdict(),
+            "times_ours": ratio(results.get(OURS, {}).get(question), answer),
+        }
+        for peer, answered in results.items()
+        for question, answer in answered.items()
+    ]
+
+
+def _cell(results: Results, peer: str, question: str) -> str:
+    answer = results[peer].get(question)
+    if answer is None:
+        return "-"
+    text = f"{number(answer.summary.median)} {answer.unit} ({number(answer.summary.p99)})"
+    times = ratio(results.get(OURS, {}).get(question), answer)
+    return text if peer == OURS or times is None else f"{text} x{number(times)}"

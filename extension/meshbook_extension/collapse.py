@@ -1,0 +1,212 @@
+"""Merging what ranks print: equal lines of several ranks become one, without losing or reordering any.
+
+Open lines stand in one queue, oldest first. A rank's next line joins the first equal one behind the line that it
+joined last, or else is put at the end; so each rank's lines keep their order, on stdout and stderr alike:
+
+    rank 0 printed  a b c        queue  a{0,1}  b{0}  c{0,1}         the next "b" of rank 1 cannot join b{0}:
+    rank 1 printed  a c                                 ^ rank 1     it came after c, and is put at the end
+
+The head of the queue is shown when every rank that still runs has it, or when it has waited for the window. Joining is
+a dictionary look-up and a bisection among equal open lines. Pure: no clock, no thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from meshbook_extension.line_reader import Line, LineReader
+
+WINDOW_S = 0.15
+"""How long a line waits for the other ranks."""
+
+
+class Piece(NamedTuple):
+    """A part of the output that some ranks share, ready to be shown."""
+
+    ranks: tuple[int, ...]
+    stream: str
+    """``stdout``, ``stderr``, or ``display`` for what is not text."""
+    text: str
+    """One line with its newline, or a part of one."""
+    continues: bool = False
+    """The beginning of this line was shown before."""
+    display: Any = None
+
+
+class Grouping(Protocol):
+    """How the output of several ranks becomes one; all times are in seconds on the caller's clock."""
+
+    def feed(self, rank: int, stream: str, text: str, now: float) -> None:
+        """Take what ``rank`` printed."""
+
+    def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
+        """Take something that is not text; equal keys mean that it looks the same."""
+
+    def end(self, rank: int, now: float) -> None:
+        """``rank`` has ended; an unfinished line of it counts as a line."""
+
+    def take(self, now: float, *, at_once: bool = False) -> list[Piece]:
+        """What is to be shown by now; ``at_once``: all that could be."""
+
+    def close(self, now: float) -> list[Piece]:
+        """Everything that is left. More may be fed afterwards."""
+
+    def due_at(self) -> float | None:
+        """When `take` will give something, if nothing more is fed; None: never."""
+
+    def bars(self) -> list[tuple[tuple[int, ...], str]]:
+        """The progress bars as they stand, equal ones once, each with its ranks."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """A line in the queue."""
+
+    number: int
+    key: Hashable
+    piece: Piece
+    since: float
+    ranks: list[int] = field(default_factory=list)
+
+
+class Collapser:
+    """Merges equal lines (``--group equal``)."""
+
+    def __init__(self, ranks: Iterable[int], *, window_s: float = WINDOW_S) -> None:
+        self._running = set(ranks)
+        self._window_s = window_s
+        self._reader = LineReader()
+        self._queue: deque[_Open] = deque()
+        self._equal: dict[Hashable, list[_Open]] = {}
+        """Per key its lines, in order; some at the front may have left the queue."""
+        self._last: dict[int, int] = {}
+        """Per rank the number of the line that it joined last."""
+        self._next_number = 0
+        self._shown = -1
+        """The number of the last line that left the queue."""
+
+    def feed(self, rank: int, stream: str, text: str, now: float) -> None:
+        self._add_lines(self._reader.feed(rank, stream, text, now), now)
+
+    def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
+        self._add_lines(self._reader.take_begun(rank), now)
+        self._add(rank, ("display", key), Piece((), "display", "", display=display), now)
+
+    def end(self, rank: int, now: float) -> None:
+        self._running.discard(rank)
+        self._add_lines(self._reader.end(rank), now)
+
+    def take(self, now: float, *, at_once: bool = False) -> list[Piece]:
+        self._add_lines(self._reader.take_rested(now), now)
+        shown = []
+        while self._queue and (at_once or self._is_due(self._queue[0], now)):
+            shown.append(self._pop())
+        return shown
+
+    def close(self, now: float) -> list[Piece]:
+        for rank in self._reader.ranks():
+            self._add_lines(self._reader.end(rank), now)
+        return self.take(now, at_once=True)
+
+    def due_at(self) -> float | None:
+        rested = self._reader.due_at()
+        head = self._queue[0].since + self._window_s if self._queue else None
+        return min((time for time in (rested, head) if time is not None), default=None)
+
+    def bars(self) -> list[tuple[tuple[int, ...], str]]:
+        return self._reader.bars()
+
+    def _add_lines(self, lines: Iterable[Line], now: float) -> None:
+        for rank, stream, text, continues in lines:
+            self._add(rank, (stream, text, continues), Piece((), stream, text, continues), now)
+
+    def _add(self, rank: int, key: Hashable, piece: Piece, now: float) -> None:
+        equal = self._equal.setdefault(key, [])
+        after = max(self._last.get(rank, -1), self._shown)
+        place = bisect_right(equal, after, key=_number)
+        if place == len(equal):
+            equal.append(_Open(self._next_number, key, piece, now))
+            self._queue.append(equal[-1])
+            self._next_number += 1
+        equal[place].ranks.append(rank)
+        self._last[rank] = equal[place].number
+
+    def _is_due(self, line: _Open, now: float) -> bool:
+        return len(line.ranks) >= len(self._running) or now - line.since >= self._window_s
+
+    def _pop(self) -> Piece:
+        line = self._queue.popleft()
+        self._shown = line.number
+        equal = self._equal[line.key]
+        if equal[-1] is line:
+            del self._equal[line.key]
+        elif len(equal) > 32 and equal[len(equal) // 2] is line:
+            del equal[: len(equal) // 2 + 1]
+        return line.piece._replace(ranks=tuple(sorted(line.ranks)))
+
+
+class ByRank:
+    """Merges nothing: each line at once with its rank (``--group none``), or each rank's as one block when it ends
+    (``--group rank``, ``blocks=True``)."""
+
+    def __init__(self, ranks: Iterable[int], *, blocks: bool) -> None:
+        self._running = set(ranks)
+        self._blocks = blocks
+        self._reader = LineReader()
+        self._held: dict[int, list[Piece]] = {}
+        self._ready: list[Piece] = []
+
+    def feed(self, rank: int, stream: str, text: str, now: float) -> None:
+        self._add_lines(rank, self._reader.feed(rank, stream, text, now))
+
+    def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
+        self._add_lines(rank, self._reader.take_begun(rank))
+        self._place(rank, [Piece((rank,), "display", "", display=display)])
+
+    def end(self, rank: int, now: float) -> None:
+        self._add_lines(rank, self._reader.end(rank))
+        self._running.discard(rank)
+        self._ready += self._held.pop(rank, [])
+
+    def take(self, now: float, *, at_once: bool = False) -> list[Piece]:
+        for line in self._reader.take_rested(now):
+            self._add_lines(line.rank, [line])
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self, now: float) -> list[Piece]:
+        for rank in self._reader.ranks():
+            self._add_lines(rank, self._reader.end(rank))
+        held = [piece for _, pieces in sorted(self._held.items()) for piece in pieces]
+        self._held.clear()
+        return self.take(now) + held
+
+    def due_at(self) -> float | None:
+        return 0.0 if self._ready else self._reader.due_at()
+
+    def bars(self) -> list[tuple[tuple[int, ...], str]]:
+        return self._reader.bars()
+
+    def _add_lines(self, rank: int, lines: Iterable[Line]) -> None:
+        self._place(rank, [Piece((rank,), line.stream, line.text, line.continues) for line in lines])
+
+    def _place(self, rank: int, pieces: list[Piece]) -> None:
+        if self._blocks and rank in self._running:
+            self._held.setdefault(rank, []).extend(pieces)
+        else:
+            self._ready += pieces
+
+
+def grouping_for(name: str, ranks: Iterable[int]) -> Grouping:
+    """The grouping that ``--group`` names: ``equal``, ``rank`` or ``none``."""
+    if name == "equal":
+        return Collapser(ranks)
+    return ByRank(ranks, blocks=name == "rank")
+
+
+def _number(line: _Open) -> int:
+    return line.number

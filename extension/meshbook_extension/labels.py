@@ -1,0 +1,68 @@
+"""How pieces of output are written: each line behind its ranks, ``[0-3] step 10 loss 2.31``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from meshbook.wording import format_ranks
+from meshbook_extension.collapse import Piece
+
+RUNS = 6
+"""More changes between stdout and stderr than this in one message are sorted by stream instead."""
+
+
+class Text(NamedTuple):
+    """Something to append to a stream."""
+
+    stream: str
+    text: str
+
+
+def label(ranks: Iterable[int]) -> str:
+    """``[0-3]``"""
+    return f"[{format_ranks(ranks)}]"
+
+
+def label_block(ranks: Iterable[int], block: str) -> str:
+    """Several lines behind one label; the second and later ones are indented by its width."""
+    head = f"{label(ranks)} "
+    return head + block.replace("\n", "\n" + " " * len(head))
+
+
+class Labeller:
+    """Writes pieces one after the other, and remembers the line that is not ended."""
+
+    def __init__(self) -> None:
+        self._open: Piece | None = None
+
+    def write(self, piece: Piece) -> list[Text]:
+        """The text for ``piece``: a label, or just the rest of the line that is still open."""
+        rest = (
+            self._open is not None
+            and piece.continues
+            and (piece.ranks, piece.stream) == (self._open.ranks, self._open.stream)
+        )
+        written = [] if rest else self.end_line()
+        self._open = None if piece.text.endswith("\n") else piece
+        separator = "" if piece.text in ("\n", "\r\n") else " "
+        text = piece.text if rest else f"{label(piece.ranks)}{separator}{piece.text}"
+        return [*written, Text(piece.stream, text)]
+
+    def end_line(self) -> list[Text]:
+        """The newline that is missing before something else can be shown."""
+        opened, self._open = self._open, None
+        return [Text(opened.stream, "\n")] if opened else []
+
+
+def join_runs(texts: Sequence[Text]) -> list[Text]:
+    """Neighbours of one stream become one; with many changes of stream, all of a stream becomes one."""
+    runs: list[tuple[str, list[str]]] = []
+    for stream, text in texts:
+        if not runs or runs[-1][0] != stream:
+            runs.append((stream, []))
+        runs[-1][1].append(text)
+    if len(runs) > RUNS:
+        streams = dict.fromkeys(stream for stream, _ in runs)
+        return [Text(name, "".join(text for stream, text in texts if stream == name)) for name in streams]
+    return [Text(stream, "".join(parts)) for stream, parts in runs]

@@ -1,0 +1,135 @@
+"""Execute a notebook headless in its own kernel and print what happened, cell by cell.
+
+    python notebooks/run.py notebooks/quickstart.ipynb [--save EXECUTED.ipynb] [--timeout SECONDS]
+
+The exit code is 0 when every cell succeeded, 1 when one failed, 2 when the notebook cannot be run at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import NoSuchKernel
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from traitlets.config import Config
+
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+FIGURES = ("image/png", "image/svg+xml", "image/jpeg")
+
+
+class Narrator(NotebookClient):  # type: ignore[misc]
+    """Runs a notebook and prints each cell's first line, then its output as it comes."""
+
+    def __init__(self, notebook: nbformat.NotebookNode, **options: Any) -> None:
+        super().__init__(notebook, **options)
+        self.figures = 0
+        self._at_line_start = True
+
+    def output(self, outs: list[Any], msg: dict[str, Any], display_id: str, cell_index: int) -> Any:
+        """Keep the output as nbclient does, and print it."""
+        kept = super().output(outs, msg, display_id, cell_index)
+        content = msg["content"]
+        if msg["msg_type"] == "stream":
+            self._show(content["text"])
+        elif msg["msg_type"] in ("display_data", "execute_result"):
+            self._show_bundle(content["data"])
+        return kept
+
+    def _show_bundle(self, data: dict[str, Any]) -> None:
+        if any(kind in data for kind in FIGURES):
+            self.figures += 1
+            self._show(f"<figure {self.figures}>\n")
+        else:
+            self._show(str(data.get("text/plain", "")) + "\n")
+
+    def _show(self, text: str) -> None:
+        """Print ``text`` indented; streams may bring a line in pieces."""
+        for piece in (text if sys.stdout.isatty() else ANSI.sub("", text)).splitlines(keepends=True):
+            sys.stdout.write("    " + piece if self._at_line_start else piece)
+            self._at_line_start = piece.endswith("\n")
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """Leave no line open before the next cell."""
+        if not self._at_line_start:
+            print()
+        self._at_line_start = True
+
+
+def title_of(source: str) -> str:
+    """The first line of a cell that says something, and how many follow."""
+    lines = [line for line in source.splitlines() if line.strip()]
+    if not lines:
+        return "(empty)"
+    head = lines[0] if not lines[0].startswith("%%") or len(lines) == 1 else f"{lines[0]} | {lines[1].strip()}"
+    more = len(lines) - head.count(" | ") - 1
+    return f"{head}  (+{more} lines)" if more else head
+
+
+def narrate(path: Path, *, save: Path | None, timeout_s: float) -> int:
+    """Run the notebook at ``path`` in its folder; returns the exit code."""
+    notebook = nbformat.read(path, as_version=4)
+    kernel = notebook.metadata.get("kernelspec", {}).get("name", "python3")
+    code_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+    print(f"{path.name}: {code_cells} cells in the kernel {kernel}")
+    narrator = Narrator(
+        notebook,
+        kernel_name=kernel,
+        timeout=timeout_s,
+        config=Config({"KernelManager": {"transport_encryption": "auto"}}),
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+
+    def cell_starts(cell: nbformat.NotebookNode, cell_index: int) -> None:
+        if cell.cell_type == "markdown":
+            headings = [line.lstrip("# ") for line in cell.source.splitlines() if line.startswith("#")]
+            if headings:
+                print(f"\n## {headings[0]}")
+        else:
+            narrator.end_line()
+            print(f"[{1 + sum(c.cell_type == 'code' for c in notebook.cells[:cell_index])}] {title_of(cell.source)}")
+
+    narrator.on_cell_start = cell_starts
+    began = time.monotonic()
+    failure = ""
+    try:
+        narrator.execute()
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        failure = ANSI.sub("", str(error)).strip()
+    narrator.end_line()
+    if save is not None:
+        nbformat.write(notebook, save)
+    took = f"{time.monotonic() - began:.1f} s, {narrator.figures} figures"
+    if failure:
+        print(f"\n{failure}\n\n{path.name} failed after {took}.")
+        return 1
+    print(f"\n{path.name} passed: {code_cells} cells in {took}.")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("--save", type=Path, help="write the executed notebook, outputs included, to this file")
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="limit for each cell")
+    args = parser.parse_args(argv)
+    try:
+        return narrate(args.notebook, save=args.save, timeout_s=args.timeout)
+    except FileNotFoundError as error:
+        print(f"There is no notebook {error.filename}.", file=sys.stderr)
+    except NoSuchKernel as error:
+        print(f"Jupyter has no kernel {error.name!r}; make setup installs it.", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Meshbook: a persistent mesh of PyTorch processes, driven from a notebook or a script.
+
+from meshbook import this_host
+
+mesh = this_host().spawn_procs({"gpus": 4})
+mesh.run("x = torch.ones(3) * rank; dist.all_reduce(x)").get()
+mesh.slice(gpus=0).pull("x").get()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshbook import errors
+from meshbook._version import __version__
+from meshbook.errors import MeshError
+from meshbook.future import Future
+from meshbook.launcher import Launcher, LocalLauncher
+from meshbook.mesh import HostMesh, shutdown, start_hosts, this_host
+from meshbook.proc_mesh import ProcMesh
+from meshbook.shape import Extent, Point, Slice
+from meshbook.value_mesh import ValueMesh
+
+__all__ = [
+    "Extent",
+    "Future",
+    "HostMesh",
+    "Launcher",
+    "LocalLauncher",
+    "MeshError",
+    "Point",
+    "ProcMesh",
+    "Slice",
+    "ValueMesh",
+    "__version__",
+    "errors",
+    "shutdown",
+    "start_hosts",
+    "this_host",
+]
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """``%load_ext meshbook``: hand over to the notebook extension, which is found by its entry point."""
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group="meshbook.extensions", name="notebook"):
+        entry.load()(ipython)
+        return
+    raise ImportError("the notebook extension of meshbook is not installed: pip install 'meshbook[notebook]'")

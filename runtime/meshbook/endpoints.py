@@ -1,0 +1,165 @@
+"""What a worker can be asked to do: the endpoints of the process itself.
+
+`CALLS` run on the main thread, in order, and may run user code. `QUERIES` are answered by the control thread at any time.
+Each call endpoint gets the worker, the call and the sender's arguments, and returns an `Answer`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshbook import wire
+from meshbook.errors import Failure
+from meshbook.pickling import Pickled, dumps_bounded
+from meshbook.process_group import broadcast_value, describe_frame
+from meshbook.processes import resident_bytes
+from meshbook.remote_value import RemoteValue
+from meshbook.shape import Extent
+from meshbook.wording import did_you_mean
+
+if TYPE_CHECKING:
+    from meshbook.worker import Worker
+
+RESULT_MAX_BYTES = 1 << 20
+"""A cell's last expression travels to the notebook up to this size; larger ones stay on the rank."""
+
+
+class Answer(NamedTuple):
+    """What goes into a reply."""
+
+    status: int
+    value: object = None
+    has_value: bool = False
+    failure: Failure | None = None
+    pickled: Pickled | None = None
+    """The value's pickle, where it is known already."""
+    what: str = "the result"
+    """How an error names the value that cannot travel."""
+
+
+def _ok(value: object = None, what: str = "the result") -> Answer:
+    return Answer(wire.OK, value, has_value=True, what=what)
+
+
+def run_cell(
+    worker: Worker,
+    call: wire.Call,
+    code: str,
+    cell_number: int | None = None,
+    line_offset: int = 0,
+    forbid_collectives: bool = False,
+) -> Answer:
+    """Run a cell in the rank's shell; the value is that of its last expression."""
+    outcome = worker.shell.run_cell(
+        code,
+        cell_id=call.output,
+        cell_number=cell_number,
+        line_offset=line_offset,
+        forbid_collectives=forbid_collectives,
+    )
+    if outcome.failure is not None:
+        return Answer(wire.INTERRUPTED if outcome.interrupted else wire.RAISED, failure=outcome.failure)
+    if not outcome.has_value:
+        return _ok()
+    pickled = dumps_bounded(outcome.value, RESULT_MAX_BYTES)
+    if pickled is None:
+        return _ok(RemoteValue.describing(outcome.value, worker.identity.rank))
+    return Answer(wire.OK, has_value=True, pickled=pickled)
+
+
+def invoke(worker: Worker, call: wire.Call, function: Callable[..., object], *args: Any, **kwargs: Any) -> Answer:
+    """Call a function that travelled here."""
+    return _ok(function(*args, **kwargs), what=f"the result of {getattr(function, '__name__', 'the function')}")
+
+
+def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Answer:
+    """Bind names."""
+    worker.shell.namespace.update(values)
+    return _ok()
+
+
+def pull(worker: Worker, call: wire.Call, names: Sequence[str]) -> Answer:
+    """Return the values of expressions, most often names; one value for one name."""
+    values = [_evaluate(worker, name) for name in names]
+    return _ok(values[0] if len(names) == 1 else tuple(values), what=names[0] if len(names) == 1 else "values")
+
+
+def _evaluate(worker: Worker, expression: str) -> object:
+    if not expression.isidentifier():
+        return worker.shell.evaluate(expression)
+    try:
+        return worker.shell.namespace[expression]
+    except KeyError:
+        near = did_you_mean(expression, (name for name in worker.shell.namespace if not name.startswith("_")))
+        raise NameError(f"name '{expression}' is not defined on the rank.{near}") from None
+
+
+def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -> Answer:
+    """Form the default process group and the DeviceMesh; proves itself with a collective."""
+    begin = worker.identity
+    worker.groups.form(
+        worker.store_rpc,
+        epoch=epoch,
+        rank=begin.rank,
+        world_size=begin.world_size,
+        local_rank=begin.local_rank,
+        local_world_size=begin.local_world_size,
+        host_rank=begin.host_rank,
+        axes=begin.axes,
+        sizes=begin.sizes,
+        device=begin.device,
+        on_one_host=on_one_host,
+    )
+    return set_axes(worker, call, begin.axes, begin.sizes)
+
+
+def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Answer:
+    """Rebind ``mesh`` and ``point`` to other axes over the same ranks."""
+    namespace = worker.shell.namespace
+    namespace["point"] = Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)
+    if worker.groups.formed:
+        namespace["mesh"] = worker.groups.device_mesh(tuple(axes), tuple(sizes))
+    return _ok()
+
+
+def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Answer:
+    """Bind ``name`` everywhere to its value on rank ``src``, by the process group."""
+    namespace = worker.shell.namespace
+    if worker.identity.rank == src:
+        _evaluate(worker, name)
+    broadcast_value(name, namespace, src, worker.groups)
+    return _ok()
+
+
+CALLS: dict[str, Callable[..., Answer]] = {
+    function.__name__: function for function in (run_cell, invoke, push, pull, form_group, set_axes, broadcast)
+}
+
+
+# ---- queries: on the control thread ----------------------------------------------------------------------------
+
+
+def where(worker: Worker) -> str:
+    """What the main thread is doing: ``idle``, or ``in all_reduce (cell 7, line 5)``."""
+    frame = sys._current_frames().get(worker.main_thread)
+    if worker.current is None or frame is None:
+        return "idle"
+    return describe_frame(frame)
+
+
+def status(worker: Worker) -> dict[str, object]:
+    """What `%mesh` shows of a rank."""
+    current = worker.current
+    return {
+        "busy": current[1] if current else "",
+        "busy_s": time.monotonic() - current[2] if current else 0.0,
+        "where": where(worker),
+        "rss_bytes": resident_bytes(os.getpid()),
+    }
+
+
+QUERIES: dict[str, Callable[[Worker], object]] = {function.__name__: function for function in (where, status)}

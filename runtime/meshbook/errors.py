@@ -1,0 +1,314 @@
+"""Every error of the runtime, in one tree.
+
+    MeshError
+    ├── ShapeError              an axis, rank or layout that the mesh does not have
+    │   ├── UnknownAxisError
+    │   ├── RankError
+    │   └── LayoutError         a view that no (offset, sizes, strides) can describe
+    ├── UsageError              a command or an argument that makes no sense as given
+    ├── SpawnError              hosts or workers that did not come up
+    │   └── DeviceError         fewer devices than ranks
+    ├── MeshStoppedError        a call on a mesh that was stopped
+    ├── CallError               a call that has no complete answer; carries ``partial``
+    │   ├── CallFailed          ranks raised
+    │   ├── CallTimeout         ranks were silent at the deadline
+    │   ├── CallInterrupted     the person pressed interrupt
+    │   └── WorkerLost          workers ended while the call was open
+    ├── HostLost                a host agent went silent or ended
+    ├── SerializationError      a value that cannot travel; names the attribute path
+    ├── LoadError               a value that arrived and cannot be built there; names the missing module
+    └── ProtocolError           two processes disagree about the wire
+        ├── LocalProtocolError  our own side asked for something impossible
+        └── PeerProtocolError   the other side sent something impossible
+
+The arguments of an error are its fields, so that each survives pickling.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from meshbook.wording import did_you_mean, format_ranks, format_sizes, name_ranks
+
+
+class MeshError(Exception):
+    """Base of all errors that meshbook raises."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message alone, since the frames in between are ours, not the user's."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ShapeError(MeshError):
+    """An axis, a rank or a layout that the mesh does not have."""
+
+
+class UnknownAxisError(ShapeError, KeyError):
+    """A name that is no axis of the mesh. A KeyError too, since points are mappings of axis to coordinate."""
+
+    def __init__(self, axis: str, sizes: Mapping[str, int]) -> None:
+        super().__init__(axis, dict(sizes))
+        self.axis, self.sizes = axis, dict(sizes)
+
+    def __str__(self) -> str:
+        return f'unknown axis "{self.axis}"; this mesh has {format_sizes(self.sizes)}.{did_you_mean(self.axis, self.sizes)}'
+
+
+class RankError(ShapeError):
+    """A rank or an index outside its axis. ``known`` lists the ranks of a view that does not have them all."""
+
+    def __init__(self, index: object, axis: str, size: int, known: str = "") -> None:
+        super().__init__(index, axis, size, known)
+        self.index, self.axis, self.size, self.known = index, axis, size, known
+
+    def __str__(self) -> str:
+        if self.known:
+            return f"{self.axis}={self.index} selects nothing; the ranks here are {self.known}."
+        if self.size == 0:
+            return f"{self.axis}={self.index} selects nothing: the mesh is empty."
+        return f"{self.axis}={self.index} selects nothing; {self.axis} runs from 0 to {self.size - 1}."
+
+
+class LayoutError(ShapeError):
+    """A view that no (offset, sizes, strides) over the base ranks can describe, or sizes that do not fit."""
+
+
+class UsageError(MeshError):
+    """A command or an argument that makes no sense as given; the message shows what would."""
+
+
+class SpawnError(MeshError):
+    """Hosts or workers did not come up."""
+
+
+class DeviceError(SpawnError):
+    """A host has fewer devices than the ranks that were asked for."""
+
+    def __init__(self, wanted: int, found: int, host: str) -> None:
+        super().__init__(wanted, found, host)
+        self.wanted, self.found, self.host = wanted, found, host
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wanted} ranks were asked for on {self.host}, which has {self.found} CUDA "
+            f"device{'' if self.found == 1 else 's'}. Ask for at most {self.found}, or add --device cpu "
+            '(device="cpu" in Python).'
+        )
+
+
+class MeshStoppedError(MeshError):
+    """A call on a mesh that was stopped."""
+
+    def __init__(self, mesh: str) -> None:
+        super().__init__(mesh)
+        self.mesh = mesh
+
+    def __str__(self) -> str:
+        return f'mesh "{self.mesh}" was stopped. Start another: %mesh spawn gpus=4, or this_host().spawn_procs(...).'
+
+
+class Failure(NamedTuple):
+    """One rank's exception, as it can be shown where the exception's class does not exist."""
+
+    rank: int
+    host: str
+    ename: str
+    evalue: str
+    traceback: tuple[str, ...]
+    """The lines that IPython made of it on the rank, with ANSI colours."""
+    where: str
+    """The innermost line of the user's own code: ``cell 7, line 3``."""
+    exception: BaseException | bytes | None = None
+    """The exception, or its pickle, where it could travel; `load` returns it."""
+
+    def load(self) -> BaseException | None:
+        """The exception itself; None where it could not travel. Unpickles, so its class must exist here."""
+        if isinstance(self.exception, bytes):
+            loaded = pickle.loads(self.exception)
+            return loaded if isinstance(loaded, BaseException) else None
+        return self.exception
+
+    def same_cause(self, other: Failure) -> bool:
+        """Whether both would read the same to a person: class, message and place."""
+        return (self.ename, self.evalue, self.where) == (other.ename, other.evalue, other.where)
+
+
+def group_failures(failures: Iterable[Failure]) -> list[list[Failure]]:
+    """Put failures with an equal cause together, each group and the groups ordered by rank."""
+    groups: list[list[Failure]] = []
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        for group in groups:
+            if group[0].same_cause(failure):
+                group.append(failure)
+                break
+        else:
+            groups.append([failure])
+    return groups
+
+
+class CallError(MeshError):
+    """A call without a complete answer. ``partial`` maps the ranks that succeeded to their results."""
+
+    def __init__(self, *args: Any, partial: Mapping[int, Any] | None = None) -> None:
+        super().__init__(*args)
+        self.partial: Mapping[int, Any] = {} if partial is None else partial
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self.args, {"partial": dict(self.partial)})
+
+
+class CallFailed(CallError):
+    """One or more ranks raised. Equal causes are shown once."""
+
+    def __init__(self, failures: Iterable[Failure], partial: Mapping[int, Any] | None = None) -> None:
+        self.failures = tuple(failures)
+        super().__init__(self.failures, partial=partial)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that raised, in order."""
+        return tuple(sorted(failure.rank for failure in self.failures))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{name_ranks(f.rank for f in group)} raised {group[0].ename}: {group[0].evalue}"
+            + (f" ({group[0].where})" if group[0].where else "")
+            for group in group_failures(self.failures)
+        )
+
+    def _render_traceback_(self) -> list[str]:
+        lines: list[str] = []
+        for group in group_failures(self.failures):
+            lines += [f"{name_ranks(f.rank for f in group)} raised {group[0].ename}: {group[0].evalue}"]
+            lines += group[0].traceback
+        if self.partial:
+            lines += [f"  {name_ranks(self.partial)} finished; their results are kept (error.partial, _mesh)"]
+        return lines
+
+
+class CallTimeout(CallError, TimeoutError):
+    """Some ranks had not answered at the deadline; the call goes on there."""
+
+    def __init__(self, what: str, timeout_s: float, silent: Iterable[int], partial: Mapping[int, Any] | None = None):
+        self.what, self.timeout_s, self.silent = what, timeout_s, tuple(sorted(silent))
+        super().__init__(what, timeout_s, self.silent, partial=partial)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: no answer from {name_ranks(self.silent)} within {self.timeout_s:g} s. "
+            "They are still at it: wait again, or press interrupt (mesh.interrupt() in Python)."
+        )
+
+
+class CallInterrupted(CallError, KeyboardInterrupt):
+    """The person pressed interrupt; says who obeyed and who did not within the grace time."""
+
+    def __init__(
+        self, obeyed: Iterable[int], stuck: Mapping[int, str], partial: Mapping[int, Any] | None = None
+    ) -> None:
+        self.obeyed, self.stuck = tuple(sorted(obeyed)), dict(stuck)
+        super().__init__(self.obeyed, self.stuck, partial=partial)
+
+    def __str__(self) -> str:
+        lines = ["interrupted"]
+        if self.obeyed:
+            lines[0] += f": {name_ranks(self.obeyed)} stopped, all variables kept"
+        by_place: dict[str, list[int]] = {}
+        for rank, place in self.stuck.items():
+            by_place.setdefault(place, []).append(rank)
+        lines += [f"  {name_ranks(ranks)} did not stop: {place}" for place, ranks in sorted(by_place.items())]
+        if self.stuck:
+            lines += ["  calls to them wait until they come back; give them up with: %mesh stop"]
+        return "\n".join(lines)
+
+
+class WorkerLost(CallError):
+    """Workers ended while calls on them were open."""
+
+    def __init__(self, rank: int, host: str, cause: str, log_tail: str = "", partial: Mapping[int, Any] | None = None):
+        self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
+        super().__init__(rank, host, cause, log_tail, partial=partial)
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} on {self.host} ended: {self.cause}"
+        if self.log_tail:
+            text += "\n  its last lines:\n" + "\n".join(f"    {line}" for line in self.log_tail.splitlines())
+        return f"{text}\n  the other ranks keep their state. All of its log: %mesh logs rank={self.rank}"
+
+
+class HostLost(MeshError):
+    """A host agent went silent or ended, and its workers with it."""
+
+    def __init__(self, host: str, cause: str) -> None:
+        super().__init__(host, cause)
+        self.host, self.cause = host, cause
+
+    def __str__(self) -> str:
+        return f"host {self.host} is lost: {self.cause}. Its workers ended. Start again: %mesh stop, %mesh spawn."
+
+
+class SerializationError(MeshError):
+    """A value that cannot travel between processes. ``path`` leads to the part that is at fault."""
+
+    def __init__(
+        self,
+        path: str,
+        type_name: str,
+        reason: str,
+        advice: str = "Send what it is made from, and create it on the ranks.",
+    ) -> None:
+        super().__init__(path, type_name, reason, advice)
+        self.path, self.type_name, self.reason, self.advice = path, type_name, reason, advice
+
+    def __str__(self) -> str:
+        return f"{self.path} is a {self.type_name}, which cannot be sent: {self.reason}. {self.advice}"
+
+
+class LoadError(MeshError):
+    """A value that arrived and cannot be built there.
+
+    where: the receiving process, as a person knows it.
+    module: the module that is missing there, or that lacks something; empty when no module is at fault.
+    reason: empty when the whole module is missing.
+    """
+
+    def __init__(self, where: str, module: str, reason: str) -> None:
+        super().__init__(where, module, reason)
+        self.where, self.module, self.reason = where, module, reason
+
+    def __str__(self) -> str:
+        by_value = (
+            f"import {self.module} where the value comes from, and call "
+            f"cloudpickle.register_pickle_by_value({self.module}) there"
+        )
+        if not self.module:
+            return f"a value that arrived in {self.where} cannot be built there: {self.reason}."
+        if not self.reason:
+            return (
+                f'a value that arrived in {self.where} needs the module "{self.module}", which cannot be imported '
+                f"there. Install it there; or, for a module of your own, {by_value}."
+            )
+        return (
+            f'a value that arrived in {self.where} needs more than the module "{self.module}" has there '
+            f"({self.reason}). Use the same version on both sides; or, for a module of your own, {by_value}."
+        )
+
+
+class ProtocolError(MeshError):
+    """Two processes disagree about the wire."""
+
+
+class LocalProtocolError(ProtocolError):
+    """Our own side asked for something that the protocol or a state table does not allow."""
+
+
+class PeerProtocolError(ProtocolError):
+    """The other side sent something that the protocol does not allow."""
+
+
+__all__ = [
+    name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, BaseException)
+]
+__all__ += ["Failure", "format_ranks", "group_failures"]

@@ -1,0 +1,162 @@
+"""Axis names with their sizes, and places among them; ranks run in C order (the last axis varies fastest).
+
+    Extent(("hosts", "gpus"), (2, 3))          gpus 0   1   2
+                                     hosts 0 |      0   1   2         point(4) is hosts=1, gpus=1
+                                           1 |      3   4   5
+
+Import these from `meshbook.shape`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from keyword import iskeyword
+
+from meshbook.errors import LayoutError, RankError, UnknownAxisError
+
+
+@dataclass(frozen=True, repr=False)
+class Extent:
+    """Axis names with their sizes, in order; no layout.
+
+    Raises: LayoutError for a name that is no identifier or occurs twice, and for a size below 1.
+    """
+
+    labels: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", tuple(self.labels))
+        object.__setattr__(self, "shape", tuple(operator.index(size) for size in self.shape))
+        check_names(self.labels)
+        if len(self.labels) != len(self.shape):
+            raise LayoutError(f"axis names {self.labels} do not fit sizes {self.shape}; give as many of each")
+        for label, size in zip(self.labels, self.shape, strict=True):
+            if size < 1:
+                raise LayoutError(f'axis "{label}" has size {size}; a size is at least 1')
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Extent:
+        """The extent with these axes, in the mapping's order."""
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in axis order."""
+        return dict(zip(self.labels, self.shape, strict=True))
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def size(self, label: str) -> int:
+        """The size of axis ``label``.
+
+        Raises: UnknownAxisError.
+        """
+        return self.shape[self.axis(label)]
+
+    def axis(self, label: str) -> int:
+        """Which axis ``label`` is, from 0.
+
+        Raises: UnknownAxisError.
+        """
+        try:
+            return self.labels.index(label)
+        except ValueError:
+            raise UnknownAxisError(label, self.sizes) from None
+
+    def point(self, rank: int) -> Point:
+        """Return the point of ``rank``, 0 <= rank < len(self).
+
+        Raises: RankError if rank is outside the extent.
+        """
+        if not 0 <= rank < len(self):
+            raise RankError(rank, "rank", len(self))
+        return Point(rank, self)
+
+    def rank(self, point: Mapping[str, int]) -> int:
+        """The inverse of `point`; takes any mapping with one coordinate for each axis.
+
+        Raises: UnknownAxisError, RankError, and LayoutError if a coordinate is missing.
+        """
+        self.require_all(point)
+        rank = 0
+        for label, size in zip(self.labels, self.shape, strict=True):
+            index = point[label]
+            if not 0 <= index < size:
+                raise RankError(index, label, size)
+            rank = rank * size + index
+        return rank
+
+    def points(self) -> Iterator[Point]:
+        """All points, by rank."""
+        return (Point(rank, self) for rank in range(len(self)))
+
+    def require_all(self, given: Collection[str]) -> None:
+        """Raises: UnknownAxisError if a name in ``given`` is no axis, LayoutError if an axis is not in it."""
+        for label in given:
+            self.axis(label)
+        for label in self.labels:
+            if label not in given:
+                raise LayoutError(f"{label} is missing; each axis of {_assign(self.sizes)} needs a number")
+
+    def __repr__(self) -> str:
+        return f"Extent({_assign(self.sizes)})"
+
+
+class Point(Mapping[str, int]):
+    """A place in an extent: axis name to coordinate. ``rank`` is its index there, in C order."""
+
+    __slots__ = ("extent", "rank")
+
+    def __init__(self, rank: int, extent: Extent) -> None:
+        self.rank, self.extent = rank, extent
+
+    def size(self, label: str) -> int:
+        """The extent's size along ``label``.
+
+        Raises: UnknownAxisError.
+        """
+        return self.extent.size(label)
+
+    def __getitem__(self, label: str) -> int:
+        axis, shape = self.extent.axis(label), self.extent.shape
+        return self.rank // math.prod(shape[axis + 1 :]) % shape[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.extent.labels)
+
+    def __len__(self) -> int:
+        return len(self.extent.labels)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Point):
+            return (self.rank, self.extent) == (other.rank, other.extent)
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((self.rank, self.extent))
+
+    def __reduce__(self) -> tuple[type[Point], tuple[int, Extent]]:
+        return (Point, (self.rank, self.extent))
+
+    def __repr__(self) -> str:
+        return f"Point({_assign(self)})"
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises: LayoutError if a name is no identifier, is a word of Python's, or occurs twice."""
+    seen: set[str] = set()
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+            raise LayoutError(f"{name!r} cannot name an axis; use a plain name such as gpus or tp_2")
+        if name in seen:
+            raise LayoutError(f'two axes would be named "{name}"; each axis needs its own name')
+        seen.add(name)
+
+
+def _assign(values: Mapping[str, int]) -> str:
+    return ", ".join(f"{label}={value}" for label, value in values.items())

@@ -1,0 +1,107 @@
+"""Messages on a byte stream (the socketpairs between a host agent and its workers).
+
+    u32 count | u32 length 1 | .. | u32 length n | frame 1 | .. | frame n
+
+Frame 1 is the header of `meshbook.wire`, the others are its payload. No clock and no threads here: `FrameReader` is fed
+bytes, `pack` returns them. Both ends live on one host and were started by us, so lengths are trusted up to a cap.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from meshbook.errors import PeerProtocolError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAX_FRAMES = 4096
+MAX_MESSAGE_BYTES = 1 << 31
+
+_U32 = struct.Struct("<I")
+
+
+def pack(frames: Sequence[Buffer]) -> bytes:
+    """Return ``frames`` as one byte string; for small messages (large payloads go through shared memory)."""
+    sizes = [len(frame) for frame in frames]
+    return b"".join((struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes), *frames))
+
+
+class FrameReader:
+    """Turn a byte stream back into messages, whatever the pieces in which it arrives."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: Buffer) -> Iterable[list[bytes]]:
+        """Yield each message that ``data`` completes, in order.
+
+        Raises: PeerProtocolError if the stream claims an impossible size.
+        """
+        self._buffer += data
+        while (end := self._message_end()) is not None:
+            yield self._take(end)
+
+    def _message_end(self) -> int | None:
+        buffer = self._buffer
+        if len(buffer) < 4:
+            return None
+        (count,) = _U32.unpack_from(buffer)
+        if count > MAX_FRAMES:
+            raise PeerProtocolError(f"a message claims {count} frames; at most {MAX_FRAMES} are allowed")
+        head = 4 + 4 * count
+        if len(buffer) < head:
+            return None
+        end = head + sum(struct.unpack_from(f"<{count}I", buffer, 4))
+        if end > MAX_MESSAGE_BYTES:
+            raise PeerProtocolError(f"a message claims {end} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+        return end if len(buffer) >= end else None
+
+    def _take(self, end: int) -> list[bytes]:
+        (count,) = _U32.unpack_from(self._buffer)
+        sizes = struct.unpack_from(f"<{count}I", self._buffer, 4)
+        position = 4 + 4 * count
+        frames = []
+        with memoryview(self._buffer) as view:
+            for size in sizes:
+                frames.append(bytes(view[position : position + size]))
+                position += size
+        del self._buffer[:end]
+        return frames
+
+
+class FrameSocket:
+    """Blocking messages over a stream socket; one reader thread, writers serialised by their owner."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+        self._ready: list[list[bytes]] = []
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message, or the end, is there within ``timeout_s``."""
+        if self._ready:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def receive(self) -> list[bytes] | None:
+        """Wait for the next message; None when the other end has closed."""
+        while not self._ready:
+            data = self._sock.recv(1 << 16)
+            if not data:
+                return None
+            self._ready = list(self._reader.feed(data))
+            self._ready.reverse()
+        return self._ready.pop()
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Write a whole message; BrokenPipeError when the other end is gone."""
+        self._sock.sendall(pack(frames))
+
+    def close(self) -> None:
+        self._sock.close()

@@ -1,0 +1,286 @@
+"""The host agent: one process per host that starts, watches and reaps the workers there, and speaks for them.
+
+Single-threaded, without torch. It dials in to the controller with the ticket it reads from stdin, serves any number of
+meshes, and ends when told to, or when the controller has been silent for the lease. Its workers never outlive it.
+
+Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+from typing_extensions import assert_never
+
+from meshbook import wire
+from meshbook.bulk import BulkReceiver, BulkSender, Spans
+from meshbook.devices import count_cuda_devices, cpu_cores
+from meshbook.event_loop import EventLoop
+from meshbook.frames import Buffer
+from meshbook.hosted_mesh import HostedMesh
+from meshbook.hosted_template import HostedTemplate
+from meshbook.launcher import Ticket, decode_ticket
+from meshbook.processes import adopt_orphans, machine_id
+from meshbook.segments import SegmentPool, map_segment
+from meshbook.transport import HEARTBEAT_S, LANES, AgentSocket, LaneName
+
+EXIT_LOST, EXIT_REFUSED = 75, 77
+
+MAX_UNSENT_BYTES = 64 << 20
+"""With so much waiting for slow workers we stop reading calls, and the controller feels it."""
+
+GOODBYE_GRACE_S = 1.0
+
+
+class HostAgent:
+    """Sockets to the controller, the templates, and the meshes of this host."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._name = socket.gethostname()
+        self._loop = EventLoop()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._lanes: dict[LaneName, AgentSocket] = {lane: AgentSocket(context, ticket, lane) for lane in LANES}
+        self._shares_memory = False
+        self._templates: dict[tuple[str, ...], HostedTemplate] = {}
+        self._meshes: dict[int, HostedMesh] = {}
+        self._heard = time.monotonic()
+        self._pool = SegmentPool()
+        self._bulk_out = BulkSender()
+        self._bulk_in = BulkReceiver(self._serve_parked)
+        self._parked: deque[tuple[wire.Call, list[bytes]]] = deque()
+        self._freed: deque[tuple[int, int]] = deque()
+        self._exit_code: int | None = None
+
+    def run(self) -> int:
+        """Serve until the end; returns the exit code."""
+        self._templates[()] = HostedTemplate.start(self._loop)
+        for socket_ in self._lanes.values():
+            self._loop.watch(socket_.fd, lambda: None)
+        os.set_blocking(0, False)
+        self._lifeline = self._loop.watch(0, self._on_lifeline)
+        self.send_urgent(
+            wire.Hello(
+                wire.PROTOCOL_VERSION,
+                self._ticket.host_id,
+                self._name,
+                machine_id() if self._ticket.shares_memory else secrets.token_hex(8),
+                os.getpid(),
+                count_cuda_devices(),
+                cpu_cores(),
+            )
+        )
+        self._beat()
+        while self._exit_code is None:
+            self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
+            self._loop.run_once()
+        for template in self._templates.values():
+            template.close()
+        return self._exit_code
+
+    # ---- uplink (`meshbook.hosted_mesh.Uplink`) -------------------------------------------------------------------
+
+    def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send on the lane of calls, in order."""
+        self._lanes["calls"].send(wire.encode(message), payload)
+
+    def send_urgent(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send on the lane that never waits behind payloads."""
+        self._lanes["urgent"].send(wire.encode(message), payload)
+
+    def export(self, segment: wire.SegmentRef) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
+        """Make a worker's payload reachable for the controller: as it is, or in pieces when that is elsewhere."""
+        if self._shares_memory:
+            return segment, None
+        buffers = map_segment(segment, lambda id: self._freed.append((segment.pid, id)))
+        name, pieces = self._bulk_out.pieces(buffers)
+        for piece, data in pieces:
+            self._lanes["bulk"].send(wire.encode(piece), [bytes(data)])
+        return None, name
+
+    def segment_unused(self, owner_pid: int, segment: int) -> None:
+        """All workers have let go of a payload."""
+        if owner_pid == os.getpid():
+            self._pool.release(segment)
+        else:
+            self.send_urgent(wire.SegmentFree(owner_pid, segment))
+
+    # ---- controller ---------------------------------------------------------------------------------------------
+
+    def _serve_controller(self) -> None:
+        while any(lane.readable() for lane in self._lanes.values()):
+            for name in LANES:
+                if name == "calls" and self._choked():
+                    self._loop.call_later(0.01, lambda: None)
+                    continue
+                for header, payload in self._lanes[name].receive():
+                    self._heard = time.monotonic()
+                    self._dispatch(wire.decode_to_host(header), payload)
+            if self._choked():
+                break
+        while self._freed:
+            pid, segment = self._freed.popleft()
+            self._free_in_worker(pid, segment)
+
+    def _choked(self) -> bool:
+        return sum(mesh.unsent_bytes for mesh in self._meshes.values()) > MAX_UNSENT_BYTES
+
+    def _dispatch(self, message: wire.ToHost, payload: list[bytes]) -> None:
+        match message:
+            case wire.Call():
+                self._on_call(message, payload)
+            case wire.Query():
+                if (mesh := self._meshes.get(message.mesh)) is not None:
+                    mesh.query(message)
+            case wire.Cancel():
+                if (mesh := self._meshes.get(message.mesh)) is not None:
+                    mesh.cancel(message)
+            case wire.Bulk():
+                self._bulk_in.receive(message, payload[0])
+            case wire.SegmentFree(pid, segment):
+                self._free_in_worker(pid, segment)
+            case wire.StoreAnswer(mesh_id, rank, request, result):
+                if (mesh := self._meshes.get(mesh_id)) is not None:
+                    mesh.to_worker(rank, wire.RankStored(request, result))
+            case wire.Spawn():
+                self._on_spawn(message)
+            case wire.StopMesh(mesh_id, grace_s):
+                self._on_stop(mesh_id, grace_s)
+            case wire.ReadLogs(id, mesh_id, target, lines):
+                mesh = self._meshes.get(mesh_id)
+                self.send_urgent(wire.Logs(id, mesh.logs(target, lines) if mesh else {}))
+            case wire.Welcome():
+                self._shares_memory = message.shares_memory
+            case wire.Refused(reason):
+                print(reason, file=sys.stderr)
+                self._exit_code = EXIT_REFUSED
+            case wire.Goodbye():
+                self._end(0)
+            case wire.Heartbeat():
+                pass
+            case _:
+                assert_never(message)
+
+    def _on_call(self, call: wire.Call, payload: list[bytes]) -> None:
+        if self._parked or (call.bulk is not None and not self._bulk_in.has(call.bulk[0])):
+            self._parked.append((call, payload))
+            return
+        if (mesh := self._meshes.get(call.mesh)) is None:
+            return  # stopped meanwhile: the controller has failed its calls
+        if call.bulk is not None:
+            segment = self._pool.write(self._bulk_in.take(*call.bulk))
+            call = wire.Call(call.id, call.mesh, call.endpoint, call.target, call.output, segment)
+        mesh.call(call, payload)
+
+    def _serve_parked(self) -> None:
+        """A payload is whole: pass on the calls that waited for it, in their order."""
+        parked, self._parked = self._parked, deque()
+        for call, payload in parked:
+            self._on_call(call, payload)
+
+    def _on_spawn(self, spawn: wire.Spawn) -> None:
+        template = self._templates.get(spawn.preload)
+        if template is None or template.failure:
+            template = self._templates[spawn.preload] = self._make_template(spawn.preload)
+        mesh = HostedMesh(spawn, self._loop, self, self._name, Path(self._ticket.log_dir))
+        self._meshes[spawn.mesh] = mesh
+        template.when_ready(lambda: self._start_mesh(mesh, template))
+
+    def _make_template(self, preload: tuple[str, ...]) -> HostedTemplate:
+        standard = self._templates[()]
+        if standard.failure:
+            standard = self._templates[()] = HostedTemplate.start(self._loop)
+        return standard.fork_template(preload) if preload else standard
+
+    def _start_mesh(self, mesh: HostedMesh, template: HostedTemplate) -> None:
+        if mesh.spawn.mesh not in self._meshes:
+            return  # stopped before it began
+        if template.failure:
+            self._meshes.pop(mesh.spawn.mesh)
+            self.send(wire.SpawnFailed(mesh.spawn.mesh, f"the workers' template failed:\n{template.failure}"))
+        elif template.problem:
+            mesh.start(self._templates[()], import_in_workers=True)
+        else:
+            mesh.start(template, import_in_workers=False)
+
+    def _on_stop(self, mesh_id: int, grace_s: float) -> None:
+        mesh = self._meshes.get(mesh_id)
+
+        def stopped() -> None:
+            self._meshes.pop(mesh_id, None)
+            self.send(wire.MeshStopped(mesh_id))
+
+        if mesh is None:
+            stopped()
+        else:
+            mesh.stop(grace_s, stopped)
+
+    def _free_in_worker(self, pid: int, segment: int) -> None:
+        for mesh in self._meshes.values():
+            for worker in mesh.workers.values():
+                if worker.pid == pid:
+                    mesh.to_worker(worker.rank, wire.SegmentFree(pid, segment))
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self.send_urgent(wire.Heartbeat())
+        for lane in self._lanes.values():
+            lane.beat()
+        if time.monotonic() - self._heard > self._ticket.lease_s:
+            self._end(EXIT_LOST)
+        self._loop.call_later(HEARTBEAT_S, self._beat)
+
+    def _on_lifeline(self) -> None:
+        """Stdin: its end means that our launcher has ended; the heartbeats decide when we do."""
+        try:
+            ended = not os.read(0, 1 << 12)
+        except BlockingIOError:
+            return
+        if ended:
+            self._loop.forget(self._lifeline)
+
+    def _end(self, code: int) -> None:
+        meshes = dict(self._meshes)
+        if not meshes:
+            self._exit_code = code
+
+        def stopped(mesh_id: int) -> None:
+            meshes.pop(mesh_id, None)
+            if not meshes:
+                self._exit_code = code
+
+        for mesh_id, mesh in tuple(meshes.items()):
+            mesh.stop(GOODBYE_GRACE_S, lambda mesh_id=mesh_id: stopped(mesh_id))
+
+
+def main() -> None:
+    """Entry point of ``python -m meshbook.host_agent``; the ticket is one line on stdin."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ticket = decode_ticket(_read_line(0))
+    adopt_orphans()
+    agent = HostAgent(ticket)
+    signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
+    code = agent.run()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _read_line(fd: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (data := os.read(fd, 1 << 16)):
+        line += data
+    return line
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""The workers of one mesh on one host, as its agent sees them.
+
+Calls fan out to the workers, answers are combined on the way back (`_OpenCall`), payloads in shared memory are counted
+until the last worker has let go of them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from meshbook import wire
+from meshbook.bulk import Spans
+from meshbook.devices import DevicePlan, plan_devices
+from meshbook.errors import DeviceError
+from meshbook.event_loop import EventLoop
+from meshbook.frames import Buffer
+from meshbook.hosted_template import HostedTemplate
+from meshbook.hosted_worker import HostedWorker
+from meshbook.rank_output import Piece, log_tail
+
+COMBINE_S = 0.002
+"""Answers of one host wait this long for each other; failures do not wait."""
+
+FLUSH_S = 0.05
+"""How long output may wait for more of it."""
+
+LOG_TAIL_LINES = 5
+
+
+class Uplink(Protocol):
+    """The agent's road to the controller, and the host's shared memory."""
+
+    def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None: ...
+    def send_urgent(self, message: wire.FromHost) -> None: ...
+    def export(self, segment: wire.SegmentRef) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]: ...
+    def segment_unused(self, owner_pid: int, segment: int) -> None: ...
+
+
+class _OpenCall:
+    """A call whose answers are being collected on this host."""
+
+    __slots__ = ("flushing", "frames", "replies", "waiting")
+
+    def __init__(self, waiting: set[int]) -> None:
+        self.waiting = waiting
+        self.replies: list[wire.RankReply] = []
+        self.frames: list[bytes] = []
+        self.flushing = False
+
+
+class HostedMesh:
+    """All workers of a mesh on this host."""
+
+    def __init__(self, spawn: wire.Spawn, loop: EventLoop, uplink: Uplink, host: str, log_dir: Path) -> None:
+        self.spawn = spawn
+        self._loop, self._uplink, self._host = loop, uplink, host
+        self._log_dir = log_dir / f"{spawn.name}-{spawn.mesh}"
+        self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
+        self.workers: dict[int, HostedWorker] = {}
+        self._calls: dict[int, _OpenCall] = {}
+        self._segments: dict[tuple[int, int], int] = {}
+        self._flushing = False
+        self._stopping = False
+        self._on_stopped: Callable[[], None] = lambda: None
+
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    def start(self, template: HostedTemplate, import_in_workers: bool) -> None:
+        """Fork the workers from a ready template and tell each who it is."""
+        spawn = self.spawn
+        try:
+            plan = plan_devices(spawn.count, spawn.device, self._host)
+        except DeviceError as error:
+            self._uplink.send(wire.SpawnFailed(spawn.mesh, str(error), error.found))
+            return
+        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for index in range(spawn.count):
+            rank = spawn.first_rank + index
+            log = self._log_of(rank)
+            device = f"cuda:{index}" if plan.device == "cuda" else "cpu"
+            self.workers[rank] = HostedWorker(self._loop, self, rank, device, self._marker, log, time.monotonic())
+        workers = list(self.workers.values())
+        for index, worker in enumerate(workers):
+            worker.calls.send([wire.encode(self._begin(index, worker, plan, import_in_workers))])
+        template.fork_workers([worker.descriptors for worker in workers], self._on_forked, self._on_not_forked)
+
+    def _begin(self, index: int, worker: HostedWorker, plan: DevicePlan, import_in_workers: bool) -> wire.Begin:
+        spawn = self.spawn
+        return wire.Begin(
+            mesh=spawn.mesh,
+            name=spawn.name,
+            rank=worker.rank,
+            world_size=spawn.world_size,
+            local_rank=index,
+            local_world_size=spawn.count,
+            host_rank=spawn.host_rank,
+            host=self._host,
+            axes=spawn.axes,
+            sizes=spawn.sizes,
+            device=worker.device,
+            threads=plan.threads_per_rank,
+            marker=self._marker,
+            preload=spawn.preload if import_in_workers else (),
+            cwd=spawn.cwd,
+            sys_path=spawn.sys_path,
+            environment={**spawn.environment, **plan.environments[index]},
+        )
+
+    def _on_forked(self, pids: list[int]) -> None:
+        for worker, pid in zip(tuple(self.workers.values()), pids, strict=True):
+            worker.started(pid)
+        if self._stopping:
+            self._kill_all()
+
+    def _on_not_forked(self, reason: str) -> None:
+        for worker in self.workers.values():
+            worker.close()
+        self.workers.clear()
+        self._uplink.send(wire.SpawnFailed(self.spawn.mesh, reason))
+
+    # ---- controller to workers ----------------------------------------------------------------------------------
+
+    def call(self, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Pass a call on to its members here."""
+        members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
+        if not members:
+            return
+        self._calls[call.id] = _OpenCall({worker.rank for worker in members})
+        if call.segment is not None:
+            self._lend((call.segment.pid, call.segment.segment), members)
+        frames = [wire.encode(call), *payload]
+        for worker in members:
+            worker.calls.send(frames)
+
+    def query(self, query: wire.Query) -> None:
+        """Pass a query on to the control threads of its members here."""
+        members = [worker for worker in self.workers.values() if wire.target_has(query.target, worker.rank)]
+        self._calls[query.id] = _OpenCall({worker.rank for worker in members})
+        for worker in members:
+            worker.urgent.send([wire.encode(query)])
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on."""
+        for worker in self.workers.values():
+            if wire.target_has(cancel.target, worker.rank):
+                worker.urgent.send([wire.encode(cancel)])
+
+    def to_worker(self, rank: int, message: wire.ToWorker) -> None:
+        """Send an urgent message to one worker, if it lives."""
+        if (worker := self.workers.get(rank)) is not None:
+            worker.urgent.send([wire.encode(message)])
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits for workers to read it."""
+        return sum(worker.calls.unsent_bytes for worker in self.workers.values())
+
+    # ---- workers to controller ----------------------------------------------------------------------------------
+
+    def on_message(self, worker: HostedWorker, message: wire.FromWorker, payload: list[bytes]) -> None:
+        """A worker said something; what it printed before goes first."""
+        match message:
+            case wire.Reply():
+                self._on_reply(worker, message, payload)
+            case wire.RankDisplay(output, update, is_result):
+                self._send_output(worker, final=True)
+                self._uplink.send(wire.Display(self.spawn.mesh, worker.rank, output, update, is_result), payload)
+            case wire.LateText(output, stream, text):
+                worker.output.add_late(Piece(output, stream, text))
+                self.on_output(worker)
+            case wire.RankStore(request, op):
+                self._uplink.send_urgent(wire.StoreRequest(self.spawn.mesh, worker.rank, request, op))
+            case wire.SegmentFree(pid, segment):
+                worker.segments.discard((pid, segment))
+                self._give_back((pid, segment))
+            case wire.Begun():
+                worker.begun = True
+                self._report_ready()
+
+    def _on_reply(self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]) -> None:
+        self._send_output(worker, final=True)
+        call = self._calls.get(reply.id)
+        if call is None:
+            return
+        segment, bulk = (None, None) if reply.segment is None else self._uplink.export(reply.segment)
+        call.replies.append(wire.RankReply(worker.rank, reply.status, len(payload), reply.duration_s, segment, bulk))
+        call.frames += payload
+        call.waiting.discard(worker.rank)
+        if not call.waiting or reply.status != wire.OK:
+            self._flush_call(reply.id)
+        elif not call.flushing:
+            call.flushing = True
+            self._loop.call_later(COMBINE_S, lambda: self._flush_call(reply.id))
+
+    def _flush_call(self, id: int) -> None:
+        call = self._calls.get(id)
+        if call is None:
+            return
+        call.flushing = False
+        if not call.waiting:
+            del self._calls[id]
+        if call.replies:
+            self._uplink.send(wire.Replies(id, tuple(call.replies)), call.frames)
+            call.replies, call.frames = [], []
+
+    def _report_ready(self) -> None:
+        if all(worker.begun for worker in self.workers.values()):
+            started = tuple(
+                wire.WorkerStarted(worker.rank, worker.pid, worker.device, str(worker.output.log.path))
+                for worker in self.workers.values()
+            )
+            self._uplink.send(wire.MeshReady(self.spawn.mesh, started))
+
+    def on_exit(self, worker: HostedWorker, cause: str) -> None:
+        """A worker ended: settle its calls and segments, say why."""
+        self._send_output(worker, final=True)
+        tail = log_tail(self._log_of(worker.rank), LOG_TAIL_LINES)
+        del self.workers[worker.rank]
+        worker.close()
+        for key in worker.segments:
+            self._give_back(key)
+        if not self._stopping:
+            self._uplink.send(wire.WorkerExited(self.spawn.mesh, worker.rank, cause, tail))
+        for id, call in tuple(self._calls.items()):
+            call.waiting.discard(worker.rank)
+            if not call.waiting:
+                self._flush_call(id)
+        if self._stopping and not self.workers:
+            self._on_stopped()
+
+    # ---- output -------------------------------------------------------------------------------------------------
+
+    def on_output(self, worker: HostedWorker) -> None:
+        """Something was printed: send it soon, together with what follows."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_later(FLUSH_S, self._flush_output)
+
+    def _flush_output(self) -> None:
+        self._flushing = False
+        for worker in self.workers.values():
+            self._send_output(worker)
+        if any(worker.output.waiting for worker in self.workers.values()):
+            self._flushing = True
+            self._loop.call_later(FLUSH_S, self._flush_output)
+
+    def _send_output(self, worker: HostedWorker, *, final: bool = False) -> None:
+        if final:
+            worker.drain()
+        pieces, cuts = worker.output.take(time.monotonic(), final=final)
+        for output, size in cuts.items():
+            self._uplink.send(wire.OutputCut(self.spawn.mesh, worker.rank, output, size))
+        if pieces:
+            chunks = tuple(wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces))
+            self._uplink.send(wire.Outputs(self.spawn.mesh, chunks))
+
+    def logs(self, target: wire.Target, lines: int) -> dict[int, str]:
+        """The last lines that each member here wrote; also of members that have ended."""
+        texts = {}
+        spawn = self.spawn
+        for rank in range(spawn.first_rank, spawn.first_rank + spawn.count):
+            if not wire.target_has(target, rank):
+                continue
+            if (worker := self.workers.get(rank)) is not None:
+                worker.drain()
+            texts[rank] = log_tail(self._log_of(rank), lines)
+        return texts
+
+    def _log_of(self, rank: int) -> Path:
+        return self._log_dir / f"rank-{rank}.log"
+
+    # ---- shared memory ------------------------------------------------------------------------------------------
+
+    def _lend(self, key: tuple[int, int], members: Sequence[HostedWorker]) -> None:
+        self._segments[key] = len(members)
+        for worker in members:
+            worker.segments.add(key)
+
+    def _give_back(self, key: tuple[int, int]) -> None:
+        left = self._segments.get(key, 0) - 1
+        if left > 0:
+            self._segments[key] = left
+        elif left == 0:
+            del self._segments[key]
+            self._uplink.segment_unused(*key)
+
+    # ---- stop ---------------------------------------------------------------------------------------------------
+
+    def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
+        """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
+        self._stopping = True
+        self._on_stopped = on_stopped
+        if not self.workers:
+            on_stopped()
+            return
+        for worker in self.workers.values():
+            worker.calls.end_writing()
+        self._loop.call_later(grace_s, self._kill_all)
+
+    def _kill_all(self) -> None:
+        for worker in self.workers.values():
+            worker.kill()
+
+
+def _join(pieces: list[Piece]) -> list[Piece]:
+    """Join neighbours of one output and stream."""
+    joined: list[Piece] = []
+    texts: deque[str] = deque()
+    for piece in pieces:
+        if joined and joined[-1][:2] == piece[:2]:
+            texts.append(piece.text)
+            continue
+        if joined:
+            joined[-1] = joined[-1]._replace(text="".join(texts))
+        joined.append(piece)
+        texts = deque([piece.text])
+    joined[-1] = joined[-1]._replace(text="".join(texts))
+    return joined

@@ -1,0 +1,227 @@
+"""The host agent's side of one worker: its sockets, its pipes, its pidfd."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from meshbook import wire
+from meshbook.event_loop import EventLoop, Watch
+from meshbook.frames import Buffer, FrameReader, pack
+from meshbook.processes import describe_exit, kill_session
+from meshbook.rank_output import RankLog, RankOutput
+
+PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
+
+
+class Lane:
+    """A non-blocking message socket to a worker; what does not fit now is sent when it does."""
+
+    def __init__(self, loop: EventLoop, sock: socket.socket, on_message: Callable[[list[bytes]], None]) -> None:
+        sock.setblocking(False)
+        self._loop = loop
+        self._sock = sock
+        self._reader = FrameReader()
+        self._on_message = on_message
+        self._unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        self._watch: Watch | None = loop.watch(sock.fileno(), self._on_readable, self._on_writable)
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Send a message, now or as soon as the worker reads."""
+        data = memoryview(pack(frames))
+        if not self._unsent:
+            data = data[self._write(data) :]
+        if data and self._watch is not None:
+            self._unsent.append(data)
+            self.unsent_bytes += len(data)
+            self._loop.want_writable(self._watch, True)
+
+    def end_writing(self) -> None:
+        """Tell the worker that nothing more comes."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._loop.forget(self._watch)
+            self._watch = None
+            self._sock.close()
+            self.unsent_bytes = 0
+
+    def read_all(self) -> None:
+        """Deliver every message that is there."""
+        while self._watch is not None:
+            try:
+                data = self._sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return
+            for frames in self._reader.feed(data):
+                self._on_message(frames)
+            if len(data) < _READ_BYTES:
+                return
+
+    def _on_readable(self) -> None:
+        self.read_all()
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)  # the worker is gone; its pidfd tells the story
+
+    def _on_writable(self) -> None:
+        while self._unsent:
+            sent = self._write(self._unsent[0])
+            self.unsent_bytes -= sent
+            if sent < len(self._unsent[0]):
+                self._unsent[0] = self._unsent[0][sent:]
+                return
+            self._unsent.popleft()
+        if self._watch is not None:
+            self._loop.want_writable(self._watch, False)
+
+
+class Owner(Protocol):
+    """Who is told what a worker does (`meshbook.hosted_mesh.HostedMesh`)."""
+
+    def on_message(self, worker: HostedWorker, message: wire.FromWorker, payload: list[bytes]) -> None: ...
+    def on_output(self, worker: HostedWorker) -> None: ...
+    def on_exit(self, worker: HostedWorker, cause: str) -> None: ...
+
+
+class HostedWorker:
+    """One worker process and everything of it that the agent holds open."""
+
+    def __init__(self, loop: EventLoop, owner: Owner, rank: int, device: str, marker: bytes, log: Path, now: float):
+        self.rank, self.device = rank, device
+        self.pid = 0
+        self.begun = False
+        self.alive = True
+        self.segments: set[tuple[int, int]] = set()
+        """(owner pid, segment) of payloads that the worker may still have mapped."""
+        self.output = RankOutput(marker, RankLog(log), now)
+        self._loop, self._owner = loop, owner
+        call, self._call_theirs = socket.socketpair()
+        urgent, self._urgent_theirs = socket.socketpair()
+        self.calls = Lane(loop, call, self._on_frames)
+        self.urgent = Lane(loop, urgent, self._on_frames)
+        self._pipes: dict[str, Watch] = {}
+        self._pipe_ends: list[int] = []
+        for stream in ("stdout", "stderr"):
+            self._pipe_ends.append(self._open_pipe(stream))
+        self._pidfd: Watch | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The worker's ends, to be sent to the template."""
+        return [self._call_theirs.fileno(), self._urgent_theirs.fileno(), *self._pipe_ends]
+
+    def started(self, pid: int) -> None:
+        """The template has forked it: watch its end."""
+        self.close_their_ends()
+        self.pid = pid
+        self._pidfd = self._loop.watch(os.pidfd_open(pid), self._on_end)
+
+    def close_their_ends(self) -> None:
+        for sock in (self._call_theirs, self._urgent_theirs):
+            sock.close()
+        while self._pipe_ends:
+            os.close(self._pipe_ends.pop())
+
+    def drain(self) -> None:
+        """Read what the worker has written to its pipes so far."""
+        for stream in tuple(self._pipes):
+            self._read_pipe(stream)
+
+    def kill(self) -> None:
+        if self.alive and self.pid:
+            kill_session(self.pid)
+
+    def close(self) -> None:
+        """Close what is ours; the process must have ended."""
+        self.calls.close()
+        self.urgent.close()
+        for stream in tuple(self._pipes):
+            self._close_pipe(stream)
+        self.close_their_ends()
+        self.output.log.close()
+
+    def _open_pipe(self, stream: str) -> int:
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(ours, False)
+        self._pipes[stream] = self._loop.watch(ours, lambda: self._on_pipe(stream))
+        _enlarge(ours)
+        return theirs
+
+    def _on_pipe(self, stream: str) -> None:
+        self._read_pipe(stream)
+        self._owner.on_output(self)
+
+    def _read_pipe(self, stream: str) -> None:
+        fd = self._pipes[stream].fd
+        while True:
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self._close_pipe(stream)
+                return
+            self.output.feed(stream, data)
+            if len(data) < _READ_BYTES:
+                return
+
+    def _close_pipe(self, stream: str) -> None:
+        watch = self._pipes.pop(stream)
+        self._loop.forget(watch)
+        os.close(watch.fd)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        self._owner.on_message(self, wire.decode_from_worker(frames[0]), frames[1:])
+
+    def _on_end(self) -> None:
+        """The pidfd is readable: take what the worker still said, reap it, end its children."""
+        assert self._pidfd is not None
+        self._loop.forget(self._pidfd)
+        os.close(self._pidfd.fd)
+        self._pidfd = None
+        self.calls.read_all()
+        self.urgent.read_all()
+        self.drain()
+        self.alive = False
+        kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
+        status = _reap(self.pid)
+        self._owner.on_exit(self, describe_exit(status))
+
+
+def _reap(pid: int) -> int:
+    """Wait for ``pid``, which has ended; its wait status as an exit code, negative for a signal."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return 0
+
+
+def _enlarge(fd: int) -> None:
+    """A larger pipe lets a rank print on while we are busy; unprivileged users may be refused."""
+    import fcntl
+
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[attr-defined,unused-ignore]
+    except (OSError, AttributeError):
+        pass

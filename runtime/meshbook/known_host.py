@@ -1,0 +1,96 @@
+"""A host as the controller knows it: its links, what it said of itself, and the payloads lent to it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from meshbook import wire
+from meshbook.bulk import BulkReceiver, BulkSender
+from meshbook.frames import Buffer
+from meshbook.future import Future
+from meshbook.launcher import LaunchedHost
+from meshbook.link import Link
+from meshbook.transport import LANES, ControllerSocket, LaneName
+
+MAX_SILENCE_S = 10.0
+"""A host that was not heard of for so long is lost."""
+
+
+class KnownHost:
+    """Used by the I/O thread only, but for the plain fields."""
+
+    def __init__(self, id: str, epoch: int, launched: LaunchedHost, sock: ControllerSocket) -> None:
+        self.id, self.name = id, id
+        self.launched = launched
+        self.shares_environment = True
+        self.ready: Future[KnownHost] = Future()
+        self.hello: wire.Hello | None = None
+        self.shares_memory = False
+        self.heard = time.monotonic()
+        self.lost = ""
+        """Why it is lost; empty while it lives."""
+        self.bulk_out = BulkSender()
+        self.bulk_in = BulkReceiver(self._serve_parked)
+        self.parked: deque[tuple[wire.Replies, list[bytes]]] = deque()
+        self.on_parked: Callable[[wire.Replies, list[bytes]], None] = lambda replies, frames: None
+        self._sock = sock
+        self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
+        self._backlog: deque[tuple[bytes, list[Buffer]]] = deque()
+
+    def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send on the lane of calls; waits in our backlog while the host is slow to acknowledge."""
+        header = wire.encode(message)
+        if self._backlog or self._links["calls"].full:
+            self._backlog.append((header, list(payload)))
+        else:
+            self._transmit("calls", header, payload)
+
+    def send_urgent(self, message: wire.ToHost) -> None:
+        """Send on the lane that never waits behind payloads."""
+        self._transmit("urgent", wire.encode(message), ())
+
+    def send_bulk(self, piece: wire.Bulk, data: Buffer) -> None:
+        """Send a piece of a payload."""
+        self._transmit("bulk", wire.encode(piece), [data])
+
+    @property
+    def backlog(self) -> int:
+        """Messages that wait for the host to acknowledge earlier ones."""
+        return len(self._backlog)
+
+    def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
+        """Take frames from the wire: the message they carry, if it is new and next in order."""
+        self.heard = time.monotonic()
+        return self._links[lane].receive(frames)
+
+    def acknowledge(self, lane: LaneName) -> None:
+        """Send what the link owes the peer, and what its acknowledgements have made room for."""
+        link = self._links[lane]
+        for frames in link.pending():
+            self._sock.send(self.id, lane, frames)
+        while self._backlog and not self._links["calls"].full:
+            self._transmit("calls", *self._backlog.popleft())
+
+    def beat(self) -> None:
+        """Once per heartbeat: how far each lane is."""
+        self.send_urgent(wire.Heartbeat())
+        for lane, link in self._links.items():
+            self._sock.send(self.id, lane, link.heartbeat())
+
+    def park(self, replies: wire.Replies, frames: list[bytes]) -> bool:
+        """Keep replies back while their payload is still on its way; True when kept."""
+        incomplete = any(r.bulk is not None and not self.bulk_in.has(r.bulk[0]) for r in replies.replies)
+        if incomplete or self.parked:
+            self.parked.append((replies, frames))
+            return True
+        return False
+
+    def _serve_parked(self) -> None:
+        parked, self.parked = self.parked, deque()
+        for replies, frames in parked:
+            self.on_parked(replies, frames)
+
+    def _transmit(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
+        self._sock.send(self.id, lane, self._links[lane].send(header, list(payload)))

@@ -1,0 +1,123 @@
+"""How hosts come to be: a launcher starts host agents, which then dial in. Nothing else knows which launcher it was.
+
+A launcher gets one `Ticket` per host, the agent's only way in. It travels on stdin: command lines and environments can
+be read by others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+
+from meshbook.processes import describe_exit
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What an agent needs to find the controller and to prove who it is."""
+
+    host_id: str
+    """Chosen by the controller; the CURVE key pair is accepted for this host only."""
+    endpoint: str
+    controller_key: str
+    public_key: str
+    secret_key: str
+    log_dir: str
+    epoch: int
+    """Which controller of the session this is; frames of an older one are ignored."""
+    lease_s: float
+    """How long the agent lives on without its controller."""
+    shares_memory: bool = True
+    """False makes an agent behave as on another machine, whatever machine it is on."""
+
+
+encode_ticket = msgspec.json.Encoder().encode
+decode_ticket = msgspec.json.Decoder(Ticket).decode
+
+
+class LaunchedHost(Protocol):
+    """A host agent that was started, and may not have dialled in yet."""
+
+    def failure(self) -> str | None:
+        """Why it ended, or None while it runs (or while nobody can tell)."""
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for it to end, and end it by force after ``timeout_s``."""
+
+
+class Launcher(Protocol):
+    """Starts host agents somewhere."""
+
+    name: str
+    transport: str
+    """``ipc`` when agents run on the controller's machine, ``tcp`` otherwise."""
+    shares_environment: bool
+    """Whether working folder, sys.path and environment of the controller make sense on its hosts."""
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        """Start one agent per ticket; does not wait for them. Raises: SpawnError."""
+
+
+class LocalLauncher:
+    """Agents as child processes on this machine, each in a session of its own so that Ctrl-C passes them by.
+
+    separate_hosts: every agent acts as if it were alone on its machine: payloads go over the sockets, over TCP.
+    """
+
+    name = "local"
+    shares_environment = True
+
+    def __init__(self, *, separate_hosts: bool = False) -> None:
+        self.transport = "tcp" if separate_hosts else "ipc"
+        self._shares_memory = not separate_hosts
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        """Start the agents; each reads its ticket from stdin and watches that pipe for our end."""
+        hosts: list[LaunchedHost] = []
+        for ticket in tickets:
+            log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
+            hosts.append(_start(msgspec.structs.replace(ticket, shares_memory=self._shares_memory), log))
+        return hosts
+
+
+def _start(ticket: Ticket, log: Path) -> LocalHost:
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "meshbook.host_agent"],
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    process.stdin.write(encode_ticket(ticket) + b"\n")
+    process.stdin.flush()
+    return LocalHost(process, process.stdin, log)
+
+
+class LocalHost:
+    """A host agent that is our child."""
+
+    def __init__(self, process: subprocess.Popen[bytes], lifeline: IO[bytes], log: Path) -> None:
+        self._process, self._lifeline, self._log = process, lifeline, log
+
+    def failure(self) -> str | None:
+        """Exit status in words, with the end of the agent's own log; None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        said = self._log.read_text(errors="replace").strip().splitlines()[-3:]
+        return ": ".join([f"the host agent ended ({describe_exit(status)})", *said])
+
+    def close(self, timeout_s: float) -> None:
+        """Close the lifeline, wait, then kill; idempotent."""
+        self._lifeline.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,105 @@
+"""The states of meshes, workers, calls and cells, and the only ways between them.
+
+Each table maps (state, event) to the next state; anything else is a fault of ours and raises `LocalProtocolError`. The
+diagrams in docs/protocol.md are made from these tables.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TypeVar
+
+from meshbook.errors import LocalProtocolError
+
+
+class MeshPhase(enum.Enum):
+    """A mesh of processes, seen from its controller."""
+
+    STARTING = "starting"  # hosts have been asked for workers
+    READY = "ready"  # every worker has answered
+    STOPPING = "stopping"  # workers have been told to end
+    STOPPED = "stopped"  # no process is left
+
+
+class MeshEvent(enum.Enum):
+    STARTED = "all workers answered"
+    STOP = "stop"
+    ENDED = "all workers ended"
+
+
+MESH_NEXT: Mapping[tuple[MeshPhase, MeshEvent], MeshPhase] = {
+    (MeshPhase.STARTING, MeshEvent.STARTED): MeshPhase.READY,
+    (MeshPhase.STARTING, MeshEvent.STOP): MeshPhase.STOPPING,
+    (MeshPhase.READY, MeshEvent.STOP): MeshPhase.STOPPING,
+    (MeshPhase.STOPPING, MeshEvent.STOP): MeshPhase.STOPPING,
+    (MeshPhase.STOPPING, MeshEvent.STARTED): MeshPhase.STOPPING,
+    (MeshPhase.STOPPING, MeshEvent.ENDED): MeshPhase.STOPPED,
+    (MeshPhase.STOPPED, MeshEvent.STOP): MeshPhase.STOPPED,
+}
+
+
+class WorkerPhase(enum.Enum):
+    """A worker, seen from its host agent."""
+
+    FORKING = "forking"  # the template has been asked
+    STARTING = "starting"  # it has a pid, and was told who it is
+    READY = "ready"  # it has answered; from here on it is idle or busy
+    DEAD = "dead"  # its pidfd says so, and it was reaped
+
+
+class WorkerEvent(enum.Enum):
+    FORKED = "forked"
+    BEGUN = "said who it is"
+    EXITED = "exited"
+
+
+WORKER_NEXT: Mapping[tuple[WorkerPhase, WorkerEvent], WorkerPhase] = {
+    (WorkerPhase.FORKING, WorkerEvent.FORKED): WorkerPhase.STARTING,
+    (WorkerPhase.FORKING, WorkerEvent.BEGUN): WorkerPhase.READY,  # its word may come before the template's
+    (WorkerPhase.STARTING, WorkerEvent.BEGUN): WorkerPhase.READY,
+    (WorkerPhase.READY, WorkerEvent.FORKED): WorkerPhase.READY,
+    (WorkerPhase.STARTING, WorkerEvent.EXITED): WorkerPhase.DEAD,
+    (WorkerPhase.READY, WorkerEvent.EXITED): WorkerPhase.DEAD,
+}
+
+
+class CallPhase(enum.Enum):
+    """A call, or the cell that it runs, on one rank."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"  # a value, an exception, or an interrupt
+    DROPPED = "dropped"  # cancelled before it started
+    LOST = "lost"  # its worker ended
+
+
+class CallEvent(enum.Enum):
+    STARTED = "started"
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+    WORKER_ENDED = "worker ended"
+
+
+CALL_NEXT: Mapping[tuple[CallPhase, CallEvent], CallPhase] = {
+    (CallPhase.QUEUED, CallEvent.STARTED): CallPhase.RUNNING,
+    (CallPhase.QUEUED, CallEvent.CANCELLED): CallPhase.DROPPED,
+    (
+        CallPhase.RUNNING,
+        CallEvent.CANCELLED,
+    ): CallPhase.RUNNING,  # KeyboardInterrupt is raised; its end follows
+    (CallPhase.RUNNING, CallEvent.ENDED): CallPhase.ENDED,
+    (CallPhase.QUEUED, CallEvent.WORKER_ENDED): CallPhase.LOST,
+    (CallPhase.RUNNING, CallEvent.WORKER_ENDED): CallPhase.LOST,
+}
+
+_Phase = TypeVar("_Phase", bound=enum.Enum)
+_Event = TypeVar("_Event", bound=enum.Enum)
+
+
+def advance(table: Mapping[tuple[_Phase, _Event], _Phase], phase: _Phase, event: _Event) -> _Phase:
+    """Return the state after ``event``. Raises: LocalProtocolError where the table has no such way."""
+    try:
+        return table[phase, event]
+    except KeyError:
+        raise LocalProtocolError(f"{event.value!r} cannot happen while {phase.value}") from None

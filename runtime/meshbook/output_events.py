@@ -1,0 +1,53 @@
+"""What a running cell tells its listener, in the order in which it happened on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from meshbook.errors import Failure
+
+
+class StreamText(NamedTuple):
+    """Text of stdout or stderr; may end in the middle of a line."""
+
+    rank: int
+    stream: str
+    text: str
+    cell_id: int
+
+
+class OutputCut(NamedTuple):
+    """So many characters of the rank's output, up to now, are in its log only: it wrote faster than can be shown."""
+
+    rank: int
+    size_bytes: int
+    log_path: str
+    cell_id: int
+
+
+class DisplayData(NamedTuple):
+    """Rich output; ``is_result`` for the value of a cell's last expression."""
+
+    rank: int
+    data: Mapping[str, object]
+    metadata: Mapping[str, object]
+    transient: Mapping[str, object]
+    update: bool
+    is_result: bool
+    cell_id: int
+
+
+class RankDone(NamedTuple):
+    """The rank has ended the cell; ``failure`` tells why when it was not ``ok``."""
+
+    rank: int
+    ok: bool
+    duration_s: float
+    failure: Failure | None
+    cell_id: int
+
+
+OutputEvent: TypeAlias = StreamText | OutputCut | DisplayData | RankDone
+OutputListener: TypeAlias = Callable[[OutputEvent], None]
+"""Called on the controller's I/O thread: it must not block."""

@@ -1,0 +1,64 @@
+"""Cutting values into pieces and joining them again: tensors and arrays along a dim, sequences by items."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from meshbook.errors import LayoutError
+
+
+def split(value: Any, count: int, dim: int = 0) -> list[Any]:
+    """Cut ``value`` into ``count`` pieces whose lengths differ by one at most, the longer first (``tensor_split``).
+
+    Raises: LayoutError for a value that has no such dim or cannot be cut.
+    """
+    library = _library_of(value)
+    if library is not None:
+        _check_dim(value, dim)
+        pieces = (
+            library.tensor_split(value, count, dim)
+            if library.__name__ == "torch"
+            else library.array_split(value, count, dim)
+        )
+        return [piece.contiguous() if library.__name__ == "torch" else piece for piece in pieces]
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise LayoutError(f"a {type(value).__name__} cannot be scattered: give a tensor, an array, a list or a tuple.")
+    length, extra = divmod(len(value), count)
+    bounds = [index * length + min(index, extra) for index in range(count + 1)]
+    return [value[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+def join(pieces: Sequence[Any], dim: int = 0) -> Any:
+    """Put pieces together again: tensors and arrays along ``dim``, lists and tuples end to end.
+
+    Raises: LayoutError for values that cannot be joined, or pieces of different kinds.
+    """
+    library = _library_of(pieces[0])
+    if library is not None:
+        if any(_library_of(piece) is not library for piece in pieces):
+            raise LayoutError("the ranks hold different kinds of values; pull the name to see them.")
+        if pieces[0].ndim == 0:
+            return library.stack(list(pieces))
+        _check_dim(pieces[0], dim)
+        return library.cat(list(pieces), dim) if library.__name__ == "torch" else library.concatenate(list(pieces), dim)
+    if all(isinstance(piece, list) for piece in pieces):
+        return [item for piece in pieces for item in piece]
+    if all(isinstance(piece, tuple) for piece in pieces):
+        return tuple(item for piece in pieces for item in piece)
+    raise LayoutError(f"values of type {type(pieces[0]).__name__} cannot be joined; bring them one by one with pull.")
+
+
+def _library_of(value: Any) -> Any:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return torch
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return numpy
+    return None
+
+
+def _check_dim(value: Any, dim: int) -> None:
+    if not -value.ndim <= dim < value.ndim:
+        raise LayoutError(f"dim={dim} does not exist: the value has shape {tuple(value.shape)}.")

@@ -1,0 +1,320 @@
+"""ProcMesh: one process per point, arranged by named axes. What users hold, slice and call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+from meshbook import partition
+from meshbook.cell_run import CellRun
+from meshbook.controller import Controller
+from meshbook.errors import LayoutError
+from meshbook.future import Future
+from meshbook.known_mesh import KnownMesh
+from meshbook.lifecycle import MeshPhase
+from meshbook.output_events import OutputListener
+from meshbook.pickling import dumps
+from meshbook.shape import Extent, Members, Point
+from meshbook.value_mesh import ValueMesh
+from meshbook.wording import format_sizes
+
+T = TypeVar("T")
+
+STOP_GRACE_S = 1.0
+"""Busy workers have this long to end when a mesh is stopped."""
+
+
+class RankStatus(NamedTuple):
+    """One rank, as `ProcMesh.status` tells it."""
+
+    rank: int
+    point: Point
+    host: str
+    pid: int
+    device: str
+    state: str
+    """``idle``, ``busy``, ``silent`` (its control thread did not answer in time) or ``dead``."""
+    busy_s: float
+    where: str
+    """What a busy rank is doing; why a dead one ended."""
+    rss_bytes: int
+
+
+class ProcMesh:
+    """A mesh of worker processes, or a view of some of them; views share the processes and cost nothing.
+
+    Calls return a `Future`; ``.get()`` waits. Each call runs once on every member, in the order in which it was made.
+    """
+
+    def __init__(self, controller: Controller, mesh: KnownMesh, members: Members) -> None:
+        self._controller, self._mesh, self._members = controller, mesh, members
+
+    # ---- shape --------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._mesh.name
+
+    @property
+    def members(self) -> Members:
+        """The base ranks of this view, arranged by its axes."""
+        return self._members
+
+    @property
+    def extent(self) -> Extent:
+        return self._members.extent
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis to size, in order."""
+        return self._members.sizes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Base ranks of the members in C order of the axes."""
+        return tuple(self._members.ranks())
+
+    def size(self, axes: str | Iterable[str] | None = None) -> int:
+        """Members along ``axes``; all of them by default. Raises: UnknownAxisError."""
+        return self._members.size(axes)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def slice(self, **axes: int | slice) -> ProcMesh:
+        """A view as NumPy would cut it: an int drops its axis. Raises: UnknownAxisError, RankError."""
+        return self._view(self._members.slice(**axes))
+
+    def pick(self, **axes: int | slice | Sequence[int]) -> ProcMesh:
+        """Like `slice`, also with lists of indices."""
+        return self._view(self._members.pick(**axes))
+
+    def select(self, ranks: Iterable[int]) -> ProcMesh:
+        """A view of chosen base ranks along one axis ``rank``. Raises: RankError."""
+        return self._view(self._members.select(ranks))
+
+    def split(self, **axes: Sequence[str] | int) -> ProcMesh:
+        """Make several axes of one: ``split(gpus=("dp", "tp"), tp=2)``. Raises: LayoutError."""
+        return self._view(self._members.split(**axes))
+
+    def flatten(self, name: str) -> ProcMesh:
+        """Make one axis of all. Raises: LayoutError where no stride can describe it."""
+        return self._view(self._members.flatten(name))
+
+    def rename(self, **names: str) -> ProcMesh:
+        """Give axes other names: ``rename(hosts="dp")``."""
+        return self._view(self._members.rename(**names))
+
+    def base(self) -> ProcMesh:
+        """The whole mesh that this is a view of."""
+        from meshbook.shape import Region
+
+        return self._view(Region.dense(self._mesh.extent))
+
+    def _view(self, members: Members) -> ProcMesh:
+        return ProcMesh(self._controller, self._mesh, members)
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+
+    def run(self, code: str) -> Future[ValueMesh[Any]]:
+        """Run ``code`` as an IPython cell on every member; the values are those of its last expression."""
+        return self._call("run_cell", (code,), what="the cell", fail_fast=False)
+
+    def start_cell(
+        self,
+        code: str,
+        *,
+        on_output: OutputListener,
+        cell_number: int | None = None,
+        line_offset: int = 0,
+        forbid_collectives: bool = False,
+    ) -> CellRun:
+        """Run a notebook's cell; ``on_output`` gets everything that it prints and shows, also later.
+
+        cell_number, line_offset: how tracebacks name the cell, and how many of its lines stand above ``code``.
+        forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
+        """
+        run = CellRun(on_output)
+        future = self._controller.call(
+            self._mesh,
+            "run_cell",
+            self._members,
+            dumps(((code, cell_number, line_offset, forbid_collectives), {}), what="the cell"),
+            what="the cell",
+            listener=on_output,
+            on_reply=run.on_reply,
+            fail_fast=False,
+        )
+        run.attach(future)
+        return run
+
+    def execute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[ValueMesh[T]]:
+        """Call ``function(*args, **kwargs)`` on every member.
+
+        Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
+        """
+        name = getattr(function, "__name__", "a function")
+        return self._call("invoke", (function, *args), kwargs, what=name)
+
+    def evaluate(self, expression: str) -> Future[ValueMesh[Any]]:
+        """The value of an expression in each member's namespace."""
+        return self._call("pull", ([expression],), what=expression)
+
+    def push(self, values: Mapping[str, object]) -> Future[ValueMesh[None]]:
+        """Bind names on every member. Raises: SerializationError naming the part that cannot travel."""
+        return self._call("push", (dict(values),), what="push")
+
+    def pull(self, name: str) -> Future[ValueMesh[Any]]:
+        """Bring the value of ``name`` from every member."""
+        return self.evaluate(name)
+
+    def scatter(self, name: str, value: Any, axis: str | None = None, dim: int = 0) -> Future[list[None]]:
+        """Bind ``name`` to one piece of ``value`` per index of ``axis``; members that share the index get the same.
+
+        value: a tensor or array, cut along ``dim`` as by ``tensor_split``, or a sequence. axis: the mesh's only axis by
+        default.
+        """
+        axis = self._one_axis(axis)
+        pieces = partition.split(value, self.size(axis), dim)
+        futures = [self.pick(**{axis: i}).push({name: piece}) for i, piece in enumerate(pieces)]
+        return gather_futures(futures).then(lambda done: [None for _ in done])
+
+    def gather(self, name: str, axis: str | None = None, dim: int = 0) -> Future[Any]:
+        """Bring ``name`` from the members along ``axis`` (index 0 of all others) and join it along ``dim``."""
+        axis = self._one_axis(axis)
+        others: dict[str, int | slice | Sequence[int]] = {label: 0 for label in self.sizes if label != axis}
+        return self.pick(**others).pull(name).then(lambda values: partition.join(values.values(), dim))
+
+    def broadcast(self, name: str, src: int = 0) -> Future[ValueMesh[None]]:
+        """Bind ``name`` on every member to its value on base rank ``src``, by the process group.
+
+        The group spans the whole mesh, so that is who takes part. Raises: RankError, LayoutError on a partial view.
+        """
+        if len(self) != len(self._mesh.extent):
+            raise LayoutError("broadcast runs in the mesh's process group: call it on the whole mesh, not on a slice.")
+        self._members.point(src)
+        return self._call("broadcast", (name, src), what=f"broadcast of {name}")
+
+    def set_axes(self) -> Future[ValueMesh[None]]:
+        """Rebind ``mesh`` and ``point`` on the ranks to the axes of this view, which must cover the whole mesh."""
+        if self.ranks != tuple(range(len(self._mesh.extent))):
+            raise LayoutError("only a view of the whole mesh, in rank order, can become the ranks' axes.")
+        return self._call("set_axes", (tuple(self.sizes), tuple(self.sizes.values())), what="the axes")
+
+    def form_group(self) -> Future[ValueMesh[None]]:
+        """Form the default process group and prove it with a collective."""
+        on_one_host = len(self._mesh.hosts) == 1
+        return self._call("form_group", (self._controller.next_id(), on_one_host), what="the process group")
+
+    def _call(
+        self,
+        endpoint: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        what: str,
+        fail_fast: bool = True,
+    ) -> Future[Any]:
+        pickled = dumps((args, kwargs or {}), what=what)
+        return self._controller.call(self._mesh, endpoint, self._members, pickled, what=what, fail_fast=fail_fast)
+
+    def _one_axis(self, axis: str | None) -> str:
+        if axis is not None:
+            self._members.size(axis)
+            return axis
+        if len(self.sizes) != 1:
+            raise LayoutError(
+                f"this mesh has {format_sizes(self.sizes)}: say which axis, as in axis={next(iter(self.sizes), '')!r}."
+            )
+        return next(iter(self.sizes))
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the mesh has not been stopped."""
+        return self._mesh.phase in (MeshPhase.STARTING, MeshPhase.READY)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names, in rank order."""
+        return tuple(host.name for host in self._mesh.hosts)
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return next((worker.device.partition(":")[0] for worker in self._mesh.workers.values()), "cpu")
+
+    def log_paths(self) -> dict[int, str]:
+        """Where each member's log lies on its host."""
+        return {rank: self._mesh.workers[rank].log_path for rank in self.ranks if rank in self._mesh.workers}
+
+    def logs(self, lines: int = 20) -> dict[int, str]:
+        """The last lines that each member wrote, also of members that have ended."""
+        return self._controller.read_logs(self._mesh, self._members, lines, timeout_s=5.0)
+
+    def where(self) -> dict[int, str]:
+        """What each member's main thread is doing, busy or not."""
+        return self._controller.where(self._mesh.id, self._members.ranks())
+
+    def status(self) -> list[RankStatus]:
+        """Each member's state, now."""
+        self._mesh.check_usable()
+        answers = self._controller.query(self._mesh.id, "status", self._members, timeout_s=0.5)
+        return [self._status_of(rank, answers.get(rank)) for rank in self._members.ranks()]
+
+    def _status_of(self, rank: int, answer: Mapping[str, Any] | None) -> RankStatus:
+        worker, lost = self._mesh.workers.get(rank), self._mesh.lost.get(rank)
+        host, pid, device = (worker.host.name, worker.pid, worker.device) if worker else ("?", 0, "?")
+        point = self._members.point(rank)
+        if lost is not None:
+            return RankStatus(rank, point, host, pid, device, "dead", 0.0, lost.cause, 0)
+        if answer is None:
+            return RankStatus(rank, point, host, pid, device, "silent", 0.0, "no answer within 0.5 s", 0)
+        state = "busy" if answer["busy"] else "idle"
+        return RankStatus(rank, point, host, pid, device, state, answer["busy_s"], answer["where"], answer["rss_bytes"])
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End every process of the mesh, views included; returns when none is left. Idempotent."""
+        self._controller.stop_mesh(self._mesh, STOP_GRACE_S)
+        self._mesh.stopped.get(timeout_s)
+
+    def __enter__(self) -> ProcMesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> ProcMesh:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "" if self.alive else ", stopped"
+        return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}, {self.device}{state})'
+
+
+def gather_futures(futures: Sequence[Future[T]]) -> Future[list[T]]:
+    """A future of all results, in order; the first error becomes its error."""
+    gathered: Future[list[T]] = Future(on_cancel=lambda: [future.cancel() for future in futures] and None)
+    left = set(range(len(futures)))
+
+    def done(index: int, future: Future[T]) -> None:
+        left.discard(index)
+        if (error := future.exception(0)) is not None:
+            gathered.set_exception(error)
+        elif not left and not gathered.done():
+            gathered.set_result([each.get(0) for each in futures])
+
+    for index, future in enumerate(futures):
+        future.add_done_callback(lambda future, index=index: done(index, future))
+    if not futures:
+        gathered.set_result([])
+    return gathered

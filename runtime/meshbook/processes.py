@@ -1,0 +1,96 @@
+"""What Linux offers to own processes safely: pidfds, parent-death signals, start times."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit at once if that has happened already.
+
+    The signal fires when the parent *thread* that owns us ends, so parents must be single-threaded or fork from a
+    permanent thread. Other systems than Linux notice by the closed socket instead.
+    """
+    if hasattr(os, "pidfd_open"):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER)."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def thread_count() -> int:
+    """Threads of this process, C libraries' included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks between boot and the start of ``pid``; None when there is no such process.
+
+    With the pid it names a process for ever: a recycled pid has another start time (proc(5), field 22).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(b")")[2].split()[19])
+
+
+def is_same_process(pid: int, started: int) -> bool:
+    """Whether ``pid`` still is the process that was recorded with start time ``started``, and no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat[0] != b"Z" and int(stat[19]) == started
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL to ``pid`` and to the process group that it leads; both may be gone already."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def machine_id() -> str:
+    """Equal on two processes exactly when they can open each other's ``/proc/<pid>/fd``."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def describe_exit(status: int) -> str:
+    """Put a wait status (negative: signal, as in `subprocess`) into words."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = {
+        "SIGKILL": ", by kill -9 or the OOM killer",
+        "SIGSEGV": ", a crash in native code",
+        "SIGABRT": ", native code called abort()",
+        "SIGBUS": ", a memory map lost its file",
+    }.get(name, "")
+    return f"killed by {name}{hint}"
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of ``pid``, shared pages included; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return 0

@@ -1,0 +1,167 @@
+"""What a rank writes to stdout and stderr, as the host agent reads it from the rank's pipes.
+
+    pipe bytes ──> log file (all of it, within a quota)
+              └──> pieces tagged with their output id ──> rate limit ──> controller
+
+A worker writes ``marker + id + newline`` into both pipes where another output begins, so attribution is exact however
+late the agent reads. A rank may burst `BURST_BYTES` and then send `RATE_BYTES_S` to the notebook; beyond that the newest
+`TAIL_BYTES` wait, older ones are counted and stay in the log only.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+BURST_BYTES = 256 << 10
+RATE_BYTES_S = 64 << 10
+TAIL_BYTES = 64 << 10
+LOG_QUOTA_BYTES = 1 << 30
+
+_MARK = b"\x1e"
+_LONGEST_ID = 24
+
+
+class Piece(NamedTuple):
+    output: int
+    stream: str
+    text: str
+
+
+def log_tail(path: Path, lines: int) -> str:
+    """The last ``lines`` lines of a log, within its last 256 kB; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (256 << 10)))
+            return b"\n".join(file.read().splitlines()[-lines:]).decode(errors="backslashreplace")
+    except FileNotFoundError:
+        return ""
+
+
+class RankLog:
+    """The rank's log file: everything it wrote, up to the quota; a full disk loses the log, not the rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._written = 0
+        self._ended = False
+
+    def write(self, data: bytes) -> None:
+        if self._ended:
+            return
+        try:
+            os.write(self._fd, data)
+            self._written += len(data)
+            if self._written > LOG_QUOTA_BYTES:
+                self._ended = True
+                os.write(self._fd, b"\n[meshbook: the log is full; later output was not kept]\n")
+        except OSError:
+            self._ended = True
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _Stream:
+    """One pipe: splits its bytes at markers and decodes them."""
+
+    def __init__(self, name: str, marker: bytes) -> None:
+        self.name = name
+        self._marker = marker
+        self._rest = b""
+        self._output = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
+
+    def split(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Return (output id, bytes) pieces without the markers; an incomplete marker waits for the next call."""
+        if self._rest:
+            data, self._rest = self._rest + data, b""
+        if _MARK not in data:
+            return [(self._output, data)] if data else []
+        pieces = []
+        while (at := data.find(self._marker)) >= 0:
+            end = data.find(b"\n", at, at + len(self._marker) + _LONGEST_ID)
+            if end < 0:
+                break
+            if at:
+                pieces.append((self._output, data[:at]))
+            self._output = int(data[at + len(self._marker) : end])
+            data = data[end + 1 :]
+        held = self._incomplete_marker_at(data)
+        data, self._rest = data[:held], data[held:]
+        if data:
+            pieces.append((self._output, data))
+        return pieces
+
+    def _incomplete_marker_at(self, data: bytes) -> int:
+        at = data.rfind(_MARK)
+        if at >= 0 and (self._marker.startswith(data[at:]) or data[at:].startswith(self._marker)):
+            return at
+        return len(data)
+
+    def decode(self, data: bytes) -> str:
+        return self._decoder.decode(data)
+
+
+class RankOutput:
+    """Both pipes of one rank. ``now`` is a monotonic time in seconds, given by the caller."""
+
+    def __init__(self, marker: bytes, log: RankLog, now: float) -> None:
+        self.log = log
+        self._streams = {name: _Stream(name, marker) for name in ("stdout", "stderr")}
+        self._pending: deque[Piece] = deque()
+        self._pending_bytes = 0
+        self._budget = float(BURST_BYTES)
+        self._refilled = now
+        self._cut: dict[int, int] = {}
+        self._cut_news: set[int] = set()
+
+    def feed(self, stream: str, data: bytes) -> None:
+        """Take what was read from the pipe ``stream``."""
+        split = self._streams[stream]
+        for output, piece in split.split(data):
+            self.log.write(piece)
+            if text := split.decode(piece):
+                self._pending.append(Piece(output, stream, text))
+                self._pending_bytes += len(text)
+        while self._pending_bytes > max(self._budget, TAIL_BYTES) + TAIL_BYTES:
+            self._drop(self._pending.popleft())
+
+    def add_late(self, piece: Piece) -> None:
+        """Take text that its worker attributed itself, since it belongs to an earlier output."""
+        self.log.write(piece.text.encode(errors="backslashreplace"))
+        self._pending.append(piece)
+        self._pending_bytes += len(piece.text)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `take` has something to give, now or later."""
+        return bool(self._pending)
+
+    def take(self, now: float, *, final: bool = False) -> tuple[list[Piece], dict[int, int]]:
+        """Return the pieces that may be sent now, and the total cut so far of each output whose total grew.
+
+        final: an output ended: everything that waits is sent, whatever the rate.
+        """
+        self._budget = min(BURST_BYTES, self._budget + (now - self._refilled) * RATE_BYTES_S)
+        self._refilled = now
+        pieces = []
+        while self._pending and (final or self._budget > 0):
+            piece = self._pending.popleft()
+            self._pending_bytes -= len(piece.text)
+            self._budget -= len(piece.text)
+            pieces.append(piece)
+        cuts = {output: self._cut[output] for output in self._cut_news}
+        self._cut_news.clear()
+        return pieces, cuts
+
+    def _drop(self, piece: Piece) -> None:
+        size = len(piece.text)
+        self._pending_bytes -= size
+        self._cut[piece.output] = self._cut.get(piece.output, 0) + size
+        self._cut_news.add(piece.output)

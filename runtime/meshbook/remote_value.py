@@ -1,0 +1,31 @@
+"""A value that stayed on its rank, because it is large or cannot travel."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import NamedTuple
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 120
+
+
+class RemoteValue(NamedTuple):
+    """Stands in a ValueMesh for the result of a cell that was not brought to the notebook."""
+
+    rank: int
+    type_name: str
+    summary: str
+    """Its shape and dtype, or the start of its repr."""
+
+    @classmethod
+    def describing(cls, value: object, rank: int) -> RemoteValue:
+        """What can be said of ``value`` without moving it."""
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is not None and dtype is not None:
+            return cls(rank, type(value).__name__, f"shape {tuple(shape)}, {dtype}")
+        return cls(rank, type(value).__name__, _short.repr(value))
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.type_name} kept on rank {self.rank}: {self.summary}; give it a name and bring it with %mesh pull>"
+        )

@@ -1,0 +1,181 @@
+"""ZeroMQ between the controller and its host agents: one ROUTER that agents dial in to, three lanes per agent.
+
+    controller ROUTER  <── "host/urgent" ── DEALER   cancel, queries, heartbeats, the store; small frames only
+                       <── "host/calls"  ── DEALER   calls, replies, output, in order
+                       <── "host/bulk"   ── DEALER   pieces of payloads that cross hosts
+
+Each lane is a connection of its own, so that an interrupt never waits behind a payload. CURVE encrypts all of them; a ZAP
+handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. Every socket is opened,
+used and closed by the thread that made it.
+
+ROUTER sockets lose messages silently when a peer reconnects; `meshbook.link` numbers and replays them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import zmq
+
+from meshbook.errors import PeerProtocolError
+from meshbook.frames import Buffer
+from meshbook.launcher import Ticket
+from meshbook.link import Link
+
+LaneName = Literal["urgent", "calls", "bulk"]
+LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
+
+HEARTBEAT_S = 1.0
+"""How often each side says that it lives."""
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"meshbook"
+_MAX_FRAME_BYTES = 64 << 20
+_COPY_BELOW_BYTES = 1 << 16
+
+
+def _configure(sock: zmq.Socket[bytes]) -> None:
+    sock.linger = 0
+    sock.maxmsgsize = _MAX_FRAME_BYTES
+    sock.sndhwm = sock.rcvhwm = 0  # the link layer bounds what is under way, in bytes
+    sock.handshake_ivl = 5000
+    sock.reconnect_ivl = 100
+    sock.reconnect_ivl_max = 2000
+    sock.copy_threshold = _COPY_BELOW_BYTES
+
+
+class ControllerSocket:
+    """The controller's end of all lanes of all hosts."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        public, self._secret = zmq.curve_keypair()
+        self.public_key = public.decode()
+        self._accepted: dict[bytes, str] = {}
+        self.rejected = 0
+        """Messages and handshakes that were not let in."""
+        self._zap = self._context.socket(zmq.ROUTER)
+        self._zap.linger = 0
+        self._zap.bind(_ZAP_ENDPOINT)
+        self._router = self._context.socket(zmq.ROUTER)
+        _configure(self._router)
+        self._router.router_mandatory = True
+        self._router.router_handover = True
+        self._router.curve_server = True
+        self._router.curve_publickey, self._router.curve_secretkey = public, self._secret
+        self._router.zap_domain = _ZAP_DOMAIN
+        self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._poller = zmq.Poller()
+        self._poller.register(self._zap, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+
+    def bind(self, address: str) -> str:
+        """Listen at ``ipc://PATH`` or ``tcp://IP:*`` as well; return the endpoint to dial."""
+        self._router.bind(address)
+        return str(self._router.last_endpoint.decode().rstrip("\0"))
+
+    def accept(self, host_id: str) -> tuple[str, str]:
+        """Make a key pair (public, secret) that lets ``host_id`` in, and nobody else."""
+        public, secret = zmq.curve_keypair()
+        self._accepted[zmq.utils.z85.decode(public)] = host_id
+        return public.decode(), secret.decode()
+
+    def poll(self, wake_fd: int, timeout_s: float | None) -> None:
+        """Wait until a message, a byte at ``wake_fd`` or the timeout is there; let hosts in meanwhile."""
+        if wake_fd not in self._poller:
+            self._poller.register(wake_fd, zmq.POLLIN)
+        events = self._poller.poll(None if timeout_s is None else timeout_s * 1000)
+        if any(sock is self._zap for sock, _ in events):
+            self._answer_handshakes()
+
+    def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
+        """Yield (host id, lane, link frames) for each message that is there."""
+        while True:
+            try:
+                identity = self._router.recv(zmq.NOBLOCK, copy=False)
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            host_id, _, lane = identity.bytes.decode(errors="replace").partition("/")
+            if lane not in LANES or identity.get("User-Id") != host_id:
+                self.rejected += 1
+                continue
+            yield host_id, lane, frames  # type: ignore[misc]
+
+    def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
+        """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
+        try:
+            self._router.send_multipart([f"{host_id}/{lane}".encode(), *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+
+    def close(self) -> None:
+        """Close everything; what was not sent is dropped."""
+        self._context.destroy(linger=0)
+
+    def _answer_handshakes(self) -> None:
+        while self._zap.poll(0):
+            *envelope, version, request, domain, _, _, mechanism, key = self._zap.recv_multipart()[:9]
+            host_id = self._accepted.get(key) if mechanism == b"CURVE" and domain == _ZAP_DOMAIN else None
+            if host_id is None:
+                self.rejected += 1
+            status = (b"200", b"OK", host_id.encode()) if host_id else (b"400", b"unknown key", b"")
+            self._zap.send_multipart([*envelope, version, request, *status, b""])
+
+
+class AgentSocket:
+    """An agent's end of one lane."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ticket: Ticket, lane: LaneName) -> None:
+        self._sock = context.socket(zmq.DEALER)
+        _configure(self._sock)
+        self._sock.routing_id = f"{ticket.host_id}/{lane}".encode()
+        self._sock.curve_serverkey = ticket.controller_key.encode()
+        self._sock.curve_publickey = ticket.public_key.encode()
+        self._sock.curve_secretkey = ticket.secret_key.encode()
+        self._sock.connect(ticket.endpoint)
+        self.link = Link(ticket.epoch)
+
+    @property
+    def fd(self) -> int:
+        """Readable at edges only: after it was, or after any send, call `receive` until it yields nothing."""
+        return int(self._sock.fd)
+
+    def readable(self) -> bool:
+        return bool(self._sock.events & zmq.POLLIN)
+
+    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield (header, payload) of each new message, in order, once."""
+        while True:
+            try:
+                frames = self._sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if (message := self.link.receive(frames)) is not None:
+                yield message
+        self._send_all(self.link.pending())
+
+    def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Send a message; it is kept until acknowledged."""
+        self._send_all([self.link.send(header, list(payload))])
+
+    def beat(self) -> None:
+        """Say how far we are, so that a lost tail is noticed."""
+        self._send_all([self.link.heartbeat()])
+
+    def _send_all(self, messages: Sequence[Sequence[Buffer]]) -> None:
+        for frames in messages:
+            try:
+                self._sock.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                return  # not connected: the link replays
+
+
+def check_version(theirs: int, ours: int) -> None:
+    """Raises: PeerProtocolError naming both versions."""
+    if theirs != ours:
+        raise PeerProtocolError(
+            f"this side speaks protocol {ours}, the other {theirs}; install one version of meshbook"
+        )

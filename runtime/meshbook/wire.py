@@ -1,0 +1,356 @@
+"""Every message between controller, host agents and workers, with its codec.
+
+    controller  --ToHost-->    host agent  --ToWorker-->    worker
+    controller  <--FromHost--  host agent  <--FromWorker--  worker
+
+A message is one header (a msgspec struct, msgpack, array-like) and any number of opaque payload frames. Agents decode
+headers and pass payloads on; only the user's thread of the receiving process unpickles them. On ZeroMQ each message
+wears the numbered header of `meshbook.link`; on the socketpairs of one host it is framed by `meshbook.frames`.
+
+Ranks are always base ranks of their mesh. A target is a tuple of affine slices over them: O(axes) bytes for any size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from meshbook.shape import Slice
+from meshbook.store import StoreOp, StoreResult
+
+PROTOCOL_VERSION = 1
+"""Peers compare it in their first message and refuse each other, naming both numbers."""
+
+CHUNK_BYTES = 1 << 20
+"""Payloads that cross hosts travel in pieces of this size on the bulk lane."""
+
+Target: TypeAlias = tuple[Slice, ...]
+
+
+def target_has(target: Target, rank: int) -> bool:
+    """Whether base rank ``rank`` is a member of ``target``; O(axes)."""
+    return any(part.has(rank) for part in target)
+
+
+class SegmentRef(NamedTuple):
+    """Where a payload lies in shared memory: a memfd of a living process on this host."""
+
+    pid: int
+    fd: int
+    segment: int
+    """Never reused by its owner."""
+    size_bytes: int
+    spans: tuple[tuple[int, int], ...]
+    """(offset, length) of each buffer, in order."""
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, tag_field="t"):
+    pass
+
+
+# ---- both directions of the controller's links -----------------------------------------------------------------
+
+
+class Heartbeat(_Message, tag="hb"):
+    """Once a second on the urgent lane, so that each side knows the other lives."""
+
+
+class Bulk(_Message, tag="bulk"):
+    """A piece of a payload that crosses hosts; the message that names ``payload`` waits until it is whole."""
+
+    payload: int
+    size_bytes: int
+    offset: int
+    last: bool
+
+
+class SegmentFree(_Message, tag="free"):
+    """Nobody on the sender's side still looks at the segment ``segment`` of process ``pid``."""
+
+    pid: int
+    segment: int
+
+
+# ---- controller to host agent ----------------------------------------------------------------------------------
+
+
+class Welcome(_Message, tag="welcome"):
+    """Answer to `Hello`; ``shares_memory`` says that the controller runs on the same host."""
+
+    version: int
+    shares_memory: bool
+
+
+class Refused(_Message, tag="refused"):
+    reason: str
+
+
+class Spawn(_Message, tag="spawn"):
+    """Start the workers with base ranks ``first_rank`` .. ``first_rank + count - 1`` of a mesh."""
+
+    mesh: int
+    name: str
+    world_size: int
+    first_rank: int
+    count: int
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    host_rank: int
+    device: str | None
+    preload: tuple[str, ...]
+    cwd: str | None
+    sys_path: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class Call(_Message, tag="call"):
+    """Run ``endpoint`` once on every member of ``target``; arguments are the payload."""
+
+    id: int
+    mesh: int
+    endpoint: str
+    target: Target
+    output: int = 0
+    """What the call prints belongs to this output id; 0: to nobody in particular."""
+    segment: SegmentRef | None = None
+    """Large buffers of the payload, in shared memory of this host."""
+    bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
+    """(payload, spans) of large buffers that arrive as `Bulk`."""
+
+
+class Query(_Message, tag="query"):
+    """Like `Call`, on the urgent lane: answered by the control thread, also while the worker is busy."""
+
+    id: int
+    mesh: int
+    endpoint: str
+    target: Target
+
+
+class Cancel(_Message, tag="cancel"):
+    """Drop call ``call`` where it has not started; raise KeyboardInterrupt in it where it runs."""
+
+    mesh: int
+    call: int
+    target: Target
+
+
+class StoreAnswer(_Message, tag="stored"):
+    mesh: int
+    rank: int
+    request: int
+    result: StoreResult
+
+
+class StopMesh(_Message, tag="stop"):
+    mesh: int
+    grace_s: float
+
+
+class ReadLogs(_Message, tag="logs"):
+    """Ask for the last ``lines`` lines of the log of each rank of ``target``."""
+
+    id: int
+    mesh: int
+    target: Target
+    lines: int
+
+
+class Goodbye(_Message, tag="bye"):
+    """End: stop every worker, then exit."""
+
+
+# ---- host agent to controller ----------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag="hello"):
+    version: int
+    host_id: str
+    name: str
+    machine: str
+    """Boot id and pid namespace: equal where shared memory can be shared."""
+    pid: int
+    cuda_devices: int
+    cores: int
+
+
+class WorkerStarted(NamedTuple):
+    rank: int
+    pid: int
+    device: str
+    log_path: str
+
+
+class MeshReady(_Message, tag="ready"):
+    """Every worker of the mesh on this host has answered."""
+
+    mesh: int
+    workers: tuple[WorkerStarted, ...]
+
+
+class SpawnFailed(_Message, tag="nospawn"):
+    mesh: int
+    reason: str
+    found_devices: int = -1
+    """For too few devices: how many there are."""
+
+
+class WorkerExited(_Message, tag="exited"):
+    mesh: int
+    rank: int
+    cause: str
+    log_tail: str
+
+
+class MeshStopped(_Message, tag="stopped"):
+    """The mesh has no process left on this host."""
+
+    mesh: int
+
+
+class RankReply(NamedTuple):
+    """One rank's answer inside `Replies`; its frames follow those of the ranks before it."""
+
+    rank: int
+    status: int
+    frames: int
+    duration_s: float
+    segment: SegmentRef | None
+    bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
+
+
+OK, RAISED, INTERRUPTED, DROPPED = range(4)
+"""Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before."""
+
+
+class Replies(_Message, tag="replies"):
+    """Answers to one call from ranks of one host, combined. Failures are never held back."""
+
+    id: int
+    replies: tuple[RankReply, ...]
+
+
+class OutputChunk(NamedTuple):
+    rank: int
+    output: int
+    stream: str
+    text: str
+
+
+class Outputs(_Message, tag="out"):
+    mesh: int
+    chunks: tuple[OutputChunk, ...]
+
+
+class OutputCut(_Message, tag="cut"):
+    """So many bytes of this output were kept in the log only, up to now."""
+
+    mesh: int
+    rank: int
+    output: int
+    size_bytes: int
+
+
+class Display(_Message, tag="display"):
+    """Rich output; the payload is one msgpack frame: {data, metadata, transient}."""
+
+    mesh: int
+    rank: int
+    output: int
+    update: bool
+    is_result: bool
+
+
+class StoreRequest(_Message, tag="store"):
+    mesh: int
+    rank: int
+    request: int
+    op: StoreOp
+
+
+class Logs(_Message, tag="loglines"):
+    id: int
+    texts: dict[int, str]
+
+
+# ---- host agent to worker and back -----------------------------------------------------------------------------
+
+
+class Begin(_Message, tag="begin"):
+    """The first message to a worker: who it is."""
+
+    mesh: int
+    name: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host_rank: int
+    host: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    device: str
+    threads: int
+    marker: bytes
+    """Written to stdout and stderr, followed by an output id, where another output begins."""
+    preload: tuple[str, ...]
+    cwd: str | None
+    sys_path: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class Begun(_Message, tag="begun"):
+    pid: int
+
+
+class Reply(_Message, tag="reply"):
+    """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
+
+    id: int
+    status: int
+    duration_s: float
+    segment: SegmentRef | None = None
+
+
+class RankDisplay(_Message, tag="rdisplay"):
+    output: int
+    update: bool
+    is_result: bool
+
+
+class LateText(_Message, tag="late"):
+    """Text of an output that is not the running one: it cannot go through the pipes."""
+
+    output: int
+    stream: str
+    text: str
+
+
+class RankStore(_Message, tag="rstore"):
+    request: int
+    op: StoreOp
+
+
+class RankStored(_Message, tag="rstored"):
+    request: int
+    result: StoreResult
+
+
+ToHost: TypeAlias = (
+    Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | StoreAnswer
+    | StopMesh | ReadLogs | Goodbye
+)  # fmt: skip
+FromHost: TypeAlias = (
+    Heartbeat | Bulk | SegmentFree | Hello | MeshReady | SpawnFailed | WorkerExited | MeshStopped | Replies
+    | Outputs | OutputCut | Display | StoreRequest | Logs
+)  # fmt: skip
+ToWorker: TypeAlias = Begin | Call | Query | Cancel | SegmentFree | RankStored
+FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
+Message: TypeAlias = ToHost | FromHost | ToWorker | FromWorker
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

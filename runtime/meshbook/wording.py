@@ -1,0 +1,46 @@
+"""How the project speaks: ranks as ranges, sizes and times short, near misses named."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks as the output labels do: ``0-3``, ``0,2``, ``0-2,5``; no ranks give an empty text."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(
+        str(low) if low == high else f"{low}-{high}" if high > low + 1 else f"{low},{high}" for low, high in runs
+    )
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-2,5``."""
+    ranks = sorted(set(ranks))
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}"
+
+
+def format_sizes(sizes: Mapping[str, int]) -> str:
+    """``hosts=2, gpus=4``, or ``no axes (one member)``."""
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axes (one member)"
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Three significant digits with a decimal unit: ``950 B``, ``1.21 MB``."""
+    value = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean "gpus"?`` with its leading space, or nothing when no known word is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{near[0]}"?' if near else ""

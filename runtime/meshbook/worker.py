@@ -1,0 +1,323 @@
+"""A worker: one rank's process. It runs the user's code on its main thread and stays answerable on another.
+
+    main thread      receives calls from the agent, one at a time, runs them, replies
+    control thread   receives urgent messages: cancel, queries, answers of the store, freed segments; blocks SIGINT
+
+Each thread reads its own socket; writers hold that socket's lock. The process ends when the agent closes the call
+socket, and dies with its agent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import queue
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from meshbook import wire
+from meshbook.endpoints import CALLS, QUERIES, Answer
+from meshbook.errors import Failure
+from meshbook.frames import Buffer, FrameSocket
+from meshbook.interrupts import InterruptGate
+from meshbook.pickling import dumps, dumps_bounded, loads
+from meshbook.process_group import RankGroups
+from meshbook.segments import SegmentPool, map_segment
+from meshbook.shape import Extent
+from meshbook.shell import RankShell
+from meshbook.store import StoreOp, StoreResult
+
+EXCEPTION_MAX_BYTES = 1 << 16
+"""An exception whose pickle is larger stays on its rank; its text always travels."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Channel:
+    """A message socket to the agent: one reading thread, any number of writers."""
+
+    def __init__(self, fd: int, gate: InterruptGate) -> None:
+        self._frames = FrameSocket(socket.socket(fileno=fd))
+        self._gate = gate
+        self._lock = threading.Lock()
+
+    def receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
+        """Wait for the next message; None when the agent has closed the socket."""
+        frames = self._frames.receive()
+        return None if frames is None else (wire.decode_to_worker(frames[0]), frames[1:])
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether `receive` would find something within ``timeout_s``."""
+        return self._frames.wait(timeout_s)
+
+    def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
+        with self._gate.shielded(), self._lock:
+            self._frames.send([wire.encode(message), *payload])
+
+
+class Worker:
+    """The process's one worker: its sockets, its shell, its process groups."""
+
+    def __init__(self, shell: RankShell, call_fd: int, urgent_fd: int) -> None:
+        self.shell = shell
+        self.gate = InterruptGate()
+        self.calls = Channel(call_fd, self.gate)
+        self.urgent = Channel(urgent_fd, self.gate)
+        self.groups = RankGroups()
+        self.main_thread = threading.get_ident()
+        self.current: tuple[int, str, float] | None = None
+        """(call, endpoint, monotonic start) while a call runs."""
+        self._segments = SegmentPool()
+        self._freed: deque[tuple[int, int]] = deque()
+        self._cancelled: set[int] = set()
+        self._waiting: dict[int, queue.SimpleQueue[StoreResult]] = {}
+        self._request_ids = itertools.count(1)
+        self._output = -1
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take the identity that the agent gives, start the control thread, and say so."""
+        received = self.calls.receive()
+        if received is None:
+            os._exit(0)
+        begin = received[0]
+        assert isinstance(begin, wire.Begin)
+        self.identity = begin
+        _enter_environment(begin)
+        _seed()
+        self.shell.start_rank(rank=begin.rank, host=begin.host, sink=self, namespace=self._names())
+        self._start_control_thread()
+        self.calls.send(wire.Begun(os.getpid()))
+
+    def serve(self) -> None:
+        """Run calls until the agent closes the socket."""
+        while (received := self.calls.receive()) is not None:
+            call, frames = received
+            assert isinstance(call, wire.Call)
+            self._run_call(call, frames)
+
+    def _names(self) -> dict[str, object]:
+        import torch
+        import torch.distributed
+
+        begin = self.identity
+        return {
+            "rank": begin.rank,
+            "local_rank": begin.local_rank,
+            "world_size": begin.world_size,
+            "point": Extent(begin.axes, begin.sizes).point(begin.rank),
+            "device": torch.device("cuda:0" if begin.device.startswith("cuda") else "cpu"),
+            "dist": torch.distributed,
+            "torch": torch,
+        }
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+
+    def _run_call(self, call: wire.Call, frames: list[bytes]) -> None:
+        if call.id in self._cancelled:
+            self._cancelled.discard(call.id)
+            self.calls.send(wire.Reply(call.id, wire.DROPPED, 0.0))
+            return
+        self._mark_output(call.output)
+        started = time.monotonic()
+        self.current = (call.id, call.endpoint, started)
+        try:
+            answer = self._answer(call, frames)
+        finally:
+            self.current = None
+        self._cancelled.discard(call.id)
+        self.shell.flush()
+        self._reply(call.id, answer, time.monotonic() - started)
+
+    def _answer(self, call: wire.Call, frames: list[bytes]) -> Answer:
+        try:
+            with self.gate.running(call.id):
+                if call.id in self._cancelled:
+                    raise KeyboardInterrupt
+                args, kwargs = self._load(call, frames)
+                return CALLS[call.endpoint](self, call, *args, **kwargs)
+        except BaseException as error:  # whatever user code raises, SystemExit included, becomes the reply
+            status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
+            return Answer(status, failure=self.shell.describe(error))
+
+    def _load(self, call: wire.Call, frames: list[bytes]) -> Any:
+        if not frames:
+            return (), {}
+        buffers: list[Any] = list(frames[1:])
+        if call.segment is not None:
+            owner = call.segment.pid
+            buffers += map_segment(call.segment, lambda segment: self._freed.append((owner, segment)))
+        return loads(frames[0], buffers)
+
+    def _reply(self, call: int, answer: Answer, duration_s: float) -> None:
+        segment, payload = None, []
+        if answer.failure is not None:
+            payload = self._pack_failure(answer.failure)
+        elif answer.has_value:
+            try:
+                head, large = answer.pickled or dumps(answer.value, what=answer.what)
+            except BaseException as error:
+                failure = self.shell.describe(error)
+                self._reply(call, Answer(wire.RAISED, failure=failure), duration_s)
+                return
+            payload = [head]
+            if large:
+                segment = self._segments.write(large)
+        self.calls.send(wire.Reply(call, answer.status, duration_s, segment), payload)
+        self._tell_freed()
+
+    def _pack_failure(self, failure: Failure) -> list[Buffer]:
+        fields = _encode(failure[:6])
+        pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
+        return [fields] if pickled is None or pickled[1] else [fields, pickled[0]]
+
+    def _tell_freed(self) -> None:
+        with contextlib.suppress(IndexError):  # both threads come here
+            while True:
+                self.urgent.send(wire.SegmentFree(*self._freed.popleft()))
+
+    # ---- output: what the shell calls (`meshbook.shell.Sink`) ----------------------------------------------------
+
+    def _mark_output(self, output: int) -> None:
+        """Tell the agent, in the pipes themselves, that what follows belongs to ``output``."""
+        if output != self._output:
+            self._output = output
+            mark = self.identity.marker + b"%d\n" % output
+            for fd in (1, 2):
+                os.write(fd, mark)
+
+    def display(
+        self,
+        data: Mapping[str, object],
+        metadata: Mapping[str, object],
+        transient: Mapping[str, object],
+        *,
+        update: bool,
+        is_result: bool,
+        cell_id: int,
+    ) -> None:
+        self.shell.flush_text()
+        content = _encode({"data": data, "metadata": metadata, "transient": transient})
+        self.calls.send(wire.RankDisplay(cell_id, update, is_result), [content])
+
+    def late_text(self, stream: str, text: str, cell_id: int) -> None:
+        self.calls.send(wire.LateText(cell_id, stream, text))
+
+    # ---- the store of torch.distributed -------------------------------------------------------------------------
+
+    def store_rpc(self, op: StoreOp, timeout_s: float) -> StoreResult:
+        """Ask the runtime's store; callable from any thread. Raises: TimeoutError."""
+        request = next(self._request_ids)
+        answer: queue.SimpleQueue[StoreResult] = queue.SimpleQueue()
+        self._waiting[request] = answer
+        try:
+            self.urgent.send(wire.RankStore(request, op))
+            return answer.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"the store did not answer {op.op} within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(request, None)
+
+    # ---- control thread -----------------------------------------------------------------------------------------
+
+    def _start_control_thread(self) -> None:
+        thread = threading.Thread(target=self._control, name="meshbook.control", daemon=True)
+        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # a debugger must not stop the heartbeat
+        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        thread.start()
+
+    def _control(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while True:
+            while not self.urgent.wait(timeout_s=1.0):
+                self._tell_freed()
+            if (received := self.urgent.receive()) is None:
+                break
+            match received[0]:
+                case wire.RankStored(request, result):
+                    if (waiting := self._waiting.get(request)) is not None:
+                        waiting.put(result)
+                case wire.Cancel(call=call):
+                    self._cancel(call)
+                case wire.SegmentFree(segment=segment):
+                    self._segments.release(segment)
+                case wire.Query() as query:
+                    self._answer_query(query)
+                case other:
+                    raise AssertionError(f"{other!r} does not belong on the urgent socket")
+        time.sleep(5)  # the agent is gone: the main thread has this long to end by itself
+        os._exit(1)
+
+    def _cancel(self, call: int) -> None:
+        self._cancelled.add(call)
+        current = self.current
+        if current is not None and current[0] == call:
+            self.gate.interrupt(call)
+
+    def _answer_query(self, query: wire.Query) -> None:
+        try:
+            answer = Answer(wire.OK, QUERIES[query.endpoint](self), has_value=True)
+        except Exception as error:
+            answer = Answer(wire.RAISED, failure=self.shell.describe(error))
+        payload = self._pack_failure(answer.failure) if answer.failure else [dumps(answer.value, what="answer")[0]]
+        self.urgent.send(wire.Reply(query.id, answer.status, 0.0), payload)
+
+
+def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, stdout_fd: int, stderr_fd: int) -> None:
+    """Be a worker until the agent says otherwise; never returns. Called in a fresh fork of the template."""
+    code = 1
+    try:
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2)):
+            os.dup2(source, target)
+            os.close(source)
+        worker = Worker(shell, call_fd, urgent_fd)
+        worker.begin()
+        worker.serve()
+        atexit._run_exitfuncs()
+        worker.shell.flush()
+        code = 0
+    except BrokenPipeError:
+        pass  # the agent is gone, and we go with it
+    except BaseException:
+        sys.__excepthook__(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _enter_environment(begin: wire.Begin) -> None:
+    os.environ.update(begin.environment)
+    if begin.cwd:
+        try:
+            os.chdir(begin.cwd)
+        except OSError as error:
+            print(f"cannot enter the notebook's folder: {error}", file=sys.stderr)
+    sys.path[:0] = [entry for entry in begin.sys_path if entry not in sys.path]
+    sys.argv = ["meshbook-worker"]
+    import torch
+
+    torch.set_num_threads(begin.threads)
+    for module in begin.preload:
+        __import__(module)
+
+
+def _seed() -> None:
+    """Forks share the template's random state; each rank needs its own."""
+    import numpy
+    import torch
+
+    random.seed()
+    numpy.random.seed()
+    torch.seed()

@@ -1,0 +1,132 @@
+"""What a test module leaves behind fails that module: processes, threads, file descriptors, memory files.
+
+Anything that outlives a module on purpose is a session fixture, such as ``warm_host``: those that a module asks for
+are made before its first snapshot. Processes that a test saw and that have lost their parent since (a killed kernel's
+agents, say) are not among our children any more; a test hands them to ``watch`` and they are held to the same rule.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PATIENCE_S = 10.0
+"""How long a module's leftovers may take to vanish: longer than an agent takes to notice that it is alone."""
+
+LASTING_THREADS = re.compile(r"IPythonHistorySavingThread|pydevd|_TaskRunner")
+"""Threads of libraries that live as long as the process, whichever test starts them."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds at one moment."""
+
+    processes: frozenset[psutil.Process]
+    threads: frozenset[threading.Thread]
+    descriptors: collections.Counter[str]
+    """How many are open of each kind; kinds, because a reconnected socket is another socket."""
+
+    @classmethod
+    def now(cls, watched: Iterable[psutil.Process] = ()) -> Held:
+        gc.collect()
+        living = [process for process in watched if process.is_running()]
+        return cls(
+            processes=frozenset([*psutil.Process().children(recursive=True), *living]),
+            threads=frozenset(
+                thread for thread in threading.enumerate() if not LASTING_THREADS.search(repr(thread))
+            ),
+            descriptors=collections.Counter(_kinds_of_descriptors()),
+        )
+
+    def beyond(self, before: Held) -> list[str]:
+        """One line for each thing that ``before`` did not have."""
+        lines = [f"process {_describe(process)}" for process in self.processes - before.processes]
+        lines += [f"thread {thread.name}" for thread in self.threads - before.threads]
+        lines += [f"{count} x {kind}" for kind, count in (self.descriptors - before.descriptors).items()]
+        return sorted(lines)
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[:120]}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (just ended)"
+
+
+def _kinds_of_descriptors() -> Iterator[str]:
+    """The open descriptors and the mapped memory files, named without their numbers."""
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        if "/memfd:" not in target and not target.startswith(("socket:", "pipe:", "anon_inode:", "/dev/shm/")):
+            continue
+        yield re.sub(r"\d+", "N", target)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            yield "mapping of " + re.sub(r"\d+", "N", line[line.index("/memfd:") :])
+
+
+def _session_fixtures_of(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The session fixtures that the tests of this module ask for, in the order of need."""
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            for name, definitions in item._fixtureinfo.name2fixturedefs.items():
+                if definitions[-1].scope == "session":
+                    yield name
+
+
+@pytest.fixture(scope="session")
+def watched_processes() -> list[psutil.Process]:
+    """Processes that must be gone when their module ends, whoever is their parent by then."""
+    return []
+
+
+@pytest.fixture
+def watch(watched_processes: list[psutil.Process]) -> Callable[[Iterable[psutil.Process]], None]:
+    """Hold processes to the rule of this file even when they lose their parent."""
+    return watched_processes.extend
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest, watched_processes: list[Any]) -> Iterator[None]:
+    """Fail the module that leaves anything behind; see the top of this file."""
+    for name in dict.fromkeys(_session_fixtures_of(request)):
+        request.getfixturevalue(name)
+    before = Held.now()
+    yield
+    deadline = time.monotonic() + PATIENCE_S
+    while left := Held.now(watched_processes).beyond(before):
+        if time.monotonic() > deadline:
+            pytest.fail(f"{request.module.__name__} left behind:\n  " + "\n  ".join(left), pytrace=False)
+        time.sleep(0.1)
+    watched_processes.clear()
+
+
+@pytest.fixture(scope="session")
+def warm_host() -> Iterator[None]:
+    """The local host agent with its template, shared by all tests; ask for it wherever ranks are spawned here."""
+    from meshbook import mesh
+
+    before = Held.now()
+    mesh.prewarm()
+    yield
+    mesh.shutdown(timeout_s=PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    while left := Held.now().beyond(before):
+        if time.monotonic() > deadline:
+            sys.exit("mesh.shutdown() left behind:\n  " + "\n  ".join(left))
+        time.sleep(0.1)

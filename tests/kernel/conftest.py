@@ -1,0 +1,146 @@
+"""Kernels for the tests: registered by our own command, in folders of their own, gone when a test ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+from jupyter_core.utils import ensure_event_loop
+
+START_TIMEOUT_S = 60
+CELL_TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="session")
+def jupyter_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Jupyter and IPython see none of the user's settings; returns the prefix for kernelspecs."""
+    ensure_event_loop()  # jupyter_client's own, which lasts as long as this process
+    root = tmp_path_factory.mktemp("jupyter")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            patch.setenv(name, str(root / name.lower()))
+        patch.setenv("JUPYTER_PATH", str(root / "prefix" / "share" / "jupyter"))
+        yield root / "prefix"
+
+
+@pytest.fixture(scope="session")
+def installed_kernelspec(jupyter_folders: Path) -> Path:
+    """The folder of the kernelspec, as ``python -m meshbook_kernel install`` wrote it."""
+    subprocess.run(
+        [sys.executable, "-m", "meshbook_kernel", "install", "--prefix", str(jupyter_folders)],
+        check=True,
+        timeout=60,
+    )
+    return jupyter_folders / "share" / "jupyter" / "kernels" / "meshbook"
+
+
+class Kernel:
+    """A running kernel and the client that talks to it."""
+
+    def __init__(self, name: str, **start_options: Any) -> None:
+        self.manager = KernelManager(kernel_name=name)
+        self.manager.start_kernel(**start_options)
+        self.client: BlockingKernelClient = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=START_TIMEOUT_S)
+
+    @property
+    def process(self) -> psutil.Process:
+        """The kernel's own process."""
+        return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
+
+    def family(self) -> list[psutil.Process]:
+        """The kernel and everything it started, however deep."""
+        return [self.process, *self.process.children(recursive=True)]
+
+    def run(self, code: str, timeout_s: float = CELL_TIMEOUT_S) -> Cell:
+        """Execute ``code``; a cell that fails returns as any other."""
+        cell = Cell()
+        cell.reply = self.client.execute_interactive(
+            code, timeout=timeout_s, output_hook=cell.add, allow_stdin=False, stop_on_error=False
+        )["content"]
+        return cell
+
+    def value(self, expression: str) -> str:
+        """The repr of ``expression`` in the kernel's namespace."""
+        reply = self.client.execute_interactive(
+            "",
+            user_expressions={"value": expression},
+            timeout=CELL_TIMEOUT_S,
+            output_hook=lambda _message: None,
+        )
+        answer = reply["content"]["user_expressions"]["value"]
+        assert answer["status"] == "ok", answer
+        return str(answer["data"]["text/plain"])
+
+    def start(self, code: str) -> str:
+        """Send ``code`` and return at once, with the id of the request."""
+        return str(self.client.execute(code, allow_stdin=False))
+
+    def reply_to(self, request: str, timeout_s: float = CELL_TIMEOUT_S) -> dict[str, Any]:
+        """The content of the execute reply to ``request``."""
+        while True:
+            message = self.client.get_shell_msg(timeout=timeout_s)
+            if message["parent_header"].get("msg_id") == request:
+                return dict(message["content"])
+
+    def wait_for_text(self, text: str, timeout_s: float = CELL_TIMEOUT_S) -> None:
+        """Read output until ``text`` shows in a stream."""
+        seen = ""
+        while text not in seen:
+            message = self.client.get_iopub_msg(timeout=timeout_s)
+            if message["msg_type"] == "stream":
+                seen += message["content"]["text"]
+
+    def close(self) -> None:
+        """End the kernel if it still runs, and every thread of the client."""
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=not self.manager.is_alive())
+        self.manager.cleanup_resources()
+
+
+class Cell:
+    """What one cell showed and how it ended."""
+
+    def __init__(self) -> None:
+        self.reply: dict[str, Any] = {}
+        self.messages: list[tuple[str, dict[str, Any]]] = []
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Keep an output message."""
+        self.messages.append((message["msg_type"], message["content"]))
+
+    def text(self, stream: str | None = None) -> str:
+        """The text of one stream, or of both."""
+        return "".join(
+            content["text"]
+            for kind, content in self.messages
+            if kind == "stream" and stream in (None, content["name"])
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether the reply says that the cell succeeded."""
+        return bool(self.reply["status"] == "ok")
+
+
+@pytest.fixture
+def start_kernel(installed_kernelspec: Path) -> Iterator[Callable[..., Kernel]]:
+    """Start kernels that end with the test: ``start_kernel("meshbook", env=...)``."""
+    kernels: list[Kernel] = []
+
+    def start(name: str = "meshbook", **options: Any) -> Kernel:
+        kernels.append(Kernel(name, **options))
+        return kernels[-1]
+
+    yield start
+    for kernel in kernels:
+        kernel.close()

@@ -1,0 +1,61 @@
+"""How Jupyter finds the kernel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+
+
+def test_jupyter_lists_the_kernel_after_install(installed_kernelspec: Path) -> None:
+    listing = subprocess.run(
+        [sys.executable, "-m", "jupyter", "kernelspec", "list", "--json"],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    found = json.loads(listing.stdout)["kernelspecs"]["meshbook"]
+    assert Path(found["resource_dir"]) == installed_kernelspec
+    assert found["spec"]["display_name"] == "Meshbook"
+
+
+def test_installed_spec_starts_this_python_and_carries_its_logos(installed_kernelspec: Path) -> None:
+    spec = KernelSpecManager().get_kernel_spec("meshbook")
+    assert spec.argv == [sys.executable, "-m", "meshbook_kernel", "-f", "{connection_file}"]
+    assert spec.interrupt_mode == "signal"
+    assert {path.name for path in installed_kernelspec.iterdir()} == {
+        "kernel.json",
+        "logo-32x32.png",
+        "logo-64x64.png",
+        "logo-svg.svg",
+    }
+
+
+def test_install_takes_another_name(jupyter_folders: Path, tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "meshbook_kernel", "install", "--prefix", str(tmp_path), "--name", "mesh-dev"],
+        check=True,
+        timeout=60,
+    )
+    spec = json.loads((tmp_path / "share/jupyter/kernels/mesh-dev/kernel.json").read_text())
+    assert spec["display_name"] == "Meshbook (mesh-dev)"
+
+
+@pytest.mark.parametrize("arguments", [["--name", "no spaces"], ["--prefix", "/proc/nowhere"]])
+def test_install_that_cannot_be_done_says_why_and_what_to_do(
+    jupyter_folders: Path, arguments: list[str]
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "meshbook_kernel", "install", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("The kernelspec was not installed: ")
+    assert "--user" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,104 @@
+"""Start, interrupt, shutdown and restart of the kernel itself; meshes are in test_mesh_lifetime.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from meshbook._version import __version__
+
+StartKernel = Callable[..., Any]
+SLEEP = "import time; print('started', flush=True); time.sleep(600)"
+
+
+def all_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those of ``processes`` that still run after ``timeout_s``."""
+    return psutil.wait_procs(processes, timeout=timeout_s)[1]
+
+
+@pytest.fixture
+def without_prewarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHBOOK_PREWARM", "0")
+
+
+def test_kernel_introduces_itself(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    kernel.client.kernel_info()
+    info = kernel.client.get_shell_msg(timeout=10)["content"]
+    assert (info["implementation"], info["implementation_version"]) == ("meshbook", __version__)
+    assert info["language_info"]["name"] == "python"
+    assert "%mesh spawn" in info["banner"]
+
+
+@pytest.mark.usefixtures("without_prewarm")
+def test_connections_can_be_encrypted(start_kernel: StartKernel) -> None:
+    kernel = start_kernel(transport_encryption="required")
+    assert kernel.value("6 * 7") == "42"
+
+
+@pytest.mark.usefixtures("without_prewarm")
+def test_busy_cells_hand_over_quickly_to_the_threads_that_serve_the_mesh(start_kernel: StartKernel) -> None:
+    assert float(start_kernel().value("__import__('sys').getswitchinterval()")) <= 1e-3
+
+
+def test_interrupt_ends_the_cell_and_keeps_the_namespace(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    kernel.run("kept = 41")
+    request = kernel.start(SLEEP)
+    kernel.wait_for_text("started")
+    asked_at = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    reply = kernel.reply_to(request, timeout_s=10)
+    assert reply["ename"] == "KeyboardInterrupt"
+    assert time.monotonic() - asked_at < 2
+    assert kernel.value("kept + 1") == "42"
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "awaiting"])
+def test_shutdown_is_prompt_and_leaves_nothing(start_kernel: StartKernel, state: str) -> None:
+    kernel = start_kernel()
+    family = kernel.family()
+    if state != "idle":
+        wait = "await __import__('asyncio').sleep(600)" if state == "awaiting" else SLEEP
+        kernel.start(f"print('started', flush=True)\n{wait}")
+        kernel.wait_for_text("started")
+    process = kernel.manager.provisioner.process
+    asked_at = time.monotonic()
+    kernel.manager.shutdown_kernel()
+    assert time.monotonic() - asked_at < 4
+    assert process.returncode == 0, "the kernel did not end by itself"
+    assert not all_gone(family, timeout_s=5)
+
+
+def test_restart_while_a_cell_runs_is_prompt(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    old = kernel.family()
+    kernel.start(SLEEP)
+    kernel.wait_for_text("started")
+    asked_at = time.monotonic()
+    kernel.manager.restart_kernel()
+    assert not all_gone(old, timeout_s=5)
+    kernel.client.wait_for_ready(timeout=60)
+    assert time.monotonic() - asked_at < 10
+    assert kernel.value("6 * 7") == "42"
+
+
+@pytest.mark.usefixtures("without_prewarm")
+def test_kernel_works_and_says_so_when_the_extension_is_broken(
+    start_kernel: StartKernel, tmp_path: Path
+) -> None:
+    (tmp_path / "meshbook_extension.py").write_text("raise ImportError('widgets are from another age')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    kernel = start_kernel(env={**os.environ, "PYTHONPATH": path})
+    first, second = kernel.run("1 + 1"), kernel.run("1 + 1")
+    assert first.ok
+    assert second.ok
+    assert "ImportError: widgets are from another age" in first.text("stderr")
+    assert "%%mesh" in first.text("stderr")
+    assert second.text() == ""
