@@ -70,9 +70,7 @@ def _named(lead: str, names: list[str]) -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--only", type=_names, default=NAMES, metavar=",".join(NAMES), help="which, in this order"
-    )
+    parser.add_argument("--only", type=_names, default=NAMES, metavar=",".join(NAMES), help="which, in this order")
     parser.add_argument("--quick", action="store_true", help="few samples, no sizes above 8 ranks or 100 MB")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure in FILE")
     return parser.parse_args(argv)

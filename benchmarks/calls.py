@@ -78,14 +78,10 @@ def _pipelined(rounds: int) -> Iterator[Figure]:
     yield from _rate("8 ranks", "meshbook", everyone, {})
 
 
-def _rate(
-    size: str, subject: str, seconds: Sequence[float], floors: dict[str, list[float]]
-) -> Iterator[Figure]:
+def _rate(size: str, subject: str, seconds: Sequence[float], floors: dict[str, list[float]]) -> Iterator[Figure]:
     """Calls per second; meshbook's line is repeated for each floor."""
     summary = summarise([IN_FLIGHT / took for took in seconds])
     compared = [name for name in floors if name != "meshbook"] if subject == "meshbook" else []
     for floor in compared or [""]:
-        ratio = (
-            summarise([IN_FLIGHT / took for took in floors[floor]]).median / summary.median if floor else None
-        )
+        ratio = summarise([IN_FLIGHT / took for took in floors[floor]]).median / summary.median if floor else None
         yield Figure("calls", "pipelined", size, subject, "per s", summary, floor, ratio)

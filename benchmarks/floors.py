@@ -242,9 +242,7 @@ def flood(ranks: int, lines: int) -> tuple[float, int]:
     with ExitStack() as stack:
         go_read, go_write = os.pipe()
         poll = stack.enter_context(select.epoll())
-        processes = [
-            stack.enter_context(child("flood", go_read, lines, pass_fds=(go_read,))) for _ in range(ranks)
-        ]
+        processes = [stack.enter_context(child("flood", go_read, lines, pass_fds=(go_read,))) for _ in range(ranks)]
         os.close(go_read)
         pipes = [process.stdout.fileno() for process in processes if process.stdout is not None]
         for pipe in pipes:

@@ -59,9 +59,7 @@ def _cold(ranks: int, count: int) -> Iterator[Figure]:
 
 def _spawn_in_fresh_process(ranks: int) -> float:
     command = [sys.executable, "-m", "benchmarks.cold_start", str(time.monotonic()), str(ranks)]
-    done = subprocess.run(
-        command, cwd=floors.ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S
-    )
+    done = subprocess.run(command, cwd=floors.ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S)
     return float(done.stdout)
 
 

@@ -53,9 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     results = comparison.collect(answers)
     print(comparison.table(results))
     notes += comparison.problems(answers)
-    print(
-        "\n".join(["", *notes, f"others used {max(loads):.0%} of the machine at most, measured between runs"])
-    )
+    print("\n".join(["", *notes, f"others used {max(loads):.0%} of the machine at most, measured between runs"]))
     if options.json:
         head = {"machine": machine.describe()._asdict(), "notes": notes, "others_load": loads}
         options.json.write_text(json.dumps({**head, "results": comparison.as_rows(results)}, indent=1))

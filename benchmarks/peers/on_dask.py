@@ -1,4 +1,6 @@
-"""dask.distributed: a local cluster; an actor per worker for calls, `scatter` for payloads, futures for work."""
+"""dask.distributed: an actor per worker for calls, `scatter` for payloads, futures for work."""
+
+# mypy: disable-error-code="import-not-found"
 
 from __future__ import annotations
 
@@ -80,8 +82,7 @@ class Workers:
 
     def held(self) -> list[tuple[int, int]]:
         answers = [
-            self._client.submit(_held, self._payload, workers=[address], pure=False)
-            for address in self._addresses
+            self._client.submit(_held, self._payload, workers=[address], pure=False) for address in self._addresses
         ]
         return [answer.result() for answer in answers]
 

@@ -1,5 +1,7 @@
 """ipyparallel: engines under a local cluster; direct views, and the broadcast view for payloads."""
 
+# mypy: disable-error-code="import-not-found"
+
 from __future__ import annotations
 
 import os

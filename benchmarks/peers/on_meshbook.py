@@ -19,9 +19,7 @@ class Meshbook:
 
     def spawn(self, ranks: int) -> None:
         self._spawned += 1
-        self._procs = self._host.spawn_procs(
-            per_host={"gpus": ranks}, name=f"bench{self._spawned}", device="cpu"
-        )
+        self._procs = self._host.spawn_procs(per_host={"gpus": ranks}, name=f"bench{self._spawned}", device="cpu")
         self._first = self._procs.slice(gpus=0)
         self._made = False
         self.call_all()

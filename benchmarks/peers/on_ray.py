@@ -1,5 +1,7 @@
 """Ray: one actor per process; payloads by `ray.put`, which every actor maps; errors by `ray.wait`."""
 
+# mypy: disable-error-code="import-not-found, attr-defined"
+
 from __future__ import annotations
 
 import os
@@ -54,9 +56,7 @@ class RayActors:
     """Eight actors on a cluster of this machine."""
 
     def open(self) -> None:
-        ray.init(
-            num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["TMPDIR"] + "/ray"
-        )
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["TMPDIR"] + "/ray")
 
     def spawn(self, ranks: int) -> None:
         self._ranks = [Rank.remote(rank) for rank in range(ranks)]

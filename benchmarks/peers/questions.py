@@ -58,7 +58,7 @@ class Peer(Protocol):
         """Return every rank's array of `COLLECTED_BYTES`, filled with its rank; made on first use."""
 
     def fail(self, busy_s: float) -> object:
-        """Rank 3 raises at once while the others sleep for ``busy_s``; raise it as soon as the caller knows."""
+        """Rank 3 raises at once while the others sleep for ``busy_s``; raise when the caller knows."""
 
     def settle(self) -> object:
         """Wait until every rank is idle again after `fail`."""
@@ -90,9 +90,7 @@ class Answers:
             yield
         except Exception as error:
             text = str(error).strip() or type(error).__name__
-            self._write(
-                {"question": question, "problem": f"{type(error).__name__}: {text.splitlines()[0][:200]}"}
-            )
+            self._write({"question": question, "problem": f"{type(error).__name__}: {text.splitlines()[0][:200]}"})
 
     def _write(self, answer: dict[str, Any]) -> None:
         self._file.write(json.dumps(answer) + "\n")
@@ -127,9 +125,7 @@ def _ask(peer: Peer, answers: Answers, *, quick: bool) -> None:
     with answers.attempt("10 MB from each of 8"):
         arrays = list(peer.collect())
         assert [int(array[-1]) for array in arrays] == list(range(RANKS)), "wrong arrays came back"
-        answers.give(
-            "10 MB from each of 8", "ms", _ms(repeat(peer.collect, count=5 if quick else 12, warmup=6))
-        )
+        answers.give("10 MB from each of 8", "ms", _ms(repeat(peer.collect, count=5 if quick else 12, warmup=6)))
     _failing(peer, answers, 2 if quick else 4)
 
 

@@ -34,13 +34,14 @@ def install(
     Returns: the folder that holds ``kernel.json``.
     Raises: OSError where that folder cannot be written; ValueError for a name that Jupyter does not allow.
     """
+    from ipykernel.kernelapp import IPKernelApp
     from jupyter_client.kernelspec import KernelSpecManager
 
     spec = kernel_dict()
+    if not hasattr(IPKernelApp, "curve_secretkey"):  # ipykernel below 7.3
+        del spec["metadata"]["supported_encryption"]
     spec["argv"][0] = sys.executable
-    spec["display_name"] = display_name or (
-        spec["display_name"] if name == KERNEL_NAME else f"Meshbook ({name})"
-    )
+    spec["display_name"] = display_name or (spec["display_name"] if name == KERNEL_NAME else f"Meshbook ({name})")
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / "kernelspec"
         shutil.copytree(RESOURCES, staged)

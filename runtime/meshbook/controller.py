@@ -14,15 +14,15 @@ import itertools
 import os
 import threading
 import time
-import traceback
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 from typing_extensions import assert_never
 
 from meshbook import wire
+from meshbook.call_table import CallTable
 from meshbook.calls import CallFuture, OpenCall
 from meshbook.errors import Failure, HostLost, MeshStoppedError, WorkerLost
 from meshbook.future import Future
@@ -30,19 +30,16 @@ from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.launcher import LaunchedHost, Ticket
 from meshbook.lifecycle import MeshEvent, MeshPhase
-from meshbook.output_events import DisplayData, OutputCut, OutputEvent, OutputListener, StreamText
-from meshbook.pickling import Pickled, loads
+from meshbook.output_events import DisplayData, OutputCut, OutputListener, StreamText
+from meshbook.payloads import Payloads
+from meshbook.pickling import Pickled
 from meshbook.processes import machine_id
-from meshbook.segments import SegmentPool, map_segment
 from meshbook.session_folder import SessionFolder
 from meshbook.shape import Members, Region
 from meshbook.store import StoreOp
 from meshbook.transport import HEARTBEAT_S, ControllerSocket, LaneName
 
 T = TypeVar("T")
-
-KEPT_LISTENERS = 1024
-"""Cells whose late output still finds its listener."""
 
 MAX_BACKLOG = 50_000
 """With so many messages waiting for slow hosts, new calls wait too."""
@@ -58,17 +55,12 @@ class Controller:
         self.machine = machine_id()
         self.hosts: dict[str, KnownHost] = {}
         self.meshes: dict[int, KnownMesh] = {}
-        self.default_listener: OutputListener = lambda event: None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
         self._closing = False
-        self._calls: dict[int, OpenCall] = {}
-        self._queries: dict[int, Callable[[int, Any], None]] = {}
-        self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
-        self._lent: dict[int, int] = {}
-        self._freed: deque[tuple[KnownHost, int, int]] = deque()
-        self._segments = SegmentPool()
+        self.calls = CallTable()
+        self._payloads = Payloads(self._wake)
         self._ids = itertools.count(1)
         self._tick_at = 0.0
         self._room = threading.Event()
@@ -86,7 +78,10 @@ class Controller:
     def submit(self, action: Callable[[], None]) -> None:
         """Have the I/O thread run ``action``; actions run in the order of submission."""
         self._inbox.append(action)
-        if self._asleep:
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._asleep and not self._closing:
             os.eventfd_write(self._wake_fd, 1)
 
     def expect_host(self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool) -> KnownHost:
@@ -149,15 +144,22 @@ class Controller:
             raise mesh.lost[rank]
         head, buffers = pickled
         message = wire.Call(call.id, mesh.id, endpoint, members.encode(), call.id if listener else 0)
-        segment = self._segments.write(buffers) if buffers else None
-        self.submit(lambda: self._open(mesh, call, message, [head], segment, buffers, listener))
+        segment = self._payloads.write(buffers)
+
+        def send() -> None:
+            if (hosts := self._open(mesh, call, listener)) is not None:
+                self._payloads.send(hosts, message, head, segment, buffers)
+                if any(host.backlog > MAX_BACKLOG for host in hosts):
+                    self._room.clear()
+
+        self.submit(send)
         return future
 
     def cancel(self, id: int) -> None:
         """Interrupt a call where it runs, drop it where it waits."""
 
         def send() -> None:
-            if (call := self._calls.get(id)) is not None and (mesh := self.meshes.get(call.mesh)) is not None:
+            if (call := self.calls.find(id)) is not None and (mesh := self.meshes.get(call.mesh)) is not None:
                 message = wire.Cancel(mesh.id, id, call.members.encode())
                 for host in mesh.hosts:
                     host.send_urgent(message)
@@ -180,7 +182,7 @@ class Controller:
             if (mesh := self.meshes.get(mesh_id)) is None:
                 done.set_result(None)
                 return
-            self._queries[id] = on_answer
+            self.calls.ask(id, on_answer)
             for host in mesh.hosts:
                 host.send_urgent(wire.Query(id, mesh_id, endpoint, members.encode()))
 
@@ -190,7 +192,7 @@ class Controller:
         except TimeoutError:
             pass
         finally:
-            self.submit(lambda: self._queries.pop(id, None) and None)
+            self.submit(lambda: self.calls.end_query(id))
         return dict(answers)
 
     def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
@@ -199,7 +201,7 @@ class Controller:
         mesh = self.meshes.get(mesh_id)
         if mesh is None:
             return dict.fromkeys(ranks, "its mesh was stopped")
-        answers = self.query(mesh_id, "where", Region.dense(mesh.extent).select(ranks), timeout_s=0.5)
+        answers = self.query(mesh_id, "where", Region.of(mesh.extent.sizes).select(ranks), timeout_s=0.5)
         return {rank: answers.get(rank, "no answer within 0.5 s: native code holds the GIL") for rank in ranks}
 
     def send_to_hosts(self, mesh: KnownMesh, message: wire.ToHost) -> None:
@@ -225,7 +227,7 @@ class Controller:
                 done.set_result(None)
 
         def send() -> None:
-            self._queries[id] = on_answer
+            self.calls.ask(id, on_answer)
             for host in mesh.hosts:
                 host.send_urgent(wire.ReadLogs(id, mesh.id, members.encode(), lines))
 
@@ -233,7 +235,7 @@ class Controller:
         try:
             done.get(timeout_s)
         finally:
-            self.submit(lambda: self._queries.pop(id, None) and None)
+            self.submit(lambda: self.calls.end_query(id))
         return texts
 
     def stop_mesh(self, mesh: KnownMesh, grace_s: float) -> None:
@@ -243,9 +245,7 @@ class Controller:
             if mesh.phase is MeshPhase.STOPPED:
                 return
             mesh.advance(MeshEvent.STOP)
-            for call in [call for call in self._calls.values() if call.mesh == mesh.id]:
-                del self._calls[call.id]
-                call.give_up(MeshStoppedError(mesh.name))
+            self.calls.give_up(mesh.id, mesh.name)
             for host in mesh.hosts:
                 if host.lost:
                     mesh.on_stopped(host, lambda: self._forget(mesh))
@@ -266,7 +266,7 @@ class Controller:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=5)
         os.close(self._wake_fd)
-        self._segments.close()
+        self._payloads.close()
         self.folder.close()
 
     # ---- I/O thread: the loop -----------------------------------------------------------------------------------
@@ -297,9 +297,7 @@ class Controller:
     def _serve_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
-        while self._freed:
-            host, pid, segment = self._freed.popleft()
-            host.send_urgent(wire.SegmentFree(pid, segment))
+        self._payloads.tell_freed()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -334,20 +332,20 @@ class Controller:
                     self._on_replies(host, message, payload)
             case wire.Outputs(mesh_id, chunks):
                 for chunk in chunks:
-                    self._tell(chunk.output, StreamText(chunk.rank, chunk.stream, chunk.text, chunk.output))
+                    self.calls.tell(chunk.output, StreamText(chunk.rank, chunk.stream, chunk.text, chunk.output))
             case wire.OutputCut(mesh_id, rank, output, size_bytes):
-                self._tell(output, OutputCut(rank, size_bytes, self._log_path(mesh_id, rank), output))
+                self.calls.tell(output, OutputCut(rank, size_bytes, self._log_path(mesh_id, rank), output))
             case wire.Display():
                 content = _decode_display(payload[0])
                 event = DisplayData(
                     message.rank, content["data"], content["metadata"], content["transient"],
                     message.update, message.is_result, message.output,
                 )  # fmt: skip
-                self._tell(message.output, event)
+                self.calls.tell(message.output, event)
             case wire.StoreRequest(mesh_id, rank, request, op):
                 self._on_store(mesh_id, rank, request, op)
             case wire.SegmentFree(_, segment):
-                self._on_segment_free(segment)
+                self._payloads.on_free(segment)
             case wire.Bulk():
                 host.bulk_in.receive(message, payload[0])
             case wire.Hello():
@@ -365,8 +363,7 @@ class Controller:
                 if (mesh := self.meshes.get(mesh_id)) is not None:
                     mesh.on_stopped(host, lambda: self._forget(mesh))
             case wire.Logs(id, texts):
-                if (on_answer := self._queries.get(id)) is not None:
-                    on_answer(0, texts)
+                self.calls.answer_query(id, 0, texts)
             case wire.Heartbeat():
                 pass
             case _:
@@ -385,29 +382,7 @@ class Controller:
         host.ready.set_result(host)
 
     def _on_replies(self, host: KnownHost, message: wire.Replies, frames: list[bytes]) -> None:
-        call = self._calls.get(message.id)
-        query = self._queries.get(message.id)
-        at = 0
-        for reply in message.replies:
-            mine, at = frames[at : at + reply.frames], at + reply.frames
-            buffers: Sequence[Any] = ()
-            if reply.segment is not None:
-                buffers = self._map(host, reply.segment)
-            elif reply.bulk is not None:
-                buffers = host.bulk_in.take(*reply.bulk)
-            if call is not None:
-                call.answer(reply, mine, buffers)
-            elif query is not None and reply.status == wire.OK:
-                query(reply.rank, loads(mine[0], ()))
-        if call is not None:
-            self._settle_if_done(call)
-
-    def _settle_if_done(self, call: OpenCall) -> None:
-        if not call.waiting or (call.fail_fast and call.failed):
-            if not call.waiting or not call.future.done():
-                call.settle()
-            if not call.waiting:
-                self._calls.pop(call.id, None)
+        self.calls.answer(message, frames, [self._payloads.receive(host, reply) for reply in message.replies])
 
     def _on_store(self, mesh_id: int, rank: int, request: int, op: StoreOp) -> None:
         if (mesh := self.meshes.get(mesh_id)) is None:
@@ -418,88 +393,21 @@ class Controller:
 
     # ---- I/O thread: calls and payloads -------------------------------------------------------------------------
 
-    def _open(
-        self,
-        mesh: KnownMesh,
-        call: OpenCall,
-        message: wire.Call,
-        payload: list[bytes],
-        segment: wire.SegmentRef | None,
-        buffers: Sequence[Any],
-        listener: OutputListener | None,
-    ) -> None:
+    def _open(self, mesh: KnownMesh, call: OpenCall, listener: OutputListener | None) -> list[KnownHost] | None:
+        """Expect the answers to a call; returns the hosts to send it to, or None when it was answered already."""
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
-            return
-        self._calls[call.id] = call
-        if listener is not None:
-            self._listeners[call.id] = listener
-            if len(self._listeners) > KEPT_LISTENERS:
-                self._listeners.popitem(last=False)
-        hosts = [host for host in mesh.hosts if not host.lost]
-        if len(mesh.hosts) > 1:
-            addressed = {rank // mesh.per_host for rank in call.waiting}
-            hosts = [host for index, host in enumerate(mesh.hosts) if index in addressed and not host.lost]
-        if segment is None:
-            for host in hosts:
-                host.send(message, payload)
-        else:
-            self._send_large(hosts, message, payload, segment, buffers)
+            return None
+        self.calls.open(call, listener)
+        addressed = {mesh.host_of(rank).id for rank in call.waiting} if len(mesh.hosts) > 1 else None
         for rank in call.waiting & mesh.lost.keys():  # ended between the caller's check and now
             call.lose(mesh.lost[rank])
-        self._settle_if_done(call)
-        if any(host.backlog > MAX_BACKLOG for host in hosts):
-            self._room.clear()
-
-    def _send_large(
-        self,
-        hosts: list[KnownHost],
-        message: wire.Call,
-        payload: list[bytes],
-        segment: wire.SegmentRef,
-        buffers: Sequence[Any],
-    ) -> None:
-        sharing = [host for host in hosts if host.shares_memory]
-        self._lent[segment.segment] = len(sharing)
-        for host in sharing:
-            host.send(msgspec.structs.replace(message, segment=segment), payload)
-        for host in hosts:
-            if not host.shares_memory:
-                name, pieces = host.bulk_out.pieces(buffers)
-                for piece, data in pieces:
-                    host.send_bulk(piece, bytes(data))
-                host.send(msgspec.structs.replace(message, bulk=name), payload)
-        if not sharing:
-            self._on_segment_free(segment.segment)
-
-    def _on_segment_free(self, segment: int) -> None:
-        left = self._lent.get(segment, 0) - 1
-        if left > 0:
-            self._lent[segment] = left
-        else:
-            self._lent.pop(segment, None)
-            self._segments.release(segment)
-
-    def _map(self, host: KnownHost, segment: wire.SegmentRef) -> Sequence[Any]:
-        def freed(id: int) -> None:
-            self._freed.append((host, segment.pid, id))
-            if self._asleep and not self._closing:
-                os.eventfd_write(self._wake_fd, 1)
-
-        return map_segment(segment, freed)
+        self.calls.settle_if_done(call)
+        return [host for host in mesh.hosts if not host.lost and (addressed is None or host.id in addressed)]
 
     def _wait_for_room(self) -> None:
         while not self._room.wait(timeout=1.0):
             pass
-
-    # ---- I/O thread: output -------------------------------------------------------------------------------------
-
-    def _tell(self, output: int, event: OutputEvent) -> None:
-        listener = self._listeners.get(output, self.default_listener)
-        try:
-            listener(event)
-        except Exception:
-            traceback.print_exc()  # a listener's fault must not stop the mesh
 
     def _log_path(self, mesh_id: int, rank: int) -> str:
         mesh = self.meshes.get(mesh_id)
@@ -510,9 +418,7 @@ class Controller:
 
     def _lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
         mesh.on_lost(error)
-        for call in [call for call in self._calls.values() if call.mesh == mesh.id]:
-            call.lose(error)
-            self._settle_if_done(call)
+        self.calls.lose(mesh.id, error)
 
     def _lose(self, host: KnownHost, reason: str) -> None:
         host.lost = reason
@@ -531,9 +437,7 @@ class Controller:
     def _say_goodbye(self) -> None:
         for mesh in list(self.meshes.values()):
             mesh.advance(MeshEvent.STOP)
-        for call in list(self._calls.values()):
-            call.give_up(MeshStoppedError(self.meshes[call.mesh].name if call.mesh in self.meshes else "?"))
-        self._calls.clear()
+            self.calls.give_up(mesh.id, mesh.name)
         for host in self.hosts.values():
             if not host.lost:
                 host.send_urgent(wire.Goodbye())

@@ -1,6 +1,6 @@
 """What a worker can be asked to do: the endpoints of the process itself.
 
-`CALLS` run on the main thread, in order, and may run user code. `QUERIES` are answered by the control thread at any time.
+`CALLS` run on the main thread, in order, and may run user code. `QUERIES` are answered by the control thread, always.
 Each call endpoint gets the worker, the call and the sender's arguments, and returns an `Answer`.
 """
 

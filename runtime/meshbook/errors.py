@@ -53,7 +53,8 @@ class UnknownAxisError(ShapeError, KeyError):
         self.axis, self.sizes = axis, dict(sizes)
 
     def __str__(self) -> str:
-        return f'unknown axis "{self.axis}"; this mesh has {format_sizes(self.sizes)}.{did_you_mean(self.axis, self.sizes)}'
+        near = did_you_mean(self.axis, self.sizes)
+        return f'unknown axis "{self.axis}"; this mesh has {format_sizes(self.sizes)}.{near}'
 
 
 class RankError(ShapeError):
@@ -65,7 +66,7 @@ class RankError(ShapeError):
 
     def __str__(self) -> str:
         if self.known:
-            return f"{self.axis}={self.index} selects nothing; the ranks here are {self.known}."
+            return f"{self.axis}={self.index} selects nothing; the ranks here are {self.known}"
         if self.size == 0:
             return f"{self.axis}={self.index} selects nothing: the mesh is empty."
         return f"{self.axis}={self.index} selects nothing; {self.axis} runs from 0 to {self.size - 1}."

@@ -1,8 +1,8 @@
 """Numbered, acknowledged, replayed messages over a pipe that keeps order but may lose or repeat.
 
 ZeroMQ is such a pipe: what was under way when a connection broke, or was sent while there was none, is gone
-without a word. A `Link` is one side's memory of one lane. It has no socket and no clock: it turns messages into
-frames and frames into messages, and its owner sends what `pending` and `heartbeat` give.
+without a word. A `Link` is one side's memory of one lane. It has no socket and no clock: it turns messages
+into frames and frames into messages, and its owner sends what `pending` and `heartbeat` give.
 
     first frame of each:   u8 kind | 3 zero bytes | u32 epoch | u64 seq | u64 ack | header of the message
                            MESSAGE     seq is its number, from 1; its payload follows in further frames
@@ -16,7 +16,7 @@ frames and frames into messages, and its owner sends what `pending` and `heartbe
       <----------------------------- REPLAY ack=2
       3, 4 ------------------------------------> delivered
       5 ----------- lost
-      BEAT seq=5 ------------------------------> 5 is missing: asked again; a lost tail waits for one heartbeat
+      BEAT seq=5 ------------------------------> 5 is missing: asked again; a lost tail takes one heartbeat
 
 Every first frame carries ``ack``, the number up to which its sender has all. A message is kept until it is
 acknowledged; without traffic the other way an ACK is due after 64 messages or 8 MiB. A question that stays

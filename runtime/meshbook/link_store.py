@@ -5,8 +5,8 @@ the first operation between two ranks) and NCCL's watchdogs. The C++ side takes 
 happens inside ``rpc``, which waits without it, so a waiting thread never keeps another from answering. torch lets
 go of the GIL before it destroys a process group, so a watchdog that is being joined can finish its call.
 
-torch holds the C++ half of the object only. When the Python half is collected its methods are gone, and a later call from
-C++ fails with "Not implemented": so each store keeps itself alive until `LinkStore.close`.
+torch holds the C++ half of the object only. When the Python half is collected its methods are gone, and a later call
+from C++ fails with "Not implemented". So stores are kept for the life of the process, a few hundred bytes each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, TypeAlias
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError, DistStoreError
 
 from meshbook.store import StoreOp, StoreOpName, StoreResult
 
@@ -29,13 +30,15 @@ DEFAULT_TIMEOUT_S = 300.0
 ANSWER_GRACE_S = 30.0
 """Operations that never wait for keys get at least this long: their answer only has to travel."""
 
-_CANCEL_TIMEOUT_S = 1.0
+_LAST_WORD_TIMEOUT_S = 1.0
 
 
-class LinkStore(dist.Store):
+class LinkStore(Store):
     """The rank's side of `meshbook.store.KeyValueStore`."""
 
-    _open: ClassVar[set[LinkStore]] = set()
+    timeout: timedelta
+    """Set by `set_timeout`, which torch calls."""
+    _alive: ClassVar[list[LinkStore]] = []
     _tokens: ClassVar[itertools.count[int]] = itertools.count(1)
 
     def __init__(self, rpc: Rpc, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -43,12 +46,11 @@ class LinkStore(dist.Store):
         self._rpc = rpc
         self._closed = False
         self.set_timeout(timedelta(seconds=timeout_s))
-        self._open.add(self)
+        self._alive.append(self)
 
     def close(self) -> None:
-        """Refuse further calls and let go of the object; torch must have no group left on it."""
+        """Refuse further calls with DistStoreError, those of groups that outlived their end included."""
         self._closed = True
-        self._open.discard(self)
 
     def clone(self) -> LinkStore:
         """Return itself: any number of threads may share a store, and a copy would have to be kept alive as well."""
@@ -78,18 +80,18 @@ class LinkStore(dist.Store):
         try:
             return self._ask(StoreOp(op, tuple(keys), token=token), timeout_s)
         except TimeoutError:
-            self._give_up(token)
+            self._try(StoreOp("cancel", token=token))
             names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            raise dist.DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {names}") from None
+            raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {names}") from None
         except KeyboardInterrupt:
-            self._give_up(token)
+            self._try(StoreOp("cancel", token=token))
             raise
 
-    def _give_up(self, token: int) -> None:
+    def _try(self, op: StoreOp) -> None:
         try:
-            self._ask(StoreOp("cancel", token=token), _CANCEL_TIMEOUT_S)
-        except (TimeoutError, OSError, dist.DistError):
-            pass  # the server forgets the request with us, at the latest
+            self._ask(op, _LAST_WORD_TIMEOUT_S)
+        except (TimeoutError, OSError, DistError):
+            pass  # the server forgets this client's requests and the epoch's keys, at the latest
 
     # ---- operations that are answered at once ---------------------------------------------------------------------
 
@@ -122,6 +124,14 @@ class LinkStore(dist.Store):
         """Delete ``key``; whether it existed."""
         return bool(self._tell(StoreOp("delete", (key,))).number)
 
+    def delete_keys(self, keys: Sequence[str]) -> int:
+        """Delete all of ``keys`` in one round trip; how many existed. Not part of torch's interface."""
+        return self._tell(StoreOp("delete", tuple(keys))).number
+
+    def withdraw(self, key: str) -> None:
+        """Delete ``key`` if the server can be reached within a second, on the way out of something that failed."""
+        self._try(StoreOp("delete", (key,)))
+
     def num_keys(self) -> int:
         """How many keys the server holds, those of other groups and prefixes included."""
         return self._tell(StoreOp("num_keys")).number
@@ -138,14 +148,14 @@ class LinkStore(dist.Store):
         try:
             return self._ask(op, max(self.timeout.total_seconds(), ANSWER_GRACE_S))
         except TimeoutError as error:
-            raise dist.DistStoreError(str(error)) from None
+            raise DistStoreError(str(error)) from None
 
     def _ask(self, op: StoreOp, timeout_s: float) -> StoreResult:
         if self._closed:
-            raise dist.DistStoreError(f"{op.op}: this store was closed with the process group that it served")
+            raise DistStoreError(f"{op.op}: this store was closed with the process group that it served")
         result = self._rpc(op, timeout_s)
         if result.error:
-            raise dist.DistStoreError(result.error)
+            raise DistStoreError(result.error)
         return result
 
 

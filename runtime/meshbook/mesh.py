@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 from meshbook import wire
 from meshbook.controller import Controller
@@ -63,14 +64,12 @@ class HostMesh:
         per_host = {"procs": 1} if per_host is None else dict(per_host)
         extent = Extent.of({**self.extent.sizes, **per_host})
         if len(extent.sizes) != len(self.extent.sizes) + len(per_host):
-            raise UsageError(
-                f"the hosts have the axes {list(self.extent.sizes)} already; name those of per_host otherwise."
-            )
+            raise UsageError(f"the hosts have the axes {list(self.extent.sizes)} already; name the others otherwise.")
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
         self._await_hosts()
         mesh = KnownMesh(self._controller.next_id(), name, extent, self._hosts)
-        procs = ProcMesh(self._controller, mesh, Region.dense(extent))
+        procs = ProcMesh(self._controller, mesh, Region.of(extent.sizes))
         self._controller.submit(lambda: self._ask_hosts(mesh, device, preload))
         try:
             mesh.started.get(SPAWN_TIMEOUT_S)
@@ -115,7 +114,7 @@ class HostMesh:
                     host_rank=index,
                     device=device,
                     preload=preload,
-                    cwd=os.getcwd() if here else None,
+                    cwd=str(Path.cwd()) if here else None,
                     sys_path=tuple(sys.path) if here else (),
                     environment=dict(os.environ) if here else {},
                 )

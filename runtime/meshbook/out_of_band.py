@@ -30,18 +30,21 @@ class TooLargeError(Exception):
 class OutOfBand:
     """What one message leaves out of its stream: buffers, tensors, and the room that is left for them."""
 
-    __slots__ = ("array_type", "buffers", "room", "spans", "storage_types", "tensor_type")
+    _spans: dict[int, list[_Span]] | None = None
+    """By the address of their storage. None until the first `reduce`, which most small messages never call."""
 
     def __init__(self, room: int) -> None:
         self.buffers: list[memoryview] = []
         self.room = room
-        self.spans: dict[int, list[_Span]] = {}
+
+    def _begin(self) -> dict[int, list[_Span]]:
         torch = sys.modules.get("torch")
-        self.tensor_type: Any = getattr(torch, "Tensor", ())
-        self.array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
-        self.storage_types: Any = ()
-        if torch is not None and room != NO_LIMIT:
-            self.storage_types = (torch.UntypedStorage, torch.TypedStorage)
+        self._tensor_type: Any = getattr(torch, "Tensor", ())
+        self._array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+        names = ("UntypedStorage", "TypedStorage")
+        self._storage_types = tuple(getattr(torch, name) for name in names if hasattr(torch, name))
+        self._spans = {}
+        return self._spans
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """The pickler's buffer_callback: true keeps ``buffer`` in the stream."""
@@ -68,13 +71,15 @@ class OutOfBand:
 
     def reduce(self, obj: Any) -> Any:
         """The picklers' reducer_override; they call it for all but plain containers, strings and numbers."""
-        if isinstance(obj, self.tensor_type):
+        if self._spans is None:
+            self._begin()
+        if isinstance(obj, self._tensor_type):
             return self._reduce_tensor(obj)
-        if type(obj) is self.array_type:
+        if type(obj) is self._array_type:
             self.need(obj.nbytes)
             if obj.nbytes >= MIN_BYTES and not obj.flags.forc and not obj.dtype.hasobject:
                 return obj.copy(order="C").__reduce_ex__(5)
-        elif isinstance(obj, self.storage_types):
+        elif self.room != NO_LIMIT and isinstance(obj, self._storage_types):
             self.need(obj.nbytes())
         return NotImplemented
 
@@ -120,7 +125,8 @@ class OutOfBand:
         start = int(values.storage_offset()) * item
         stop = start + reach * item
         storage = values.untyped_storage()
-        spans = self.spans.setdefault(storage.data_ptr(), [])
+        known = self._begin() if self._spans is None else self._spans
+        spans = known.setdefault(storage.data_ptr(), [])
         for span in spans:
             if span.start <= start and stop <= span.stop and (start - span.start) % item == 0:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def split(value: Any, count: int, dim: int = 0) -> list[Any]:
         raise LayoutError(f"a {type(value).__name__} cannot be scattered: give a tensor, an array, a list or a tuple.")
     length, extra = divmod(len(value), count)
     bounds = [index * length + min(index, extra) for index in range(count + 1)]
-    return [value[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [value[low:high] for low, high in itertools.pairwise(bounds)]
 
 
 def join(pieces: Sequence[Any], dim: int = 0) -> Any:

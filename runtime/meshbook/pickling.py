@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -36,6 +37,7 @@ from meshbook.unpicklable import Refusal, find_culprit
 SEARCH_MAX_S = 2.0
 """How long a failed `dumps` looks for the part that cannot travel."""
 
+_MODULE_IN_ERROR = re.compile(r"^Can't get attribute .* on <module '([\w.]+)'")
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -91,15 +93,11 @@ def loads(head: Buffer, buffers: Sequence[Any] = (), *, where: str = "this proce
     except ModuleNotFoundError as error:
         raise LoadError(where, error.name or str(error), "") from error
     except Exception as error:
-        module = getattr(getattr(error, "obj", None), "__name__", "") if isinstance(error, AttributeError) else ""
-        raise LoadError(where, module, f"{type(error).__name__}: {error}") from error
+        module = _MODULE_IN_ERROR.search(str(error)) if isinstance(error, AttributeError) else None
+        raise LoadError(where, module[1] if module else "", f"{type(error).__name__}: {error}") from error
 
 
 # ---- the two picklers --------------------------------------------------------------------------------------
-
-
-class _Sink(Protocol):
-    def write(self, data: Any, /) -> object: ...
 
 
 class _QuickPickler(pickle.Pickler):
@@ -154,14 +152,10 @@ def _pickle(obj: object, room: int) -> Pickled:
 def _pickle_with(kind: type[_QuickPickler] | type[_ByValuePickler], obj: object, room: int) -> Pickled:
     out_of_band = OutOfBand(room)
     sink = io.BytesIO() if room == NO_LIMIT else _BoundedSink(out_of_band)
-    _run(kind, obj, out_of_band, sink)
-    return Pickled(sink.getvalue(), out_of_band.buffers)
-
-
-def _run(kind: type[Any], obj: object, out_of_band: OutOfBand, sink: _Sink) -> None:
     pickler = kind(sink, 5, buffer_callback=out_of_band.take)
     pickler.out_of_band = out_of_band
     pickler.dump(obj)
+    return Pickled(sink.getvalue(), out_of_band.buffers)
 
 
 def _explain(obj: object, what: str, roots: Mapping[str, object], error: Exception) -> SerializationError:
@@ -169,7 +163,10 @@ def _explain(obj: object, what: str, roots: Mapping[str, object], error: Excepti
 
     def probe(value: object) -> Exception | None:
         try:
-            _run(_ByValuePickler, value, OutOfBand(NO_LIMIT), _DeadlineSink(deadline))
+            out_of_band = OutOfBand(NO_LIMIT)
+            pickler = _ByValuePickler(_DeadlineSink(deadline), 5, buffer_callback=out_of_band.take)
+            pickler.out_of_band = out_of_band
+            pickler.dump(value)
         except Exception as error:
             return error
         return None

@@ -110,7 +110,7 @@ class ProcMesh:
         """The whole mesh that this is a view of."""
         from meshbook.shape import Region
 
-        return self._view(Region.dense(self._mesh.extent))
+        return self._view(Region.of(self._mesh.extent.sizes))
 
     def _view(self, members: Members) -> ProcMesh:
         return ProcMesh(self._controller, self._mesh, members)

@@ -46,17 +46,16 @@ MAX_IDLE = 32
 
 _MIN_CAPACITY_BYTES = 1 << 20
 
-_segment_ids = itertools.count(1)  # of the process, so that two pools never share a number
+_numbers = itertools.count(1)  # of the process, so that two pools never share one
 
 
 class _Segment:
     """A memfd of this process. Its first ``warm_bytes`` have pages; beyond, a write allocates them."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.id = next(_segment_ids)
         self.capacity_bytes = capacity_bytes
         self.warm_bytes = 0
-        self.fd = os.memfd_create(_name(os.getpid(), self.id), os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(_name(os.getpid()), os.MFD_CLOEXEC)
         try:
             os.fchmod(self.fd, 0o600)
             os.ftruncate(self.fd, capacity_bytes)
@@ -102,7 +101,7 @@ class SegmentPool:
 
     @property
     def in_use(self) -> tuple[int, ...]:
-        """Segments that were written and not yet released."""
+        """The numbers that were handed out and not yet released."""
         return tuple(self._in_use)
 
     @property
@@ -113,16 +112,18 @@ class SegmentPool:
     def write(self, buffers: Sequence[Buffer]) -> SegmentRef:
         """Copy ``buffers`` (each contiguous) into one segment, which stays in use until `release`.
 
+        Its number names this payload, not the memory, and is never used again.
+
         Raises: MeshError if the host has no memory or this process no file descriptor left for it.
         """
         spans = _lay_out(buffers)
         size_bytes = _end(spans)
         try:
-            segment = self._take(size_bytes)
+            number, segment = self._take(size_bytes)
             try:
                 segment.fill(spans, buffers)
             except BaseException:  # a keyboard interrupt too: nobody will ever release it
-                self.release(segment.id)
+                self.release(number)
                 raise
         except OSError as error:
             raise MeshError(
@@ -130,10 +131,10 @@ class SegmentPool:
                 f"{len(self._in_use)} earlier payloads are still in use on this host; delete results that "
                 "are no longer needed, or raise the limit on open files (ulimit -n)."
             ) from error
-        return SegmentRef(self._pid, segment.fd, segment.id, size_bytes, spans)
+        return SegmentRef(self._pid, segment.fd, number, size_bytes, spans)
 
     def release(self, segment: int) -> None:
-        """All receivers are done with ``segment``; it may be written again. Unknown numbers are ignored."""
+        """All receivers are done with ``segment``, its memory may be written again. Unknown: ignored."""
         self._released.append(segment)
         self._settle()
 
@@ -147,15 +148,16 @@ class SegmentPool:
         for segment in segments:
             segment.close()
 
-    def _take(self, size_bytes: int) -> _Segment:
+    def _take(self, size_bytes: int) -> tuple[int, _Segment]:
         assert os.getpid() == self._pid, "a pool belongs to the process that made it"
         with self._lock:
             if self._closed:
                 raise LocalProtocolError("this pool of shared memory was closed")
             segment = self._take_idle(size_bytes) or _Segment(_capacity_for(size_bytes))
-            self._in_use[segment.id] = segment
+            number = next(_numbers)
+            self._in_use[number] = segment
         self._settle()
-        return segment
+        return number, segment
 
     def _take_idle(self, size_bytes: int) -> _Segment | None:
         """The smallest that fits, the latest used among equals; none that would waste most of its memory."""
@@ -228,7 +230,7 @@ class _Release:
 
 def _open(ref: SegmentRef) -> int:
     path = f"/proc/{ref.pid}/fd/{ref.fd}"
-    if str(Path(path).readlink()) != f"/memfd:{_name(ref.pid, ref.segment)} (deleted)":
+    if str(Path(path).readlink()) != f"/memfd:{_name(ref.pid)} (deleted)":
         raise FileNotFoundError  # the owner has closed it, and the number means something else by now
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # enough for a private mapping, and no way to spoil it
 
@@ -254,8 +256,8 @@ def _read(fd: int, size_bytes: int) -> Bytes:
     return whole
 
 
-def _name(pid: int, segment: int) -> str:
-    return f"meshbook-{pid}-{segment}"
+def _name(pid: int) -> str:
+    return f"meshbook-{pid}"
 
 
 def _lay_out(buffers: Sequence[Buffer]) -> tuple[tuple[int, int], ...]:

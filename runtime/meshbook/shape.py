@@ -32,9 +32,12 @@ from meshbook.affine import Slice, dense, fit, group
 from meshbook.errors import LayoutError, RankError
 from meshbook.extent import Extent, Point, check_names
 from meshbook.indexing import Choice, Index, infer_sizes, parse_size, refuse_twice, resolve, resolve_list
-from meshbook.wording import format_ranks, format_sizes
+from meshbook.wording import format_sizes, format_some_ranks
 
 __all__ = ["Choice", "Extent", "Index", "Members", "Picked", "Point", "Region", "Slice", "arrange"]
+
+_SHOWN_CHARS = 60
+"""How much of a list of ranks a message shows."""
 
 
 class Members(ABC):
@@ -94,7 +97,7 @@ class Members(ABC):
         """
         position = self.find(rank)
         if position is None:
-            raise RankError(rank, "rank", len(self), _shown(self.ranks()))
+            raise RankError(rank, "rank", len(self), format_some_ranks(self.ranks(), _SHOWN_CHARS))
         return Point(position, self.extent)
 
     def rank_at(self, **coordinates: int) -> int:
@@ -156,7 +159,7 @@ class Members(ABC):
         for rank in chosen:
             self.point(rank)
         if not chosen:
-            raise RankError("[]", "rank", len(self), _shown(self.ranks()))
+            raise RankError("[]", "rank", len(self), format_some_ranks(self.ranks(), _SHOWN_CHARS))
         refuse_twice(chosen, "rank")
         return arrange(Extent(("rank",), (len(chosen),)), chosen)
 
@@ -193,10 +196,11 @@ class Members(ABC):
         axes = [axis for axis in places.axes() if axis[1] > 1]
         for (outer, _, outer_stride), (inner, size, stride) in pairwise(axes):
             if outer_stride != size * stride:
+                ranks = format_some_ranks(self.ranks(), _SHOWN_CHARS)
                 raise LayoutError(
                     f'{format_sizes(self.sizes)} cannot be flattened into "{name}": a step along {outer} '
                     f"moves {abs(outer_stride)} ranks, but {inner}={size} takes up {abs(size * stride)}. "
-                    f"Its ranks are {_shown(self.ranks())}; select them by number to have them on one axis."
+                    f"Its ranks are {ranks}; select them by number to have them on one axis."
                 )
         return self._at(Region.build(places.layout.offset, [(name, len(self), axes[-1][2] if axes else 1)]))
 
@@ -290,9 +294,3 @@ def arrange(extent: Extent, ranks: Sequence[int]) -> Members:
     """The members ``ranks`` (distinct, in C order) laid out as ``extent``; a `Region` if one fits."""
     layout = fit(extent.shape, ranks)
     return Picked(extent, tuple(ranks)) if layout is None else Region(extent.labels, layout)
-
-
-def _shown(ranks: Iterable[int]) -> str:
-    """Ranks as text for a message, cut after 60 characters."""
-    text = format_ranks(ranks)
-    return text if len(text) <= 60 else text[:60].rpartition(",")[0] + " and more"

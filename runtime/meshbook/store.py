@@ -10,7 +10,7 @@ rendezvous, PrefixStore and barriers behave as torch's own code expects.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -32,7 +32,7 @@ class StoreOp(msgspec.Struct, array_like=True, frozen=True):
     add                       1 key, ``amount``      ``number``: the sum, also stored as decimal text
     check                     n keys                 ``number``: 1 if all exist
     compare_set               1 key, expected, new   ``values``: what the key holds now
-    delete                    1 key                  ``number``: 1 if it existed
+    delete                    n keys                 ``number``: how many of them existed
     num_keys                                         ``number``
     list_keys                                        ``values``: the keys as UTF-8
     cancel                    ``token``              ``number``: 1 if that request still waited; it is forgotten
@@ -55,33 +55,30 @@ class StoreResult(msgspec.Struct, array_like=True, frozen=True):
     error: str = ""
 
 
-class DueAnswer(NamedTuple):
-    """Where an answer belongs: the client and the id that came with its request."""
+Client = TypeVar("Client", bound=Hashable)
 
-    client: Hashable
-    request_id: int
-    result: StoreResult
-
+DueAnswer: TypeAlias = tuple[Client, int, StoreResult]
+"""Where an answer belongs: the client and the id that came with its request."""
 
 _DONE = StoreResult()
 
 
-class _Waiter:
+class _Waiter(Generic[Client]):
     """A request whose keys do not all exist yet; ``missing`` shrinks as they appear."""
 
     __slots__ = ("client", "missing", "op", "request_id")
 
-    def __init__(self, client: Hashable, request_id: int, op: StoreOp) -> None:
+    def __init__(self, client: Client, request_id: int, op: StoreOp) -> None:
         self.client, self.request_id, self.op = client, request_id, op
         self.missing: set[str] = set()
 
 
-class KeyValueStore:
-    """Keys, values, and who waits for which key."""
+class KeyValueStore(Generic[Client]):
+    """Keys, values, and who waits for which key. Clients are whatever names one: a rank, say."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiters: dict[int, _Waiter] = {}
+        self._waiters: dict[int, _Waiter[Client]] = {}
         """By serial number, so in order of arrival."""
         self._by_key: dict[str, list[int]] = {}
         """Waiters' serial numbers by missing key; may name waiters that are gone."""
@@ -95,27 +92,27 @@ class KeyValueStore:
         """How many requests have no answer yet."""
         return len(self._waiters)
 
-    def request(self, client: Hashable, request_id: int, op: StoreOp) -> list[DueAnswer]:
+    def request(self, client: Client, request_id: int, op: StoreOp) -> list[DueAnswer[Client]]:
         """Carry out ``op``; return the answers that are due now, this request's own first.
 
         A request that makes no sense gets an answer with an error; nothing is raised for what a client sends.
         """
         if error := _mistake(op):
-            return [DueAnswer(client, request_id, StoreResult(error=error))]
+            return [(client, request_id, StoreResult(error=error))]
         if op.op in ("get", "multi_get", "wait"):
             return self._answer_or_wait(client, request_id, op)
         result, changed = _OPERATIONS[op.op](self, client, op)
-        answers = [DueAnswer(client, request_id, result)]
+        answers = [(client, request_id, result)]
         if changed and self._by_key:
             answers += self._wake(op.keys)
         return answers
 
-    def drop_client(self, client: Hashable) -> None:
+    def drop_client(self, client: Client) -> None:
         """Forget what ``client`` waits for; its keys stay."""
         for serial in [s for s, waiter in self._waiters.items() if waiter.client == client]:
             self._forget(serial)
 
-    def drop_prefix(self, prefix: str) -> list[DueAnswer]:
+    def drop_prefix(self, prefix: str) -> list[DueAnswer[Client]]:
         """Delete the keys that start with ``prefix``; whoever waits for such a key is answered with an error."""
         for key in [key for key in self._values if key.startswith(prefix)]:
             del self._values[key]
@@ -124,12 +121,12 @@ class KeyValueStore:
             if any(key.startswith(prefix) for key in waiter.op.keys):
                 self._forget(serial)
                 error = StoreResult(error=f'keys under "{prefix}" were dropped: the group they belong to has ended')
-                answers.append(DueAnswer(waiter.client, waiter.request_id, error))
+                answers.append((waiter.client, waiter.request_id, error))
         return answers
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 
-    def _answer_or_wait(self, client: Hashable, request_id: int, op: StoreOp) -> list[DueAnswer]:
+    def _answer_or_wait(self, client: Client, request_id: int, op: StoreOp) -> list[DueAnswer[Client]]:
         waiter = _Waiter(client, request_id, op)
         if self._is_complete(waiter):
             return [self._answer(waiter)]
@@ -138,20 +135,20 @@ class KeyValueStore:
         self._await(self._serial, waiter)
         return []
 
-    def _is_complete(self, waiter: _Waiter) -> bool:
+    def _is_complete(self, waiter: _Waiter[Client]) -> bool:
         waiter.missing = {key for key in waiter.op.keys if key not in self._values}
         return not waiter.missing
 
-    def _await(self, serial: int, waiter: _Waiter) -> None:
+    def _await(self, serial: int, waiter: _Waiter[Client]) -> None:
         for key in waiter.missing:
             self._by_key.setdefault(key, []).append(serial)
 
-    def _answer(self, waiter: _Waiter) -> DueAnswer:
+    def _answer(self, waiter: _Waiter[Client]) -> DueAnswer[Client]:
         wants_values = waiter.op.op != "wait"
         values = tuple(self._values[key] for key in waiter.op.keys) if wants_values else ()
-        return DueAnswer(waiter.client, waiter.request_id, StoreResult(values=values))
+        return waiter.client, waiter.request_id, StoreResult(values=values)
 
-    def _wake(self, keys: tuple[str, ...]) -> list[DueAnswer]:
+    def _wake(self, keys: tuple[str, ...]) -> list[DueAnswer[Client]]:
         """Answer the waiters that ``keys``, just stored, complete; in the order in which they came."""
         touched: set[int] = set()
         for key in keys:
@@ -181,16 +178,16 @@ class KeyValueStore:
 
     # ---- operations: each returns its result and whether keys may have appeared -----------------------------------
 
-    def _set(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _set(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         self._values.update(zip(op.keys, op.values, strict=True))
         return _DONE, True
 
-    def _append(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _append(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         for key, value in zip(op.keys, op.values, strict=True):
             self._values[key] = self._values.get(key, b"") + value
         return _DONE, True
 
-    def _add(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _add(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         try:
             total = int(self._values.get(op.keys[0], b"0")) + op.amount
         except ValueError:
@@ -198,7 +195,7 @@ class KeyValueStore:
         self._values[op.keys[0]] = b"%d" % total
         return StoreResult(number=total), True
 
-    def _compare_set(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _compare_set(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         """As TCPStore: a missing key counts as equal to an empty ``expected``, and is else reported as it."""
         key, (expected, desired) = op.keys[0], op.values
         current = self._values.get(key)
@@ -207,26 +204,26 @@ class KeyValueStore:
             return StoreResult(values=(desired,)), True
         return StoreResult(values=(expected if current is None else current,)), False
 
-    def _check(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _check(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         return StoreResult(number=int(all(key in self._values for key in op.keys))), False
 
-    def _delete(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
-        return StoreResult(number=int(self._values.pop(op.keys[0], None) is not None)), False
+    def _delete(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
+        return StoreResult(number=sum(self._values.pop(key, None) is not None for key in op.keys)), False
 
-    def _num_keys(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _num_keys(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         return StoreResult(number=len(self._values)), False
 
-    def _list_keys(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _list_keys(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         return StoreResult(values=tuple(key.encode() for key in self._values)), False
 
-    def _cancel(self, client: Hashable, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _cancel(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
         found = [s for s, w in self._waiters.items() if w.client == client and w.op.token == op.token]
         for serial in found:
             self._forget(serial)
         return StoreResult(number=len(found)), False
 
 
-_Operation: TypeAlias = Callable[[KeyValueStore, Hashable, StoreOp], tuple[StoreResult, bool]]
+_Operation: TypeAlias = Callable[[KeyValueStore[Any], Any, StoreOp], tuple[StoreResult, bool]]
 _OPERATIONS: dict[str, _Operation] = {
     "set": KeyValueStore._set,
     "multi_set": KeyValueStore._set,
@@ -240,7 +237,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "cancel": KeyValueStore._cancel,
 }
 
-_ONE_KEY = frozenset({"get", "add", "compare_set", "delete"})
+_ONE_KEY = frozenset({"get", "add", "compare_set"})
 _VALUE_PER_KEY = frozenset({"set", "multi_set", "append"})
 
 

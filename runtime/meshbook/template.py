@@ -19,7 +19,6 @@ import array
 import gc
 import importlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -171,10 +170,11 @@ def _fork_batch(sock: socket.socket, request: ForkWorkers) -> _Fork:
     gone_read, gone_write = os.pipe()
     for _ in range(request.count):
         _, descriptors = _receive_descriptors(sock)
+        batch_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(gone_write)
-            _await_adoption(gone_read, request.agent_pid)
+            _await_adoption(gone_read, batch_pid, request.agent_pid)
             return _Fork("worker", descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -182,13 +182,14 @@ def _fork_batch(sock: socket.socket, request: ForkWorkers) -> _Fork:
     os._exit(0)
 
 
-def _await_adoption(gone: int, agent_pid: int) -> None:
+def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
     """Wait until the batch process has exited and the agent is our parent; then live and die with the agent."""
     os.setsid()
-    os.read(gone, 1)
+    os.read(gone, 1)  # its end of file: the batch process is exiting
     os.close(gone)
+    while os.getppid() == batch_pid:  # an exiting process closes its files just before it hands on its children
+        os.sched_yield()
     die_with_parent(agent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _receive_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:

@@ -4,8 +4,8 @@
                        <── "host/calls"  ── DEALER   calls, replies, output, in order
                        <── "host/bulk"   ── DEALER   pieces of payloads that cross hosts
 
-Each lane is a connection of its own, so that an interrupt never waits behind a payload. CURVE encrypts all of them; a ZAP
-handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. Every socket is opened,
+Each lane is a connection of its own, so that an interrupt never waits behind a payload. CURVE encrypts all of them; a
+ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. Every socket is opened,
 used and closed by the thread that made it.
 
 ROUTER sockets lose messages silently when a peer reconnects; `meshbook.link` numbers and replays them.
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import zmq
+from zmq.utils import z85
 
 from meshbook.errors import PeerProtocolError
 from meshbook.frames import Buffer
@@ -78,7 +79,7 @@ class ControllerSocket:
     def accept(self, host_id: str) -> tuple[str, str]:
         """Make a key pair (public, secret) that lets ``host_id`` in, and nobody else."""
         public, secret = zmq.curve_keypair()
-        self._accepted[zmq.utils.z85.decode(public)] = host_id
+        self._accepted[z85.decode(public)] = host_id
         return public.decode(), secret.decode()
 
     def poll(self, wake_fd: int, timeout_s: float | None) -> None:

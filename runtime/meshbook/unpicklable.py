@@ -127,6 +127,10 @@ def _children(path: str, value: Any) -> Iterator[_Child]:
     elif isinstance(value, type):
         yield from _class_parts(path, value)
     else:
+        if isinstance(value, tuple):
+            yield from _items(path, value)
+        elif isinstance(value, BaseException):
+            yield from _items(f"{path}.args", value.args)
         yield from _reduced_parts(path, value)
 
 

@@ -8,36 +8,33 @@ from __future__ import annotations
 import linecache
 import re
 import sysconfig
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
+_RUNTIME = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(
-    {
-        *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        f"{Path(__file__).parent}/",
-    }
+    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_RUNTIME}
 )
-_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _CELL_FILE = re.compile(r"<(?:ipython-input-|cell[ -]?)(\d+)[^>]*>")
-_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
 def describe_frame(frame: FrameType | None) -> str:
     """Say what the thread with innermost frame ``frame`` does, by the innermost line of the user's own code.
 
-    Returns: ``in all_reduce (cell 7, line 5)``, ``in time.sleep (train.py:41)``, ``at train.py:41`` where no call can be
-    named, or ``idle`` when no code of the user's runs.
+    Returns: ``in all_reduce (cell 7, line 5)``, ``in time.sleep (train.py:41)``, ``at train.py:41`` where no call can
+    be named, ``in the runtime (form)`` where no code of the user's runs, ``idle`` for no frame at all.
     """
     called: list[FrameType] = []
     while frame is not None and not _is_users(frame.f_code):
         called.append(frame)
         frame = frame.f_back
+    collective = _name_collective(called)
     if frame is None:
-        return "idle"
+        return f"in {collective}" if collective else _describe_runtime(called)
     place = name_place(frame.f_code.co_filename, frame.f_lineno)
-    operation = _name_operation(called) or _called_from_c(frame)
+    operation = collective or _name_running_call(frame)
     return f"in {operation} ({place})" if operation else f"at {place}"
 
 
@@ -55,30 +52,40 @@ def _is_users(code: CodeType) -> bool:
     return not filename.startswith(("<", *_LIBRARIES)) and "/site-packages/" not in filename
 
 
-def _name_operation(called: list[FrameType]) -> str:
-    """Name what the user's line called, from library frames ordered innermost first: the collective if there is one."""
+def _name_collective(called: list[FrameType]) -> str:
+    """The torch.distributed function among library frames ordered innermost first, or nothing."""
     for frame in called:
-        if frame.f_code.co_filename.endswith(_COLLECTIVES) and not frame.f_code.co_name.startswith("_"):
-            return frame.f_code.co_name
-    for frame in reversed(called):
-        if frame.f_code.co_name not in _WRAPPERS:
-            return frame.f_code.co_name
+        code = frame.f_code
+        if code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_"):
+            return code.co_name
     return ""
 
 
-def _called_from_c(frame: FrameType) -> str:
-    """Name the C function that the user's frame itself is in, by the source text of the running instruction."""
-    positions = getattr(frame.f_code, "co_positions", None)  # Python 3.11+
+def _describe_runtime(called: list[FrameType]) -> str:
+    ours = [frame.f_code.co_name for frame in called if frame.f_code.co_filename.startswith(_RUNTIME)]
+    return f"in the runtime ({ours[0]})" if ours else "idle"
+
+
+def _name_running_call(frame: FrameType) -> str:
+    """Name the function that the frame waits in, as the source text of the running instruction spells it."""
+    positions = getattr(frame.f_code, "co_positions", None)  # from Python 3.11 on
     if positions is None or frame.f_lasti < 0:
         return ""
-    line, end_line, column, end_column = next(islice(_as_tuples(positions()), frame.f_lasti // 2, None))
-    if None in (line, end_line, column, end_column):
+    line, end_line, column, end_column = next(islice(positions(), frame.f_lasti // 2, None))
+    if None in (line, column, end_column) or line != end_line:
         return ""
-    source = linecache.getline(frame.f_code.co_filename, line).encode()
-    text = source[column : end_column if line == end_line else None].decode(errors="replace")
-    call = re.match(r"(?:await\s+)?([A-Za-z_][\w.]*)\(", text)
-    return call[1] if call else ""
+    source = linecache.getline(frame.f_code.co_filename, line).encode()[column:end_column]
+    return name_call(source.decode(errors="replace"))
 
 
-def _as_tuples(positions: Iterator[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    return positions
+def name_call(expression: str) -> str:
+    """``time.sleep`` for ``time.sleep(60)``, ``fit`` for ``build(x).fit(y)``, nothing for what is no call."""
+    if not expression.endswith(")"):
+        return ""
+    depth = 0
+    for index in range(len(expression) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(expression[index], 0)
+        if depth == 0:
+            name = re.search(r"[A-Za-z_][\w.]*$", expression[:index])
+            return name[0] if name else ""
+    return ""

@@ -19,6 +19,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
     )
 
 
+def format_some_ranks(ranks: Iterable[int], chars: int) -> str:
+    """As `format_ranks`, but cut at a comma to at most ``chars`` characters: ``0,2,4,...``."""
+    text = format_ranks(ranks)
+    return text if len(text) <= chars else text[: chars - 3].rpartition(",")[0] + ",..."
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 0-2,5``."""
     ranks = sorted(set(ranks))

@@ -58,7 +58,7 @@ def number(value: int) -> bytes:
     return value.to_bytes(4, "big")
 
 
-# What may happen: a side sends, a heartbeat is due, the channel carries, loses or repeats so many messages of a side.
+# A side sends or its heartbeat is due; or the channel carries, loses or repeats so many messages of a side.
 actions = st.lists(
     st.tuples(
         st.sampled_from(["send", "send", "carry", "carry", "lose", "repeat", "beat"]),
@@ -75,7 +75,7 @@ def test_each_message_arrives_once_and_in_order_whatever_the_channel_does(
     actions: list[tuple[str, bool, int]],
 ) -> None:
     sides = (Side(), Side())
-    sent = ([], [])  # type: tuple[list[bytes], list[bytes]]
+    sent: tuple[list[bytes], list[bytes]] = ([], [])
     for what, which, count in actions:
         side, other = sides[which], sides[not which]
         for _ in range(count if what != "beat" else 1):
@@ -171,12 +171,12 @@ def test_acknowledgements_come_by_themselves_and_bound_what_is_kept() -> None:
 
 def test_large_messages_are_acknowledged_before_the_link_is_full() -> None:
     left, right = Side(), Side()
-    piece = bytes(1 << 20)
-    for _ in range(200):
+    piece = bytes(4 << 20)
+    for _ in range(50):
         left.send(b"", [piece])
         carry_all(left, right)
         assert not left.link.full
-    assert left.link.unacked_bytes < 9 << 20
+    assert left.link.unacked_bytes <= 9 << 20
 
 
 def test_a_silent_peer_makes_the_link_full_and_an_acknowledgement_frees_it() -> None:

@@ -102,9 +102,7 @@ def test_pick_is_numpy_indexing_axis_by_axis(data: st.DataObject) -> None:
     axes: dict[str, Any] = {}
     expected = ranks_array(members)
     for axis, (label, size) in reversed(list(enumerate(members.sizes.items()))):
-        chosen = data.draw(
-            st.lists(st.integers(-size, size - 1), min_size=1, unique_by=lambda i, n=size: i % n)
-        )
+        chosen = data.draw(st.lists(st.integers(-size, size - 1), min_size=1, unique_by=lambda i, n=size: i % n))
         axes[label] = chosen if data.draw(st.booleans()) else chosen[0]
         expected = np.take(expected, axes[label], axis=axis)
     assert same(members.pick(**axes), expected)
@@ -117,9 +115,7 @@ def test_split_is_reshape_and_flatten_undoes_it(data: st.DataObject) -> None:
     label = data.draw(st.sampled_from(members.labels))
     size = members.size(label)
     first = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    given_sizes = data.draw(
-        st.sampled_from([{"a": first}, {"b": size // first}, {"a": first, "b": size // first}])
-    )
+    given_sizes = data.draw(st.sampled_from([{"a": first}, {"b": size // first}, {"a": first, "b": size // first}]))
     axis = members.labels.index(label)
     array = ranks_array(members)
     split = members.split(**{label: ("a", "b")}, **given_sizes)
@@ -307,7 +303,7 @@ def test_flatten_of_what_is_not_dense_gives_the_numbers() -> None:
 def test_messages_about_large_views_stay_short() -> None:
     with pytest.raises(RankError) as caught:
         Region.of({"hosts": 1250, "gpus": 8}).slice(gpus=slice(0, None, 2)).point(1)
-    assert str(caught.value).endswith(" and more.")
+    assert str(caught.value).endswith(",...")
     assert len(str(caught.value)) < 150
 
 

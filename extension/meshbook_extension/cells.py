@@ -1,0 +1,199 @@
+"""``%%mesh``: run the cell on every rank of a target."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from meshbook.errors import CallError, UsageError
+from meshbook.wording import name_ranks
+from meshbook_extension.cell_output import CellOutput
+from meshbook_extension.collapse import grouping_for
+from meshbook_extension.jobs import Job
+from meshbook_extension.labels import label
+from meshbook_extension.options import Arguments, Grammar, Option, parse
+from meshbook_extension.publish import parent_of, sink_for
+from meshbook_extension.running_cell import RunningCell
+from meshbook_extension.session import Session, check_identifier
+from meshbook_extension.syntax import check_syntax
+from meshbook_extension.targets import FORMS
+
+if TYPE_CHECKING:
+    from meshbook.cell_run import CellRun
+    from meshbook.proc_mesh import ProcMesh
+
+GROUPS = ("rank", "equal", "none")
+
+MESH_CELL = Grammar(
+    name="%%mesh",
+    summary="Run the cell on every rank of the target: Python, IPython magics, !commands, top-level await, plots.",
+    words="[SLICE]",
+    count=(0, 1),
+    pairs="[AXIS=.. ...]",
+    options=(
+        Option("--async", "go on with the notebook while it runs; see %mesh jobs"),
+        Option("--out", "bind the result, a ValueMesh, to this name too", str, "VAR"),
+        Option("--group", "merge equal lines of ranks (equal), a block per rank, or nothing", str, choices=GROUPS),
+        Option("--timeout", "interrupt the ranks after so many seconds", float, "S"),
+        Option("--no-collective", "a collective in the cell raises, rather than wait for ranks outside of the target"),
+        Option("--time", "say how long the ranks took"),
+    ),
+    examples=(
+        "%%mesh",
+        "%%mesh gpus=0",
+        "%%mesh hosts=1 gpus=0:2 --time",
+        "%%mesh rank=0,2 --no-collective",
+        "%%mesh --async --out losses",
+        "%%mesh --timeout 30",
+        "%%mesh --group rank",
+    ),
+    notes=f"""
+{FORMS}
+No target means the whole current mesh.
+
+Ranks see rank, local_rank, world_size, point (their coordinates), mesh (the torch DeviceMesh with the same axes),
+device, dist, torch, and the environment that torchrun would set. Variables stay from cell to cell.
+The last expression is shown, equal ones once, and kept as a ValueMesh in _mesh.
+Interrupt stops the cell on all ranks; their variables stay.""",
+)
+
+
+def run_mesh_cell(session: Session, line: str, code: str) -> None:
+    """Execute ``%%mesh LINE`` over ``code``.
+
+    Raises: what went wrong on the ranks, so that the notebook's cell fails too.
+    """
+    arguments = parse(MESH_CELL, line)
+    if arguments.wants_help:
+        print(MESH_CELL.help())
+        return
+    out = arguments.text("--out")
+    if out is not None:
+        check_identifier(out, "--out")
+    if not code.strip():
+        raise UsageError("the cell is empty: write code below the %%mesh line.")
+    cell_number = int(session.shell.execution_count)
+    line_offset = _lines_above(session, code)
+    check_syntax(code, cell_number, line_offset)
+    procs = session.target(arguments.words, arguments.pairs)
+    cell = start(session, procs, code, arguments, cell_number=cell_number, line_offset=line_offset)
+    if arguments.flag("--async"):
+        _leave_running(session, cell, arguments)
+    else:
+        wait_for(session, cell, out=out, timeout_s=arguments.number("--timeout"), show_time=arguments.flag("--time"))
+
+
+def start(
+    session: Session, procs: ProcMesh, code: str, arguments: Arguments, *, cell_number: int, line_offset: int
+) -> RunningCell:
+    """Send the cell to the ranks; its output goes where the magic's own would go now."""
+    output = CellOutput(
+        procs.ranks,
+        sink_for(session.shell),
+        grouping_for(arguments.text("--group") or "equal", procs.ranks),
+        session.publisher,
+        procs.log_paths,
+        procs.name,
+    )
+    run: CellRun = procs.start_cell(
+        code,
+        cell_number=cell_number,
+        line_offset=line_offset,
+        on_output=output.receive,
+        forbid_collectives=arguments.flag("--no-collective"),
+    )
+    return RunningCell(procs, run, output, f"cell {cell_number}")
+
+
+def wait_for(
+    session: Session,
+    cell: RunningCell,
+    *,
+    out: str | None = None,
+    timeout_s: float | None = None,
+    show_time: bool = False,
+) -> None:
+    """Wait for a cell and keep its result.
+
+    Raises: see `RunningCell.result`; the results of ranks that succeeded are kept.
+    """
+    session.foreground.append(cell)
+    try:
+        session.keep_result(cell.result(timeout_s), out)
+    except CallError as error:
+        session.keep_result(partial_result(cell.procs, error), out)
+        raise
+    finally:
+        session.foreground.remove(cell)
+        if show_time and cell.run.durations_s:
+            print(describe_durations(cell.run.durations_s))
+
+
+def partial_result(procs: ProcMesh, error: CallError) -> Any:
+    """The ValueMesh of the ranks that succeeded; None where none did."""
+    from meshbook.value_mesh import ValueMesh
+
+    partial = error.partial
+    ranks = [rank for rank in procs.ranks if rank in partial]
+    if not ranks:
+        return None
+    return ValueMesh.lazy(procs.select(ranks).members, [lambda rank=rank: partial[rank] for rank in ranks])
+
+
+def describe_durations(durations_s: dict[int, float]) -> str:
+    """``[0-7] 0.98 s (slowest rank 3: 0.98 s, median 0.41 s)``"""
+    slowest = max(durations_s, key=lambda rank: durations_s[rank])
+    longest = durations_s[slowest]
+    text = f"{label(durations_s)} {longest:.3g} s"
+    if len(durations_s) > 1:
+        text += f" (slowest rank {slowest}: {longest:.3g} s, median {statistics.median(durations_s.values()):.3g} s)"
+    return text
+
+
+def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:
+    job = session.jobs.add(cell, cell.procs.name)
+    out = arguments.text("--out")
+    timeout_s = arguments.number("--timeout")
+    print(f"job {job.number} runs on {name_ranks(cell.ranks)}; wait for it: %mesh wait {job.number}")
+    cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, arguments.flag("--time")))
+    if timeout_s is not None:
+        session.publisher.schedule(_Deadline(job, timeout_s), time.monotonic() + timeout_s)
+
+
+def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
+    """On the thread that completes the future: nothing here waits."""
+    job.ended = time.monotonic()
+    future = job.cell.run.future
+    error = future.exception(0)
+    if error is None:
+        session.keep_result(future.result(0), out)
+    job.cell.output.note(f"job {job.number} {job.state} after {job.duration_s:.3g} s")
+    if show_time and job.cell.run.durations_s:
+        job.cell.output.note(describe_durations(job.cell.run.durations_s))
+
+
+class _Deadline:
+    """Ends a job that takes too long; the publisher's thread is its clock."""
+
+    def __init__(self, job: Job, timeout_s: float) -> None:
+        self._job, self._timeout_s = job, timeout_s
+
+    def pump(self, now: float) -> float | None:
+        """Called once, at the deadline."""
+        if self._job.ended is None:
+            self._job.cell.output.note(f"job {self._job.number} took more than {self._timeout_s:g} s and is interrupted")
+            self._job.cell.run.cancel()
+        return None
+
+    def fail(self, error: Exception) -> None:
+        """Nobody waits for it."""
+
+
+def _lines_above(session: Session, code: str) -> int:
+    """Lines of the notebook's cell that stand above ``code``: the magic's own, and blank ones before it."""
+    content = parent_of(session.shell).get("content") or {}
+    whole = str(content.get("code", ""))
+    if whole.endswith(code) and whole != code:
+        return whole[: -len(code)].count("\n")
+    return 1

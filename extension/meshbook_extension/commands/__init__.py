@@ -1,0 +1,103 @@
+"""The subcommands of ``%mesh``, each a function with its grammar in one table.
+
+A new one is a function ``(session, arguments) -> None`` under ``@command(Grammar(name="%mesh NAME", ...))`` in a module
+that `load_all` imports. Help, ``?``, completion and the messages for typos follow from the grammar.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from meshbook.errors import UsageError
+from meshbook.wording import did_you_mean
+from meshbook_extension.options import PAIR, Arguments, Grammar, parse
+from meshbook_extension.session import Session
+
+Runner: TypeAlias = Callable[[Session, Arguments], None]
+
+MODULES = ("meshes", "views", "values", "jobs", "looking", "mode")
+
+
+class Command(NamedTuple):
+    """A subcommand."""
+
+    grammar: Grammar
+    run: Runner
+
+
+COMMANDS: dict[str, Command] = {}
+"""Name to subcommand, in the order in which help lists them."""
+
+
+def command(grammar: Grammar) -> Callable[[Runner], Runner]:
+    """Put a function into the table, under the last word of the grammar's name."""
+
+    def add(run: Runner) -> Runner:
+        COMMANDS[grammar.name.split()[-1]] = Command(grammar, run)
+        return run
+
+    return add
+
+
+def load_all() -> None:
+    """Fill the table."""
+    for name in MODULES:
+        importlib.import_module(f"{__name__}.{name}")
+
+
+def dispatch(session: Session, line: str) -> None:
+    """Run one ``%mesh`` line.
+
+    Raises: UsageError for what is no command, and what the command raises.
+    """
+    load_all()
+    name, _, rest = line.strip().partition(" ")
+    if not name:
+        name = "status"
+    if name in ("--help", "-h", "?", "help"):
+        print(help_text(rest.strip()))
+        return
+    if name not in COMMANDS:
+        raise _unknown(name, line)
+    found = COMMANDS[name]
+    arguments = parse(found.grammar, rest)
+    if arguments.wants_help:
+        print(found.grammar.help())
+    else:
+        found.run(session, arguments)
+
+
+def help_text(name: str = "") -> str:
+    """What ``%mesh help`` shows: all commands, or one of them.
+
+    Raises: UsageError for what is no command.
+    """
+    from meshbook_extension.cells import MESH_CELL
+
+    load_all()
+    if name in (MESH_CELL.name, "cell"):
+        return MESH_CELL.help()
+    if name:
+        if name not in COMMANDS:
+            raise _unknown(name, name)
+        return COMMANDS[name].grammar.help()
+    width = max(map(len, COMMANDS))
+    lines = ["Meshes of processes, driven from a notebook.", ""]
+    lines += [f"  %mesh {known:{width}}  {found.grammar.summary}" for known, found in COMMANDS.items()]
+    lines += [f"  {'%mesh':{width + 6}}  The status of the current mesh."]
+    lines += [f"  {MESH_CELL.name:{width + 6}}  {MESH_CELL.summary}"]
+    lines += [f"  {'%%local':{width + 6}}  Run the cell in the notebook's own process, while %mesh auto is on."]
+    lines += ["", "More about one: %mesh spawn --help, or %mesh spawn?"]
+    return "\n".join(lines)
+
+
+def _unknown(name: str, line: str) -> UsageError:
+    near = did_you_mean(name, COMMANDS)
+    example = "%mesh spawn gpus=4"
+    if PAIR.fullmatch(name):
+        near = f" Did you mean %mesh spawn {line.strip()}, or %%mesh {line.strip()} above a cell?"
+    elif near:
+        example = COMMANDS[near.split('"')[1]].grammar.examples[0]
+    return UsageError(f'unknown command "{name}".{near}\n  for example: {example}\n  all of them: %mesh help')

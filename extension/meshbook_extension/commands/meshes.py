@@ -1,0 +1,183 @@
+"""Spawn, list, use, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from meshbook.errors import UsageError
+from meshbook.wording import did_you_mean, format_sizes
+from meshbook_extension.commands import command
+from meshbook_extension.options import Arguments, Grammar, Option
+from meshbook_extension.session import DEFAULT_NAME, Session, check_identifier
+from meshbook_extension.targets import RANK
+
+if TYPE_CHECKING:
+    from meshbook.mesh import HostMesh
+    from meshbook.proc_mesh import ProcMesh
+
+HOSTS = "hosts"
+"""The axis that counts machines; all others count processes on each."""
+
+SPAWN = Grammar(
+    name="%mesh spawn",
+    summary="Start a process per rank and form their process group.",
+    pairs="AXIS=N [AXIS=N ...]",
+    options=(
+        Option("--on", "who starts the hosts: local", str, "ENGINE"),
+        Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
+        Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
+        Option("--preload", "modules to import once, before the ranks are forked", str, "MOD,.."),
+        Option("--no-group", "form no process group"),
+        Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),
+    ),
+    rest="ENGINE OPTIONS",
+    examples=(
+        "%mesh spawn gpus=4",
+        "%mesh spawn hosts=2 gpus=4 --on local",
+        "%mesh spawn dp=2 tp=2 --name trainers --device cpu",
+        "%mesh spawn gpus=8 --preload transformers,datasets",
+        "%mesh spawn gpus=4 --out procs",
+        "%mesh spawn gpus=4 --no-group",
+    ),
+    notes="""
+Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.""",
+)
+
+
+@command(SPAWN)
+def spawn(session: Session, arguments: Arguments) -> None:
+    """Start a mesh and make it the current one."""
+    name = arguments.text("--name") or DEFAULT_NAME
+    out = arguments.text("--out")
+    check_identifier(name, "--name")
+    if out is not None:
+        check_identifier(out, "--out")
+    sizes = _read_sizes(arguments.pairs)
+    hosts = sizes.pop(HOSTS, None)
+    preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
+    session.check_name_is_free(name)
+    began = time.monotonic()
+    procs = _hosts(arguments.text("--on") or "local", hosts, arguments.rest).spawn_procs(
+        sizes, name=name, device=arguments.text("--device"), preload=preload, group=not arguments.flag("--no-group")
+    )
+    session.add(procs)
+    if out is not None:
+        session.bind(out, procs)
+    print(_describe_spawned(procs, time.monotonic() - began, grouped=not arguments.flag("--no-group")))
+
+
+def _read_sizes(pairs: Mapping[str, str]) -> dict[str, int]:
+    if not pairs:
+        raise SPAWN.refuse("say how many ranks, along an axis that you name.")
+    sizes = {}
+    for axis, text in pairs.items():
+        if axis == RANK:
+            raise SPAWN.refuse(f'"{RANK}" means the number of a rank everywhere; name the axis otherwise.')
+        if not text.isdigit() or int(text) < 1:
+            raise SPAWN.refuse(f"{axis}={text}: the size of an axis is a whole number of at least 1.")
+        sizes[axis] = int(text)
+    return sizes
+
+
+def _hosts(engine: str, count: int | None, rest: tuple[str, ...]) -> HostMesh:
+    from meshbook.launcher import LocalLauncher
+    from meshbook.mesh import start_hosts, this_host
+
+    engines = ("local",)
+    if engine not in engines:
+        raise SPAWN.refuse(f'unknown engine "{engine}".{did_you_mean(engine, engines)} There is: {", ".join(engines)}.')
+    if rest:
+        raise SPAWN.refuse(f'the engine {engine} has no options, but got "{" ".join(rest)}" after "--".')
+    return this_host() if count is None else start_hosts({HOSTS: count}, LocalLauncher())
+
+
+def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
+    group = ("nccl" if procs.device == "cuda" else "gloo") if grouped else "no process group"
+    return (
+        f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {procs.device}, {group}; '
+        f"ready in {seconds:.2f} s ({count(len(procs), 'rank')} on {count(len(procs.hosts), 'host')})"
+    )
+
+
+@command(
+    Grammar(
+        name="%mesh list",
+        summary="All meshes and named slices.",
+        examples=("%mesh list",),
+    )
+)
+def list_meshes(session: Session, arguments: Arguments) -> None:
+    """One line per mesh, its slices below it."""
+    if not session.meshes:
+        print("no mesh yet. Start one: %mesh spawn gpus=4")
+    for name, procs in session.meshes.items():
+        mark = "*" if name == session.current else " "
+        state = count(len(procs), "rank") if procs.alive else "stopped"
+        print(f"{mark} {name}: {format_sizes(procs.sizes)}, {procs.device}, {state}")
+        for slice_name, named in session.slices.items():
+            if named.mesh == name:
+                print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
+
+
+@command(
+    Grammar(
+        name="%mesh use",
+        summary="Make another mesh the current one; a ProcMesh of the notebook can be adopted by its name.",
+        words="NAME",
+        count=(1, 1),
+        options=(Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),),
+        examples=("%mesh use trainers", "%mesh use main --out procs"),
+    )
+)
+def use(session: Session, arguments: Arguments) -> None:
+    """Switch meshes."""
+    from meshbook.proc_mesh import ProcMesh
+
+    (name,) = arguments.words
+    out = arguments.text("--out")
+    value = session.shell.user_ns.get(name)
+    if name not in session.meshes and isinstance(value, ProcMesh):
+        session.check_name_is_free(value.name)
+        session.add(value)
+    procs = session.mesh(name if name in session.meshes else None if isinstance(value, ProcMesh) else name)
+    session.current = procs.name
+    if out is not None:
+        session.bind(check_identifier(out, "--out"), procs)
+    print(f'mesh "{procs.name}" is current: {format_sizes(procs.sizes)}')
+
+
+@command(
+    Grammar(
+        name="%mesh stop",
+        summary="End the processes of a mesh: the current one, the one named, or all.",
+        words="[NAME]",
+        count=(0, 1),
+        options=(Option("--all", "every mesh"),),
+        examples=("%mesh stop", "%mesh stop trainers", "%mesh stop --all"),
+    )
+)
+def stop(session: Session, arguments: Arguments) -> None:
+    """Stop meshes and say which one is current then."""
+    if arguments.flag("--all"):
+        if arguments.words:
+            raise UsageError("either a name or --all.\n  for example: %mesh stop --all")
+        names = list(session.meshes)
+    else:
+        names = list(arguments.words) or [session.current or session.mesh().name]
+    if not names:
+        print("no mesh is running")
+    for name in names:
+        if name not in session.meshes:
+            session.mesh(name)  # says which there are
+        session.meshes[name].stop()
+        session.forget(name)
+        print(f'mesh "{name}" stopped')
+    if names and session.current:
+        print(f'mesh "{session.current}" is current now')
+
+
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``8 ranks``"""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,175 @@
+"""Values between the notebook and the ranks: eval, push, pull, scatter, gather, broadcast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshbook.wording import name_ranks
+from meshbook_extension.commands import command
+from meshbook_extension.labels import label_block
+from meshbook_extension.options import Arguments, Grammar, Option
+from meshbook_extension.session import Session, check_identifier
+from meshbook_extension.targets import FORMS, RANK
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import ProcMesh
+    from meshbook.value_mesh import ValueMesh
+
+AXIS, DIM = "axis", "dim"
+"""Pairs that are not part of the target in scatter and gather."""
+
+AT = Option("--at", "the ranks of a named slice, or of another mesh", str, "SLICE")
+OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
+EVAL = Grammar(
+    name="%mesh eval",
+    summary="Evaluate an expression on the ranks and show its values, equal ones once.",
+    pairs="[AXIS=.. ...]",
+    options=(AT, OUT),
+    tail="EXPR",
+    examples=("%mesh eval loss.item()", "%mesh eval gpus=0 model.training", "%mesh eval --at left x.shape"),
+    notes=f"{FORMS}\nThe expression is the rest of the line, as it stands. _mesh is bound to the values.",
+)
+PUSH = Grammar(
+    name="%mesh push",
+    summary="Copy variables of the notebook to the ranks.",
+    words="NAME [NAME ...]",
+    count=(1, None),
+    pairs="[AXIS=.. ...]",
+    options=(AT,),
+    examples=("%mesh push config", "%mesh push a b gpus=0", "%mesh push a --at left"),
+    notes=FORMS,
+)
+PULL = Grammar(
+    name="%mesh pull",
+    summary="Bring variables of the ranks; each name is bound to the ValueMesh of all ranks' values.",
+    words="NAME [NAME ...]",
+    count=(1, None),
+    pairs="[AXIS=.. ...]",
+    options=(AT, OUT),
+    examples=("%mesh pull loss", "%mesh pull a b gpus=0", "%mesh pull loss --out losses", "%mesh pull a --at left"),
+    notes=f"{FORMS}\nValues: loss.item(gpus=0), loss.get(rank), loss.values().",
+)
+SCATTER = Grammar(
+    name="%mesh scatter",
+    summary="Cut a tensor, an array or a list of the notebook, and give each index of an axis its piece.",
+    words="NAME",
+    count=(1, 1),
+    pairs="[axis=AXIS] [dim=D] [AXIS=.. ...]",
+    options=(AT,),
+    examples=("%mesh scatter x", "%mesh scatter x axis=gpus dim=1", "%mesh scatter x --at left"),
+    notes="axis may be left out where there is only one.",
+)
+GATHER = Grammar(
+    name="%mesh gather",
+    summary="Bring the pieces of a variable and join them, along dim, into one in the notebook.",
+    words="NAME",
+    count=(1, 1),
+    pairs="[axis=AXIS] [dim=D] [AXIS=.. ...]",
+    options=(AT, OUT),
+    examples=("%mesh gather x", "%mesh gather x axis=gpus dim=1", "%mesh gather x --out whole", "%mesh gather x --at left"),
+    notes="axis may be left out where there is only one.",
+)
+BROADCAST = Grammar(
+    name="%mesh broadcast",
+    summary="Give every rank of the mesh the value that a variable has on one of them, over the process group.",
+    words="NAME",
+    count=(1, 1),
+    options=(Option("--from", "whose value (rank 0)", str, "rank=R"),),
+    examples=("%mesh broadcast x", "%mesh broadcast x --from rank=2"),
+)
+
+
+@command(EVAL)
+def evaluate(session: Session, arguments: Arguments) -> None:
+    """Show values on the ranks."""
+    values = _target(session, arguments).evaluate(arguments.tail).get()
+    out = arguments.text("--out")
+    session.keep_result(values, check_identifier(out, "--out") if out else None)
+    print(show_values(values))
+
+
+@command(PUSH)
+def push(session: Session, arguments: Arguments) -> None:
+    """From the notebook to the ranks."""
+    values = {name: session.lookup(check_identifier(name, PUSH.name)) for name in arguments.words}
+    procs = _target(session, arguments)
+    procs.push(values).get()
+    print(f"{_names(arguments.words)} on {name_ranks(procs.ranks)}")
+
+
+@command(PULL)
+def pull(session: Session, arguments: Arguments) -> None:
+    """From the ranks to the notebook."""
+    names = [check_identifier(name, PULL.name) for name in arguments.words]
+    out = arguments.text("--out")
+    if out is not None and len(names) > 1:
+        raise PULL.refuse("--out names one variable, but several are pulled.", "--out")
+    procs = _target(session, arguments)
+    pulled = {name: future.get() for name, future in [(name, procs.pull(name)) for name in names]}
+    for name, values in pulled.items():
+        bound = check_identifier(out, "--out") if out else name
+        session.bind(bound, values)
+        print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}.get({values.ranks[0]})")
+
+
+@command(SCATTER)
+def scatter(session: Session, arguments: Arguments) -> None:
+    """Cut and send."""
+    name = check_identifier(arguments.words[0], SCATTER.name)
+    value = session.lookup(name)
+    axis, dim = _axis_and_dim(SCATTER, arguments)
+    procs = _target(session, arguments)
+    procs.scatter(name, value, axis=axis, dim=dim).get()
+    along = axis or next(iter(procs.sizes))
+    print(f"{name}: {procs.sizes[along]} pieces along {along}, on {name_ranks(procs.ranks)}")
+
+
+@command(GATHER)
+def gather(session: Session, arguments: Arguments) -> None:
+    """Bring and join."""
+    name = check_identifier(arguments.words[0], GATHER.name)
+    bound = check_identifier(arguments.text("--out") or name, "--out")
+    axis, dim = _axis_and_dim(GATHER, arguments)
+    procs = _target(session, arguments)
+    value = procs.gather(name, axis=axis, dim=dim).get()
+    session.bind(bound, value)
+    shape = getattr(value, "shape", None)
+    size = f"shape {tuple(shape)}" if shape is not None else f"{len(value)} items"
+    print(f"{bound}: {type(value).__name__}, {size}, from {name_ranks(procs.ranks)}")
+
+
+@command(BROADCAST)
+def broadcast(session: Session, arguments: Arguments) -> None:
+    """From one rank to all."""
+    name = check_identifier(arguments.words[0], BROADCAST.name)
+    source = (arguments.text("--from") or "0").removeprefix(f"{RANK}=")
+    if not source.isdigit():
+        raise BROADCAST.refuse(f"--from takes the number of a rank, not {source}.", "--from")
+    procs = session.mesh()
+    procs.broadcast(name, src=int(source)).get()
+    print(f"{name} of rank {source} on {name_ranks(procs.ranks)}")
+
+
+def show_values(values: ValueMesh[Any]) -> str:
+    """One block per different value, with its ranks."""
+    equal: dict[str, list[int]] = {}
+    for rank, value in zip(values.ranks, values.values(), strict=True):
+        equal.setdefault(repr(value), []).append(rank)
+    return "\n".join(label_block(ranks, text) for text, ranks in equal.items())
+
+
+def _target(session: Session, arguments: Arguments) -> ProcMesh:
+    at = arguments.text("--at")
+    pairs = {axis: text for axis, text in arguments.pairs.items() if axis not in (AXIS, DIM)}
+    return session.target([at] if at else [], pairs)
+
+
+def _axis_and_dim(grammar: Grammar, arguments: Arguments) -> tuple[str | None, int]:
+    dim = arguments.pairs.get(DIM, "0")
+    if not dim.removeprefix("-").isdigit():
+        raise grammar.refuse(f"{DIM}={dim} is no dim of a tensor; give a number.", DIM)
+    return arguments.pairs.get(AXIS), int(dim)
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names)

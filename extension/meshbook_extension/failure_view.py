@@ -1,0 +1,73 @@
+"""How exceptions of ranks are shown while their cell goes on: at once, equal ones once, few in full. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshbook.errors import Failure, group_failures
+from meshbook.wording import name_ranks
+from meshbook_extension.publish import Sink
+
+TOGETHER_S = 0.02
+"""How long a first failure waits for equal ones of other ranks."""
+FULL = 4
+"""Different failures of one cell that are shown with their tracebacks."""
+BRIEF = 20
+"""Further ones that get a line."""
+INTERRUPT = "KeyboardInterrupt"
+LOST = "WorkerLost"
+"""Not raised by the rank, which has ended; its text says so itself."""
+
+
+class FailureView:
+    """The failures of one cell, shown and not yet shown."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Failure] = []
+        self._shown: list[Failure] = []
+        self._due_at: float | None = None
+
+    def add(self, failure: Failure, now: float) -> None:
+        """Take a failure, to be shown within `TOGETHER_S`."""
+        self._waiting.append(failure)
+        self._due_at = self._due_at or now + TOGETHER_S
+
+    def due_at(self) -> float | None:
+        """When `show` should be called; None when nothing waits."""
+        return self._due_at
+
+    def is_due(self, now: float) -> bool:
+        """Whether it should be called by now."""
+        return self._due_at is not None and self._due_at <= now
+
+    def show(self, sink: Sink) -> None:
+        """Write what waits."""
+        groups = group_failures(self._waiting)
+        self._waiting, self._due_at = [], None
+        unnamed: list[int] = []
+        for group in groups:
+            first = group[0]
+            ranks = [failure.rank for failure in group]
+            known = any(first.same_cause(failure) for failure in self._shown)
+            if not known:
+                self._shown.append(first)
+            if not known and len(self._shown) <= FULL and first.ename != INTERRUPT:
+                lines = list(first.traceback)
+                sink.error(first.ename, first.evalue, lines if first.ename == LOST else [headline(first, ranks), *lines])
+            elif len(self._shown) <= FULL + BRIEF:
+                sink.stream("stderr", f"{headline(first, ranks, brief=True)}\n")
+            else:
+                unnamed += ranks
+        if unnamed:
+            sink.stream("stderr", f"{name_ranks(unnamed)} raised too, each something else\n")
+
+
+def headline(failure: Failure, ranks: Iterable[int], *, brief: bool = False) -> str:
+    """``ranks 0-3 raised ValueError: bad shard``, in brief with its place and on one line."""
+    where = f" ({failure.where})" if failure.where and brief else ""
+    if failure.ename == INTERRUPT:
+        return f"{name_ranks(ranks)} stopped at an interrupt{where}"
+    if failure.ename == LOST:
+        return f"{name_ranks(ranks)} ended: {failure.evalue}"
+    value = failure.evalue.splitlines()[0] if brief and failure.evalue else failure.evalue
+    return f"{name_ranks(ranks)} raised {failure.ename}{': ' if value else ''}{value}{where}"

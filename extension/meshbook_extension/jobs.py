@@ -1,0 +1,91 @@
+"""Cells that run on while the notebook goes on: ``%%mesh --async``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meshbook.errors import UsageError
+from meshbook.wording import name_ranks
+from meshbook_extension.failure_view import INTERRUPT
+
+if TYPE_CHECKING:
+    from meshbook_extension.running_cell import RunningCell
+
+KEPT = 50
+"""Jobs that have ended and can still be asked for."""
+
+
+@dataclass
+class Job:
+    """One of them."""
+
+    number: int
+    cell: RunningCell
+    mesh: str
+    started: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    @property
+    def state(self) -> str:
+        """``running``, ``done``, ``failed`` or ``cancelled``."""
+        if not self.cell.run.future.done():
+            return "running"
+        if self.cell.run.future.exception(0) is None:
+            return "done"
+        failures = [done.failure for done in self.cell.output.done.values() if done.failure is not None]
+        stopped = bool(failures) and all(failure.ename == INTERRUPT for failure in failures)
+        return "cancelled" if stopped else "failed"
+
+    @property
+    def duration_s(self) -> float:
+        """From its start to its end, or to now."""
+        return (self.ended or time.monotonic()) - self.started
+
+    def describe(self) -> str:
+        """One line for ``%mesh jobs``."""
+        left = self.cell.waiting
+        on = f", {name_ranks(left)} still at it" if left and len(left) < len(self.cell.ranks) else ""
+        return (
+            f'job {self.number}: {self.state}, {self.duration_s:.3g} s, {self.cell.what} on {name_ranks(self.cell.ranks)} '
+            f'of "{self.mesh}"{on}'
+        )
+
+
+class Jobs:
+    """The jobs of a session, by number."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+        self._next = 1
+
+    def add(self, cell: RunningCell, mesh: str) -> Job:
+        """Give a running cell a number."""
+        job = Job(self._next, cell, mesh)
+        self._next += 1
+        self._jobs[job.number] = job
+        ended = [number for number, old in self._jobs.items() if old.ended is not None]
+        for number in ended[:-KEPT]:
+            del self._jobs[number]
+        return job
+
+    def all(self) -> list[Job]:
+        """Every job, oldest first."""
+        return list(self._jobs.values())
+
+    def running(self) -> list[Job]:
+        """Those that have not ended."""
+        return [job for job in self._jobs.values() if job.state == "running"]
+
+    def find(self, word: str) -> Job:
+        """The job with this number.
+
+        Raises: UsageError naming those that there are.
+        """
+        if not self._jobs:
+            raise UsageError("no job yet. Start one: %%mesh --async above a cell")
+        if not word.isdigit() or int(word) not in self._jobs:
+            known = ", ".join(str(number) for number in self._jobs)
+            raise UsageError(f'there is no job "{word}"; jobs: {known}. See them: %mesh jobs')
+        return self._jobs[int(word)]

@@ -1,0 +1,135 @@
+"""A cell on its ranks, from its start to the error or the result that the notebook gets."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from meshbook.errors import CallError, CallFailed, CallInterrupted, CallTimeout, WorkerLost, group_failures
+from meshbook.wording import name_ranks
+from meshbook_extension.failure_view import INTERRUPT, headline
+from meshbook_extension.waiting import wait_until_done
+
+if TYPE_CHECKING:
+    from meshbook.cell_run import CellRun
+    from meshbook.proc_mesh import ProcMesh
+    from meshbook.value_mesh import ValueMesh
+    from meshbook_extension.cell_output import CellOutput
+
+STILL_RUNNING_S = 2.0
+"""So long after a rank failed, the person is told who still runs."""
+
+
+class CellTimeout(CallTimeout):
+    """The cell took longer than ``--timeout`` and was interrupted."""
+
+    def __init__(
+        self,
+        what: str,
+        timeout_s: float,
+        silent: tuple[int, ...],
+        stuck: dict[int, str],
+        partial: Any = None,
+    ) -> None:
+        super().__init__(what, timeout_s, silent, partial=partial)
+        self.args = (what, timeout_s, silent, stuck)
+        self.stuck = dict(stuck)
+
+    def __str__(self) -> str:
+        interrupted = CallInterrupted([rank for rank in self.silent if rank not in self.stuck], self.stuck)
+        first, *rest = str(interrupted).splitlines()
+        return "\n".join(
+            [f"{self.what} took more than {self.timeout_s:g} s on {name_ranks(self.silent)}; {first}", *rest]
+        )
+
+
+class RunningCell:
+    """What a magic waits for, and what a job is."""
+
+    def __init__(self, procs: ProcMesh, run: CellRun, output: CellOutput, what: str) -> None:
+        self.procs, self.run, self.output, self.what = procs, run, output, what
+        self.ranks = procs.ranks
+        self._tell_at: float | None = None
+        self._told = False
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The ranks that have not ended."""
+        return tuple(rank for rank in self.ranks if rank not in self.output.done)
+
+    def result(self, timeout_s: float | None = None) -> ValueMesh[Any]:
+        """Wait for all ranks, with their output shown, and return the values of their last expressions.
+
+        Raises: CallFailed, WorkerLost, CallInterrupted (the person pressed interrupt, or somebody cancelled it), CellTimeout;
+        their ``partial`` has the results of the ranks that succeeded.
+        """
+        error: BaseException | None
+        try:
+            in_time = wait_until_done(self.run.future, timeout_s, self._tell_who_still_runs)
+            error = self.run.future.exception(0) if in_time else self._stop_late(timeout_s or 0.0)
+        except KeyboardInterrupt:
+            error = self._interrupt()
+        self.output.finish()
+        if error is None:
+            return self.run.future.result(0)
+        raise self._presentable(error) from None
+
+    def _interrupt(self) -> CallInterrupted:
+        self.output.hide_interrupts = True
+        return self.run.interrupt()
+
+    def _stop_late(self, timeout_s: float) -> CellTimeout:
+        silent = self.waiting
+        interrupted = self._interrupt()
+        return CellTimeout(self.what, timeout_s, silent, interrupted.stuck, partial=interrupted.partial)
+
+    def _tell_who_still_runs(self) -> None:
+        """A rank failed and others go on, perhaps for ever: say where they are, once."""
+        failed = any(not done.ok for done in list(self.output.done.values()))
+        now = time.monotonic()
+        if not failed or self._told:
+            return
+        if self._tell_at is None:
+            self._tell_at = now + STILL_RUNNING_S
+        elif now >= self._tell_at:
+            self._told = True
+            waiting = self.waiting
+            if waiting:
+                self.output.note(f"{self._describe(waiting)}\n  stop them: interrupt the cell")
+
+    def _describe(self, waiting: tuple[int, ...]) -> str:
+        places: dict[str, list[int]] = {}
+        for rank, place in self.procs.select(waiting).where().items():
+            places.setdefault(place, []).append(rank)
+        return "\n".join(
+            f"{name_ranks(ranks)} still run{'s' if len(ranks) == 1 else ''}: {place}" for place, ranks in places.items()
+        )
+
+    def _presentable(self, error: BaseException) -> BaseException:
+        """The error as the notebook should get it: what was shown already is not shown again."""
+        if isinstance(error, CallFailed):
+            if all(failure.ename == INTERRUPT for failure in error.failures):
+                return CallInterrupted(error.ranks, {}, partial=error.partial)
+            _show_as(error, _brief(error, error))
+        elif isinstance(error, WorkerLost):
+            _show_as(error, [f"WorkerLost: rank {error.rank} on {error.host} ended: {error.cause}", *_others(error)])
+        return error
+
+
+def _brief(error: CallError, failed: CallFailed) -> list[str]:
+    """One line per cause; the tracebacks stand above."""
+    lines = [
+        headline(group[0], [failure.rank for failure in group], brief=True) for group in group_failures(failed.failures)
+    ]
+    shown = lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
+    return [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:]), *_others(error)]
+
+
+def _others(error: CallError) -> list[str]:
+    finished = tuple(error.partial)
+    return [f"  {name_ranks(finished)} finished; results in _mesh"] if finished else []
+
+
+def _show_as(error: BaseException, lines: list[str]) -> None:
+    """IPython asks the exception itself how to show it."""
+    vars(error)["_render_traceback_"] = lambda: lines

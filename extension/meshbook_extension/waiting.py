@@ -1,0 +1,37 @@
+"""Waiting on the main thread of a notebook, so that an interrupt is answered at once.
+
+It is a synchronous wait in short steps: ipykernel does not wake an idle event loop for SIGINT, and an ``await`` in a cell
+would go on for seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshbook.future import Future
+
+STEP_S = 0.1
+
+
+def wait_until_done(
+    future: Future[Any], timeout_s: float | None = None, on_step: Callable[[], None] | None = None
+) -> bool:
+    """Wait until ``future`` is done, with a result or an error; returns False at the deadline.
+
+    on_step: called every `STEP_S` meanwhile. Raises: KeyboardInterrupt.
+    """
+    done = threading.Event()
+    future.add_done_callback(lambda _future: done.set())
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
+        if done.wait(max(0.0, left_s)):
+            return True
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        if on_step is not None:
+            on_step()

@@ -1,0 +1,54 @@
+"""What a cell is called where Python wants a file name, and how its lines are numbered.
+
+The code that reaches a rank stood below a ``%%mesh`` line in the notebook. Its lines keep the numbers that they have
+there, and its source is known to `linecache`, so that tracebacks, warnings, `inspect.getsource` and debuggers find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import linecache
+
+_labels: dict[str, str] = {}
+
+
+def cell_file_name(source: str, cell_number: int | None) -> str:
+    """The name to compile ``source`` under: ``<cell 7>``, or a longer one when another cell 7 has that name.
+
+    source: the cell's text, blank lines in place of what stood above it. Equal on all ranks that run the same cells.
+    """
+    digest = hashlib.sha1(source.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()[:8]
+    if cell_number is None:
+        return f"<cell {digest}>"
+    name = f"<cell {cell_number}>"
+    if name in linecache.cache and "".join(linecache.getlines(name)) != "".join(_lines(source)):
+        name = f"<cell {cell_number} {digest}>"
+    return name
+
+
+def add_cell(source: str, cell_number: int | None) -> str:
+    """Make the source known to Python; returns its file name."""
+    name = cell_file_name(source, cell_number)
+    lines = _lines(source)
+    linecache.cache[name] = (len(source), None, lines, name)  # no modification time: it is never re-read from disk
+    inspect.modulesbyfile[name] = "__main__"  # else it looks through all modules, 5 ms for each frame of a traceback
+    _labels[name] = "a cell" if cell_number is None else f"cell {cell_number}"
+    return name
+
+
+def cell_label(file_name: str) -> str | None:
+    """``cell 7`` or ``a cell`` for the name of a cell's file, None for any other file."""
+    return _labels.get(file_name)
+
+
+def name_line(file_name: str, line: int | None) -> str:
+    """``cell 7, line 3``; empty when the file is no cell."""
+    label = cell_label(file_name)
+    if label is None:
+        return ""
+    return label if line is None else f"{label}, line {line}"
+
+
+def _lines(source: str) -> list[str]:
+    return [f"{line}\n" for line in source.splitlines()]

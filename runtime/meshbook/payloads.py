@@ -1,0 +1,89 @@
+"""Large payloads of the controller: written once into shared memory, lent to hosts, mapped when they come back.
+
+Hosts on the controller's machine map the same segment; others get the bytes in pieces (`meshbook.bulk`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from meshbook import wire
+from meshbook.known_host import KnownHost
+from meshbook.segments import SegmentPool, map_segment
+
+
+class Payloads:
+    """`write` may be called by any thread, the rest by the I/O thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._pool = SegmentPool()
+        self._lent: dict[int, int] = {}
+        self._freed: deque[tuple[KnownHost, int, int]] = deque()
+
+    def write(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
+        """Copy buffers into a segment; None when there are none."""
+        return self._pool.write(buffers) if buffers else None
+
+    def send(
+        self,
+        hosts: Sequence[KnownHost],
+        message: wire.Call,
+        head: bytes,
+        segment: wire.SegmentRef | None,
+        buffers: Sequence[Any],
+    ) -> None:
+        """Send a call and its payload to every host in the way that the host can take it."""
+        if segment is None:
+            for host in hosts:
+                host.send(message, [head])
+            return
+        sharing = [host for host in hosts if host.shares_memory]
+        self._lent[segment.segment] = len(sharing)
+        for host in sharing:
+            host.send(msgspec.structs.replace(message, segment=segment), [head])
+        for host in hosts:
+            if not host.shares_memory:
+                name, pieces = host.bulk_out.pieces(buffers)
+                for piece, data in pieces:
+                    host.send_bulk(piece, bytes(data))
+                host.send(msgspec.structs.replace(message, bulk=name), [head])
+        if not sharing:
+            self.on_free(segment.segment)
+
+    def on_free(self, segment: int) -> None:
+        """A host has let go of one of our segments; the last one gives it back to the pool."""
+        left = self._lent.get(segment, 0) - 1
+        if left > 0:
+            self._lent[segment] = left
+        else:
+            self._lent.pop(segment, None)
+            self._pool.release(segment)
+
+    def receive(self, host: KnownHost, reply: wire.RankReply) -> Sequence[Any]:
+        """The large buffers of a reply; its worker is told when the last view of them has died here."""
+        if reply.bulk is not None:
+            return host.bulk_in.take(*reply.bulk)
+        if reply.segment is None:
+            return ()
+        pid = reply.segment.pid
+
+        def freed(segment: int) -> None:  # runs wherever the collector runs: it may only leave a note
+            self._freed.append((host, pid, segment))
+            self._wake()
+
+        return map_segment(reply.segment, freed)
+
+    def tell_freed(self) -> None:
+        """Tell the workers whose segments have died here."""
+        while self._freed:
+            host, pid, segment = self._freed.popleft()
+            if not host.lost:
+                host.send_urgent(wire.SegmentFree(pid, segment))
+
+    def close(self) -> None:
+        self._pool.close()

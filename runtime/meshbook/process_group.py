@@ -1,0 +1,386 @@
+"""The torch.distributed groups of one rank: formed, proved, used by cells, taken down, formed again.
+
+    store    epoch<E>/want/<rank>, epoch<E>/go/<nonce>     the ranks meet (`LinkStore`, `_meet`)
+             epoch<E>/<id>/...                             one default group and all groups made from it
+
+Each forming has its own *epoch*, a number that the controller raises, so keys of a former group are never read again
+and can be dropped by prefix. Ranks meet in the store before torch is asked for a group: that wait can be interrupted,
+torch's own cannot. gloo connects lazily, two ranks at their first operation: with 64 ranks in 0.4 s instead of 1 s,
+and a group that nobody uses costs two threads and no socket pair.
+
+On a rank, `dist.init_process_group` is wrapped (`_init_in_cell`): scripts made for torchrun call it, and the mesh has
+done that already. A call that asks for what is there changes nothing; after `dist.destroy_process_group()` it makes the
+default group again, over the runtime's store instead of a port.
+
+Importing this module starts no thread, opens no socket and makes no group: workers are forked with it imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import device_mesh as torch_device_mesh
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshbook.errors import LayoutError, SpawnError, UsageError
+from meshbook.link_store import LinkStore, Rpc
+from meshbook.value_broadcast import broadcast_value
+from meshbook.whereabouts import describe_frame
+from meshbook.wording import format_sizes, name_ranks
+
+__all__ = ["LinkStore", "RankGroups", "RankPlace", "broadcast_value", "choose_backend", "describe_frame"]
+
+FORM_TIMEOUT_S = 120.0
+"""How long ranks wait for each other when a group is formed."""
+
+_torch_init = dist.init_process_group
+
+
+class RankPlace(NamedTuple):
+    """Who a rank is among the others; what torchrun would tell it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host_rank: int
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    device: str
+    """``cpu``, or ``cuda`` with any index."""
+    on_one_host: bool
+    """All ranks share a host: gloo then uses the loopback interface, which needs no name lookup."""
+
+
+def choose_backend(device: str) -> str:
+    """Name the backend for ranks on ``device``: the one place where this is decided."""
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+
+
+class RankGroups:
+    """Owns the default process group of this rank and what is built on it. All calls come on the main thread."""
+
+    def __init__(self) -> None:
+        self._place: RankPlace | None = None
+        self._epoch = -1
+        self._link: LinkStore | None = None
+        self._scope = ""
+        self._master = ("", "")
+        self._gloo_interface_is_ours = False
+        self._world: object = None
+        """The default group that the two caches belong to."""
+        self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
+        self._axis_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._abandoned: list[dist.ProcessGroup] = []
+
+    # ---- forming and closing ----------------------------------------------------------------------------------
+
+    @property
+    def formed(self) -> bool:
+        """Whether there is a default group, ours or one that a cell made."""
+        return bool(dist.is_initialized())
+
+    def require(self) -> None:
+        """Raise UsageError if there is no default group."""
+        if not self.formed:
+            raise UsageError(
+                "there is no process group on this rank: the mesh was spawned without one, or a cell destroyed it. "
+                "Run dist.init_process_group() on all ranks to have it again."
+            )
+
+    def form(
+        self,
+        rpc: Rpc,
+        *,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_world_size: int,
+        host_rank: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        device: str,
+        on_one_host: bool,
+        timeout_s: float = FORM_TIMEOUT_S,
+    ) -> None:
+        """Form the default group with all other ranks and prove it with a collective; a former group is closed.
+
+        rpc: how to reach the runtime's store.
+        epoch: the same on all ranks, larger than that of any group before.
+        Raises: SpawnError if not all ranks came or the collective failed; KeyboardInterrupt at any time.
+        """
+        place = RankPlace(
+            rank, world_size, local_rank, local_world_size, host_rank, tuple(axes), tuple(sizes), device, on_one_host
+        )
+        self.close()
+        prefix = self.prepare(rpc, place, epoch=epoch, timeout_s=timeout_s)
+        assert self._link is not None
+        if device.startswith("cuda"):
+            torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))
+        self._create(choose_backend(device), PrefixStore(prefix, self._link), rank, world_size)
+        try:
+            self._prove(timeout_s)
+        except BaseException:
+            self.close(abandon=True)
+            raise
+        self.device_mesh(place.axes, place.sizes)
+
+    def prepare(self, rpc: Rpc, place: RankPlace, *, epoch: int, timeout_s: float = FORM_TIMEOUT_S) -> str:
+        """Meet the other ranks and set torchrun's variables, without a group: cells may then make their own.
+
+        Returns: the prefix in the store that was agreed on for a group.
+        Raises: SpawnError if not all ranks came within ``timeout_s``.
+        """
+        if epoch <= self._epoch:
+            raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
+        self._place, self._epoch, self._scope = place, epoch, f"epoch{epoch}"
+        self._link = LinkStore(rpc, timeout_s)
+        offer = ""
+        if place.rank == 0:
+            address = "127.0.0.1" if place.on_one_host else _own_address()
+            offer = f"{self._scope}/{uuid.uuid4().hex[:12]} {address} {_free_port()}"
+        try:
+            agreed = _meet(self._link, self._scope, place.rank, place.world_size, offer)
+        except dist.DistStoreError as error:
+            raise SpawnError(f"the process group did not form: {error}") from error
+        prefix, *master = agreed.split(" ")
+        self._master = (master[0], master[1])
+        self._set_environment(place)
+        self._wrap_init()
+        return prefix
+
+    def close(self, *, abandon: bool = False) -> None:
+        """Destroy the default group and all that is built on it, if there is one.
+
+        abandon: an operation is in flight. torch would join its thread when it frees the group, so the group is kept.
+        """
+        if self.formed:
+            if abandon:
+                self._abandoned += [group for group in c10d._world.pg_map if group is not None]
+            dist.destroy_process_group()
+        self._forget_groups()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _create(self, backend: str, store: Store, rank: int, world_size: int) -> None:
+        hook = sys.excepthook
+        try:
+            _torch_init(backend, store=store, rank=rank, world_size=world_size)
+        finally:
+            sys.excepthook = hook  # torch wraps it once more for every group
+
+    def _prove(self, timeout_s: float) -> None:
+        """All-reduce ones: every rank counts every rank, on each device that the group serves."""
+        expected = dist.get_world_size()
+        ones = torch.ones(1, dtype=torch.int64)
+        _wait(dist.all_reduce(ones, async_op=True), timeout_s)
+        counted = [int(ones.item())]
+        if self._place is not None and self._place.device.startswith("cuda"):
+            on_device = torch.ones(1, dtype=torch.int64, device="cuda")
+            dist.all_reduce(on_device)
+            counted.append(int(on_device.item()))
+        if set(counted) != {expected}:
+            raise SpawnError(f"the process group of {expected} ranks does not work: an all_reduce counted {counted}")
+
+    # ---- device meshes ----------------------------------------------------------------------------------------
+
+    def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
+        """Return the torch DeviceMesh over all ranks with these axes, in C order; to be called on all ranks.
+
+        Equal groups are shared: renamed axes and repeated calls make no new ones, and an axis that spans all ranks uses
+        the default group.
+        Raises: LayoutError if the sizes do not multiply to the number of ranks; UsageError without a group.
+        """
+        self.require()
+        axes, sizes = (tuple(axes), tuple(sizes)) if axes else (("rank",), (1,))
+        world_size = dist.get_world_size()
+        if math.prod(sizes) != world_size:
+            raise LayoutError(f"{format_sizes(dict(zip(axes, sizes, strict=True)))} is no layout of {world_size} ranks")
+        if self._world is not dist.group.WORLD:
+            self._forget_groups()
+            self._world = dist.group.WORLD
+        if (axes, sizes) not in self._meshes:
+            self._meshes[axes, sizes] = self._build_mesh(axes, sizes)
+        return self._meshes[axes, sizes]
+
+    def _build_mesh(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+        device_type = "cuda" if self._place is not None and self._place.device.startswith("cuda") else "cpu"
+        ranks = torch.arange(math.prod(sizes), dtype=torch.int).view(sizes)
+        groups = [self._axis_group(ranks, dim, axes[dim]) for dim in range(len(axes))]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=axes)
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=axes)
+
+    def _axis_group(self, ranks: torch.Tensor, dim: int, axis: str) -> dist.ProcessGroup:
+        """This rank's group along ``dim``. Every rank goes through all of them: torch names groups by counting."""
+        rows = tuple(map(tuple, ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()))
+        if len(rows) == 1:
+            return c10d._get_default_group()
+        if rows not in self._axis_groups:
+            me = dist.get_rank()
+            for row in rows:
+                group = dist.new_group(list(row), group_desc=f"mesh_{axis}")
+                if me in row:
+                    self._axis_groups[rows] = group
+        return self._axis_groups[rows]
+
+    def _forget_groups(self) -> None:
+        self._world = None
+        self._meshes.clear()
+        self._axis_groups.clear()
+
+    # ---- what cells see ---------------------------------------------------------------------------------------
+
+    def _set_environment(self, place: RankPlace) -> None:
+        hosts = -(-place.world_size // place.local_world_size)
+        os.environ.update(
+            RANK=str(place.rank),
+            WORLD_SIZE=str(place.world_size),
+            LOCAL_RANK=str(place.local_rank),
+            LOCAL_WORLD_SIZE=str(place.local_world_size),
+            GROUP_RANK=str(place.host_rank),
+            GROUP_WORLD_SIZE=str(hosts),
+            ROLE_NAME="default",
+            ROLE_RANK=str(place.rank),
+            ROLE_WORLD_SIZE=str(place.world_size),
+            MASTER_ADDR=self._master[0],
+            MASTER_PORT=self._master[1],
+        )
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        if place.on_one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+            self._gloo_interface_is_ours = True
+        elif self._gloo_interface_is_ours and not place.on_one_host:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            self._gloo_interface_is_ours = False
+        if place.device.startswith("cuda"):  # else a collective that times out ends the process, state and all
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+
+    def _wrap_init(self) -> None:
+        signature = inspect.signature(_torch_init)
+
+        @functools.wraps(_torch_init)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            self._init_in_cell(signature.bind(*args, **kwargs).arguments)
+
+        for module in (dist, c10d, torch_device_mesh):
+            vars(module)["init_process_group"] = init_process_group
+
+    def _init_in_cell(self, wanted: dict[str, Any]) -> None:
+        """`init_process_group` as cells see it; ``wanted`` has the arguments that were given."""
+        if self.formed:
+            _check_compatible(wanted)
+            ranks = dist.get_world_size()
+            note = f"init_process_group: the process group of this mesh ({ranks} ranks) is used; nothing to do"
+            _print_once(note)
+            return
+        by_variables = wanted.get("store") is None and wanted.get("init_method") in (None, "env://")
+        master_is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == self._master
+        if not by_variables or not master_is_ours or wanted.get("backend") in ("mpi", "fake"):
+            _torch_init(**wanted)
+            return
+        if self._link is None:
+            raise UsageError("this rank has no link to the others any more: stop the mesh and spawn it again")
+        given = {"rank": wanted.get("rank", -1), "world_size": wanted.get("world_size", -1)}
+        rank, world_size = (number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items())
+        scope = f"{self._scope}/init{world_size}"
+        prefix = _meet(self._link, scope, rank, world_size, f"{scope}/{uuid.uuid4().hex[:12]}")
+        store = PrefixStore(prefix, self._link)
+        _torch_init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
+
+
+def _meet(store: LinkStore, scope: str, rank: int, world_size: int, offer: str) -> str:
+    """Wait until all ranks are here; return what rank 0 offers.
+
+    Rank 0 answers each rank by the number it came with, so a round that was interrupted leaves nothing that the next
+    one could take for its own: a rank that comes again has a new number, and one that gives up withdraws.
+    Raises: DistStoreError that names who did not come.
+    """
+    if world_size == 1:
+        return offer
+    if rank == 0:
+        wanted = {other: f"{scope}/want/{other}" for other in range(1, world_size)}
+        try:
+            numbers = store.multi_get(list(wanted.values()))
+        except dist.DistStoreError as error:
+            late = [other for other, key in wanted.items() if not store.check([key])]
+            raise dist.DistStoreError(f"{name_ranks(late)} did not come ({error})") from None
+        store.delete_keys(list(wanted.values()))
+        store.multi_set([f"{scope}/go/{number.decode()}" for number in numbers], [offer] * len(numbers))
+        return offer
+    number = uuid.uuid4().hex
+    try:
+        store.set(f"{scope}/want/{rank}", number)
+        return store.get(f"{scope}/go/{number}").decode()
+    except BaseException:
+        store.withdraw(f"{scope}/want/{rank}")
+        raise
+
+
+def _wait(work: dist.Work, timeout_s: float) -> None:
+    """Wait for ``work`` in Python, where a signal gets through: `Work.wait` holds on to the thread."""
+    done = threading.Event()
+    work.get_future().add_done_callback(lambda future: done.set())
+    if not done.wait(timeout_s):
+        raise SpawnError(f"the process group did not form: its first collective took more than {timeout_s:g} s")
+    work.wait()
+
+
+def _check_compatible(wanted: dict[str, Any]) -> None:
+    """Raise UsageError if an `init_process_group` asks for another group than the default one."""
+    have = _backend_names(c10d.get_backend_config(dist.group.WORLD))
+    backend = wanted.get("backend")
+    missing = _backend_names(str(backend)) - have if backend is not None else set()
+    again = "Call dist.destroy_process_group() on all ranks first to make another."
+    if missing:
+        raise UsageError(
+            f"the default process group is there already and uses {', '.join(sorted(have))}, not "
+            f"{', '.join(sorted(missing))}. {again}"
+        )
+    here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    for name, value in here.items():
+        if wanted.get(name, -1) not in (-1, value):
+            raise UsageError(f"the default process group is there already with {name}={value}. {again}")
+
+
+def _backend_names(backend: str) -> set[str]:
+    """``{"gloo", "nccl"}`` for ``cpu:gloo,cuda:nccl``."""
+    return {part.rpartition(":")[2].lower() for part in backend.split(",")} - {"undefined"}
+
+
+@functools.cache
+def _print_once(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _own_address() -> str:
+    """The address of this host on its default route; no packet is sent and no name looked up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def _free_port() -> int:
+    """A TCP port for MASTER_PORT, free now. It cannot be held: torch's TCPStore must bind it itself, if ever."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

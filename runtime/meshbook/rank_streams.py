@@ -1,0 +1,209 @@
+"""stdout and stderr of a rank, and which cell a text belongs to.
+
+    print() in the running cell ──> RankStream ──> fd 1 or 2, a pipe that the host agent reads
+    print() by a thread or task that an earlier cell started ──> Sink.late_text, with that cell's id
+    C code, subprocesses ──> fd 1 or 2
+
+A line is one write, made when the line ends, so that Python's lines, lines printed by C code and those of commands come out
+in the order in which they were made. Partial lines wait for their end or for a flush; each thread has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+PARTIAL_LINE_MAX = 8192
+"""Characters of an unfinished line that may wait."""
+
+_IOLBF = 1
+_libc = ctypes.CDLL(None)
+
+_cell_of_context: ContextVar[int | None] = ContextVar("meshbook_cell", default=None)
+
+
+class Attribution:
+    """Knows the running cell, and the cell that the calling thread or task comes from.
+
+    Tasks inherit a context variable; threads are marked when they are started (`mark_threads`), since they begin with an
+    empty context. Text of unknown origin, and all text of forked children, counts as the running cell's.
+    """
+
+    def __init__(self, late_text: Callable[[str, str, int], None]) -> None:
+        self.late_text = late_text
+        self.running: int | None = None
+        self.forked = False
+        """Whether this process was forked by user code: then the sink is not ours."""
+
+    @contextlib.contextmanager
+    def cell(self, cell_id: int) -> Iterator[None]:
+        """What the main thread starts inside the block belongs to ``cell_id``."""
+        token = _cell_of_context.set(cell_id)
+        outer, self.running = self.running, cell_id
+        try:
+            yield
+        finally:
+            self.running = outer
+            _cell_of_context.reset(token)
+
+    def origin(self) -> int | None:
+        """The cell that the calling thread or task comes from, None when it comes from no cell."""
+        cell = _cell_of_context.get()
+        if cell is None:
+            cell = getattr(threading.current_thread(), "_meshbook_cell", None)
+        return cell
+
+    def late_cell(self) -> int | None:
+        """The cell of the caller's text if that is not the running one."""
+        cell = self.origin()
+        return None if cell == self.running or self.forked else cell
+
+    def mark_threads(self) -> None:
+        """From now on threads remember the cell that starts them."""
+        start = threading.Thread.start
+
+        @wraps(start)
+        def start_marked(thread: threading.Thread) -> None:
+            thread._meshbook_cell = self.origin()  # type: ignore[attr-defined]
+            start(thread)
+
+        threading.Thread.start = start_marked  # type: ignore[method-assign]
+
+
+class RankStream(io.TextIOBase):
+    """A text stream onto ``fd``, in UTF-8; never a terminal, never closed. May be used by any thread."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+    line_buffering = True
+    mode = "w"
+
+    def __init__(self, name: str, fd: int, attribution: Attribution) -> None:
+        self.name = f"<{name}>"
+        self.buffer = _ByteStream(self, fd)
+        self._stream = name
+        self._fd = fd
+        self._attribution = attribution
+        self._partial: dict[tuple[int | None, int], str] = {}
+        """Unfinished lines by (late cell, thread)."""
+        self._lock = threading.RLock()
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        key = (self._attribution.late_cell(), threading.get_ident())
+        line = self._partial.pop(key, "") + text
+        if "\n" in text or "\r" in text or len(line) > PARTIAL_LINE_MAX:
+            self._emit(key, line)
+        elif line:
+            self._partial[key] = line
+        return len(text)
+
+    def flush(self) -> None:
+        for key in list(self._partial):
+            if line := self._partial.pop(key, ""):
+                self._emit(key, line)
+
+    def _emit(self, key: tuple[int | None, int], text: str) -> None:
+        if key[0] is not None:
+            self._attribution.late_text(self._stream, text, key[0])
+            return
+        left = memoryview(text.encode("utf-8", "backslashreplace"))
+        try:
+            while left:
+                left = left[self.write_bytes(left) :]
+        except KeyboardInterrupt:
+            self._partial[key] = bytes(left).decode("utf-8", "replace")  # the rest follows with the next flush
+            raise
+
+    def write_bytes(self, data: memoryview) -> int:
+        """Write once, as much as the pipe takes; waits while it is full."""
+        with self._lock:
+            try:
+                return os.write(self._fd, data)
+            except BlockingIOError:  # a child has made the shared pipe non-blocking
+                select.select((), (self._fd,), ())
+                return 0
+
+    def after_fork(self) -> None:
+        """In a forked child: another thread may have held the lock, and partial lines are the parent's to write."""
+        self._lock = threading.RLock()
+        self._partial.clear()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def reconfigure(self, **options: Any) -> None:
+        """Nothing to change: the encoding is UTF-8 and lines are written at once."""
+
+    def close(self) -> None:
+        self.flush()
+
+
+class _ByteStream(io.RawIOBase):
+    """``sys.stdout.buffer``: bytes follow the text that was printed before them."""
+
+    def __init__(self, text: RankStream, fd: int) -> None:
+        self._text = text
+        self._fd = fd
+
+    def write(self, data: Any) -> int:
+        self._text.flush()
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left:
+            left = left[self._text.write_bytes(left) :]
+        return size
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Stays open, as the stream that it belongs to."""
+
+
+def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
+    """Make fds 1 and 2 what this process prints to, from Python and from C."""
+    streams = RankStream("stdout", 1, attribution), RankStream("stderr", 2, attribution)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc, assignment]
+
+    def after_fork() -> None:
+        attribution.forked = True
+        for stream in streams:
+            stream.after_fork()
+
+    os.register_at_fork(after_in_child=after_fork)
+    _line_buffer_c_stdout()
+    return streams
+
+
+def flush_c_streams() -> None:
+    """Write out what C code has printed (``fflush(NULL)``)."""
+    _libc.fflush(None)
+
+
+def _line_buffer_c_stdout() -> None:
+    """C's stdout would keep 4 kB back on a pipe, and so come out of order."""
+    try:
+        c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
+    except ValueError:
+        return  # a C library that names it differently: it comes at the end of the cell
+    _libc.setvbuf(c_stdout, None, _IOLBF, ctypes.c_size_t(0))

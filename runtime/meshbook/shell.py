@@ -1,0 +1,243 @@
+"""The shell in which a rank runs cells.
+
+A `RankShell` is made once, in the template process, where that is slow and harmless: it starts no thread and opens no
+file. Each forked rank then calls `start_rank`, which takes a few milliseconds.
+
+Text goes to fds 1 and 2, or to `Sink.late_text` when a thread or task of an earlier cell wrote it. Everything rich goes to
+`Sink.display`. An error is part of the `CellOutcome`; nothing that user code does in a cell ends the rank, short of
+killing the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import builtins
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from meshbook.errors import Failure
+from meshbook.no_collectives import collectives_off
+from meshbook.rank_failures import describe_error, forget_last_error, format_error, keep_for_postmortem
+from meshbook.rank_ipython import CellResult, Show, create_shell, refuse_debugger
+from meshbook.rank_streams import Attribution, flush_c_streams, install_streams
+
+_INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
+_COLOURS_AND_PAGERS = {
+    "TERM": "xterm-color",
+    "CLICOLOR": "1",
+    "FORCE_COLOR": "1",
+    "CLICOLOR_FORCE": "1",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+}
+"""What Jupyter kernels tell the commands that a cell runs."""
+
+
+class Sink(Protocol):
+    """Takes what a rank shows; called from any thread."""
+
+    def display(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any],
+        transient: dict[str, Any],
+        *,
+        update: bool,
+        is_result: bool,
+        cell_id: int,
+    ) -> None:
+        """Show a MIME bundle; binary data is in base64. Text printed before has been written to its pipe."""
+
+    def late_text(self, stream: str, text: str, cell_id: int) -> None:
+        """Show text that belongs to another cell than the running one. stream: ``stdout`` or ``stderr``."""
+
+
+class CellOutcome(NamedTuple):
+    """How a cell ended. ``failure`` is None exactly when ``ok``."""
+
+    ok: bool
+    value: object
+    has_value: bool
+    """Whether the last expression had a value other than None."""
+    failure: Failure | None
+    interrupted: bool
+    duration_s: float
+
+
+class RankShell:
+    """IPython for one rank; one per process."""
+
+    def __init__(self) -> None:
+        """In the template: everything that ranks can share."""
+        self._ipython = create_shell(self._run_on_loop)
+        atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
+        self._interrupted = False
+        self._rank, self._host = -1, ""
+        self._inline = importlib.util.find_spec("matplotlib_inline") is not None
+        self._choose_matplotlib_backend()
+        self._warm_up()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else each fork would write it again
+        flush_c_streams()
+
+    def start_rank(self, *, rank: int, host: str, sink: Sink, namespace: Mapping[str, object]) -> None:
+        """In the forked child, with fds 1 and 2 in place: become the rank's shell.
+
+        namespace: the names that cells find defined; cells may rebind them.
+        """
+        self._rank, self._host, self._sink = rank, host, sink
+        os.environ.update(_COLOURS_AND_PAGERS)
+        self._choose_matplotlib_backend()
+        self._attribution = Attribution(sink.late_text)
+        self._attribution.mark_threads()
+        self._streams = install_streams(self._attribution)
+        self._loop = asyncio.new_event_loop()
+        self._ipython.rank_names = namespace
+        self._ipython.show = Show(self._display, self.flush_text)
+        self._ipython.enter_main()
+        builtins.input = _refuse_input
+        sys.breakpointhook = refuse_debugger
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """The rank's global names, the ``__dict__`` of its ``__main__``."""
+        return self._ipython.user_ns
+
+    def run_cell(
+        self,
+        code: str,
+        *,
+        cell_id: int,
+        cell_number: int | None,
+        line_offset: int,
+        forbid_collectives: bool = False,
+    ) -> CellOutcome:
+        """Run an IPython cell to its end. KeyboardInterrupt may be raised in it at any time; it becomes the outcome.
+
+        cell_id: marks what the cell shows. cell_number: the notebook's ``[7]``, for people.
+        line_offset: lines above ``code`` in the notebook's cell, its ``%%mesh`` line included.
+        """
+        started = time.perf_counter()
+        forget_last_error(self._ipython)
+        self._interrupted = False
+        asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
+        try:
+            with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
+                result = self._ipython.run_rank_cell(code, cell_number, line_offset)
+                self.flush()
+        except KeyboardInterrupt as error:  # between the cell's own lines and ours
+            result = CellResult(None, error, ran=True)
+        error, failure = result.error, None
+        if error is not None:
+            if self._interrupted and isinstance(error, asyncio.CancelledError):
+                error = KeyboardInterrupt().with_traceback(error.__traceback__)
+            failure = describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=result.ran)
+            keep_for_postmortem(error)
+        return CellOutcome(
+            ok=failure is None,
+            value=None if failure else result.value,
+            has_value=failure is None and result.value is not None,
+            failure=failure,
+            interrupted=isinstance(error, KeyboardInterrupt),
+            duration_s=time.perf_counter() - started,
+        )
+
+    def evaluate(self, expr: str) -> object:
+        """Return the value of an expression over the rank's names. Raises: whatever it raises."""
+        with self._ipython.builtin_trap:
+            return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace)
+
+    def describe(self, error: BaseException) -> Failure:
+        """Make a failure of an exception that user code raised outside of `run_cell`."""
+        return describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=True)
+
+    def output_of(self, cell_id: int) -> contextlib.AbstractContextManager[None]:
+        """Inside the block ``cell_id`` is the running cell: its text goes to the pipes, that of others is late."""
+        return self._attribution.cell(cell_id)
+
+    def forget_last_error(self) -> None:
+        """Free the frames of the last exception; a new run does so too."""
+        forget_last_error(self._ipython)
+
+    def flush_text(self) -> None:
+        """Write out what Python and C code have printed, partial lines included. May be called on any thread."""
+        for stream in self._streams:
+            stream.flush()
+        flush_c_streams()
+
+    def flush(self) -> None:
+        """Show pending figures, then write out all text."""
+        backend = sys.modules.get("matplotlib_inline.backend_inline")
+        if backend is not None:
+            backend.flush_figures()
+        self.flush_text()
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _display(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any],
+        transient: dict[str, Any],
+        update: bool,
+        is_result: bool,
+    ) -> None:
+        self.flush_text()
+        cell = self._attribution.origin()
+        if self._attribution.forked or cell is None:  # a child process has no sink
+            print(data.get("text/plain", ""))
+        else:
+            self._sink.display(
+                data, metadata, transient, update=update, is_result=is_result, cell_id=cell
+            )
+
+    def _run_on_loop(self, cell: Coroutine[Any, Any, Any]) -> Any:
+        """Run a cell that awaits, and tasks of earlier ones meanwhile. The loop survives an interrupt.
+
+        An interrupt cancels the cell's task, which then has the time until the next one to clean up.
+        """
+        task = self._loop.create_task(cell)
+        while True:
+            try:
+                return self._loop.run_until_complete(task)
+            except SystemExit:  # of another task; who awaits that sees it too
+                if task.done():
+                    raise
+            except KeyboardInterrupt:
+                if task.done() or self._interrupted:
+                    raise
+                self._interrupted = True
+                task.cancel()
+
+    def _choose_matplotlib_backend(self) -> None:
+        chosen = os.environ.get("MPLBACKEND")
+        if self._inline and not chosen:
+            os.environ["MPLBACKEND"] = _INLINE_BACKEND
+        elif not self._inline and chosen == _INLINE_BACKEND:  # the notebook's choice, which this host cannot follow
+            os.environ["MPLBACKEND"] = "agg"
+
+    def _warm_up(self) -> None:
+        """Use once what a rank's first cell would otherwise import or compile, so that ranks share it."""
+        shell = self._ipython
+        shell.display_formatter.format([1])
+        for name in ("time", "timeit", "matplotlib", "cd"):
+            shell.find_line_magic(name)
+        shell.transform_cell("!true\n%time 1\nname?\n")
+        try:
+            eval(compile("1/0", "<warm-up>", "eval"), {})
+        except ZeroDivisionError as error:
+            format_error(shell, error)
+            forget_last_error(shell)
+
+
+def _refuse_input(prompt: object = "", /) -> NoReturn:
+    raise EOFError(
+        "input() is not available on ranks: nobody could type there. "
+        "Ask in the notebook, and send the answer with: %mesh push NAME"
+    )

@@ -1,0 +1,82 @@
+"""``!command`` on a rank: output goes where the rank's own goes, and an interrupt ends all of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from meshbook.processes import is_same_process, start_time
+
+PATIENCE_S = 0.5
+"""How long an interrupted command may take to obey SIGINT, and then SIGTERM."""
+
+
+def run_command(command: str, *, capture: bool = False) -> tuple[int, str]:
+    """Run ``command`` in the user's shell, without stdin; returns (exit code, negative for a signal; captured text).
+
+    capture: return what it prints, stderr included, in place of showing it.
+    Raises: KeyboardInterrupt, after the command and what it started have ended.
+    """
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        executable=os.environ.get("SHELL") or None,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if capture else None,
+        stderr=subprocess.STDOUT if capture else None,
+    )
+    output = b""
+    try:
+        if process.stdout is not None:
+            with process.stdout:
+                output = process.stdout.read()
+        _, status = os.waitpid(process.pid, 0)  # Popen.wait() would keep an interrupt back for 0.25 s
+        process.returncode = os.waitstatus_to_exitcode(status)
+    except KeyboardInterrupt:
+        _end(process)
+        raise
+    code = process.returncode
+    return 128 - code if code > 128 else code, output.decode("utf-8", "backslashreplace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the command and its descendants: SIGINT as Ctrl-C would, then SIGTERM, then SIGKILL."""
+    tree = {pid: started for pid in _tree(process.pid) if (started := start_time(pid)) is not None}
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            _signal(tree, signum)
+            deadline = time.monotonic() + PATIENCE_S
+            while _alive(tree) and time.monotonic() < deadline:
+                time.sleep(0.005)
+    finally:
+        _signal(tree, signal.SIGKILL)
+        if not tree:  # a system without /proc
+            process.kill()
+        process.wait()
+
+
+def _alive(tree: dict[int, int]) -> list[int]:
+    return [pid for pid, started in tree.items() if is_same_process(pid, started)]
+
+
+def _signal(tree: dict[int, int], signum: signal.Signals) -> None:
+    for pid in _alive(tree):
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            pass
+
+
+def _tree(pid: int) -> list[int]:
+    """``pid`` and all of its living descendants."""
+    pids = [pid]
+    for parent in pids:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                pids += map(int, children.read_text().split())
+            except OSError:
+                pass
+    return pids

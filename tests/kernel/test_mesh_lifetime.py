@@ -1,0 +1,146 @@
+"""Meshes end with their kernel, however it ends, and cells on them never block it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import psutil
+import pytest
+
+StartKernel = Callable[..., Any]
+Watch = Callable[[Iterable[psutil.Process]], None]
+
+SPAWN = "from meshbook import this_host; procs = this_host().spawn_procs(per_host={'gpus': 2})"
+SLEEP_ON_RANKS = (
+    "import time\n"
+    "future = procs.run('import time; time.sleep(600)')\n"
+    "print('started', flush=True)\n"
+    "future.get()"
+)
+LEASE_S = 15
+"""Within this time after a ``kill -9`` of the kernel, agents and workers have ended by themselves."""
+
+
+def all_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those of ``processes`` that still run after ``timeout_s``."""
+    return [process for process in psutil.wait_procs(processes, timeout=timeout_s)[1] if process.is_running()]
+
+
+def with_mesh(kernel: Any) -> list[psutil.Process]:
+    """Spawn two ranks from ``kernel``; returns the kernel with agent, template and workers."""
+    spawned = kernel.run(SPAWN)
+    assert spawned.ok, spawned.reply
+    family: list[psutil.Process] = kernel.family()
+    assert len(family) >= 1 + 1 + 1 + 2
+    return family
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_kernel_warms_its_host_up_in_the_background(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    assert eventually(lambda: len(kernel.family()) > 1)
+
+
+def test_kernel_starts_nothing_when_told_so(start_kernel: StartKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHBOOK_PREWARM", "0")
+    kernel = start_kernel()
+    kernel.run("import time; time.sleep(1)")
+    assert kernel.family() == [kernel.process]
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_shutdown_stops_the_mesh_in_time(start_kernel: StartKernel, watch: Watch, state: str) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel)
+    watch(family)
+    if state == "busy":
+        kernel.start(SLEEP_ON_RANKS)
+        kernel.wait_for_text("started")
+    process = kernel.manager.provisioner.process
+    asked_at = time.monotonic()
+    kernel.manager.shutdown_kernel()
+    assert process.returncode == 0, "the kernel did not end by itself"
+    assert time.monotonic() - asked_at < 4
+    assert not all_gone(family, timeout_s=1)
+
+
+def test_restart_in_a_busy_cell_leaves_only_the_new_kernel(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel)
+    watch(family)
+    kernel.start(SLEEP_ON_RANKS)
+    kernel.wait_for_text("started")
+    kernel.manager.restart_kernel()
+    assert not all_gone(family, timeout_s=5)
+    kernel.client.wait_for_ready(timeout=60)
+    assert with_mesh(kernel)
+
+
+def test_kernel_killed_with_a_busy_mesh_leaves_no_process(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel)
+    watch(family)
+    kernel.start(SLEEP_ON_RANKS)
+    kernel.wait_for_text("started")
+    kernel.process.kill()
+    assert not all_gone(family, timeout_s=LEASE_S)
+
+
+def test_interrupt_reaches_the_ranks_and_keeps_everything(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    with_mesh(kernel)
+    kernel.run("procs.run('kept = rank').get()")
+    request = kernel.start(SLEEP_ON_RANKS)
+    kernel.wait_for_text("started")
+    asked_at = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    assert kernel.reply_to(request, timeout_s=15)["status"] == "error"
+    assert time.monotonic() - asked_at < 3
+    assert kernel.value("list(procs.evaluate('kept').get(20).values())") == "[0, 1]"
+
+
+def test_shutdown_answers_while_a_rank_ignores_interrupts(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel)
+    watch(family)
+    kernel.run("procs.run('import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])').get()")
+    kernel.start(SLEEP_ON_RANKS)
+    kernel.wait_for_text("started")
+    kernel.manager.shutdown_kernel()
+    assert not all_gone(family, timeout_s=5)
+
+
+def test_magics_are_there_without_loading_anything(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    spawned = kernel.run("%mesh spawn gpus=2 --device cpu")
+    assert spawned.ok, spawned.reply
+    assert "gpus=2" in spawned.text()
+    assert "[0,1] hello" in kernel.run("%%mesh\nprint('hello')").text("stdout")
+
+
+def test_load_ext_brings_the_magics_to_a_stock_kernel(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel("python3")
+    loaded = kernel.run("%load_ext meshbook\n%mesh spawn gpus=2 --device cpu")
+    assert loaded.ok, loaded.reply
+    family = kernel.family()
+    watch(family)
+    assert "[0,1] hello" in kernel.run("%%mesh\nprint('hello')").text("stdout")
+    kernel.manager.shutdown_kernel()
+    assert not all_gone(family, timeout_s=5)
+
+
+def test_load_ext_in_the_meshbook_kernel_changes_nothing(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    kernel.run("%mesh spawn gpus=2 --device cpu")
+    assert kernel.run("%load_ext meshbook").ok
+    assert "[0,1] hello" in kernel.run("%%mesh\nprint('hello')").text("stdout")

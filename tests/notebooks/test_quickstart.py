@@ -1,0 +1,69 @@
+"""The quickstart, executed as ``make demo`` executes it: headless, from a clean Meshbook kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+RUN_LIMIT_S = 110
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What the demo printed, and its executed cells by id."""
+    executed = tmp_path_factory.mktemp("demo") / "quickstart.ipynb"
+    result = subprocess.run(
+        [sys.executable, str(NOTEBOOKS / "run.py"), str(NOTEBOOKS / "quickstart.ipynb"), "--save", str(executed)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout, {cell["id"]: cell for cell in nbformat.read(executed, as_version=4).cells}
+
+
+def text_of(cell: Any) -> str:
+    """All text of a cell's outputs."""
+    return "".join(output.get("text", output.get("data", {}).get("text/plain", "")) for output in cell["outputs"])
+
+
+def figures_of(cell: Any) -> int:
+    return sum("image/png" in output.get("data", {}) for output in cell["outputs"])
+
+
+def test_every_cell_ran_and_the_summary_says_so(demo: tuple[str, dict[str, Any]]) -> None:
+    printed, cells = demo
+    code = [cell for cell in cells.values() if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in code)
+    assert f"quickstart.ipynb passed: {len(code)} cells" in printed.splitlines()[-1]
+
+
+def test_ranks_say_where_they_are(demo: tuple[str, dict[str, Any]]) -> None:
+    text = text_of(demo[1]["where-code"])
+    assert "[0-3] 4 ranks, backend gloo" in text
+    for rank in range(4):
+        assert f"[{rank}] rank {rank} is at " in text
+
+
+def test_targets_run_on_their_ranks_only(demo: tuple[str, dict[str, Any]]) -> None:
+    assert "[1,3] only the odd ranks" in text_of(demo[1]["target-code"])
+    in_front = text_of(demo[1]["slice-use"])
+    assert "rank 1 is in front" in in_front
+    assert "rank 2" not in in_front
+
+
+def test_plots_come_from_ranks_and_notebook(demo: tuple[str, dict[str, Any]]) -> None:
+    assert figures_of(demo[1]["plots-code"]) == 2
+    assert figures_of(demo[1]["loss-plot"]) == 1
+
+
+def test_training_reads_held_out_digits_right(demo: tuple[str, dict[str, Any]]) -> None:
+    text = text_of(demo[1]["accuracy-code"])
+    accuracy = float(text.split("held-out digits: ")[1].split("%")[0])
+    assert accuracy > 95

@@ -1,0 +1,64 @@
+"""The runner behind ``make demo``, on small notebooks; and what every notebook in git must hold to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+
+def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(NOTEBOOKS / "run.py"), str(path), *options], capture_output=True, text=True, timeout=60
+    )
+
+
+def write(path: Path, *sources: str, kernel: str = "python3") -> Path:
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    metadata = {"kernelspec": {"name": kernel, "display_name": kernel}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), path)
+    return path
+
+
+def test_prints_each_cell_with_its_output(tmp_path: Path) -> None:
+    result = run(write(tmp_path / "small.ipynb", "print('a', end=''); print('b')", "6 * 7"))
+    assert result.returncode == 0, result.stderr
+    assert "[1] print('a', end=''); print('b')\n    ab\n[2] 6 * 7\n    42\n" in result.stdout
+    assert "small.ipynb passed: 2 cells in " in result.stdout
+
+
+def test_failing_cell_stops_the_run_and_sets_the_exit_code(tmp_path: Path) -> None:
+    result = run(write(tmp_path / "small.ipynb", "1 / 0", "print('never')"))
+    assert result.returncode == 1
+    assert "ZeroDivisionError: division by zero" in result.stdout
+    assert "small.ipynb failed after " in result.stdout
+    assert "never" not in result.stdout
+
+
+def test_silent_cell_meets_its_time_limit(tmp_path: Path) -> None:
+    result = run(write(tmp_path / "small.ipynb", "import time; time.sleep(600)"), "--timeout", "2")
+    assert result.returncode == 1
+    assert "2 s" in result.stdout
+
+
+def test_notebook_that_cannot_be_run_says_why(tmp_path: Path) -> None:
+    missing = run(tmp_path / "nothing.ipynb")
+    assert missing.returncode == 2
+    assert "There is no notebook" in missing.stderr
+    no_kernel = run(write(tmp_path / "small.ipynb", "1", kernel="fortran-77"))
+    assert no_kernel.returncode == 2
+    assert "fortran-77" in no_kernel.stderr
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_notebooks_in_git_are_for_our_kernel_and_carry_no_output(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "meshbook"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)

@@ -1,0 +1,85 @@
+"""A rank's pipes: attribution, limits, the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshbook.rank_output import BURST_BYTES, Piece, RankLog, RankOutput, _Stream, log_tail
+
+MARKER = b"\x1e0123456789abcdef:"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Iterator[RankOutput]:
+    log = RankLog(tmp_path / "rank-0.log")
+    yield RankOutput(MARKER, log, now=0.0)
+    log.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.binary(max_size=30).filter(lambda data: b"\x1e" not in data))),
+    st.integers(1, 25),
+)
+def test_every_byte_belongs_to_the_output_that_was_marked(parts: list[tuple[int, bytes]], piece: int) -> None:
+    written = b"".join(MARKER + b"%d\n" % output + data for output, data in parts)
+    stream = _Stream("stdout", MARKER)
+    split = [p for at in range(0, len(written), piece) for p in stream.split(written[at : at + piece])]
+    expected: dict[int, bytes] = {}
+    received: dict[int, bytes] = {}
+    for output, data in parts:
+        expected[output] = expected.get(output, b"") + data
+    for output, data in split:
+        received[output] = received.get(output, b"") + data
+    assert received == {output: data for output, data in expected.items() if data}
+
+
+def test_a_record_separator_of_the_users_own_passes(output: RankOutput) -> None:
+    output.feed("stdout", MARKER + b"3\nleft\x1eright\n")
+    assert output.take(0.0) == ([Piece(3, "stdout", "left\x1eright\n")], {})
+
+
+def test_a_character_cut_in_two_is_put_together(output: RankOutput) -> None:
+    encoded = "naïve\n".encode()
+    output.feed("stdout", MARKER + b"1\n" + encoded[:3])
+    output.feed("stdout", encoded[3:])
+    pieces, _ = output.take(0.0)
+    assert "".join(piece.text for piece in pieces) == "naïve\n"
+
+
+def test_a_flood_is_cut_with_an_exact_count_and_kept_in_the_log(output: RankOutput) -> None:
+    line = b"x" * 99 + b"\n"
+    output.feed("stdout", MARKER + b"7\n")
+    total, shown, cut = 0, 0, {}
+    for step in range(2000):
+        output.feed("stdout", line * 100)
+        total += len(line) * 100
+        pieces, news = output.take(step * 0.001)
+        shown += sum(len(piece.text) for piece in pieces)
+        cut.update(news)
+    pieces, news = output.take(2.0, final=True)
+    shown += sum(len(piece.text) for piece in pieces)
+    cut.update(news)
+    assert cut[7] > 0
+    assert shown + cut[7] == total
+    assert shown < 4 * BURST_BYTES
+    assert output.log.path.stat().st_size == total
+
+
+def test_the_end_of_a_cell_sends_what_waits(output: RankOutput) -> None:
+    output.feed("stderr", MARKER + b"2\n" + b"y" * (BURST_BYTES + 10))
+    output.take(0.0)
+    output.feed("stderr", b"last words")
+    pieces, _ = output.take(0.0, final=True)
+    assert pieces[-1] == Piece(2, "stderr", "last words")
+    assert not output.waiting
+
+
+def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert log_tail(tmp_path / "none", 5) == ""
+    (tmp_path / "log").write_text("a\nb\nc\n")
+    assert log_tail(tmp_path / "log", 2) == "b\nc"
