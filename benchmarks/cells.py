@@ -47,13 +47,17 @@ class WatchedCell:
         Raises: TimeoutError after `subject.TIMEOUT_S`.
         """
 
-        def all_said() -> bool:
-            said = {seen.event.rank for seen in self._seen if text in getattr(seen.event, "text", "")}
-            return len(said) >= ranks
-
+        deadline = time.monotonic() + TIMEOUT_S
+        said: set[int] = set()
+        looked_at = 0
         with self._condition:
-            if not self._condition.wait_for(all_said, TIMEOUT_S):
-                raise TimeoutError(f"not every rank printed {text!r} within {TIMEOUT_S:.0f} s")
+            while len(said) < ranks:
+                if not self._condition.wait(deadline - time.monotonic()):
+                    raise TimeoutError(f"only ranks {sorted(said)} printed {text!r} within {TIMEOUT_S:.0f} s")
+                for seen in self._seen[looked_at:]:
+                    if text in getattr(seen.event, "text", ""):
+                        said.add(seen.event.rank)
+                looked_at = len(self._seen)
 
     def first_failure(self) -> Seen:
         """Wait for the first rank that ended with an error.

@@ -11,7 +11,6 @@ import collections
 import gc
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,9 +43,7 @@ class Held:
         living = [process for process in watched if process.is_running()]
         return cls(
             processes=frozenset([*psutil.Process().children(recursive=True), *living]),
-            threads=frozenset(
-                thread for thread in threading.enumerate() if not LASTING_THREADS.search(repr(thread))
-            ),
+            threads=frozenset(thread for thread in threading.enumerate() if not LASTING_THREADS.search(repr(thread))),
             descriptors=collections.Counter(_kinds_of_descriptors()),
         )
 
@@ -80,6 +77,14 @@ def _kinds_of_descriptors() -> Iterator[str]:
             yield "mapping of " + re.sub(r"\d+", "N", line[line.index("/memfd:") :])
 
 
+def _left_behind(before: Held, watched: Iterable[psutil.Process] = ()) -> list[str]:
+    """What is held beyond ``before``, after it has had `PATIENCE_S` to vanish."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := Held.now(watched).beyond(before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
 def _session_fixtures_of(request: pytest.FixtureRequest) -> Iterator[str]:
     """The session fixtures that the tests of this module ask for, in the order of need."""
     for item in request.session.items:
@@ -108,12 +113,10 @@ def leaves_nothing_behind(request: pytest.FixtureRequest, watched_processes: lis
         request.getfixturevalue(name)
     before = Held.now()
     yield
-    deadline = time.monotonic() + PATIENCE_S
-    while left := Held.now(watched_processes).beyond(before):
-        if time.monotonic() > deadline:
-            pytest.fail(f"{request.module.__name__} left behind:\n  " + "\n  ".join(left), pytrace=False)
-        time.sleep(0.1)
+    left = _left_behind(before, watched_processes)
     watched_processes.clear()
+    if left:
+        pytest.fail(f"{request.module.__name__} left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
 @pytest.fixture(scope="session")
@@ -122,11 +125,8 @@ def warm_host() -> Iterator[None]:
     from meshbook import mesh
 
     before = Held.now()
-    mesh.prewarm()
+    mesh.this_host().spawn_procs({"ranks": 1}, group=False).stop()  # ready means: the template is up as well
     yield
     mesh.shutdown(timeout_s=PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while left := Held.now().beyond(before):
-        if time.monotonic() > deadline:
-            sys.exit("mesh.shutdown() left behind:\n  " + "\n  ".join(left))
-        time.sleep(0.1)
+    if left := _left_behind(before):
+        pytest.fail("mesh.shutdown() left behind:\n  " + "\n  ".join(left), pytrace=False)

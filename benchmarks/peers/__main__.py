@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
                 notes.append(f"{peer.name}, round {number + 1}: left {turn.orphans} processes, ended by us")
     results = comparison.collect(answers)
     print(comparison.table(results))
+    print("\n".join(["", *comparison.goals(results)]))
     notes += comparison.problems(answers)
     print("\n".join(["", *notes, f"others used {max(loads):.0%} of the machine at most, measured between runs"]))
     if options.json:

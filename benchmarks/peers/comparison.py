@@ -18,6 +18,25 @@ class Answer(NamedTuple):
     summary: Summary
 
 
+class Goal(NamedTuple):
+    """The peer shall need at least ``times`` as long as meshbook."""
+
+    question: str
+    peer: str
+    times: float
+
+
+GOALS = (
+    Goal("call one", "monarch", 3),
+    Goal("call 8", "monarch", 4),
+    Goal("pipelined calls", "monarch", 4),
+    Goal("pipelined calls", "ray", 10),
+    Goal("pipelined calls", "ipyparallel", 10),
+    Goal("100 MB to 8", "ray", 1),
+    Goal("500 MB to 8", "ray", 1),
+    Goal("10 MB from each of 8", "ray", 1),
+)
+
 Results = dict[str, dict[str, Answer]]
 """By peer, then by question."""
 
@@ -54,6 +73,18 @@ def ratio(ours: Answer | None, theirs: Answer) -> float | None:
     if theirs.unit == "per s":
         return ours.summary.median / theirs.summary.median
     return theirs.summary.median / ours.summary.median
+
+
+def goals(results: Results) -> list[str]:
+    """Return one line per goal that was measured."""
+    lines = []
+    for goal in GOALS:
+        theirs = results.get(goal.peer, {}).get(goal.question)
+        times = ratio(results.get(OURS, {}).get(goal.question), theirs) if theirs else None
+        if times is not None:
+            met = "yes" if times >= goal.times else "NO"
+            lines.append(f"{goal.question}: {times:.1f} times as fast as {goal.peer}, goal {goal.times:g}: {met}")
+    return lines
 
 
 def table(results: Results) -> str:

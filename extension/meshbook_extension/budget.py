@@ -23,9 +23,7 @@ NAMED_PATHS = 2
 class Budget:
     """Decides piece by piece. What it refuses is counted, except for the last lines, which wait for `report`."""
 
-    def __init__(
-        self, characters: int = SHOWN_CHARACTERS, display_characters: int = SHOWN_DISPLAY_CHARACTERS
-    ) -> None:
+    def __init__(self, characters: int = SHOWN_CHARACTERS, display_characters: int = SHOWN_DISPLAY_CHARACTERS) -> None:
         self.exceeded = False
         self.displays_hidden = 0
         self._limit = characters

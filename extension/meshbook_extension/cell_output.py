@@ -57,6 +57,7 @@ class CellOutput:
         self._events: deque[tuple[float, OutputEvent | Note]] = deque()
         self._labeller = Labeller()
         self._texts: list[Text] = []
+        self._notes: list[str] = []
         self._updates: dict[str, DisplayData] = {}
         self._failures = FailureView()
         self._budget = Budget()
@@ -110,11 +111,12 @@ class CellOutput:
             self._show(self._grouping.close(now), now)
             self._end_line()
             self._ended = True
-        elif everything or now >= self._next_text_at or self._texts:
+        elif everything or now >= self._next_text_at:
             self._show(self._grouping.take(now, at_once=everything), now)
         if everything and self._failures.due_at() is not None:
             self._end_line()
             self._failures.show(self._sink)
+        self._show_notes()
         self._show_updates()
         self._show_bars(now)
         if finishing or (self._ended and now >= self._next_count_at):
@@ -145,7 +147,7 @@ class CellOutput:
             self._take_display(event, at)
         elif isinstance(event, OutputCut):
             if self._budget.cut(event.rank, event.size_bytes, event.log_path):
-                self._say(
+                self._notes.append(
                     f"{name_ranks([event.rank])} prints more than is shown here; all of it goes to {event.log_path}\n"
                 )
         elif isinstance(event, RankDone):
@@ -154,7 +156,7 @@ class CellOutput:
             if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
                 self._failures.add(failure, at)
         else:
-            self._say(event.text)
+            self._notes.append(event.text)
 
     def _take_display(self, event: DisplayData, at: float) -> None:
         data = dict(event.data)
@@ -207,18 +209,24 @@ class CellOutput:
             return
         self._end_line()
         if set(event.data) == {"text/plain"}:
-            text = label_block(piece.ranks, event.data["text/plain"])
+            text = label_block(piece.ranks, str(event.data["text/plain"]))
             self._sink.display({"text/plain": text}, event.metadata, self._display_id(event))
         else:
             self._sink.display({"text/plain": label(piece.ranks)}, {})
             self._sink.display(event.data, event.metadata, self._display_id(event))
+
+    def _show_notes(self) -> None:
+        notes, self._notes = self._notes, []
+        for note in notes:
+            self._say(note)
+        self._send_texts()
 
     def _show_updates(self) -> None:
         updates, self._updates = self._updates, {}
         for display_id, event in updates.items():
             data = dict(event.data)
             if set(data) == {"text/plain"}:
-                data["text/plain"] = label_block([event.rank], data["text/plain"])
+                data["text/plain"] = label_block([event.rank], str(data["text/plain"]))
             self._sink.display(data, event.metadata, display_id, update=True)
 
     def _show_bars(self, now: float) -> None:

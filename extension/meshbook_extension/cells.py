@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ from meshbook.wording import name_ranks
 from meshbook_extension.cell_output import CellOutput
 from meshbook_extension.collapse import grouping_for
 from meshbook_extension.jobs import Job
-from meshbook_extension.labels import label
+from meshbook_extension.labels import format_seconds, label
 from meshbook_extension.options import Arguments, Grammar, Option, parse
 from meshbook_extension.publish import parent_of, sink_for
 from meshbook_extension.running_cell import RunningCell
@@ -138,17 +140,19 @@ def partial_result(procs: ProcMesh, error: CallError) -> Any:
     ranks = [rank for rank in procs.ranks if rank in partial]
     if not ranks:
         return None
-    return ValueMesh.lazy(procs.select(ranks).members, [lambda rank=rank: partial[rank] for rank in ranks])
+    loaders = [functools.partial(operator.getitem, partial, rank) for rank in ranks]
+    return ValueMesh.lazy(procs.select(ranks).members, loaders)
 
 
 def describe_durations(durations_s: dict[int, float]) -> str:
     """``[0-7] 0.98 s (slowest rank 3: 0.98 s, median 0.41 s)``"""
     slowest = max(durations_s, key=lambda rank: durations_s[rank])
     longest = durations_s[slowest]
-    text = f"{label(durations_s)} {longest:.3g} s"
-    if len(durations_s) > 1:
-        text += f" (slowest rank {slowest}: {longest:.3g} s, median {statistics.median(durations_s.values()):.3g} s)"
-    return text
+    text = f"{label(durations_s)} {format_seconds(longest)}"
+    if len(durations_s) == 1:
+        return text
+    median = format_seconds(statistics.median(durations_s.values()))
+    return f"{text} (slowest rank {slowest}: {format_seconds(longest)}, median {median})"
 
 
 def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:
@@ -168,7 +172,7 @@ def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) ->
     error = future.exception(0)
     if error is None:
         session.keep_result(future.result(0), out)
-    job.cell.output.note(f"job {job.number} {job.state} after {job.duration_s:.3g} s")
+    job.cell.output.note(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}")
     if show_time and job.cell.run.durations_s:
         job.cell.output.note(describe_durations(job.cell.run.durations_s))
 
@@ -182,7 +186,9 @@ class _Deadline:
     def pump(self, now: float) -> float | None:
         """Called once, at the deadline."""
         if self._job.ended is None:
-            self._job.cell.output.note(f"job {self._job.number} took more than {self._timeout_s:g} s and is interrupted")
+            self._job.cell.output.note(
+                f"job {self._job.number} took more than {self._timeout_s:g} s and is interrupted"
+            )
             self._job.cell.run.cancel()
         return None
 

@@ -105,7 +105,7 @@ class Collapser:
         shown = []
         while self._queue and (at_once or self._is_due(self._queue[0], now)):
             shown.append(self._pop())
-        return shown
+        return in_rounds(shown)
 
     def close(self, now: float) -> list[Piece]:
         for rank in self._reader.ranks():
@@ -176,7 +176,7 @@ class ByRank:
         for line in self._reader.take_rested(now):
             self._add_lines(line.rank, [line])
         ready, self._ready = self._ready, []
-        return ready
+        return sorted(ready, key=_first_rank) if self._blocks else ready
 
     def close(self, now: float) -> list[Piece]:
         for rank in self._reader.ranks():
@@ -201,11 +201,30 @@ class ByRank:
             self._ready += pieces
 
 
+def in_rounds(pieces: list[Piece]) -> list[Piece]:
+    """Sort pieces that come out together: each rank's first by rank, then each rank's second, and so on.
+
+    Ranks that do the same then read the same from run to run, whichever was faster. Pieces that share a rank keep their
+    order.
+    """
+    rounds: dict[int, int] = {}
+    keys = []
+    for piece in pieces:
+        number = 1 + max(rounds.get(rank, 0) for rank in piece.ranks)
+        rounds.update(dict.fromkeys(piece.ranks, number))
+        keys.append((number, piece.ranks[0]))
+    return [pieces[index] for index in sorted(range(len(pieces)), key=keys.__getitem__)]
+
+
 def grouping_for(name: str, ranks: Iterable[int]) -> Grouping:
     """The grouping that ``--group`` names: ``equal``, ``rank`` or ``none``."""
     if name == "equal":
         return Collapser(ranks)
     return ByRank(ranks, blocks=name == "rank")
+
+
+def _first_rank(piece: Piece) -> int:
+    return piece.ranks[0]
 
 
 def _number(line: _Open) -> int:

@@ -53,7 +53,9 @@ class FailureView:
                 self._shown.append(first)
             if not known and len(self._shown) <= FULL and first.ename != INTERRUPT:
                 lines = list(first.traceback)
-                sink.error(first.ename, first.evalue, lines if first.ename == LOST else [headline(first, ranks), *lines])
+                sink.error(
+                    first.ename, first.evalue, lines if first.ename == LOST else [headline(first, ranks), *lines]
+                )
             elif len(self._shown) <= FULL + BRIEF:
                 sink.stream("stderr", f"{headline(first, ranks, brief=True)}\n")
             else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from meshbook.errors import UsageError
 from meshbook.wording import name_ranks
 from meshbook_extension.failure_view import INTERRUPT
+from meshbook_extension.labels import format_seconds
 
 if TYPE_CHECKING:
     from meshbook_extension.running_cell import RunningCell
@@ -48,8 +49,8 @@ class Job:
         left = self.cell.waiting
         on = f", {name_ranks(left)} still at it" if left and len(left) < len(self.cell.ranks) else ""
         return (
-            f'job {self.number}: {self.state}, {self.duration_s:.3g} s, {self.cell.what} on {name_ranks(self.cell.ranks)} '
-            f'of "{self.mesh}"{on}'
+            f"job {self.number}: {self.state}, {format_seconds(self.duration_s)}, {self.cell.what} on "
+            f'{name_ranks(self.cell.ranks)} of "{self.mesh}"{on}'
         )
 
 

@@ -30,6 +30,14 @@ def label_block(ranks: Iterable[int], block: str) -> str:
     return head + block.replace("\n", "\n" + " " * len(head))
 
 
+def format_seconds(seconds: float) -> str:
+    """``0.34 s``, ``12.3 s``, ``2 min 5 s``, ``3 h 20 min``"""
+    if seconds < 100:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class Labeller:
     """Writes pieces one after the other, and remembers the line that is not ended."""
 

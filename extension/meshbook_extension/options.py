@@ -48,9 +48,7 @@ class Option:
         Raises: ValueError, saying what would be one.
         """
         if self.choices and text not in self.choices:
-            raise ValueError(
-                f'takes {_either(self.choices)}, not "{text}".{did_you_mean(text, self.choices)}'
-            )
+            raise ValueError(f'takes {_either(self.choices)}, not "{text}".{did_you_mean(text, self.choices)}')
         if self.value is str:
             return text
         try:
@@ -88,7 +86,7 @@ class Grammar:
     @property
     def usage(self) -> str:
         """The command's form in one line."""
-        options = [f"[{option.usage}]" for option in self.options]
+        options = [f"[{option.usage}]" for option in self.options] if len(self.options) < 4 else ["[OPTIONS]"]
         parts = [self.name, self.words, self.pairs, *options, self.tail, self.rest and f"[-- {self.rest}]"]
         return " ".join(filter(None, parts))
 

@@ -60,27 +60,35 @@ class RunningCell:
     def result(self, timeout_s: float | None = None) -> ValueMesh[Any]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
-        Raises: CallFailed, WorkerLost, CallInterrupted (the person pressed interrupt, or somebody cancelled it), CellTimeout;
-        their ``partial`` has the results of the ranks that succeeded.
+        Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
+        cancelled; their ``partial`` has the results of the ranks that succeeded.
         """
-        error: BaseException | None
+        error: CallError
         try:
-            in_time = wait_until_done(self.run.future, timeout_s, self._tell_who_still_runs)
-            error = self.run.future.exception(0) if in_time else self._stop_late(timeout_s or 0.0)
+            if wait_until_done(self.run.future, timeout_s, self._tell_who_still_runs):
+                return self.outcome()
+            error = self._stop_late(timeout_s or 0.0)
         except KeyboardInterrupt:
-            error = self._interrupt()
+            error = self.interrupt()
+        self.output.finish()
+        raise error from None
+
+    def outcome(self) -> ValueMesh[Any]:
+        """What `result` returns or raises, once the future is done."""
+        error = self.run.future.exception(0)
         self.output.finish()
         if error is None:
             return self.run.future.result(0)
         raise self._presentable(error) from None
 
-    def _interrupt(self) -> CallInterrupted:
+    def interrupt(self) -> CallInterrupted:
+        """Interrupt the ranks; returns who obeyed within a moment, and where the others are."""
         self.output.hide_interrupts = True
         return self.run.interrupt()
 
     def _stop_late(self, timeout_s: float) -> CellTimeout:
         silent = self.waiting
-        interrupted = self._interrupt()
+        interrupted = self.interrupt()
         return CellTimeout(self.what, timeout_s, silent, interrupted.stuck, partial=interrupted.partial)
 
     def _tell_who_still_runs(self) -> None:
@@ -110,19 +118,19 @@ class RunningCell:
         if isinstance(error, CallFailed):
             if all(failure.ename == INTERRUPT for failure in error.failures):
                 return CallInterrupted(error.ranks, {}, partial=error.partial)
-            _show_as(error, _brief(error, error))
+            show_as(error, [*brief(error), *_others(error)])
         elif isinstance(error, WorkerLost):
-            _show_as(error, [f"WorkerLost: rank {error.rank} on {error.host} ended: {error.cause}", *_others(error)])
+            show_as(error, [f"WorkerLost: rank {error.rank} on {error.host} ended: {error.cause}", *_others(error)])
         return error
 
 
-def _brief(error: CallError, failed: CallFailed) -> list[str]:
+def brief(error: CallFailed) -> list[str]:
     """One line per cause; the tracebacks stand above."""
     lines = [
-        headline(group[0], [failure.rank for failure in group], brief=True) for group in group_failures(failed.failures)
+        headline(group[0], [failure.rank for failure in group], brief=True) for group in group_failures(error.failures)
     ]
     shown = lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
-    return [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:]), *_others(error)]
+    return [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
 
 
 def _others(error: CallError) -> list[str]:
@@ -130,6 +138,6 @@ def _others(error: CallError) -> list[str]:
     return [f"  {name_ranks(finished)} finished; results in _mesh"] if finished else []
 
 
-def _show_as(error: BaseException, lines: list[str]) -> None:
+def show_as(error: BaseException, lines: list[str]) -> None:
     """IPython asks the exception itself how to show it."""
     vars(error)["_render_traceback_"] = lambda: lines

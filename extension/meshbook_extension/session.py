@@ -43,6 +43,12 @@ class Session:
         self.current: str | None = None
         self._stopped = ""
 
+    def take_over(self, earlier: Session | None) -> None:
+        """Go on with the meshes, slices and jobs of a session that was closed."""
+        if earlier is not None:
+            self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
+            self.jobs = earlier.jobs
+
     def close(self) -> None:
         """End the publisher. The meshes run on, until they are stopped or the process ends."""
         self.publisher.stop()
@@ -117,9 +123,9 @@ class Session:
         if word in sizes or word == "rank":
             raise UsageError(f"say which: {word}=0, {word}=0:2, {word}=0,2 or {word}=: (all of it).")
         near = did_you_mean(word, [*self.slices, *self.meshes])
-        known = f"slices: {', '.join(self.slices)}. " if self.slices else ""
+        known = f"  slices: {', '.join(self.slices)}\n" if self.slices else ""
         raise UsageError(
-            f'there is no slice "{word}".{near} {known}This mesh has {format_sizes(sizes)}.\n'
+            f'there is no slice "{word}".{near} This mesh has {format_sizes(sizes)}.\n{known}'
             f"  name one: %mesh slice {word if word.isidentifier() else 'left'} {next(iter(sizes), 'rank')}=0"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import traceback
+from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -32,7 +33,8 @@ def check_syntax(code: str, cell_number: int, line_offset: int) -> None:
     """
     leading = len(code) - len(code.lstrip("\n"))
     try:
-        python = TransformerManager().transform_cell(code)
+        manager: Any = TransformerManager
+        python = manager().transform_cell(code)
         ast.parse("\n" * (line_offset + leading) + python, f"cell {cell_number}")
     except SyntaxError as error:
         # IPython's own transformations fail before lines are counted from the top of the cell

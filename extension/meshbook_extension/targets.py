@@ -7,22 +7,39 @@ understood too, and include their end.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshbook.errors import RankError, UnknownAxisError, UsageError
-from meshbook.wording import name_ranks
+from meshbook.wording import format_sizes, name_ranks
 
 if TYPE_CHECKING:
-    from meshbook.mesh import ProcMesh
+    from meshbook.proc_mesh import ProcMesh
 
 RANK = "rank"
-FORMS = "TARGET is axis=i, axis=a:b, axis=a:b:c, axis=i,j or axis=: (several axes may be given), rank=..., or a slice's name."
+FORMS = """\
+AXIS=.. is axis=i, axis=a:b, axis=a:b:c, axis=i,j or axis=: for each axis that you name; rank=.. takes the same forms.
+SLICE is a name given by %mesh slice."""
 
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
 _SPAN = re.compile(r"(\d+)-(\d+)")
 _INDEX = re.compile(r"-?\d+")
+
+
+class UnknownTargetAxis(UnknownAxisError):
+    """A target on an axis that the mesh does not have; suggests what was probably meant."""
+
+    def __init__(self, axis: str, sizes: Mapping[str, int], text: str) -> None:
+        super().__init__(axis, sizes)
+        self.args = (axis, dict(sizes), text)
+        self.text = text
+
+    def __str__(self) -> str:
+        near = difflib.get_close_matches(self.axis, [*self.sizes, RANK], n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]}={self.text}?" if near else ""
+        return f'unknown axis "{self.axis}"; this mesh has {format_sizes(self.sizes)}.{hint}'
 
 
 def parse_selector(axis: str, text: str, size: int) -> int | slice | list[int]:
@@ -66,7 +83,7 @@ def choose(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
     sizes = dict(view.sizes)
     for axis in pairs:
         if axis not in sizes and axis != RANK:
-            raise UnknownAxisError(axis, sizes)
+            raise UnknownTargetAxis(axis, sizes, pairs[axis])
     chosen = {axis: parse_selector(axis, text, sizes[axis]) for axis, text in pairs.items() if axis != RANK}
     part = view.pick(**chosen) if chosen else view
     if RANK in pairs:
@@ -84,9 +101,7 @@ def _base_ranks(members: tuple[int, ...], all_members: tuple[int, ...], text: st
     outside = sorted(set(wanted) - set(inside))
     if outside and not (isinstance(selector, slice) and inside):
         verb = "is" if len(outside) == 1 else "are"
-        raise UsageError(
-            f"{name_ranks(outside)} {verb} not in this target, which has {name_ranks(members)}."
-        )
+        raise UsageError(f"{name_ranks(outside)} {verb} not in this target, which has {name_ranks(members)}.")
     return inside
 
 

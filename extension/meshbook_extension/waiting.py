@@ -1,7 +1,7 @@
 """Waiting on the main thread of a notebook, so that an interrupt is answered at once.
 
-It is a synchronous wait in short steps: ipykernel does not wake an idle event loop for SIGINT, and an ``await`` in a cell
-would go on for seconds.
+It is a synchronous wait in short steps: ipykernel does not wake an idle event loop for SIGINT, and an ``await`` in a
+cell would go on for seconds.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -24,7 +26,7 @@ from typing_extensions import assert_never
 from meshbook import wire
 from meshbook.call_table import CallTable
 from meshbook.calls import CallFuture, OpenCall
-from meshbook.errors import Failure, HostLost, MeshStoppedError, WorkerLost
+from meshbook.errors import Failure, HostLost, MeshStoppedError, ProtocolError, WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
@@ -272,6 +274,7 @@ class Controller:
     # ---- I/O thread: the loop -----------------------------------------------------------------------------------
 
     def _run(self, started: Future[ControllerSocket]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
         sock = ControllerSocket()
         started.set_result(sock)
         try:
@@ -320,7 +323,12 @@ class Controller:
             return
         if (message := host.receive(lane, frames)) is not None:
             header, payload = message
-            self._dispatch(host, wire.decode_from_host(header), payload)
+            try:
+                self._dispatch(host, wire.decode_from_host(header), payload)
+            except (msgspec.DecodeError, ProtocolError) as error:
+                self._lose(host, f"it sent something impossible: {error}")
+            except Exception:
+                traceback.print_exc()  # a fault of ours: it costs this message, not the meshes
         host.acknowledge(lane)
         if not self._room.is_set() and host.backlog < MAX_BACKLOG // 2:
             self._room.set()
@@ -377,7 +385,7 @@ class Controller:
             return
         host.hello, host.name = hello, hello.name
         host.shares_memory = hello.machine == self.machine
-        host.on_parked = lambda replies, frames: self._on_replies(host, replies, frames)
+        host.on_whole = lambda replies, frames: self._on_replies(host, replies, frames)
         host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory))
         host.ready.set_result(host)
 

@@ -23,7 +23,7 @@ from typing_extensions import assert_never
 
 from meshbook import wire
 from meshbook.bulk import BulkReceiver, BulkSender, Spans
-from meshbook.devices import count_cuda_devices, cpu_cores
+from meshbook.devices import count_cores, count_cuda_devices
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_mesh import HostedMesh
@@ -76,7 +76,7 @@ class HostAgent:
                 machine_id() if self._ticket.shares_memory else secrets.token_hex(8),
                 os.getpid(),
                 count_cuda_devices(),
-                cpu_cores(),
+                count_cores(),
             )
         )
         self._beat()
@@ -190,16 +190,16 @@ class HostAgent:
     def _on_spawn(self, spawn: wire.Spawn) -> None:
         template = self._templates.get(spawn.preload)
         if template is None or template.failure:
-            template = self._templates[spawn.preload] = self._make_template(spawn.preload)
+            template = self._templates[spawn.preload] = self._make_template(spawn)
         mesh = HostedMesh(spawn, self._loop, self, self._name, Path(self._ticket.log_dir))
         self._meshes[spawn.mesh] = mesh
         template.when_ready(lambda: self._start_mesh(mesh, template))
 
-    def _make_template(self, preload: tuple[str, ...]) -> HostedTemplate:
+    def _make_template(self, spawn: wire.Spawn) -> HostedTemplate:
         standard = self._templates[()]
         if standard.failure:
             standard = self._templates[()] = HostedTemplate.start(self._loop)
-        return standard.fork_template(preload) if preload else standard
+        return standard.fork_template(spawn.preload, spawn.sys_path) if spawn.preload else standard
 
     def _start_mesh(self, mesh: HostedMesh, template: HostedTemplate) -> None:
         if mesh.spawn.mesh not in self._meshes:

@@ -61,7 +61,7 @@ class HostedTemplate:
             )
         return cls(loop, ours, process)
 
-    def fork_template(self, preload: tuple[str, ...]) -> HostedTemplate:
+    def fork_template(self, preload: tuple[str, ...], sys_path: tuple[str, ...]) -> HostedTemplate:
         """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready."""
         ours, theirs = _socket_pair()
 
@@ -69,7 +69,7 @@ class HostedTemplate:
             with theirs:
                 if self.failure:
                     return
-                self._sock.send(protocol.encode(protocol.ForkTemplate(os.getpid(), preload)))
+                self._sock.send(protocol.encode(protocol.ForkTemplate(os.getpid(), preload, sys_path)))
                 self._send_descriptors([theirs.fileno()])
 
         self.when_ready(ask)

@@ -34,31 +34,28 @@ class KnownHost:
         self.bulk_out = BulkSender()
         self.bulk_in = BulkReceiver(self._serve_parked)
         self.parked: deque[tuple[wire.Replies, list[bytes]]] = deque()
-        self.on_parked: Callable[[wire.Replies, list[bytes]], None] = lambda replies, frames: None
+        self.on_whole: Callable[[wire.Replies, list[bytes]], None] = lambda replies, frames: None
+        """Called with replies that were parked, once their payloads are whole."""
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
-        self._backlog: deque[tuple[bytes, list[Buffer]]] = deque()
+        self._backlogs: dict[LaneName, deque[tuple[bytes, list[Buffer]]]] = {lane: deque() for lane in LANES}
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane of calls; waits in our backlog while the host is slow to acknowledge."""
-        header = wire.encode(message)
-        if self._backlog or self._links["calls"].full:
-            self._backlog.append((header, list(payload)))
-        else:
-            self._transmit("calls", header, payload)
+        self._send_or_wait("calls", wire.encode(message), list(payload))
 
     def send_urgent(self, message: wire.ToHost) -> None:
         """Send on the lane that never waits behind payloads."""
         self._transmit("urgent", wire.encode(message), ())
 
     def send_bulk(self, piece: wire.Bulk, data: Buffer) -> None:
-        """Send a piece of a payload."""
-        self._transmit("bulk", wire.encode(piece), [data])
+        """Send a piece of a payload; waits in our backlog while the host is slow to acknowledge."""
+        self._send_or_wait("bulk", wire.encode(piece), [data])
 
     @property
     def backlog(self) -> int:
         """Messages that wait for the host to acknowledge earlier ones."""
-        return len(self._backlog)
+        return len(self._backlogs["calls"])
 
     def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
         """Take frames from the wire: the message they carry, if it is new and next in order."""
@@ -70,8 +67,9 @@ class KnownHost:
         link = self._links[lane]
         for frames in link.pending():
             self._sock.send(self.id, lane, frames)
-        while self._backlog and not self._links["calls"].full:
-            self._transmit("calls", *self._backlog.popleft())
+        backlog = self._backlogs[lane]
+        while backlog and not link.full:
+            self._transmit(lane, *backlog.popleft())
 
     def beat(self) -> None:
         """Once per heartbeat: how far each lane is."""
@@ -90,7 +88,14 @@ class KnownHost:
     def _serve_parked(self) -> None:
         parked, self.parked = self.parked, deque()
         for replies, frames in parked:
-            self.on_parked(replies, frames)
+            if not self.park(replies, frames):
+                self.on_whole(replies, frames)
+
+    def _send_or_wait(self, lane: LaneName, header: bytes, payload: list[Buffer]) -> None:
+        if self._backlogs[lane] or self._links[lane].full:
+            self._backlogs[lane].append((header, payload))
+        else:
+            self._transmit(lane, header, payload)
 
     def _transmit(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
         self._sock.send(self.id, lane, self._links[lane].send(header, list(payload)))

@@ -65,7 +65,7 @@ def _refuse(operation: str) -> NoReturn:
 def _refusing_mode() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class RefusingMode(TorchDispatchMode):
+    class RefusingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace in _NAMESPACES:
                 name = func.overloadpacket.__name__.rstrip("_")

@@ -55,7 +55,7 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
     roots: names of parts of ``obj`` to start that path from instead, such as the arguments of a call.
     Raises: SerializationError naming the part that cannot travel.
     """
-    if type(obj) in _ATOMS:
+    if _is_plain(obj, 2):
         return Pickled(pickle.dumps(obj, 5), [])
     try:
         return _pickle(obj, NO_LIMIT)
@@ -133,6 +133,19 @@ class _DeadlineSink:
     def write(self, data: Any, /) -> None:
         if time.monotonic() > self._deadline:
             raise TimeoutError
+
+
+def _is_plain(obj: Any, depth: int) -> bool:
+    """Whether ``obj`` is so small and simple that any pickler does it; looks at a few items only."""
+    kind = type(obj)
+    if kind in _ATOMS:
+        return True
+    if kind not in (tuple, list, dict) or len(obj) > 8 or not depth:
+        return False
+    for item in (*obj, *obj.values()) if kind is dict else obj:
+        if type(item) not in _ATOMS and not _is_plain(item, depth - 1):  # all() is slower
+            return False
+    return True
 
 
 def _pickle(obj: object, room: int) -> Pickled:

@@ -155,7 +155,8 @@ class ProcMesh:
         Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
         """
         name = getattr(function, "__name__", "a function")
-        return self._call("invoke", (function, *args), kwargs, what=name)
+        roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
+        return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
 
     def evaluate(self, expression: str) -> Future[ValueMesh[Any]]:
         """The value of an expression in each member's namespace."""
@@ -163,7 +164,7 @@ class ProcMesh:
 
     def push(self, values: Mapping[str, object]) -> Future[ValueMesh[None]]:
         """Bind names on every member. Raises: SerializationError naming the part that cannot travel."""
-        return self._call("push", (dict(values),), what="push")
+        return self._call("push", (dict(values),), what="push", roots=values)
 
     def pull(self, name: str) -> Future[ValueMesh[Any]]:
         """Bring the value of ``name`` from every member."""
@@ -214,9 +215,10 @@ class ProcMesh:
         kwargs: Mapping[str, Any] | None = None,
         *,
         what: str,
+        roots: Mapping[str, object] | None = None,
         fail_fast: bool = True,
     ) -> Future[Any]:
-        pickled = dumps((args, kwargs or {}), what=what)
+        pickled = dumps((args, kwargs or {}), what=what, roots=roots)
         return self._controller.call(self._mesh, endpoint, self._members, pickled, what=what, fail_fast=fail_fast)
 
     def _one_axis(self, axis: str | None) -> str:

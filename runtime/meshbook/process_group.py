@@ -1,6 +1,6 @@
 """The torch.distributed groups of one rank: formed, proved, used by cells, taken down, formed again.
 
-    store    epoch<E>/want/<rank>, epoch<E>/go/<nonce>     the ranks meet (`LinkStore`, `_meet`)
+    store    epoch<E>/want/<rank>, epoch<E>/go/<nonce>     the ranks meet (`LinkStore`, `meshbook.rendezvous.meet`)
              epoch<E>/<id>/...                             one default group and all groups made from it
 
 Each forming has its own *epoch*, a number that the controller raises, so keys of a former group are never read again
@@ -21,12 +21,12 @@ import functools
 import inspect
 import math
 import os
-import socket
 import sys
 import threading
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,33 +36,33 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.errors import LayoutError, SpawnError, UsageError
-from meshbook.link_store import LinkStore, Rpc
+from meshbook.link_store import DEFAULT_TIMEOUT_S, LinkStore, Rpc
+from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
 from meshbook.value_broadcast import broadcast_value
 from meshbook.whereabouts import describe_frame
-from meshbook.wording import format_sizes, name_ranks
+from meshbook.wording import format_sizes
 
-__all__ = ["LinkStore", "RankGroups", "RankPlace", "broadcast_value", "choose_backend", "describe_frame"]
+__all__ = [
+    "LinkStore",
+    "RankGroups",
+    "RankPlace",
+    "broadcast_value",
+    "choose_backend",
+    "describe_frame",
+    "warm",
+]
 
 FORM_TIMEOUT_S = 120.0
 """How long ranks wait for each other when a group is formed."""
 
 _torch_init = dist.init_process_group
+_torch_init_signature = inspect.signature(_torch_init)
 
 
-class RankPlace(NamedTuple):
-    """Who a rank is among the others; what torchrun would tell it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host_rank: int
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    device: str
-    """``cpu``, or ``cuda`` with any index."""
-    on_one_host: bool
-    """All ranks share a host: gloo then uses the loopback interface, which needs no name lookup."""
+def warm() -> None:
+    """Do in the template, once, what would otherwise cost each rank a millisecond when its first group is made."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.trace_rules.clear_lru_cache()  # torch does so before each default group; cleared caches are quick
 
 
 def choose_backend(device: str) -> str:
@@ -79,7 +79,6 @@ class RankGroups:
         self._link: LinkStore | None = None
         self._scope = ""
         self._master = ("", "")
-        self._gloo_interface_is_ours = False
         self._world: object = None
         """The default group that the two caches belong to."""
         self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
@@ -151,15 +150,15 @@ class RankGroups:
         self._link = LinkStore(rpc, timeout_s)
         offer = ""
         if place.rank == 0:
-            address = "127.0.0.1" if place.on_one_host else _own_address()
-            offer = f"{self._scope}/{uuid.uuid4().hex[:12]} {address} {_free_port()}"
+            offer = " ".join((f"{self._scope}/{uuid.uuid4().hex[:12]}", *choose_master(place.on_one_host)))
         try:
-            agreed = _meet(self._link, self._scope, place.rank, place.world_size, offer)
+            agreed = meet(self._link, self._scope, place.rank, place.world_size, offer)
         except dist.DistStoreError as error:
             raise SpawnError(f"the process group did not form: {error}") from error
-        prefix, *master = agreed.split(" ")
-        self._master = (master[0], master[1])
-        self._set_environment(place)
+        self._link.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
+        prefix, address, port = agreed.split(" ")
+        self._master = (address, port)
+        set_environment(place, self._master)
         self._wrap_init()
         return prefix
 
@@ -244,40 +243,12 @@ class RankGroups:
         self._meshes.clear()
         self._axis_groups.clear()
 
-    # ---- what cells see ---------------------------------------------------------------------------------------
-
-    def _set_environment(self, place: RankPlace) -> None:
-        hosts = -(-place.world_size // place.local_world_size)
-        os.environ.update(
-            RANK=str(place.rank),
-            WORLD_SIZE=str(place.world_size),
-            LOCAL_RANK=str(place.local_rank),
-            LOCAL_WORLD_SIZE=str(place.local_world_size),
-            GROUP_RANK=str(place.host_rank),
-            GROUP_WORLD_SIZE=str(hosts),
-            ROLE_NAME="default",
-            ROLE_RANK=str(place.rank),
-            ROLE_WORLD_SIZE=str(place.world_size),
-            MASTER_ADDR=self._master[0],
-            MASTER_PORT=self._master[1],
-        )
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        if place.on_one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-            self._gloo_interface_is_ours = True
-        elif self._gloo_interface_is_ours and not place.on_one_host:
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
-            self._gloo_interface_is_ours = False
-        if place.device.startswith("cuda"):  # else a collective that times out ends the process, state and all
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # ---- init_process_group in cells ----------------------------------------------------------------------------
 
     def _wrap_init(self) -> None:
-        signature = inspect.signature(_torch_init)
-
         @functools.wraps(_torch_init)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            self._init_in_cell(signature.bind(*args, **kwargs).arguments)
+            self._init_in_cell(_torch_init_signature.bind(*args, **kwargs).arguments)
 
         for module in (dist, c10d, torch_device_mesh):
             vars(module)["init_process_group"] = init_process_group
@@ -297,40 +268,14 @@ class RankGroups:
             return
         if self._link is None:
             raise UsageError("this rank has no link to the others any more: stop the mesh and spawn it again")
+        if wanted.get("timeout") is not None:
+            self._link.set_timeout(wanted["timeout"])
         given = {"rank": wanted.get("rank", -1), "world_size": wanted.get("world_size", -1)}
         rank, world_size = (number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items())
         scope = f"{self._scope}/init{world_size}"
-        prefix = _meet(self._link, scope, rank, world_size, f"{scope}/{uuid.uuid4().hex[:12]}")
+        prefix = meet(self._link, scope, rank, world_size, f"{scope}/{uuid.uuid4().hex[:12]}")
         store = PrefixStore(prefix, self._link)
         _torch_init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
-
-
-def _meet(store: LinkStore, scope: str, rank: int, world_size: int, offer: str) -> str:
-    """Wait until all ranks are here; return what rank 0 offers.
-
-    Rank 0 answers each rank by the number it came with, so a round that was interrupted leaves nothing that the next
-    one could take for its own: a rank that comes again has a new number, and one that gives up withdraws.
-    Raises: DistStoreError that names who did not come.
-    """
-    if world_size == 1:
-        return offer
-    if rank == 0:
-        wanted = {other: f"{scope}/want/{other}" for other in range(1, world_size)}
-        try:
-            numbers = store.multi_get(list(wanted.values()))
-        except dist.DistStoreError as error:
-            late = [other for other, key in wanted.items() if not store.check([key])]
-            raise dist.DistStoreError(f"{name_ranks(late)} did not come ({error})") from None
-        store.delete_keys(list(wanted.values()))
-        store.multi_set([f"{scope}/go/{number.decode()}" for number in numbers], [offer] * len(numbers))
-        return offer
-    number = uuid.uuid4().hex
-    try:
-        store.set(f"{scope}/want/{rank}", number)
-        return store.get(f"{scope}/go/{number}").decode()
-    except BaseException:
-        store.withdraw(f"{scope}/want/{rank}")
-        raise
 
 
 def _wait(work: dist.Work, timeout_s: float) -> None:
@@ -353,7 +298,7 @@ def _check_compatible(wanted: dict[str, Any]) -> None:
             f"the default process group is there already and uses {', '.join(sorted(have))}, not "
             f"{', '.join(sorted(missing))}. {again}"
         )
-    here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    here = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
     for name, value in here.items():
         if wanted.get(name, -1) not in (-1, value):
             raise UsageError(f"the default process group is there already with {name}={value}. {again}")
@@ -367,20 +312,3 @@ def _backend_names(backend: str) -> set[str]:
 @functools.cache
 def _print_once(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _own_address() -> str:
-    """The address of this host on its default route; no packet is sent and no name looked up."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
-def _free_port() -> int:
-    """A TCP port for MASTER_PORT, free now. It cannot be held: torch's TCPStore must bind it itself, if ever."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -3,9 +3,13 @@
 Frames are dropped from the exception itself too, so that post-mortem debugging and the notebook see the same ones.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 import builtins
+import gc
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -23,7 +27,7 @@ EVALUE_MAX_CHARS = 4096
 TRACEBACK_MAX_PARTS = 60
 """IPython gives one part per frame; the middle of longer tracebacks is left out."""
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _COLOUR_RESET = "\x1b[0m"
 _ExceptionGroup: Any = getattr(builtins, "BaseExceptionGroup", ())
 
@@ -63,7 +67,8 @@ def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
         if isinstance(error, IPythonUsageError):
             return [f"UsageError: {error}"]
         if isinstance(error, SyntaxError):
-            return list(shell.SyntaxTB.structured_traceback(kind, error, traceback.extract_tb(frames), tb_offset=0))
+            entries: Any = traceback.extract_tb(frames)
+            return list(shell.SyntaxTB.structured_traceback(kind, error, entries, tb_offset=0))
         if _holds_group(error):
             return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
         if frames is None:
@@ -103,11 +108,13 @@ def keep_for_postmortem(error: BaseException) -> None:
 
 def forget_last_error(shell: InteractiveShell) -> None:
     """Let go of the last exception's frames, and of the tensors in them."""
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        vars(sys).pop(name, None)
+    kept = [vars(sys).pop(name, None) for name in ("last_value", "last_type", "last_traceback", "last_exc")]
     vars(shell.InteractiveTB).pop("tb", None)
     shell.SyntaxTB.last_syntax_error = None
     shell.last_execution_result = None
+    if kept.pop(0) is not None:
+        kept.clear()
+        gc.collect()  # what drew the traceback left cycles around the frames
 
 
 def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:

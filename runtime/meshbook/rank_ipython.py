@@ -1,12 +1,12 @@
-"""IPython, fitted to a rank: no terminal, no history file, no user configuration; output goes to the rank's pipes and sink.
+"""IPython, fitted to a rank: no terminal, no history file, no user configuration; output goes to its pipes and sink.
 
 Written against IPython 7.34 to 9: what is overridden here exists, with these signatures, in all of them.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
-import ast
-import base64
 import contextlib
 import subprocess
 import sys
@@ -15,22 +15,17 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from IPython.core.compilerop import CachingCompiler
-from IPython.core.displayhook import DisplayHook
-from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.profiledir import ProfileDir
 from IPython.utils.text import LSString, SList
 from traitlets import Type
 from traitlets.config import Config
 
-from meshbook.cell_files import add_cell, cell_label
+from meshbook.cell_compiler import CellCompiler
 from meshbook.errors import UsageError
-from meshbook.rank_failures import cut_text, drop_own_frames, format_error
+from meshbook.rank_display import RankDisplayHook, RankDisplayPublisher, sendable
+from meshbook.rank_failures import drop_own_frames, format_error
 from meshbook.shell_commands import run_command
-
-TEXT_PLAIN_MAX_CHARS = 100_000
-"""Of a representation as plain text; what the notebook shows of more is of no use to anyone."""
 
 
 class Show(NamedTuple):
@@ -56,93 +51,11 @@ def refuse_debugger(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
-class CellCompiler(CachingCompiler):  # type: ignore[misc, unused-ignore]
-    """Compiles cells under their notebook names and line numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._filename_map: dict[str, Any] = {}
-        self._code, self._number, self._lines_above = "", None, 0
-        self._above: dict[str, str] = {}
-
-    def begin(self, code: str, number: int | None, lines_above: int) -> None:
-        """The cell that runs next. lines_above: how many lines stood above ``code`` in the notebook's cell."""
-        self._code: str = code
-        self._number: int | None = number
-        self._lines_above: int = lines_above
-        self._above.clear()
-
-    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
-        above = "\n" * self._count_above(transformed_code if raw_code is None else raw_code)
-        name = add_cell(above + transformed_code, self._number)
-        self._above[name] = above
-        self._filename_map[name] = number
-        return name
-
-    def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
-        tree: ast.AST = super().ast_parse(self._above.get(filename, "") + source, filename, symbol)
-        return tree
-
-    def format_code_name(self, name: str) -> tuple[str, str] | None:
-        label = cell_label(name)
-        return None if label is None else ("Cell", f"[{label.removeprefix('cell ')}]" if label != "a cell" else "")
-
-    def _count_above(self, code: str) -> int:
-        """Lines above ``code``: it is the cell, or the body of a magic such as ``%%capture`` at its end."""
-        cell, body = self._code.rstrip("\n"), code.rstrip("\n")
-        if not cell.endswith(body):
-            return 0
-        leading = code[: len(code) - len(code.lstrip())].count("\n")  # IPython strips blank lines
-        return self._lines_above + cell[: len(cell) - len(body)].count("\n") + leading
-
-
-class RankDisplayPublisher(DisplayPublisher):
-    """`display()`."""
-
-    def publish(
-        self,
-        data: dict[str, Any],
-        metadata: dict[str, Any] | None = None,
-        source: object = None,
-        *,
-        transient: dict[str, Any] | None = None,
-        update: bool = False,
-        **kwargs: object,
-    ) -> None:
-        self.shell.show_data(data, metadata, transient, update=update)
-
-    def clear_output(self, wait: bool = False) -> None:
-        """The cell's output is shared with other ranks: it stays."""
-
-
-class RankDisplayHook(DisplayHook):
-    """What becomes of a cell's last expression."""
-
-    def write_output_prompt(self) -> None:
-        """The notebook labels results."""
-
-    def compute_format_data(self, result: object) -> Any:
-        shown = self.shell.tracebacks_shown
-        data, metadata = super().compute_format_data(result)
-        if not data and self.shell.tracebacks_shown != shown:
-            data = {"text/plain": f"<{type(result).__name__} object, whose representation failed as shown>"}
-        return data, metadata
-
-    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        self.shell.show_data(format_dict, md_dict, is_result=True)
-
-    def log_output(self, format_dict: object) -> None:
-        """No history of outputs: it would hold all of them in memory."""
-
-    def finish_displayhook(self) -> None:
-        self._is_active = False
-
-
 class RankDatabase(dict[str, Any]):
     """What ``%cd``, ``%bookmark`` and ``%store`` remember, for as long as the rank lives."""
 
     def keys(self, pattern: str = "*") -> Any:
-        return [key for key in super().keys() if Path(key).match(pattern)]
+        return [key for key in self if Path(key).match(pattern)]
 
 
 class RankIPython(InteractiveShell):
@@ -153,28 +66,30 @@ class RankIPython(InteractiveShell):
     compiler_class = Type(CellCompiler)
 
     show: Show | None = None
-    rank_names: Mapping[str, object] = {}
-    """What each rank's namespace starts with, and has again after ``%reset``."""
     tracebacks_shown = 0
     _user_code_depth = 0
+    _held: list[BaseException] | None = None
+    """While a cell runs: errors shown outside of its code, of which one may be its outcome."""
+    _rank_names: dict[str, object]
 
     def run_rank_cell(self, code: str, number: int | None, lines_above: int) -> CellResult:
         """Run a cell. Errors come back, none is raised; interrupts in IPython's own code may be."""
         self._user_code_depth = 0
-        self._held: list[BaseException] = []
-        self.compile.begin(code, number, lines_above)
+        self._held = []
+        compiler: Any = self.compile
+        compiler.begin(code, number, lines_above)
         if number is not None:
             self._continue_history_at(number)
         result = self.run_cell(code, store_history=True)
         error = result.error_before_exec or result.error_in_exec
-        for held in self._held:
+        shown, self._held = self._held, None
+        for held in shown:
             if held is error:
                 continue
             if error is None and isinstance(held, KeyboardInterrupt):
-                error = held  # came in an event callback, after the cell's own code
+                error = held  # came in a callback, or in a cell within the cell as %%capture makes it
             else:
                 self._print_error(held)
-        self._held = []
         return CellResult(result.result, error, ran=result.error_before_exec is None)
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
@@ -204,7 +119,7 @@ class RankIPython(InteractiveShell):
         error = (exc_tuple or sys.exc_info())[1] or getattr(sys, "last_value", None)
         if error is None:
             print("No traceback available to show.", file=sys.stderr)
-        elif self._user_code_depth:
+        elif self._held is None or (self._user_code_depth and not isinstance(error, KeyboardInterrupt)):
             self._print_error(error)
         else:
             self._held.append(error)
@@ -223,8 +138,7 @@ class RankIPython(InteractiveShell):
     ) -> None:
         """Hand a MIME bundle to the rank's sink."""
         if self.show is not None:
-            sendable = {mimetype: _sendable(mimetype, value) for mimetype, value in data.items()}
-            self.show.display(sendable, dict(metadata or {}), dict(transient or {}), update, is_result)
+            self.show.display(sendable(data), dict(metadata or {}), dict(transient or {}), update, is_result)
 
     # ---- commands, debuggers, ends ------------------------------------------------------------------------------
 
@@ -279,9 +193,13 @@ class RankIPython(InteractiveShell):
 
     def init_user_ns(self) -> None:
         super().init_user_ns()
-        names = {**self.rank_names, "_": "", "__": "", "___": ""}
-        self.user_ns_hidden.update(names)
-        self.user_ns.update(names)
+        self.define({"_": "", "__": "", "___": ""})
+
+    def define(self, names: Mapping[str, object]) -> None:
+        """Bind names that are not the user's: ``%who`` does not list them, and ``%reset`` brings them back."""
+        self._rank_names = {**getattr(self, "_rank_names", {}), **names}
+        self.user_ns_hidden.update(self._rank_names)
+        self.user_ns.update(self._rank_names)
 
     def _tee(self, channel: str) -> Any:
         """No copy of all output in memory (IPython 9 keeps one for its history)."""
@@ -301,13 +219,15 @@ class RankIPython(InteractiveShell):
     def _continue_history_at(self, number: int) -> None:
         """Have ``In``, ``Out`` and ``_7`` count as the notebook does."""
         self.execution_count = number
-        for inputs in (self.history_manager.input_hist_parsed, self.history_manager.input_hist_raw):
+        history: Any = self.history_manager
+        for inputs in (history.input_hist_parsed, history.input_hist_raw):
             inputs += [""] * (number - len(inputs))
 
     def _print_error(self, error: BaseException) -> None:
+        """Print past ``%%capture``, as Jupyter kernels do: else nobody would hear of it."""
         self.tracebacks_shown += 1
         drop_own_frames(error)
-        print(self.InteractiveTB.stb2text(format_error(self, error)), file=sys.stderr)
+        print(self.InteractiveTB.stb2text(format_error(self, error)), file=sys.__stderr__)
 
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -334,11 +254,3 @@ def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> Rank
     shell.db = RankDatabase()
     shell.loop_runner = loop_runner
     return shell
-
-
-def _sendable(mimetype: str, value: Any) -> object:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
-    if mimetype == "text/plain" and isinstance(value, str):
-        return cut_text(value, TEXT_PLAIN_MAX_CHARS)
-    return value

@@ -4,8 +4,8 @@
     print() by a thread or task that an earlier cell started ──> Sink.late_text, with that cell's id
     C code, subprocesses ──> fd 1 or 2
 
-A line is one write, made when the line ends, so that Python's lines, lines printed by C code and those of commands come out
-in the order in which they were made. Partial lines wait for their end or for a flush; each thread has its own.
+A line is one write, made when the line ends, so that the lines of Python, of C code and of commands come out in their
+order. Partial lines wait for their end or for a flush; each thread has its own.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _cell_of_context: ContextVar[int | None] = ContextVar("meshbook_cell", default=N
 class Attribution:
     """Knows the running cell, and the cell that the calling thread or task comes from.
 
-    Tasks inherit a context variable; threads are marked when they are started (`mark_threads`), since they begin with an
-    empty context. Text of unknown origin, and all text of forked children, counts as the running cell's.
+    Tasks inherit a context variable; threads are marked when they are started (`mark_threads`), since their context is
+    empty. Text of unknown origin, and all text of forked children, counts as the running cell's.
     """
 
     def __init__(self, late_text: Callable[[str, str, int], None]) -> None:
@@ -76,7 +76,7 @@ class Attribution:
             thread._meshbook_cell = self.origin()  # type: ignore[attr-defined]
             start(thread)
 
-        threading.Thread.start = start_marked  # type: ignore[method-assign]
+        threading.Thread.start = start_marked  # type: ignore[method-assign, assignment]
 
 
 class RankStream(io.TextIOBase):
@@ -95,7 +95,7 @@ class RankStream(io.TextIOBase):
         self._attribution = attribution
         self._partial: dict[tuple[int | None, int], str] = {}
         """Unfinished lines by (late cell, thread)."""
-        self._lock = threading.RLock()
+        self._file = _open_fd(fd)
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
@@ -114,29 +114,31 @@ class RankStream(io.TextIOBase):
                 self._emit(key, line)
 
     def _emit(self, key: tuple[int | None, int], text: str) -> None:
-        if key[0] is not None:
+        if key[0] is None:
+            self.write_bytes(text.encode("utf-8", "backslashreplace"))
+        else:
             self._attribution.late_text(self._stream, text, key[0])
-            return
-        left = memoryview(text.encode("utf-8", "backslashreplace"))
-        try:
-            while left:
-                left = left[self.write_bytes(left) :]
-        except KeyboardInterrupt:
-            self._partial[key] = bytes(left).decode("utf-8", "replace")  # the rest follows with the next flush
-            raise
 
-    def write_bytes(self, data: memoryview) -> int:
-        """Write once, as much as the pipe takes; waits while it is full."""
-        with self._lock:
+    def write_bytes(self, data: bytes) -> None:
+        """Write all of it; waits while the pipe is full. What an interrupt leaves over follows with the next write."""
+        left = data
+        while left:
             try:
-                return os.write(self._fd, data)
-            except BlockingIOError:  # a child has made the shared pipe non-blocking
+                self._file.write(left)
+                left = b""
+            except BlockingIOError as full:  # a child has made the shared pipe non-blocking
+                left = left[full.characters_written :]
                 select.select((), (self._fd,), ())
-                return 0
+        while True:
+            try:
+                return self._file.flush()
+            except BlockingIOError:
+                select.select((), (self._fd,), ())
 
     def after_fork(self) -> None:
-        """In a forked child: another thread may have held the lock, and partial lines are the parent's to write."""
-        self._lock = threading.RLock()
+        """In a forked child: another thread may hold the file's lock, and unwritten text is the parent's to write."""
+        self._parents_file = self._file  # kept, since a file writes its buffer when it is collected
+        self._file = _open_fd(self._fd)
         self._partial.clear()
 
     def fileno(self) -> int:
@@ -164,11 +166,9 @@ class _ByteStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         self._text.flush()
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while left:
-            left = left[self._text.write_bytes(left) :]
-        return size
+        data = bytes(data)
+        self._text.write_bytes(data)
+        return len(data)
 
     def fileno(self) -> int:
         return self._fd
@@ -178,6 +178,10 @@ class _ByteStream(io.RawIOBase):
 
     def close(self) -> None:
         """Stays open, as the stream that it belongs to."""
+
+
+def _open_fd(fd: int) -> io.BufferedWriter:
+    return io.BufferedWriter(io.FileIO(fd, "wb", closefd=False))
 
 
 def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:

@@ -196,22 +196,25 @@ def map_segment(ref: SegmentRef, on_release: Callable[[int], None]) -> list[Byte
     """
     released = _Release(on_release, ref.segment)
     try:
-        fd = _open(ref)
-    except OSError as error:
+        whole = _map_or_copy(ref, released)
+    except BaseException as error:
         released()
-        raise MeshError(_explain(ref, error)) from error
+        if isinstance(error, OSError):
+            raise MeshError(_explain(ref, error)) from error
+        raise
+    return [whole[offset : offset + length] for offset, length in ref.spans]
+
+
+def _map_or_copy(ref: SegmentRef, released: Callable[[], None]) -> Bytes:
+    fd = _open(ref)
     try:
-        if ref.size_bytes <= COPY_MAX_BYTES:
-            whole = _read(fd, ref.size_bytes)
-            released()
-        else:
-            whole = map_fd(fd, ref.size_bytes, mmap.MAP_PRIVATE, released)
-    except OSError as error:
+        if ref.size_bytes > COPY_MAX_BYTES:
+            return map_fd(fd, ref.size_bytes, mmap.MAP_PRIVATE, released)
+        whole = _read(fd, ref.size_bytes)
         released()
-        raise MeshError(_explain(ref, error)) from error
+        return whole
     finally:
         os.close(fd)
-    return [whole[offset : offset + length] for offset, length in ref.spans]
 
 
 class _Release:

@@ -3,10 +3,12 @@
 A `RankShell` is made once, in the template process, where that is slow and harmless: it starts no thread and opens no
 file. Each forked rank then calls `start_rank`, which takes a few milliseconds.
 
-Text goes to fds 1 and 2, or to `Sink.late_text` when a thread or task of an earlier cell wrote it. Everything rich goes to
-`Sink.display`. An error is part of the `CellOutcome`; nothing that user code does in a cell ends the rank, short of
+Text goes to fds 1 and 2, or to `Sink.late_text` when a thread or task of an earlier cell wrote it. Everything rich goes
+to `Sink.display`. An error is part of the `CellOutcome`; nothing that user code does in a cell ends the rank, short of
 killing the process.
 """
+
+# mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class RankShell:
         """In the template: everything that ranks can share."""
         self._ipython = create_shell(self._run_on_loop)
         atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
-        self._interrupted = False
+        self._interrupts = 0
         self._rank, self._host = -1, ""
         self._inline = importlib.util.find_spec("matplotlib_inline") is not None
         self._choose_matplotlib_backend()
@@ -98,16 +100,21 @@ class RankShell:
         self._attribution.mark_threads()
         self._streams = install_streams(self._attribution)
         self._loop = asyncio.new_event_loop()
-        self._ipython.rank_names = namespace
         self._ipython.show = Show(self._display, self.flush_text)
         self._ipython.enter_main()
+        self.define(namespace)
         builtins.input = _refuse_input
         sys.breakpointhook = refuse_debugger
 
     @property
     def namespace(self) -> dict[str, Any]:
         """The rank's global names, the ``__dict__`` of its ``__main__``."""
-        return self._ipython.user_ns
+        names: dict[str, Any] = self._ipython.user_ns
+        return names
+
+    def define(self, names: Mapping[str, object]) -> None:
+        """Bind more names as `start_rank` does: ``%who`` does not list them, and ``%reset`` brings them back."""
+        self._ipython.define(names)
 
     def run_cell(
         self,
@@ -125,17 +132,17 @@ class RankShell:
         """
         started = time.perf_counter()
         forget_last_error(self._ipython)
-        self._interrupted = False
+        self._interrupts = 0
         asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
         try:
             with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
                 result = self._ipython.run_rank_cell(code, cell_number, line_offset)
                 self.flush()
-        except KeyboardInterrupt as error:  # between the cell's own lines and ours
-            result = CellResult(None, error, ran=True)
+        except KeyboardInterrupt as interrupt:  # between the cell's own lines and ours
+            result = CellResult(None, interrupt, ran=True)
         error, failure = result.error, None
         if error is not None:
-            if self._interrupted and isinstance(error, asyncio.CancelledError):
+            if self._interrupts and isinstance(error, asyncio.CancelledError):
                 error = KeyboardInterrupt().with_traceback(error.__traceback__)
             failure = describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=result.ran)
             keep_for_postmortem(error)
@@ -193,14 +200,12 @@ class RankShell:
         if self._attribution.forked or cell is None:  # a child process has no sink
             print(data.get("text/plain", ""))
         else:
-            self._sink.display(
-                data, metadata, transient, update=update, is_result=is_result, cell_id=cell
-            )
+            self._sink.display(data, metadata, transient, update=update, is_result=is_result, cell_id=cell)
 
     def _run_on_loop(self, cell: Coroutine[Any, Any, Any]) -> Any:
         """Run a cell that awaits, and tasks of earlier ones meanwhile. The loop survives an interrupt.
 
-        An interrupt cancels the cell's task, which then has the time until the next one to clean up.
+        An interrupt cancels the cell's task, which then cleans up; a second one cancels that; a third abandons it.
         """
         task = self._loop.create_task(cell)
         while True:
@@ -210,9 +215,9 @@ class RankShell:
                 if task.done():
                     raise
             except KeyboardInterrupt:
-                if task.done() or self._interrupted:
+                self._interrupts += 1
+                if task.done() or self._interrupts == 3:
                     raise
-                self._interrupted = True
                 task.cancel()
 
     def _choose_matplotlib_backend(self) -> None:
@@ -224,7 +229,7 @@ class RankShell:
 
     def _warm_up(self) -> None:
         """Use once what a rank's first cell would otherwise import or compile, so that ranks share it."""
-        shell = self._ipython
+        shell: Any = self._ipython
         shell.display_formatter.format([1])
         for name in ("time", "timeit", "matplotlib", "cd"):
             shell.find_line_magic(name)

@@ -63,6 +63,7 @@ class ForkTemplate(msgspec.Struct, tag="template", frozen=True):
 
     agent_pid: int
     preload: tuple[str, ...]
+    sys_path: tuple[str, ...]
 
 
 class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
@@ -155,6 +156,7 @@ def _serve(sock: socket.socket) -> _Fork | None:
             _, descriptors = _receive_descriptors(sock)
             if os.fork() == 0:
                 die_with_parent(os.getppid())
+                sys.path[:0] = [entry for entry in request.sys_path if entry not in sys.path]
                 return _Fork(",".join(request.preload), descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)

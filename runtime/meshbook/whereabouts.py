@@ -12,12 +12,13 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
+from meshbook.cell_files import cell_label, name_line
+
 _RUNTIME = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_RUNTIME}
 )
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
-_CELL_FILE = re.compile(r"<(?:ipython-input-|cell[ -]?)(\d+)[^>]*>")
 
 
 def describe_frame(frame: FrameType | None) -> str:
@@ -40,14 +41,12 @@ def describe_frame(frame: FrameType | None) -> str:
 
 def name_place(filename: str, line: int) -> str:
     """``cell 7, line 5`` for a cell, ``train.py:41`` for a file."""
-    if cell := _CELL_FILE.match(filename):
-        return f"cell {cell[1]}, line {line}"
-    return f"{Path(filename).name}:{line}"
+    return name_line(filename, line) or f"{Path(filename).name}:{line}"
 
 
 def _is_users(code: CodeType) -> bool:
     filename = code.co_filename
-    if _CELL_FILE.match(filename):
+    if cell_label(filename) is not None:
         return True
     return not filename.startswith(("<", *_LIBRARIES)) and "/site-packages/" not in filename
 

@@ -159,7 +159,7 @@ class Worker:
         if call.segment is not None:
             owner = call.segment.pid
             buffers += map_segment(call.segment, lambda segment: self._freed.append((owner, segment)))
-        return loads(frames[0], buffers)
+        return loads(frames[0], buffers, where=f"rank {self.identity.rank} on {self.identity.host}")
 
     def _reply(self, call: int, answer: Answer, duration_s: float) -> None:
         segment, payload = None, []
@@ -168,13 +168,12 @@ class Worker:
         elif answer.has_value:
             try:
                 head, large = answer.pickled or dumps(answer.value, what=answer.what)
+                payload = [head]
+                segment = self._segments.write(large) if large else None
             except BaseException as error:
                 failure = self.shell.describe(error)
                 self._reply(call, Answer(wire.RAISED, failure=failure), duration_s)
                 return
-            payload = [head]
-            if large:
-                segment = self._segments.write(large)
         self.calls.send(wire.Reply(call, answer.status, duration_s, segment), payload)
         self._tell_freed()
 

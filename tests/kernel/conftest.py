@@ -49,6 +49,9 @@ class Kernel:
         self.manager.start_kernel(**start_options)
         self.client: BlockingKernelClient = self.manager.blocking_client()
         self.client.start_channels()
+
+    def wait_for_ready(self) -> None:
+        """Wait until the kernel answers."""
         self.client.wait_for_ready(timeout=START_TIMEOUT_S)
 
     @property
@@ -121,9 +124,7 @@ class Cell:
     def text(self, stream: str | None = None) -> str:
         """The text of one stream, or of both."""
         return "".join(
-            content["text"]
-            for kind, content in self.messages
-            if kind == "stream" and stream in (None, content["name"])
+            content["text"] for kind, content in self.messages if kind == "stream" and stream in (None, content["name"])
         )
 
     @property
@@ -139,6 +140,7 @@ def start_kernel(installed_kernelspec: Path) -> Iterator[Callable[..., Kernel]]:
 
     def start(name: str = "meshbook", **options: Any) -> Kernel:
         kernels.append(Kernel(name, **options))
+        kernels[-1].wait_for_ready()
         return kernels[-1]
 
     yield start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jupyter_kernel_test
 import pytest
+from ipykernel._version import version_info
 
 pytestmark = pytest.mark.usefixtures("installed_kernelspec")
 
@@ -42,4 +43,4 @@ class TestConformance(jupyter_kernel_test.KernelTests):
 
 class TestIopubWelcome(jupyter_kernel_test.IopubWelcomeTests):
     kernel_name = "meshbook"
-    support_iopub_welcome = True
+    support_iopub_welcome = version_info >= (7, 3)

@@ -46,9 +46,7 @@ def test_install_takes_another_name(jupyter_folders: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("arguments", [["--name", "no spaces"], ["--prefix", "/proc/nowhere"]])
-def test_install_that_cannot_be_done_says_why_and_what_to_do(
-    jupyter_folders: Path, arguments: list[str]
-) -> None:
+def test_install_that_cannot_be_done_says_why_and_what_to_do(jupyter_folders: Path, arguments: list[str]) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "meshbook_kernel", "install", *arguments],
         capture_output=True,

@@ -14,10 +14,7 @@ Watch = Callable[[Iterable[psutil.Process]], None]
 
 SPAWN = "from meshbook import this_host; procs = this_host().spawn_procs(per_host={'gpus': 2})"
 SLEEP_ON_RANKS = (
-    "import time\n"
-    "future = procs.run('import time; time.sleep(600)')\n"
-    "print('started', flush=True)\n"
-    "future.get()"
+    "import time\nfuture = procs.run('import time; time.sleep(600)')\nprint('started', flush=True)\nfuture.get()"
 )
 LEASE_S = 15
 """Within this time after a ``kill -9`` of the kernel, agents and workers have ended by themselves."""

@@ -55,11 +55,14 @@ class Rank:
         failure = outcome.failure
         return {
             "outcome": outcome._replace(
-                value=repr(outcome.value)[:1000], failure=failure and failure._replace(exception=repr(failure.exception))
+                value=_text(outcome.value), failure=failure and failure._replace(exception=repr(failure.exception))
             ),
             "displays": self.sink.displays[before:],
             "late": self.sink.late[before_late:],
         }
+
+    def define(self, names: dict[str, Any]) -> None:
+        self.shell.define(names)
 
     def evaluate(self, expr: str) -> Any:
         return self.shell.evaluate(expr)
@@ -83,7 +86,14 @@ class Rank:
     def evaluate_and_flush(self, expr: str) -> Any:
         value = self.shell.evaluate(expr)
         self.shell.flush()
+        return _text(value)
+
+
+def _text(value: object) -> str:
+    try:
         return repr(value)[:1000]
+    except Exception as error:
+        return repr(error)
 
 
 def serve_rank(shell: RankShell, descriptors: list[int], rank: int) -> None:
@@ -122,6 +132,7 @@ def main(fd: int) -> None:
     while True:
         data, ancillary, _, _ = requests.recvmsg(16, socket.CMSG_SPACE(12))
         if not data:
+            requests.close()
             return
         descriptors = array.array("i")
         descriptors.frombytes(ancillary[0][2])

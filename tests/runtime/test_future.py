@@ -267,17 +267,20 @@ def test_cancel_without_work_to_end_completes_at_once() -> None:
 
 
 def test_a_forgotten_failure_makes_no_noise_and_no_cycle(caplog: pytest.LogCaptureFixture) -> None:
-    def fail_and_forget() -> weakref.ref[Future[int]]:
+    def failed() -> Future[int]:
         future: Future[int] = Future(on_cancel=lambda: future)  # its hook holds it until it is complete
         future.set_exception(ValueError("bad shard"))
-        with pytest.raises(ValueError, match="bad shard"):
-            future.get()
-        return weakref.ref(future)
+        return future
 
     gc.collect()
     gc.disable()
     try:
-        assert fail_and_forget()() is None
+        future = failed()
+        with pytest.raises(ValueError, match="bad shard"):
+            future.get()
+        gone = weakref.ref(future)
+        del future
+        assert gone() is None
     finally:
         gc.enable()
     assert not caplog.records

@@ -589,7 +589,7 @@ def test_bounded_gives_up_before_it_costs_anything(make: Any) -> None:
         taken_s, peak = time.monotonic() - started, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert taken_s < 0.5
+    assert taken_s < 1
     assert peak < 8 << 20
     assert _resident_bytes() - before < 64 << 20
 

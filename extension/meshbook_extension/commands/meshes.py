@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from meshbook.errors import UsageError
 from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.commands import command
+from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.session import DEFAULT_NAME, Session, check_identifier
 from meshbook_extension.targets import RANK
@@ -23,6 +24,7 @@ HOSTS = "hosts"
 SPAWN = Grammar(
     name="%mesh spawn",
     summary="Start a process per rank and form their process group.",
+    count=(0, None),
     pairs="AXIS=N [AXIS=N ...]",
     options=(
         Option("--on", "who starts the hosts: local", str, "ENGINE"),
@@ -54,6 +56,8 @@ def spawn(session: Session, arguments: Arguments) -> None:
     check_identifier(name, "--name")
     if out is not None:
         check_identifier(out, "--out")
+    for word in arguments.words:
+        raise SPAWN.refuse(f'"{word}" has no size; write it as {word}=4.')
     sizes = _read_sizes(arguments.pairs)
     hosts = sizes.pop(HOSTS, None)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
@@ -97,7 +101,7 @@ def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
     group = ("nccl" if procs.device == "cuda" else "gloo") if grouped else "no process group"
     return (
         f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {procs.device}, {group}; '
-        f"ready in {seconds:.2f} s ({count(len(procs), 'rank')} on {count(len(procs.hosts), 'host')})"
+        f"ready in {format_seconds(seconds)} ({count(len(procs), 'rank')} on {count(len(procs.hosts), 'host')})"
     )
 
 

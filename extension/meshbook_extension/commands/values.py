@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshbook.errors import CallFailed
 from meshbook.wording import name_ranks
 from meshbook_extension.commands import command
 from meshbook_extension.labels import label_block
 from meshbook_extension.options import Arguments, Grammar, Option
+from meshbook_extension.running_cell import brief, show_as
 from meshbook_extension.session import Session, check_identifier
 from meshbook_extension.targets import FORMS, RANK
 
 if TYPE_CHECKING:
+    from meshbook.future import Future
     from meshbook.proc_mesh import ProcMesh
     from meshbook.value_mesh import ValueMesh
 
+T = TypeVar("T")
 AXIS, DIM = "axis", "dim"
 """Pairs that are not part of the target in scatter and gather."""
 
@@ -66,7 +70,12 @@ GATHER = Grammar(
     count=(1, 1),
     pairs="[axis=AXIS] [dim=D] [AXIS=.. ...]",
     options=(AT, OUT),
-    examples=("%mesh gather x", "%mesh gather x axis=gpus dim=1", "%mesh gather x --out whole", "%mesh gather x --at left"),
+    examples=(
+        "%mesh gather x",
+        "%mesh gather x axis=gpus dim=1",
+        "%mesh gather x --out whole",
+        "%mesh gather x --at left",
+    ),
     notes="axis may be left out where there is only one.",
 )
 BROADCAST = Grammar(
@@ -82,7 +91,7 @@ BROADCAST = Grammar(
 @command(EVAL)
 def evaluate(session: Session, arguments: Arguments) -> None:
     """Show values on the ranks."""
-    values = _target(session, arguments).evaluate(arguments.tail).get()
+    values = answer(_target(session, arguments).evaluate(arguments.tail))
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
     print(show_values(values))
@@ -105,7 +114,7 @@ def pull(session: Session, arguments: Arguments) -> None:
     if out is not None and len(names) > 1:
         raise PULL.refuse("--out names one variable, but several are pulled.", "--out")
     procs = _target(session, arguments)
-    pulled = {name: future.get() for name, future in [(name, procs.pull(name)) for name in names]}
+    pulled = {name: answer(future) for name, future in [(name, procs.pull(name)) for name in names]}
     for name, values in pulled.items():
         bound = check_identifier(out, "--out") if out else name
         session.bind(bound, values)
@@ -131,7 +140,7 @@ def gather(session: Session, arguments: Arguments) -> None:
     bound = check_identifier(arguments.text("--out") or name, "--out")
     axis, dim = _axis_and_dim(GATHER, arguments)
     procs = _target(session, arguments)
-    value = procs.gather(name, axis=axis, dim=dim).get()
+    value = answer(procs.gather(name, axis=axis, dim=dim))
     session.bind(bound, value)
     shape = getattr(value, "shape", None)
     size = f"shape {tuple(shape)}" if shape is not None else f"{len(value)} items"
@@ -146,8 +155,21 @@ def broadcast(session: Session, arguments: Arguments) -> None:
     if not source.isdigit():
         raise BROADCAST.refuse(f"--from takes the number of a rank, not {source}.", "--from")
     procs = session.mesh()
-    procs.broadcast(name, src=int(source)).get()
+    answer(procs.broadcast(name, src=int(source)))
     print(f"{name} of rank {source} on {name_ranks(procs.ranks)}")
+
+
+def answer(future: Future[T]) -> T:
+    """Wait for the ranks. A rank that does not have the name needs no traceback to say so.
+
+    Raises: CallFailed, WorkerLost, CallInterrupted.
+    """
+    try:
+        return future.get()
+    except CallFailed as error:
+        if not any(failure.where for failure in error.failures):
+            show_as(error, brief(error))
+        raise error from None
 
 
 def show_values(values: ValueMesh[Any]) -> str:

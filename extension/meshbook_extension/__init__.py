@@ -1,0 +1,49 @@
+"""The mesh in a notebook: ``%load_ext meshbook`` gives ``%mesh`` and ``%%mesh`` to any IPython.
+
+It works in a stock ipykernel, in a terminal, and is loaded already in the Meshbook kernel. Nothing heavy is imported
+before the first spawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SESSION = "_meshbook_session"
+"""Where the session lives on the shell, so that its meshes outlast ``%reload_ext``."""
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
+    from meshbook_extension.input_lines import TRANSFORMERS
+    from meshbook_extension.magics import MeshMagics, complete
+    from meshbook_extension.session import Session
+
+    if is_loaded(shell):
+        return
+    session = Session(shell)
+    session.take_over(getattr(shell, _SESSION, None))
+    setattr(shell, _SESSION, session)
+    MeshMagics(shell, session).register()
+    shell.input_transformers_cleanup.extend(TRANSFORMERS)
+    for magic in ("%mesh", "%%mesh"):
+        shell.set_hook("complete_command", lambda _shell, event: complete(session, event), str_key=magic)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Take the magics away. Meshes run on until they are stopped in Python, or the process ends."""
+    from meshbook_extension.input_lines import TRANSFORMERS, AutoMode
+
+    if not is_loaded(shell):
+        return
+    AutoMode.of(shell).switch_off()
+    for transformer in TRANSFORMERS:
+        shell.input_transformers_cleanup.remove(transformer)
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("mesh", None)
+    getattr(shell, _SESSION).close()
+
+
+def is_loaded(shell: Any) -> bool:
+    """Whether ``%mesh`` is there, and ours."""
+    magic = shell.magics_manager.magics["line"].get("mesh")
+    return type(getattr(magic, "__self__", None)).__name__ == "MeshMagics"

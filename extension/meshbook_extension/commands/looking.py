@@ -1,0 +1,116 @@
+"""What the ranks are doing, and what they have written: status, logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshbook.wording import format_bytes, format_ranks, format_sizes
+from meshbook_extension.commands import command
+from meshbook_extension.commands.meshes import count
+from meshbook_extension.labels import format_seconds, label
+from meshbook_extension.options import Arguments, Grammar, Option
+from meshbook_extension.session import Session
+from meshbook_extension.targets import FORMS
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import ProcMesh, RankStatus
+
+ROWS = 64
+"""A larger mesh gets a row per host and state."""
+
+
+@command(
+    Grammar(
+        name="%mesh status",
+        summary="The ranks: where they run, what they do, how much memory they hold.",
+        words="[SLICE]",
+        count=(0, 1),
+        pairs="[AXIS=.. ...]",
+        examples=("%mesh status", "%mesh status gpus=0:2", "%mesh"),
+        notes=FORMS,
+    )
+)
+def status(session: Session, arguments: Arguments) -> None:
+    """A table."""
+    procs = session.target(arguments.words, arguments.pairs)
+    print(describe_mesh(session, procs))
+    print(rank_table(procs.status()))
+
+
+def describe_mesh(session: Session, procs: ProcMesh) -> str:
+    """``mesh "main": gpus=4, cpu; 4 ranks on 1 host; slices: left; 1 job runs``"""
+    parts = [
+        f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {procs.device}',
+        f"{count(len(procs), 'rank')} on {count(len(set(procs.hosts)), 'host')}",
+    ]
+    slices = [name for name, named in session.slices.items() if named.mesh == procs.name]
+    running = [job for job in session.jobs.running() if job.mesh == procs.name]
+    if slices:
+        parts.append(f"slices: {', '.join(slices)}")
+    if running:
+        parts.append(f"{count(len(running), 'job')} running")
+    return "; ".join(parts)
+
+
+def rank_table(statuses: Sequence[RankStatus]) -> str:
+    """A row per rank, or per host and state of many."""
+    if len(statuses) > ROWS:
+        return _table(["ranks", "host", "state", "memory"], _summaries(statuses))
+    rows = [
+        [
+            str(one.rank),
+            ", ".join(f"{axis}={index}" for axis, index in one.point.items()),
+            one.host,
+            str(one.pid),
+            one.device,
+            one.state if one.state != "busy" else f"busy {format_seconds(one.busy_s)}",
+            format_bytes(one.rss_bytes) if one.rss_bytes else "",
+            one.where if one.where != one.state else "",
+        ]
+        for one in statuses
+    ]
+    return _table(["rank", "point", "host", "pid", "device", "state", "memory", "at"], rows)
+
+
+def _summaries(statuses: Sequence[RankStatus]) -> list[list[str]]:
+    groups: dict[tuple[str, str], list[RankStatus]] = {}
+    for one in statuses:
+        groups.setdefault((one.host, one.state), []).append(one)
+    return [
+        [format_ranks(one.rank for one in group), host, state, format_bytes(sum(one.rss_bytes for one in group))]
+        for (host, state), group in groups.items()
+    ]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """Columns of equal width; those without content are left out."""
+    kept = [index for index in range(len(head)) if any(row[index] for row in rows)]
+    table = [[row[index] for index in kept] for row in [head, *rows]]
+    widths = [max(len(row[column]) for row in table) for column in range(len(kept))]
+    return "\n".join(
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )
+
+
+@command(
+    Grammar(
+        name="%mesh logs",
+        summary="The last lines that each rank has written, those that were too many for the notebook too.",
+        words="[SLICE]",
+        count=(0, 1),
+        pairs="[AXIS=.. ...]",
+        options=(Option("-n", "so many lines of each (20)", int, "N"),),
+        examples=("%mesh logs", "%mesh logs rank=3 -n 100", "%mesh logs gpus=0:2"),
+        notes=FORMS,
+    )
+)
+def logs(session: Session, arguments: Arguments) -> None:
+    """A block per rank."""
+    procs = session.target(arguments.words, arguments.pairs)
+    lines = arguments.whole("-n")
+    paths = procs.log_paths()
+    for rank, text in sorted(procs.logs(20 if lines is None else lines).items()):
+        print(f"{label([rank])} {paths.get(rank, '')}")
+        if text.strip():
+            print(text.rstrip("\n"))

@@ -1,0 +1,61 @@
+"""``%mesh`` and ``%%mesh``, as IPython knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
+
+from meshbook_extension.cells import MESH_CELL, run_mesh_cell
+from meshbook_extension.commands import COMMANDS, dispatch, help_text
+from meshbook_extension.session import Session
+
+RAW = ("eval",)
+"""Commands whose line is taken as it stands; in others ``$x`` and ``{x}`` stand for variables of the notebook."""
+
+
+class MeshMagics:
+    """The magics of one session."""
+
+    def __init__(self, shell: Any, session: Session) -> None:
+        self.shell = shell
+        self.session = session
+
+    def register(self) -> None:
+        """Make them known to the shell."""
+        for kind, function in (("line", self.line), ("cell", self.cell)):
+            self.shell.register_magic_function(function, magic_kind=kind, magic_name="mesh")
+
+    def line(self, line: str) -> None:
+        if line.split(" ", 1)[0] not in RAW:
+            line = self.shell.var_expand(line, depth=2)
+        dispatch(self.session, line)
+
+    def cell(self, line: str, cell: str) -> None:
+        run_mesh_cell(self.session, line, cell)
+
+
+MeshMagics.line.__doc__ = help_text()
+MeshMagics.cell.__doc__ = MESH_CELL.help()
+setattr(MeshMagics.line, MAGIC_NO_VAR_EXPAND_ATTR, True)
+
+
+def complete(session: Session, event: Any) -> list[str]:
+    """Words that may follow in a ``%mesh`` or ``%%mesh`` line: commands, options, axes, slices."""
+    words = event.line.split()
+    typed = event.symbol
+    before = words[1 : len(words) - bool(typed)] if typed else words[1:]
+    if words[:1] == ["%mesh"] and not before:
+        return [name for name in (*COMMANDS, "help") if name.startswith(typed)]
+    name = before[0] if words[:1] == ["%mesh"] else ""
+    if name and name not in COMMANDS:
+        return []
+    grammar = COMMANDS[name].grammar if name else MESH_CELL
+    procs = session.meshes.get(session.current or "")
+    axes = [f"{axis}=" for axis in procs.sizes] if procs and grammar.pairs else []
+    found = [option.name for option in grammar.options] + axes
+    if grammar.words == "[SLICE]":
+        found += [*session.slices, *session.meshes]
+    elif "NAME" in grammar.words and name in ("use", "stop"):
+        found += list(session.meshes)
+    return [word for word in found if word.startswith(typed)]

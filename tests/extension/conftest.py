@@ -1,0 +1,8 @@
+"""Tests of the extension may import their neighbours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,63 @@
+"""A sink that remembers, and the events of ranks in short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshbook.errors import Failure
+from meshbook.output_events import DisplayData, OutputCut, RankDone, StreamText
+
+
+class RecordingSink:
+    """Beside `KernelSink` and `StreamSink`: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, Any]] = []
+
+    def stream(self, name: str, text: str) -> None:
+        self.messages.append((name, text))
+
+    def display(
+        self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
+    ) -> None:
+        self.messages.append(("update" if update else "display", (dict(data), display_id)))
+
+    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
+        self.messages.append(("error", "\n".join(traceback)))
+
+    def bars(self, lines: Sequence[str]) -> None:
+        self.messages.append(("bars", list(lines)))
+
+    def text(self, *kinds: str) -> str:
+        return "".join(content for kind, content in self.messages if kind in (kinds or ("stdout", "stderr")))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.messages]
+
+
+def out(rank: int, text: str, stream: str = "stdout") -> StreamText:
+    return StreamText(rank, stream, text, 1)
+
+
+def cut(rank: int, size_bytes: int) -> OutputCut:
+    return OutputCut(rank, size_bytes, f"/logs/rank-{rank}.log", 1)
+
+
+def done(rank: int, failure: Failure | None = None) -> RankDone:
+    return RankDone(rank, failure is None, 0.5, failure, 1)
+
+
+def failure(rank: int, evalue: str = "bad shard", ename: str = "ValueError") -> Failure:
+    return Failure(rank, "here", ename, evalue, ("Traceback", f"{ename}: {evalue}"), "cell 7, line 3")
+
+
+def shown(
+    rank: int,
+    data: Mapping[str, object],
+    *,
+    display_id: str | None = None,
+    update: bool = False,
+    is_result: bool = False,
+) -> DisplayData:
+    return DisplayData(rank, data, {}, {"display_id": display_id} if display_id else {}, update, is_result, 1)

@@ -1,0 +1,317 @@
+"""From events to what a cell shows: order, grouping, limits, failures. Time is ours here; no thread runs."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import pytest
+from fakes import RecordingSink, cut, done, failure, out, shown
+
+from meshbook.output_events import OutputEvent
+from meshbook_extension import budget, cell_output
+from meshbook_extension.cell_output import CellOutput
+from meshbook_extension.collapse import grouping_for
+from meshbook_extension.publish import Publisher, Scheduled
+
+
+class StillPublisher:
+    """Keeps the schedule; the test is the thread."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def schedule(self, output: Scheduled, at: float) -> None:
+        self.at.append(at)
+
+
+class Cell:
+    """One cell of ``count`` ranks."""
+
+    def __init__(self, count: int = 4, group: str = "equal") -> None:
+        self.sink = RecordingSink()
+        self.publisher = StillPublisher()
+        self.output = CellOutput(
+            range(count),
+            self.sink,
+            grouping_for(group, range(count)),
+            cast(Publisher, self.publisher),
+            lambda: {rank: f"/logs/rank-{rank}.log" for rank in range(count)},
+            "main",
+        )
+
+    def receive(self, *events: OutputEvent) -> None:
+        for event in events:
+            self.output.receive(event)
+
+    def pump(self, later_s: float = 0.0) -> float | None:
+        return self.output.pump(time.monotonic() + later_s)
+
+    def finish(self) -> str:
+        self.output.finish(timeout_s=0)
+        self.pump()
+        return self.sink.text()
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return Cell()
+
+
+def test_equal_lines_are_shown_once_in_one_message(cell: Cell) -> None:
+    cell.receive(*(out(rank, "step 1\nstep 2\n") for rank in range(4)))
+    cell.pump()
+    assert cell.sink.messages == [("stdout", "[0-3] step 1\n[0-3] step 2\n")]
+
+
+def test_lines_of_single_ranks_come_after_the_window(cell: Cell) -> None:
+    cell.receive(out(2, "only me\n"))
+    due = cell.pump()
+    assert cell.sink.messages == [] and due is not None
+    cell.pump(later_s=0.2)
+    assert cell.sink.messages == [("stdout", "[2] only me\n")]
+
+
+def test_messages_keep_their_distance(cell: Cell) -> None:
+    cell.receive(*(out(rank, "a\n") for rank in range(4)))
+    cell.pump()
+    cell.receive(*(out(rank, "b\n") for rank in range(4)))
+    due = cell.pump()
+    assert len(cell.sink.messages) == 1 and due is not None
+    cell.pump(later_s=cell_output.TEXT_INTERVAL_S)
+    assert len(cell.sink.messages) == 2
+
+
+def test_stderr_goes_to_stderr_in_its_place(cell: Cell) -> None:
+    cell.receive(out(0, "a\n"), out(0, "careful\n", "stderr"), out(0, "b\n"))
+    cell.finish()
+    assert cell.sink.messages == [("stdout", "[0] a\n"), ("stderr", "[0] careful\n"), ("stdout", "[0] b\n")]
+
+
+def test_streams_that_alternate_a_lot_are_sorted_into_few_messages(cell: Cell) -> None:
+    for number in range(100):
+        cell.receive(out(0, f"{number}\n"), out(0, f"{number}\n", "stderr"))
+    cell.finish()
+    assert cell.sink.kinds() == ["stdout", "stderr"]
+    assert cell.sink.text("stdout").split() == cell.sink.text("stderr").split()
+
+
+def test_a_line_without_its_end_is_shown_and_goes_on_in_place(cell: Cell) -> None:
+    cell.receive(out(0, "Loading"))
+    cell.pump(later_s=0.6)
+    cell.pump(later_s=0.8)
+    assert cell.sink.text() == "[0] Loading"
+    cell.receive(out(0, " done\n"))
+    assert cell.finish() == "[0] Loading done\n"
+
+
+def test_another_rank_begins_a_line_of_its_own(cell: Cell) -> None:
+    cell.receive(out(0, "Loading"))
+    cell.pump(later_s=0.6)
+    cell.pump(later_s=0.8)
+    cell.receive(out(1, "hello\n"), out(0, " done\n"))
+    assert cell.finish() == "[0] Loading\n[1] hello\n[0]  done\n"
+
+
+def test_the_end_of_the_cell_ends_the_line(cell: Cell) -> None:
+    cell.receive(out(0, "no newline"))
+    assert cell.finish() == "[0] no newline\n"
+
+
+def test_colours_are_kept(cell: Cell) -> None:
+    cell.receive(out(0, "\x1b[31mred\x1b[0m\n"))
+    assert cell.finish() == "[0] \x1b[31mred\x1b[0m\n"
+
+
+def test_late_output_is_still_shown(cell: Cell) -> None:
+    cell.receive(*(done(rank) for rank in range(4)))
+    cell.finish()
+    cell.receive(out(1, "from a thread\n"))
+    cell.pump(later_s=0.2)
+    assert cell.sink.text() == "[1] from a thread\n"
+
+
+def test_equal_results_are_shown_once_with_their_ranks(cell: Cell) -> None:
+    for rank in range(4):
+        cell.receive(shown(rank, {"text/plain": "4" if rank else "3"}, is_result=True), done(rank))
+    cell.finish()
+    assert cell.sink.messages == [
+        ("display", ({"text/plain": "[0] 3"}, None)),
+        ("display", ({"text/plain": "[1-3] 4"}, None)),
+    ]
+
+
+def test_further_lines_of_a_result_are_indented(cell: Cell) -> None:
+    cell.receive(shown(0, {"text/plain": "tensor([1,\n        2])"}, is_result=True))
+    cell.finish()
+    assert cell.sink.messages == [("display", ({"text/plain": "[0] tensor([1,\n            2])"}, None))]
+
+
+def test_a_plot_is_shown_below_its_rank(cell: Cell) -> None:
+    plot = {"text/plain": "<Figure>", "image/png": "iVBOR"}
+    cell.receive(out(3, "plotting"), shown(3, plot))
+    cell.finish()
+    assert cell.sink.messages == [
+        ("stdout", "[3] plotting\n"),
+        ("display", ({"text/plain": "[3]"}, None)),
+        ("display", (plot, None)),
+    ]
+
+
+def test_updates_of_a_display_go_to_the_display_of_their_rank(cell: Cell) -> None:
+    for rank in range(2):
+        cell.receive(shown(rank, {"text/plain": "0 %"}, display_id="x"))
+    cell.pump(later_s=0.2)
+    for percent in range(100):
+        cell.receive(shown(1, {"text/plain": f"{percent} %"}, display_id="x", update=True))
+    cell.finish()
+    assert cell.sink.messages == [
+        ("display", ({"text/plain": "[0] 0 %"}, "main.0.x")),
+        ("display", ({"text/plain": "[1] 0 %"}, "main.1.x")),
+        ("update", ({"text/plain": "[1] 99 %"}, "main.1.x")),
+    ]
+
+
+def test_a_widget_of_a_rank_is_shown_as_text(cell: Cell) -> None:
+    cell.receive(shown(0, {"text/plain": "IntSlider(value=7)", cell_output.WIDGET_VIEW: "{}"}))
+    cell.finish()
+    assert cell.sink.messages == [("display", ({"text/plain": "[0] IntSlider(value=7)"}, None))]
+
+
+def test_progress_bars_replace_each_other(cell: Cell) -> None:
+    for percent in range(0, 100, 10):
+        for rank in range(4):
+            cell.receive(out(rank, f"\r{percent}%", "stderr"))
+        cell.pump(later_s=percent / 100)
+    bars = [content for kind, content in cell.sink.messages if kind == "bars"]
+    assert 2 <= len(bars) <= 5 and bars[0] == ["[0-3] 0%"]
+    for rank in range(4):
+        cell.receive(out(rank, "\r100%\n", "stderr"))
+    assert cell.finish() == "[0-3] 100%\n"
+    assert cell.sink.messages[-1] == ("bars", [])
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_shown_while_others_run_with_what_was_printed_before_it(cell: Cell) -> None:
+    cell.receive(out(1, "about to fail\n"), done(1, failure(1)))
+    assert max(cell.publisher.at) <= time.monotonic() + 0.05
+    cell.pump(later_s=0.02)
+    assert cell.sink.messages == [
+        ("stdout", "[1] about to fail\n"),
+        ("error", "rank 1 raised ValueError: bad shard\nTraceback\nValueError: bad shard"),
+    ]
+
+
+def test_equal_failures_are_shown_once_and_later_ones_in_a_line(cell: Cell) -> None:
+    cell.receive(done(0, failure(0)), done(2, failure(2)))
+    cell.pump(later_s=0.02)
+    cell.receive(done(3, failure(3)))
+    cell.pump(later_s=0.1)
+    (_, error), (_, line) = cell.sink.messages
+    assert error.startswith("ranks 0,2 raised ValueError: bad shard\n")
+    assert line == "rank 3 raised ValueError: bad shard (cell 7, line 3)\n"
+
+
+def test_many_different_failures_do_not_fill_the_screen() -> None:
+    cell = Cell(64)
+    cell.receive(*(done(rank, failure(rank, f"shard {rank}")) for rank in range(64)))
+    cell.finish()
+    assert cell.sink.kinds().count("error") == 4
+    assert cell.sink.text("stderr").count("\n") == 21
+    assert cell.sink.text("stderr").endswith("ranks 24-63 raised too, each something else\n")
+
+
+def test_a_dead_rank_is_told_as_it_is(cell: Cell) -> None:
+    text = "rank 3 on here ended: killed by SIGKILL"
+    cell.receive(done(3, failure(3, "killed by SIGKILL", "WorkerLost")._replace(traceback=(text,))))
+    cell.pump(later_s=0.02)
+    assert cell.sink.messages == [("error", text)]
+
+
+def test_ranks_that_stopped_at_our_interrupt_are_no_news(cell: Cell) -> None:
+    cell.output.hide_interrupts = True
+    cell.receive(*(done(rank, failure(rank, "", "KeyboardInterrupt")) for rank in range(4)))
+    assert cell.finish() == ""
+    other = Cell()
+    other.receive(*(done(rank, failure(rank, "", "KeyboardInterrupt")) for rank in range(4)))
+    assert other.finish() == "ranks 0-3 stopped at an interrupt (cell 7, line 3)\n"
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_flood_is_bounded_and_counted_exactly(cell: Cell) -> None:
+    line = "x" * 99 + "\n"
+    lines = 4000
+    for number in range(lines):
+        cell.receive(out(0, line if number < lines - 1 else "the end\n"))
+    text = cell.finish()
+    assert len(text) < budget.SHOWN_CHARACTERS * 1.1
+    assert text.endswith("[0] the end\n")
+    (note,) = [part for part in text.splitlines() if part.startswith("not shown: ")]
+    hidden = int(note.split()[2].replace(",", ""))
+    visible = text.count("x" * 99) * 100 + len("the end\n")
+    assert hidden + visible == (lines - 1) * 100 + len("the end\n")
+    assert "of rank 0 (the last lines follow)" in note
+    assert "  all of it: /logs/rank-0.log; or %mesh logs -n 1000" in text
+
+
+def test_what_the_host_agent_kept_back_is_part_of_the_count(cell: Cell) -> None:
+    cell.receive(out(1, "a\n"), cut(1, 1_000_000), cut(1, 5_000_000), cut(3, 7))
+    cell.pump(later_s=0.2)
+    assert "rank 1 prints more than is shown here; all of it goes to /logs/rank-1.log\n" in cell.sink.text("stderr")
+    text = cell.finish()
+    assert "not shown: 5,000,007 bytes of ranks 1,3\n  all of it: /logs/rank-1.log, /logs/rank-3.log; or %mesh" in text
+    assert text.count("prints more") == 2 and text.count("not shown") == 1
+
+
+def test_merged_lines_count_for_each_of_their_ranks(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4000):
+        cell.receive(*(out(rank, f"{number:099}\n") for rank in range(4)))
+    text = cell.finish()
+    hidden = int(text.split("not shown: ")[1].split()[0].replace(",", ""))
+    assert hidden + sum(part.startswith("[0-3] ") for part in text.splitlines()) * 400 == 4000 * 400
+
+
+def test_a_single_endless_line_is_cut_with_its_length(cell: Cell) -> None:
+    cell.receive(out(0, "y" * 1_000_000 + "\n"))
+    text = cell.finish()
+    assert len(text) < 2000
+    assert "... 999,001 more characters\n" in text or "... 999,000 more characters\n" in text
+
+
+def test_a_late_flood_is_counted_again_later(cell: Cell) -> None:
+    cell.receive(out(0, "z" * 300_000 + "\n"))
+    cell.finish()
+    for number in range(100):
+        cell.receive(out(0, f"late {number}\n"))
+    due = cell.pump(later_s=0.2)
+    assert due is not None
+    cell.pump(later_s=cell_output.COUNT_INTERVAL_S + 1)
+    assert cell.sink.text().count("not shown") == 2
+    assert cell.sink.text().endswith("[0] late 99\n")
+
+
+def test_plots_beyond_the_limit_are_counted(cell: Cell) -> None:
+    picture = {"image/png": "p" * (budget.SHOWN_DISPLAY_CHARACTERS // 2)}
+    for number in range(5):
+        cell.receive(shown(0, {**picture, "text/plain": str(number)}))
+    assert "not shown: 4 plots or other rich outputs, after 20 MB of them in one cell" in cell.finish()
+
+
+def test_notes_stand_on_a_line_of_their_own(cell: Cell) -> None:
+    cell.receive(out(0, "half"))
+    cell.pump(later_s=0.6)
+    cell.pump(later_s=0.8)
+    cell.output.note("job 1 done")
+    cell.pump()
+    assert cell.sink.text() == "[0] half\njob 1 done\n"
+
+
+def test_blocks_per_rank() -> None:
+    cell = Cell(2, "rank")
+    for number in range(2):
+        cell.receive(*(out(rank, f"line {number}\n") for rank in range(2)))
+    assert cell.finish() == "[0] line 0\n[0] line 1\n[1] line 0\n[1] line 1\n"

@@ -1,0 +1,95 @@
+"""What is changed in a cell before IPython reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+from meshbook_extension.input_lines import AutoMode, answer_help, drop_local
+
+
+class Shell:
+    """The part of a shell that input transformers live in."""
+
+    def __init__(self, content: dict[str, Any] | None = None) -> None:
+        self.input_transformer_manager: Any = TransformerManager()  # type: ignore[no-untyped-call]
+        self.input_transformer_manager.cleanup_transforms.extend([answer_help, drop_local])
+        if content is not None:
+            self.kernel = self
+            self.get_parent = lambda channel: {"content": content}
+
+    @property
+    def input_transformers_cleanup(self) -> list[Any]:
+        return self.input_transformer_manager.cleanup_transforms  # type: ignore[no-any-return]
+
+    def transform(self, cell: str) -> str:
+        return str(self.input_transformer_manager.transform_cell(cell))
+
+
+def line(text: str) -> str:
+    return f"get_ipython().run_line_magic('mesh', '{text}')\n"
+
+
+@pytest.mark.parametrize("cell", ["%mesh spawn?", " %mesh spawn ?\n", "%mesh spawn??"])
+def test_a_question_mark_behind_a_command_shows_its_help(cell: str) -> None:
+    assert Shell().transform(cell) == line("help spawn")
+
+
+def test_help_without_a_cell_is_no_error() -> None:
+    assert Shell().transform("%%mesh --help") == line("help cell")
+    assert Shell().transform("%%mesh --help\nx") == "get_ipython().run_cell_magic('mesh', '--help', 'x\\n')\n"
+
+
+def test_other_cells_are_left_alone() -> None:
+    for cell in ("x = 1\n", "%time x\n", "# %mesh spawn?\n", ""):
+        assert Shell().transform(cell) == TransformerManager().transform_cell(cell)  # type: ignore[no-untyped-call]
+
+
+def test_local_is_dropped_and_line_numbers_hold() -> None:
+    assert Shell().transform("%%local\nx = 1\n") == "\nx = 1\n"
+    assert drop_local(["# note\n", "%%local\n", "x\n"]) == ["# note\n", "\n", "x\n"]
+
+
+def test_auto_mode_sends_cells_until_it_is_switched_off() -> None:
+    shell = Shell()
+    mode = AutoMode.of(shell)
+    assert not mode.is_on
+    mode.switch_on()
+    mode.switch_on()
+    assert AutoMode.of(shell) is mode
+    assert shell.transform("x = 1\n") == "get_ipython().run_cell_magic('mesh', '', 'x = 1\\n')\n"
+    mode.switch_off()
+    mode.switch_off()
+    assert shell.transform("x = 1\n") == "x = 1\n"
+
+
+@pytest.mark.parametrize(
+    "cell", ["%mesh auto off\n", "# off again\n%mesh auto off\n", "%%local\nx = 1\n", "%%bash\nls\n", "\n", "# note\n"]
+)
+def test_auto_mode_leaves_mesh_commands_and_cell_magics_here(cell: str) -> None:
+    shell = Shell()
+    usual = shell.transform(cell)
+    AutoMode.of(shell).switch_on()
+    assert shell.transform(cell) == usual
+
+
+def test_auto_mode_sends_magics_of_a_line_and_shell_commands() -> None:
+    shell = Shell()
+    AutoMode.of(shell).switch_on()
+    assert shell.transform("!ls\n").startswith("get_ipython().run_cell_magic('mesh', '', '!ls")
+    assert shell.transform("%timeit x\n").startswith("get_ipython().run_cell_magic('mesh', '', '%timeit")
+
+
+def test_auto_mode_does_not_make_a_console_wait_for_an_empty_line() -> None:
+    shell = Shell()
+    AutoMode.of(shell).switch_on()
+    assert shell.input_transformer_manager.check_complete("x = 1") == ("complete", None)
+
+
+@pytest.mark.parametrize("content", [{"silent": True}, {"store_history": False}])
+def test_auto_mode_leaves_the_front_ends_own_code_here(content: dict[str, Any]) -> None:
+    shell = Shell(content)
+    AutoMode.of(shell).switch_on()
+    assert shell.transform("_inspect()\n") == "_inspect()\n"

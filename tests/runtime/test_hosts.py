@@ -1,0 +1,39 @@
+"""Two agents on loopback that act as two hosts: everything crosses TCP, nothing shares memory."""
+
+from __future__ import annotations
+
+import torch
+
+from meshbook import ProcMesh
+
+
+def test_hosts_come_first_in_the_extent(mesh2x2: ProcMesh) -> None:
+    assert mesh2x2.sizes == {"hosts": 2, "gpus": 2}
+    values = mesh2x2.run("(rank, local_rank, dict(point))").get(60)
+    assert values.item(hosts=1, gpus=0) == (2, 0, {"hosts": 1, "gpus": 0})
+
+
+def test_a_slice_reaches_its_host_only(mesh2x2: ProcMesh) -> None:
+    mesh2x2.run("hit = 0").get(60)
+    mesh2x2.slice(hosts=1).run("hit = 1").get(60)
+    assert mesh2x2.pull("hit").get(60).values() == [0, 0, 1, 1]
+
+
+def test_collectives_cross_hosts(mesh2x2: ProcMesh) -> None:
+    code = "t = torch.ones(1); dist.all_reduce(t); (t.item(), mesh.mesh_dim_names)"
+    assert mesh2x2.run(code).get(60).values() == [(4.0, ("hosts", "gpus"))] * 4
+
+
+def test_large_payloads_cross_hosts_in_both_directions(mesh2x2: ProcMesh) -> None:
+    big = torch.arange(3_000_000, dtype=torch.float32)
+    mesh2x2.push({"big": big}).get(60)
+    assert mesh2x2.evaluate("big.sum().item()").get(60).values() == [big.sum().item()] * 4
+    mesh2x2.run("mine = big + rank").get(60)
+    pulled = mesh2x2.pull("mine").get(60)
+    assert all(torch.equal(pulled.get(rank), big + rank) for rank in range(4))
+
+
+def test_a_small_call_after_a_large_one_keeps_its_place(mesh2x2: ProcMesh) -> None:
+    mesh2x2.push({"x": torch.zeros(4_000_000)})
+    mesh2x2.push({"x": 1})
+    assert mesh2x2.pull("x").get(60).values() == [1] * 4
