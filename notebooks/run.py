@@ -31,7 +31,19 @@ class Narrator(NotebookClient):  # type: ignore[misc]
     def __init__(self, notebook: nbformat.NotebookNode, **options: Any) -> None:
         super().__init__(notebook, **options)
         self.figures = 0
+        self._cells = 0
         self._at_line_start = True
+        self.on_cell_start = self._introduce
+
+    def _introduce(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
+        self.end_line()
+        if cell.cell_type == "code":
+            self._cells += 1
+            print(f"[{self._cells}] {title_of(cell.source)}")
+            return
+        headings = [line.lstrip("# ") for line in cell.source.splitlines() if line.startswith("#")]
+        if headings:
+            print(f"\n## {headings[0]}")
 
     def output(self, outs: list[Any], msg: dict[str, Any], display_id: str, cell_index: int) -> Any:
         """Keep the output as nbclient does, and print it."""
@@ -41,6 +53,8 @@ class Narrator(NotebookClient):  # type: ignore[misc]
             self._show(content["text"])
         elif msg["msg_type"] in ("display_data", "execute_result"):
             self._show_bundle(content["data"])
+        elif msg["msg_type"] == "error":
+            self._show("\n".join(content["traceback"]) + "\n")
         return kept
 
     def _show_bundle(self, data: dict[str, Any]) -> None:
@@ -77,42 +91,29 @@ def title_of(source: str) -> str:
 def narrate(path: Path, *, save: Path | None, timeout_s: float) -> int:
     """Run the notebook at ``path`` in its folder; returns the exit code."""
     notebook = nbformat.read(path, as_version=4)
-    kernel = notebook.metadata.get("kernelspec", {}).get("name", "python3")
-    code_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
-    print(f"{path.name}: {code_cells} cells in the kernel {kernel}")
     narrator = Narrator(
         notebook,
-        kernel_name=kernel,
+        kernel_name=notebook.metadata.get("kernelspec", {}).get("name", "python3"),
         timeout=timeout_s,
         config=Config({"KernelManager": {"transport_encryption": "auto"}}),
         resources={"metadata": {"path": str(path.parent)}},
     )
-
-    def cell_starts(cell: nbformat.NotebookNode, cell_index: int) -> None:
-        if cell.cell_type == "markdown":
-            headings = [line.lstrip("# ") for line in cell.source.splitlines() if line.startswith("#")]
-            if headings:
-                print(f"\n## {headings[0]}")
-        else:
-            narrator.end_line()
-            print(f"[{1 + sum(c.cell_type == 'code' for c in notebook.cells[:cell_index])}] {title_of(cell.source)}")
-
-    narrator.on_cell_start = cell_starts
+    cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+    print(f"{path.name}: {cells} cells in the kernel {narrator.kernel_name}")
     began = time.monotonic()
     failure = ""
     try:
         narrator.execute()
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        failure = ANSI.sub("", str(error)).strip()
+    except CellExecutionError:  # shown already, as the cell's output
+        failure = "a cell raised an error"
+    except (CellTimeoutError, DeadKernelError) as error:
+        failure = str(error).strip().partition("\n")[0]
     narrator.end_line()
     if save is not None:
         nbformat.write(notebook, save)
     took = f"{time.monotonic() - began:.1f} s, {narrator.figures} figures"
-    if failure:
-        print(f"\n{failure}\n\n{path.name} failed after {took}.")
-        return 1
-    print(f"\n{path.name} passed: {code_cells} cells in {took}.")
-    return 0
+    print(f"\n{path.name} " + (f"failed: {failure}; {took}." if failure else f"passed: {cells} cells in {took}."))
+    return 1 if failure else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

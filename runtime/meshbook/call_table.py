@@ -69,6 +69,7 @@ class CallTable:
             call.settle()
         if not call.waiting:
             self._calls.pop(call.id, None)
+            call.ended.set_result(None)
 
     def lose(self, mesh: int, error: WorkerLost) -> None:
         """A worker of ``mesh`` ended: the calls that wait for it learn it now."""

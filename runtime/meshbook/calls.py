@@ -60,6 +60,7 @@ class OpenCall:
     """Owned by the controller's I/O thread; others read it to tell who is silent."""
 
     __slots__ = (
+        "ended",
         "fail_fast",
         "failures",
         "future",
@@ -87,6 +88,8 @@ class OpenCall:
         self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
         self.fail_fast, self.on_reply = fail_fast, on_reply
         self.waiting = set(members.ranks())
+        self.ended: Future[None] = Future()
+        """Completes when no rank is at it any more; ``future`` may complete earlier, at the first failure."""
         self.results = Results()
         self.failures: list[Failure] = []
         self.lost: list[WorkerLost] = []
@@ -134,6 +137,7 @@ class OpenCall:
         if isinstance(error, CallError):
             error.partial = self.results
         self.future.set_exception(error)
+        self.ended.set_result(None)
 
 
 def _loader(results: Results, rank: int) -> Callable[[], Any]:
@@ -172,7 +176,7 @@ class CallFuture(Future[T], Generic[T]):
         waiting = set(self.call.waiting)
         self._cancel_on_ranks(self.call.id)
         try:
-            super().exception(INTERRUPT_GRACE_S)
+            self.call.ended.get(INTERRUPT_GRACE_S)
         except TimeoutError:
             pass
         stuck = set(self.call.waiting)

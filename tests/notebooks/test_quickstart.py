@@ -46,7 +46,7 @@ def test_every_cell_ran_and_the_summary_says_so(demo: tuple[str, dict[str, Any]]
 
 def test_ranks_say_where_they_are(demo: tuple[str, dict[str, Any]]) -> None:
     text = text_of(demo[1]["where-code"])
-    assert "[0-3] 4 ranks, backend gloo" in text
+    assert "[0-3] 4 ranks, joined by gloo" in text
     for rank in range(4):
         assert f"[{rank}] rank {rank} is at " in text
 
@@ -56,6 +56,9 @@ def test_targets_run_on_their_ranks_only(demo: tuple[str, dict[str, Any]]) -> No
     in_front = text_of(demo[1]["slice-use"])
     assert "rank 1 is in front" in in_front
     assert "rank 2" not in in_front
+    second_column = text_of(demo[1]["split-use"])
+    assert "[3] rank 3 is at row 1, column 1" in second_column
+    assert "[2]" not in second_column
 
 
 def test_plots_come_from_ranks_and_notebook(demo: tuple[str, dict[str, Any]]) -> None:
