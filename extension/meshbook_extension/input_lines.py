@@ -4,7 +4,7 @@ IPython's cleanup transformers get the lines of a cell and return others. Ours c
 
     auto mode (only while it is on)   x = 1          ->  %%mesh
                                                          x = 1
-    help and %%local (always)         %mesh spawn?   ->  %mesh spawn --help
+    help and %%local (always)         %mesh spawn?   ->  %mesh help spawn
                                       %%local        ->  (an empty line)
 """
 
@@ -17,20 +17,27 @@ from typing import Any
 from meshbook_extension.publish import parent_of
 
 _COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
-_LONE_CELL_HELP = re.compile(r"\s*%%mesh\s+(--help|-h)\s*")
+_CELL_LINE = re.compile(r"\s*%%mesh(?![\w?])(?!\s*\?)")
+_CELL_HELP = re.compile(r"\s(--help|-h)\s*$")
 _LOCAL = re.compile(r"%%local\s*")
 _OWN_LINE = re.compile(r"\s*%mesh\b")
 
 
 def answer_help(lines: list[str]) -> list[str]:
     """``?`` behind a command of ``%mesh``: IPython would look for a variable of that name."""
-    if len(lines) == 1:
-        found = _COMMAND_HELP.fullmatch(lines[0])
-        if found:
-            return [f"%mesh help {found[1]}\n"]
-        if _LONE_CELL_HELP.fullmatch(lines[0]):
-            return ["%mesh help cell\n"]
-    return lines
+    found = _COMMAND_HELP.fullmatch(lines[0]) if len(lines) == 1 else None
+    return [f"%mesh help {found[1]}\n"] if found else lines
+
+
+def take_empty_cell(lines: list[str]) -> list[str]:
+    """``%%mesh`` with nothing below it: IPython would answer with words of its own, to ``%%mesh --help`` too."""
+    if len(lines) != 1 or not _CELL_LINE.match(lines[0]):
+        return lines
+    return ["%mesh help cell\n"] if _CELL_HELP.search(lines[0]) else [*lines, "\n"]
+
+
+# a console that asks whether the cell is complete wants to hear that it is not
+take_empty_cell.has_side_effects = True  # type: ignore[attr-defined]
 
 
 def drop_local(lines: list[str]) -> list[str]:
@@ -87,7 +94,7 @@ class AutoMode:
         return bool(content.get("silent", False)) or content.get("store_history", True) is False
 
 
-TRANSFORMERS: tuple[Callable[[list[str]], list[str]], ...] = (answer_help, drop_local)
+TRANSFORMERS: tuple[Callable[[list[str]], list[str]], ...] = (answer_help, take_empty_cell, drop_local)
 
 
 def _first_code_line(lines: list[str]) -> int | None:

@@ -10,6 +10,7 @@ completes; payloads are pickled before and unpickled after by the thread of the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -437,7 +438,7 @@ class Controller:
                 if rank not in mesh.lost:
                     self._lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
             if mesh.phase is MeshPhase.STOPPING:
-                mesh.on_stopped(host, lambda mesh=mesh: self._forget(mesh))
+                mesh.on_stopped(host, functools.partial(self._forget, mesh))
 
     def _forget(self, mesh: KnownMesh) -> None:
         self.meshes.pop(mesh.id, None)

@@ -8,6 +8,7 @@ Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import signal
@@ -102,7 +103,7 @@ class HostAgent:
         if self._shares_memory:
             return segment, None
         buffers = map_segment(segment, lambda id: self._freed.append((segment.pid, id)))
-        name, pieces = self._bulk_out.pieces(buffers)
+        name, pieces = self._bulk_out.pieces([buffer.data for buffer in buffers])
         for piece, data in pieces:
             self._lanes["bulk"].send(wire.encode(piece), [bytes(data)])
         return None, name
@@ -260,7 +261,7 @@ class HostAgent:
                 self._exit_code = code
 
         for mesh_id, mesh in tuple(meshes.items()):
-            mesh.stop(GOODBYE_GRACE_S, lambda mesh_id=mesh_id: stopped(mesh_id))
+            mesh.stop(GOODBYE_GRACE_S, functools.partial(stopped, mesh_id))
 
 
 def main() -> None:

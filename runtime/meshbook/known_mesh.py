@@ -31,7 +31,7 @@ class KnownMesh:
         self.per_host = len(extent) // len(hosts)
         self.workers: dict[int, Worker] = {}
         self.lost: dict[int, WorkerLost] = {}
-        self.store = KeyValueStore()
+        self.store: KeyValueStore[int] = KeyValueStore()
         self.started: Future[None] = Future()
         self.stopped: Future[None] = Future()
         self._hosts_starting = set(hosts)

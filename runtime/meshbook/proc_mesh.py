@@ -11,11 +11,12 @@ from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
 from meshbook.errors import LayoutError
 from meshbook.future import Future
+from meshbook.joined_futures import MappedFuture, join_futures
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputListener
 from meshbook.pickling import dumps
-from meshbook.shape import Extent, Members, Point
+from meshbook.shape import Choice, Extent, Index, Members, Point, Region
 from meshbook.value_mesh import ValueMesh
 from meshbook.wording import format_sizes
 
@@ -82,11 +83,11 @@ class ProcMesh:
     def __len__(self) -> int:
         return len(self._members)
 
-    def slice(self, **axes: int | slice) -> ProcMesh:
+    def slice(self, **axes: Index) -> ProcMesh:
         """A view as NumPy would cut it: an int drops its axis. Raises: UnknownAxisError, RankError."""
         return self._view(self._members.slice(**axes))
 
-    def pick(self, **axes: int | slice | Sequence[int]) -> ProcMesh:
+    def pick(self, **axes: Choice) -> ProcMesh:
         """Like `slice`, also with lists of indices."""
         return self._view(self._members.pick(**axes))
 
@@ -108,8 +109,6 @@ class ProcMesh:
 
     def base(self) -> ProcMesh:
         """The whole mesh that this is a view of."""
-        from meshbook.shape import Region
-
         return self._view(Region.of(self._mesh.extent.sizes))
 
     def _view(self, members: Members) -> ProcMesh:
@@ -170,7 +169,7 @@ class ProcMesh:
         """Bring the value of ``name`` from every member."""
         return self.evaluate(name)
 
-    def scatter(self, name: str, value: Any, axis: str | None = None, dim: int = 0) -> Future[list[None]]:
+    def scatter(self, name: str, value: Any, axis: str | None = None, dim: int = 0) -> Future[list[ValueMesh[None]]]:
         """Bind ``name`` to one piece of ``value`` per index of ``axis``; members that share the index get the same.
 
         value: a tensor or array, cut along ``dim`` as by ``tensor_split``, or a sequence. axis: the mesh's only axis by
@@ -179,13 +178,13 @@ class ProcMesh:
         axis = self._one_axis(axis)
         pieces = partition.split(value, self.size(axis), dim)
         futures = [self.pick(**{axis: i}).push({name: piece}) for i, piece in enumerate(pieces)]
-        return gather_futures(futures).then(lambda done: [None for _ in done])
+        return join_futures(futures)
 
     def gather(self, name: str, axis: str | None = None, dim: int = 0) -> Future[Any]:
         """Bring ``name`` from the members along ``axis`` (index 0 of all others) and join it along ``dim``."""
         axis = self._one_axis(axis)
-        others: dict[str, int | slice | Sequence[int]] = {label: 0 for label in self.sizes if label != axis}
-        return self.pick(**others).pull(name).then(lambda values: partition.join(values.values(), dim))
+        others: dict[str, Choice] = {label: 0 for label in self.sizes if label != axis}
+        return MappedFuture(self.pick(**others).pull(name), lambda values: partition.join(values.values(), dim))
 
     def broadcast(self, name: str, src: int = 0) -> Future[ValueMesh[None]]:
         """Bind ``name`` on every member to its value on base rank ``src``, by the process group.
@@ -301,22 +300,3 @@ class ProcMesh:
     def __repr__(self) -> str:
         state = "" if self.alive else ", stopped"
         return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}, {self.device}{state})'
-
-
-def gather_futures(futures: Sequence[Future[T]]) -> Future[list[T]]:
-    """A future of all results, in order; the first error becomes its error."""
-    gathered: Future[list[T]] = Future(on_cancel=lambda: [future.cancel() for future in futures] and None)
-    left = set(range(len(futures)))
-
-    def done(index: int, future: Future[T]) -> None:
-        left.discard(index)
-        if (error := future.exception(0)) is not None:
-            gathered.set_exception(error)
-        elif not left and not gathered.done():
-            gathered.set_result([each.get(0) for each in futures])
-
-    for index, future in enumerate(futures):
-        future.add_done_callback(lambda future, index=index: done(index, future))
-    if not futures:
-        gathered.set_result([])
-    return gathered

@@ -24,7 +24,7 @@ from traitlets.config import Config
 from meshbook.cell_compiler import CellCompiler
 from meshbook.errors import UsageError
 from meshbook.rank_display import RankDisplayHook, RankDisplayPublisher, sendable
-from meshbook.rank_failures import drop_own_frames, format_error
+from meshbook.rank_failures import drop_own_frames, forget_last_error, format_error
 from meshbook.shell_commands import run_command
 
 
@@ -75,14 +75,16 @@ class RankIPython(InteractiveShell):
     def run_rank_cell(self, code: str, number: int | None, lines_above: int) -> CellResult:
         """Run a cell. Errors come back, none is raised; interrupts in IPython's own code may be."""
         self._user_code_depth = 0
-        self._held = []
         compiler: Any = self.compile
         compiler.begin(code, number, lines_above)
         if number is not None:
             self._continue_history_at(number)
-        result = self.run_cell(code, store_history=True)
+        shown = self._held = []
+        try:
+            result = self.run_cell(code, store_history=True)
+        finally:
+            self._held = None
         error = result.error_before_exec or result.error_in_exec
-        shown, self._held = self._held, None
         for held in shown:
             if held is error:
                 continue
@@ -91,6 +93,19 @@ class RankIPython(InteractiveShell):
             else:
                 self._print_error(held)
         return CellResult(result.result, error, ran=result.error_before_exec is None)
+
+    def warm_up(self) -> None:
+        """Use once what a rank's first cells would otherwise import or compile, so that ranks share it."""
+        for name in ("time", "timeit", "matplotlib", "cd"):
+            self.find_line_magic(name)
+        self.transform_cell("!true\n%time 1\nname?\n")
+        formatter: Any = self.display_formatter
+        formatter.format([1])
+        self._held = []
+        result = self.run_cell("def f():\n    1 / 0\nf()", silent=True)
+        format_error(self, result.error_in_exec)
+        forget_last_error(self)
+        self._held = None
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         """Run compiled code; returns whether it raised. As IPython's, but exits and debugger quits are errors too."""

@@ -4,8 +4,8 @@
               └──> pieces tagged with their output id ──> rate limit ──> controller
 
 A worker writes ``marker + id + newline`` into both pipes where another output begins: attribution is exact however
-late the agent reads. A rank may burst `BURST_BYTES` and then send `RATE_BYTES_S` to the notebook; beyond that the newest
-`TAIL_BYTES` wait, older ones are counted and stay in the log only.
+late the agent reads. A rank may burst `BURST_BYTES` and then send `RATE_BYTES_S` to the notebook; beyond that the
+newest `TAIL_BYTES` wait, older ones are counted and stay in the log only.
 """
 
 from __future__ import annotations

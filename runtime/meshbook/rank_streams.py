@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 PARTIAL_LINE_MAX = 8192
@@ -93,17 +94,21 @@ class RankStream(io.TextIOBase):
         self._stream = name
         self._fd = fd
         self._attribution = attribution
-        self._partial: dict[tuple[int | None, int], str] = {}
-        """Unfinished lines by (late cell, thread)."""
+        self._partial: dict[tuple[int, int] | int, str] = {}
+        """Unfinished lines by thread, or (late cell, thread)."""
         self._file = _open_fd(fd)
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        key = (self._attribution.late_cell(), threading.get_ident())
+        cell = _cell_of_context.get()
+        is_known = cell is not None and cell == self._attribution.running  # the usual case, kept short
+        late = None if is_known else self._attribution.late_cell()
+        thread = get_ident()
+        key = thread if late is None else (late, thread)
         line = self._partial.pop(key, "") + text
         if "\n" in text or "\r" in text or len(line) > PARTIAL_LINE_MAX:
-            self._emit(key, line)
+            self._emit(late, line)
         elif line:
             self._partial[key] = line
         return len(text)
@@ -111,28 +116,24 @@ class RankStream(io.TextIOBase):
     def flush(self) -> None:
         for key in list(self._partial):
             if line := self._partial.pop(key, ""):
-                self._emit(key, line)
+                self._emit(key[0] if isinstance(key, tuple) else None, line)
 
-    def _emit(self, key: tuple[int | None, int], text: str) -> None:
-        if key[0] is None:
+    def _emit(self, late: int | None, text: str) -> None:
+        if late is None:
             self.write_bytes(text.encode("utf-8", "backslashreplace"))
         else:
-            self._attribution.late_text(self._stream, text, key[0])
+            self._attribution.late_text(self._stream, text, late)
 
     def write_bytes(self, data: bytes) -> None:
         """Write all of it; waits while the pipe is full. What an interrupt leaves over follows with the next write."""
-        left = data
-        while left:
-            try:
-                self._file.write(left)
-                left = b""
-            except BlockingIOError as full:  # a child has made the shared pipe non-blocking
-                left = left[full.characters_written :]
-                select.select((), (self._fd,), ())
         while True:
             try:
+                if data:
+                    self._file.write(data)
+                    data = b""
                 return self._file.flush()
-            except BlockingIOError:
+            except BlockingIOError as full:  # a child has made the shared pipe non-blocking
+                data = data[full.characters_written :]
                 select.select((), (self._fd,), ())
 
     def after_fork(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from meshbook.errors import Failure
 from meshbook.no_collectives import collectives_off
-from meshbook.rank_failures import describe_error, forget_last_error, format_error, keep_for_postmortem
+from meshbook.rank_failures import describe_error, forget_last_error, keep_for_postmortem
 from meshbook.rank_ipython import CellResult, Show, create_shell, refuse_debugger
 from meshbook.rank_streams import Attribution, flush_c_streams, install_streams
 
@@ -83,7 +83,7 @@ class RankShell:
         self._rank, self._host = -1, ""
         self._inline = importlib.util.find_spec("matplotlib_inline") is not None
         self._choose_matplotlib_backend()
-        self._warm_up()
+        self._ipython.warm_up()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # else each fork would write it again
         flush_c_streams()
@@ -226,19 +226,6 @@ class RankShell:
             os.environ["MPLBACKEND"] = _INLINE_BACKEND
         elif not self._inline and chosen == _INLINE_BACKEND:  # the notebook's choice, which this host cannot follow
             os.environ["MPLBACKEND"] = "agg"
-
-    def _warm_up(self) -> None:
-        """Use once what a rank's first cell would otherwise import or compile, so that ranks share it."""
-        shell: Any = self._ipython
-        shell.display_formatter.format([1])
-        for name in ("time", "timeit", "matplotlib", "cd"):
-            shell.find_line_magic(name)
-        shell.transform_cell("!true\n%time 1\nname?\n")
-        try:
-            eval(compile("1/0", "<warm-up>", "eval"), {})
-        except ZeroDivisionError as error:
-            format_error(shell, error)
-            forget_last_error(shell)
 
 
 def _refuse_input(prompt: object = "", /) -> NoReturn:

@@ -24,11 +24,14 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from meshbook.processes import die_with_parent, thread_count
+
+if TYPE_CHECKING:
+    from meshbook.shell import RankShell
 
 STANDARD_PRELOAD = (
     "numpy",
@@ -115,7 +118,7 @@ def main(fd: int) -> None:
         _preload_or_explain(sock, child.kind)
 
 
-def _preload(modules: Sequence[str]) -> object:
+def _preload(modules: Sequence[str]) -> RankShell:
     for module in modules:
         importlib.import_module(module)
     from meshbook.shell import RankShell

@@ -5,14 +5,15 @@
                        <── "host/bulk"   ── DEALER   pieces of payloads that cross hosts
 
 Each lane is a connection of its own, so that an interrupt never waits behind a payload. CURVE encrypts all of them; a
-ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. Every socket is opened,
-used and closed by the thread that made it.
+ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. Every socket is
+opened, used and closed by the thread that made it.
 
 ROUTER sockets lose messages silently when a peer reconnects; `meshbook.link` numbers and replays them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -74,7 +75,7 @@ class ControllerSocket:
     def bind(self, address: str) -> str:
         """Listen at ``ipc://PATH`` or ``tcp://IP:*`` as well; return the endpoint to dial."""
         self._router.bind(address)
-        return str(self._router.last_endpoint.decode().rstrip("\0"))
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def accept(self, host_id: str) -> tuple[str, str]:
         """Make a key pair (public, secret) that lets ``host_id`` in, and nobody else."""
@@ -86,7 +87,7 @@ class ControllerSocket:
         """Wait until a message, a byte at ``wake_fd`` or the timeout is there; let hosts in meanwhile."""
         if wake_fd not in self._poller:
             self._poller.register(wake_fd, zmq.POLLIN)
-        events = self._poller.poll(None if timeout_s is None else timeout_s * 1000)
+        events = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
         if any(sock is self._zap for sock, _ in events):
             self._answer_handshakes()
 
@@ -102,7 +103,7 @@ class ControllerSocket:
             if lane not in LANES or identity.get("User-Id") != host_id:
                 self.rejected += 1
                 continue
-            yield host_id, lane, frames  # type: ignore[misc]
+            yield host_id, lane, frames
 
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
         """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
@@ -145,7 +146,7 @@ class AgentSocket:
         return int(self._sock.fd)
 
     def readable(self) -> bool:
-        return bool(self._sock.events & zmq.POLLIN)
+        return bool(int(self._sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield (header, payload) of each new message, in order, once."""

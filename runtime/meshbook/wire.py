@@ -52,11 +52,11 @@ class _Message(msgspec.Struct, array_like=True, frozen=True, tag_field="t"):
 # ---- both directions of the controller's links -----------------------------------------------------------------
 
 
-class Heartbeat(_Message, tag="hb"):
+class Heartbeat(_Message, frozen=True, tag="hb"):
     """Once a second on the urgent lane, so that each side knows the other lives."""
 
 
-class Bulk(_Message, tag="bulk"):
+class Bulk(_Message, frozen=True, tag="bulk"):
     """A piece of a payload that crosses hosts; the message that names ``payload`` waits until it is whole."""
 
     payload: int
@@ -65,7 +65,7 @@ class Bulk(_Message, tag="bulk"):
     last: bool
 
 
-class SegmentFree(_Message, tag="free"):
+class SegmentFree(_Message, frozen=True, tag="free"):
     """Nobody on the sender's side still looks at the segment ``segment`` of process ``pid``."""
 
     pid: int
@@ -75,18 +75,18 @@ class SegmentFree(_Message, tag="free"):
 # ---- controller to host agent ----------------------------------------------------------------------------------
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(_Message, frozen=True, tag="welcome"):
     """Answer to `Hello`; ``shares_memory`` says that the controller runs on the same host."""
 
     version: int
     shares_memory: bool
 
 
-class Refused(_Message, tag="refused"):
+class Refused(_Message, frozen=True, tag="refused"):
     reason: str
 
 
-class Spawn(_Message, tag="spawn"):
+class Spawn(_Message, frozen=True, tag="spawn"):
     """Start the workers with base ranks ``first_rank`` .. ``first_rank + count - 1`` of a mesh."""
 
     mesh: int
@@ -104,7 +104,7 @@ class Spawn(_Message, tag="spawn"):
     environment: dict[str, str]
 
 
-class Call(_Message, tag="call"):
+class Call(_Message, frozen=True, tag="call"):
     """Run ``endpoint`` once on every member of ``target``; arguments are the payload."""
 
     id: int
@@ -119,7 +119,7 @@ class Call(_Message, tag="call"):
     """(payload, spans) of large buffers that arrive as `Bulk`."""
 
 
-class Query(_Message, tag="query"):
+class Query(_Message, frozen=True, tag="query"):
     """Like `Call`, on the urgent lane: answered by the control thread, also while the worker is busy."""
 
     id: int
@@ -128,7 +128,7 @@ class Query(_Message, tag="query"):
     target: Target
 
 
-class Cancel(_Message, tag="cancel"):
+class Cancel(_Message, frozen=True, tag="cancel"):
     """Drop call ``call`` where it has not started; raise KeyboardInterrupt in it where it runs."""
 
     mesh: int
@@ -136,19 +136,19 @@ class Cancel(_Message, tag="cancel"):
     target: Target
 
 
-class StoreAnswer(_Message, tag="stored"):
+class StoreAnswer(_Message, frozen=True, tag="stored"):
     mesh: int
     rank: int
     request: int
     result: StoreResult
 
 
-class StopMesh(_Message, tag="stop"):
+class StopMesh(_Message, frozen=True, tag="stop"):
     mesh: int
     grace_s: float
 
 
-class ReadLogs(_Message, tag="logs"):
+class ReadLogs(_Message, frozen=True, tag="logs"):
     """Ask for the last ``lines`` lines of the log of each rank of ``target``."""
 
     id: int
@@ -157,14 +157,14 @@ class ReadLogs(_Message, tag="logs"):
     lines: int
 
 
-class Goodbye(_Message, tag="bye"):
+class Goodbye(_Message, frozen=True, tag="bye"):
     """End: stop every worker, then exit."""
 
 
 # ---- host agent to controller ----------------------------------------------------------------------------------
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, frozen=True, tag="hello"):
     version: int
     host_id: str
     name: str
@@ -182,28 +182,28 @@ class WorkerStarted(NamedTuple):
     log_path: str
 
 
-class MeshReady(_Message, tag="ready"):
+class MeshReady(_Message, frozen=True, tag="ready"):
     """Every worker of the mesh on this host has answered."""
 
     mesh: int
     workers: tuple[WorkerStarted, ...]
 
 
-class SpawnFailed(_Message, tag="nospawn"):
+class SpawnFailed(_Message, frozen=True, tag="nospawn"):
     mesh: int
     reason: str
     found_devices: int = -1
     """For too few devices: how many there are."""
 
 
-class WorkerExited(_Message, tag="exited"):
+class WorkerExited(_Message, frozen=True, tag="exited"):
     mesh: int
     rank: int
     cause: str
     log_tail: str
 
 
-class MeshStopped(_Message, tag="stopped"):
+class MeshStopped(_Message, frozen=True, tag="stopped"):
     """The mesh has no process left on this host."""
 
     mesh: int
@@ -224,7 +224,7 @@ OK, RAISED, INTERRUPTED, DROPPED = range(4)
 """Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before."""
 
 
-class Replies(_Message, tag="replies"):
+class Replies(_Message, frozen=True, tag="replies"):
     """Answers to one call from ranks of one host, combined. Failures are never held back."""
 
     id: int
@@ -238,12 +238,12 @@ class OutputChunk(NamedTuple):
     text: str
 
 
-class Outputs(_Message, tag="out"):
+class Outputs(_Message, frozen=True, tag="out"):
     mesh: int
     chunks: tuple[OutputChunk, ...]
 
 
-class OutputCut(_Message, tag="cut"):
+class OutputCut(_Message, frozen=True, tag="cut"):
     """So many bytes of this output were kept in the log only, up to now."""
 
     mesh: int
@@ -252,7 +252,7 @@ class OutputCut(_Message, tag="cut"):
     size_bytes: int
 
 
-class Display(_Message, tag="display"):
+class Display(_Message, frozen=True, tag="display"):
     """Rich output; the payload is one msgpack frame: {data, metadata, transient}."""
 
     mesh: int
@@ -262,14 +262,14 @@ class Display(_Message, tag="display"):
     is_result: bool
 
 
-class StoreRequest(_Message, tag="store"):
+class StoreRequest(_Message, frozen=True, tag="store"):
     mesh: int
     rank: int
     request: int
     op: StoreOp
 
 
-class Logs(_Message, tag="loglines"):
+class Logs(_Message, frozen=True, tag="loglines"):
     id: int
     texts: dict[int, str]
 
@@ -277,7 +277,7 @@ class Logs(_Message, tag="loglines"):
 # ---- host agent to worker and back -----------------------------------------------------------------------------
 
 
-class Begin(_Message, tag="begin"):
+class Begin(_Message, frozen=True, tag="begin"):
     """The first message to a worker: who it is."""
 
     mesh: int
@@ -300,11 +300,11 @@ class Begin(_Message, tag="begin"):
     environment: dict[str, str]
 
 
-class Begun(_Message, tag="begun"):
+class Begun(_Message, frozen=True, tag="begun"):
     pid: int
 
 
-class Reply(_Message, tag="reply"):
+class Reply(_Message, frozen=True, tag="reply"):
     """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
 
     id: int
@@ -313,13 +313,13 @@ class Reply(_Message, tag="reply"):
     segment: SegmentRef | None = None
 
 
-class RankDisplay(_Message, tag="rdisplay"):
+class RankDisplay(_Message, frozen=True, tag="rdisplay"):
     output: int
     update: bool
     is_result: bool
 
 
-class LateText(_Message, tag="late"):
+class LateText(_Message, frozen=True, tag="late"):
     """Text of an output that is not the running one: it cannot go through the pipes."""
 
     output: int
@@ -327,12 +327,12 @@ class LateText(_Message, tag="late"):
     text: str
 
 
-class RankStore(_Message, tag="rstore"):
+class RankStore(_Message, frozen=True, tag="rstore"):
     request: int
     op: StoreOp
 
 
-class RankStored(_Message, tag="rstored"):
+class RankStored(_Message, frozen=True, tag="rstored"):
     request: int
     result: StoreResult
 

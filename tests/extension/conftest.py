@@ -1,8 +1,82 @@
-"""Tests of the extension may import their neighbours."""
+"""A notebook's shell in this process, without a kernel, and a mesh for it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+
+import meshbook
+import meshbook_extension
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `fakes`
+
+
+class Ran:
+    """What a cell showed, and how it ended."""
+
+    def __init__(self, result: Any, captured: Any) -> None:
+        self.error: BaseException | None = result.error_in_exec or result.error_before_exec
+        self.stdout: str = captured.stdout
+        self.stderr: str = captured.stderr
+        self.displays: list[dict[str, Any]] = [output.data for output in captured.outputs]
+
+    @property
+    def plain(self) -> str:
+        """The text of all displays."""
+        return "".join(data.get("text/plain", "") + "\n" for data in self.displays)
+
+
+class Notebook:
+    """Runs cells as a person would."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.shell = shell
+
+    def __getitem__(self, name: str) -> Any:
+        return self.shell.user_ns[name]
+
+    def try_to_run(self, cell: str) -> Ran:
+        """Run a cell that may fail."""
+        with capture_output() as captured:
+            result = self.shell.run_cell(cell, store_history=True)
+        return Ran(result, captured)
+
+    def run(self, cell: str) -> Ran:
+        """Run a cell that must not fail."""
+        ran = self.try_to_run(cell)
+        assert ran.error is None, ran.error
+        return ran
+
+    def fail(self, cell: str) -> str:
+        """Run a cell that must fail; returns what the person sees of it."""
+        ran = self.try_to_run(cell)
+        assert ran.error is not None, ran.stdout
+        return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def empty_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A shell with the extension, and no mesh."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    shell = InteractiveShell(config=config, ipython_dir=str(tmp_path_factory.mktemp("ipython")))
+    meshbook_extension.load_ipython_extension(shell)
+    yield Notebook(shell)
+    meshbook_extension.unload_ipython_extension(shell)
+    meshbook.shutdown()
+    shell.cleanup()
+
+
+@pytest.fixture(scope="module")
+def notebook(empty_notebook: Notebook) -> Notebook:
+    """The same with four ranks."""
+    empty_notebook.run("%mesh spawn gpus=4 --device cpu")
+    return empty_notebook

@@ -82,6 +82,13 @@ def test_messages_keep_their_distance(cell: Cell) -> None:
     assert len(cell.sink.messages) == 2
 
 
+def test_what_comes_out_together_is_sorted_by_rank(cell: Cell) -> None:
+    for rank in (2, 0, 3, 1):
+        cell.receive(out(rank, f"first {rank}\nsecond {rank}\n"))
+    lines = [f"[{rank}] {which} {rank}\n" for which in ("first", "second") for rank in range(4)]
+    assert cell.finish() == "".join(lines)
+
+
 def test_stderr_goes_to_stderr_in_its_place(cell: Cell) -> None:
     cell.receive(out(0, "a\n"), out(0, "careful\n", "stderr"), out(0, "b\n"))
     cell.finish()
@@ -109,7 +116,9 @@ def test_another_rank_begins_a_line_of_its_own(cell: Cell) -> None:
     cell.receive(out(0, "Loading"))
     cell.pump(later_s=0.6)
     cell.pump(later_s=0.8)
-    cell.receive(out(1, "hello\n"), out(0, " done\n"))
+    cell.receive(out(1, "hello\n"))
+    cell.pump(later_s=1.0)
+    cell.receive(out(0, " done\n"))
     assert cell.finish() == "[0] Loading\n[1] hello\n[0]  done\n"
 
 

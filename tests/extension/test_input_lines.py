@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from meshbook_extension.input_lines import AutoMode, answer_help, drop_local
+from meshbook_extension.input_lines import TRANSFORMERS, AutoMode, drop_local
 
 
 class Shell:
@@ -15,7 +15,7 @@ class Shell:
 
     def __init__(self, content: dict[str, Any] | None = None) -> None:
         self.input_transformer_manager: Any = TransformerManager()  # type: ignore[no-untyped-call]
-        self.input_transformer_manager.cleanup_transforms.extend([answer_help, drop_local])
+        self.input_transformer_manager.cleanup_transforms.extend(TRANSFORMERS)
         if content is not None:
             self.kernel = self
             self.get_parent = lambda channel: {"content": content}
@@ -40,6 +40,13 @@ def test_a_question_mark_behind_a_command_shows_its_help(cell: str) -> None:
 def test_help_without_a_cell_is_no_error() -> None:
     assert Shell().transform("%%mesh --help") == line("help cell")
     assert Shell().transform("%%mesh --help\nx") == "get_ipython().run_cell_magic('mesh', '--help', 'x\\n')\n"
+
+
+def test_a_cell_without_code_reaches_the_magic_but_does_not_end_in_a_console() -> None:
+    shell = Shell()
+    assert shell.transform("%%mesh gpus=0") == "get_ipython().run_cell_magic('mesh', 'gpus=0', '\\n')\n"
+    assert shell.input_transformer_manager.check_complete("%%mesh gpus=0")[0] == "incomplete"
+    assert "pinfo" in shell.transform("%%mesh?")
 
 
 def test_other_cells_are_left_alone() -> None:

@@ -95,15 +95,17 @@ def test_kernel_killed_with_a_busy_mesh_leaves_no_process(start_kernel: StartKer
 
 def test_interrupt_reaches_the_ranks_and_keeps_everything(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
-    with_mesh(kernel)
-    kernel.run("procs.run('kept = rank').get()")
-    request = kernel.start(SLEEP_ON_RANKS)
+    kernel.run("%mesh spawn gpus=2 --device cpu")
+    kernel.run("%%mesh\nkept = rank + 40")
+    request = kernel.start("%%mesh\nimport time\nprint('started', flush=True)\ntime.sleep(600)")
     kernel.wait_for_text("started")
     asked_at = time.monotonic()
     kernel.manager.interrupt_kernel()
     assert kernel.reply_to(request, timeout_s=15)["status"] == "error"
     assert time.monotonic() - asked_at < 3
-    assert kernel.value("list(procs.evaluate('kept').get(20).values())") == "[0, 1]"
+    after = kernel.run("%mesh eval kept").text()
+    assert "[0] 40" in after
+    assert "[1] 41" in after
 
 
 def test_shutdown_answers_while_a_rank_ignores_interrupts(start_kernel: StartKernel, watch: Watch) -> None:

@@ -76,7 +76,9 @@ def test_collectives_work_in_cells(mesh4: ProcMesh) -> None:
 
 
 def test_names_on_the_ranks(mesh4: ProcMesh) -> None:
-    code = "import os\n(rank, local_rank, world_size, point['gpus'], str(device), mesh.mesh_dim_names, os.environ['RANK'])"
+    code = (
+        "import os\n(rank, local_rank, world_size, point['gpus'], str(device), mesh.mesh_dim_names, os.environ['RANK'])"
+    )
     values = mesh4.run(code).get(30).values()
     assert values == [(r, r, 4, r, "cpu", ("gpus",), str(r)) for r in range(4)]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_a_killed_rank_fails_its_calls_at_once_and_the_others_live_on() -> None:
         time.sleep(0.3)
         started = time.monotonic()
         os.kill(mesh.status()[1].pid, signal.SIGKILL)
-        with pytest.raises(errors.WorkerLost, match="rank 1 on .* killed by SIGKILL"):
+        with pytest.raises(errors.WorkerLost, match=r"rank 1 on .* killed by SIGKILL"):
             future.get(10)
         assert time.monotonic() - started < 2
         assert mesh.pick(gpus=[0, 2]).pull("kept").get(30).values() == [0, 2]
@@ -65,9 +66,9 @@ def test_exit_in_a_cell_does_not_end_the_rank(mesh2: ProcMesh) -> None:
 
 
 def test_more_cuda_ranks_than_devices_is_one_clear_error() -> None:
-    if os.path.exists("/proc/driver/nvidia/gpus"):
+    if Path("/proc/driver/nvidia/gpus").exists():
         pytest.skip("this host has CUDA devices")
-    with pytest.raises(errors.DeviceError, match="2 ranks were asked for on .* which has 0 CUDA devices"):
+    with pytest.raises(errors.DeviceError, match=r"2 ranks were asked for on .* which has 0 CUDA devices"):
         this_host().spawn_procs({"gpus": 2}, device="cuda")
 
 
@@ -76,11 +77,18 @@ def test_preloaded_modules_are_imported_once_for_all() -> None:
         assert mesh.run("import sys; 'wave' in sys.modules").get(30).values() == [True, True]
 
 
-def test_a_preload_that_starts_a_thread_is_imported_by_each_worker(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(f"{tmp_path}/threaded_module.py", "w") as file:
-        file.write("import threading, os\nowner = os.getpid()\nthreading.Thread(target=threading.Event().wait, daemon=True).start()")
+THREADED = """
+import os, threading
+owner = os.getpid()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+def test_a_preload_that_starts_a_thread_is_imported_by_each_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "threaded_module.py").write_text(THREADED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with this_host().spawn_procs({"gpus": 2}, preload=("threaded_module",)) as mesh:
         values = mesh.run("import os, threaded_module; threaded_module.owner == os.getpid()").get(30).values()
         assert values == [True, True]

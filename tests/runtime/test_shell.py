@@ -1,4 +1,7 @@
-"""The shell of a rank, in real children of a real template process, with pipes for fds 1 and 2."""
+"""The shell of a rank, in real children of a real template process, with pipes for fds 1 and 2.
+
+One long file, because all of it shares one template process and the means to talk to its children.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,307 @@
+"""The commands of ``%mesh`` on real ranks, and what they answer to mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from meshbook import errors
+from meshbook.proc_mesh import ProcMesh
+
+
+def test_importing_and_loading_the_extension_is_light() -> None:
+    code = (
+        "import sys; from IPython.core.interactiveshell import InteractiveShell as S; s = S()\n"
+        "import meshbook_extension as m; m.load_ipython_extension(s); s.run_cell('%mesh help')\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("%mesh", "no mesh yet. Start one: %mesh spawn gpus=4"),
+        ("%%mesh\nx", "no mesh yet. Start one: %mesh spawn gpus=4"),
+        ("%mesh auto on", "no mesh yet. Start one: %mesh spawn gpus=4"),
+        ("%mesh stop", "no mesh yet. Start one: %mesh spawn gpus=4"),
+        ("%mesh use main", 'there is no mesh "main".\n  start one: %mesh spawn gpus=4'),
+        ("%mesh wait 1", "no job yet. Start one: %%mesh --async above a cell"),
+        ("%mesh spwan gpus=4", 'unknown command "spwan". Did you mean "spawn"?\n  for example: %mesh spawn gpus=4'),
+        ("%mesh gpus=4", 'unknown command "gpus=4". Did you mean %mesh spawn gpus=4, or %%mesh gpus=4 above a cell?'),
+        ("%mesh heal", 'unknown command "heal".'),
+        ("%mesh spawn", "say how many ranks, along an axis that you name."),
+        ("%mesh spawn gpus", '"gpus" has no size; write it as gpus=4.'),
+        ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
+        ("%mesh spawn gpus=0", "gpus=0: the size of an axis is a whole number of at least 1."),
+        ("%mesh spawn rank=4", '"rank" means the number of a rank everywhere; name the axis otherwise.'),
+        ("%mesh spawn gpus=4 --on slrum", 'unknown engine "slrum". There is: local.'),
+        ("%mesh spawn gpus=4 -- --partition a", 'the engine local has no options, but got "--partition a" after "--".'),
+        ("%mesh spawn gpus=4 --device gpu", '--device takes cpu or cuda, not "gpu". Did you mean "cpu"?'),
+        ("%mesh spawn gpus=4 --nmae x", 'unknown option "--nmae" of %mesh spawn. Did you mean "--name"?'),
+        ("%mesh spawn gpus=4 --name 2x", '--name: "2x" cannot be the name of a variable.'),
+        ("%%mesh --asinc\nx", 'unknown option "--asinc" of %%mesh. Did you mean "--async"?'),
+        ("%%mesh --out 1x\nx", '--out: "1x" cannot be the name of a variable.'),
+        ("%%mesh\n\n  \n", "the cell is empty: write code below the %%mesh line."),
+    ],
+)
+def test_without_a_mesh_each_mistake_is_answered_on_one_screen(empty_notebook, cell: str, message: str) -> None:
+    text = empty_notebook.fail(cell)
+    assert text.startswith(f"UsageError: {message}")
+    assert len(text.splitlines()) <= 4
+
+
+def test_commands_of_later_days_are_not_listed(empty_notebook) -> None:
+    text = empty_notebook.run("%mesh help").stdout
+    assert "%mesh spawn" in text and "%mesh scatter" in text
+    for name in ("heal", "respawn", "grow", "pdb", "postmortem", "export", "profile", "attach"):
+        assert f"%mesh {name}" not in text
+
+
+def test_every_command_has_help_with_examples(empty_notebook) -> None:
+    from meshbook_extension.commands import COMMANDS
+
+    for name in COMMANDS:
+        text = empty_notebook.run(f"%mesh {name} --help").stdout
+        assert f"  %mesh {name}" in text and "Examples:" in text
+        assert empty_notebook.run(f"%mesh {name}?").stdout == text
+    assert "--no-collective" in empty_notebook.run("%%mesh --help\nx").stdout
+    assert "--no-collective" in empty_notebook.run("%%mesh --help").stdout
+    assert "unknown command" in empty_notebook.fail("%mesh help spwan")
+
+
+def test_examples_of_the_help_are_understood(empty_notebook) -> None:
+    from meshbook_extension.cells import MESH_CELL
+    from meshbook_extension.commands import COMMANDS
+    from meshbook_extension.options import parse
+
+    for grammar in [MESH_CELL, *(command.grammar for command in COMMANDS.values())]:
+        for example in grammar.examples:
+            if example.startswith(grammar.name):
+                assert not parse(grammar, example.removeprefix(grammar.name)).wants_help
+
+
+def test_the_docstrings_are_the_help(empty_notebook) -> None:
+    assert "%mesh spawn" in empty_notebook.shell.magics_manager.magics["line"]["mesh"].__doc__
+    assert "world_size" in empty_notebook.shell.magics_manager.magics["cell"]["mesh"].__doc__
+
+
+# ---- meshes --------------------------------------------------------------------------------------------------------
+
+
+def test_spawn_says_what_there_is_and_how_long_it_took(empty_notebook) -> None:
+    text = empty_notebook.run("%mesh spawn hosts=1 gpus=2 --device cpu --name one --out procs").stdout
+    assert text.startswith('mesh "one": hosts=1, gpus=2, cpu, gloo; ready in ')
+    assert text.endswith(" s (2 ranks on 1 host)\n")
+    assert isinstance(empty_notebook["procs"], ProcMesh)
+    assert empty_notebook.run("%mesh stop").stdout == 'mesh "one" stopped\n'
+    text = empty_notebook.fail("%%mesh\nx")
+    assert text.startswith('MeshStoppedError: mesh "one" was stopped. Start another: %mesh spawn gpus=4')
+
+
+def test_several_meshes_and_one_current(notebook) -> None:
+    assert 'mesh "main" runs already (gpus=4).' in notebook.fail("%mesh spawn gpus=4")
+    notebook.run("%mesh spawn gpus=1 --device cpu --name other --no-group")
+    notebook.run("%%mesh\nrank")
+    assert notebook["_mesh"].ranks == (0,)
+    assert notebook.run("%mesh list").stdout == "  main: gpus=4, cpu, 4 ranks\n* other: gpus=1, cpu, 1 rank\n"
+    notebook.run("%%mesh main\nrank")
+    assert len(notebook["_mesh"]) == 4
+    assert notebook.run("%mesh use main").stdout == 'mesh "main" is current: gpus=4\n'
+    assert 'there is no mesh "othr". Did you mean "other"?' in notebook.fail("%mesh use othr")
+    assert notebook.run("%mesh stop other").stdout == 'mesh "other" stopped\nmesh "main" is current now\n'
+
+
+def test_a_mesh_of_the_python_api_can_be_adopted(notebook) -> None:
+    notebook.run("from meshbook import this_host\nmine = this_host().spawn_procs({'gpus': 1}, name='api', group=False)")
+    assert notebook.run("%mesh use mine").stdout == 'mesh "api" is current: gpus=1\n'
+    notebook.run("mine.stop()")
+    assert "MeshStoppedError" in notebook.fail("%%mesh\n1")
+    notebook.run("%mesh stop api")
+
+
+def test_too_many_devices_is_an_error_that_says_how_many_there_are(notebook) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA devices")
+    ran = notebook.try_to_run("%mesh spawn gpus=2 --device cuda --name two")
+    assert isinstance(ran.error, errors.DeviceError)
+    assert "2 ranks were asked for" in ran.stdout and "--device cpu" in ran.stdout
+
+
+# ---- views ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_has_a_name_and_is_a_target(notebook) -> None:
+    text = notebook.run("%mesh slice left gpus=0:2").stdout
+    assert text == 'slice "left": ranks 0,1 (gpus=2); use it: %%mesh left\n'
+    notebook.run("%%mesh left\nrank")
+    assert notebook["_mesh"].values() == [0, 1]
+    notebook.run("%%mesh left gpus=1\nrank")
+    assert notebook["_mesh"].values() == [1]
+    assert "    left: gpus=2\n" in notebook.run("%mesh list").stdout
+    text = notebook.fail("%%mesh lefft\nrank")
+    assert 'there is no slice "lefft". Did you mean "left"?' in text
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("%%mesh gpu=0\nx", 'unknown axis "gpu"; this mesh has gpus=4. Did you mean gpus=0?'),
+        ("%%mesh gpus=7\nx", "gpus=7 selects nothing; gpus runs from 0 to 3."),
+        ("%%mesh gpus=3:\n", "the cell is empty: write code below the %%mesh line."),
+        ("%%mesh", "the cell is empty: write code below the %%mesh line."),
+        ("%%mesh gpus=4:\nx", "gpus=4: selects nothing; gpus runs from 0 to 3."),
+        ("%%mesh gpus\nx", "say which: gpus=0, gpus=0:2, gpus=0,2 or gpus=: (all of it)."),
+        ("%mesh slice gpus gpus=0", '"gpus" is an axis already; choose another name for the slice.'),
+        ("%mesh slice main gpus=0", '"main" is a mesh already; choose another name for the slice.'),
+        ("%mesh slice part", "say which part.\n  for example: %mesh slice part gpus=0"),
+        ("%mesh slice", "%mesh slice needs NAME."),
+        ("%mesh split", "say which axis becomes which."),
+        ("%mesh split gpus=dp,tp tp=3", "gpus=4 cannot be split into dp x tp=3: 4 is not a multiple of 3"),
+        ("%mesh rename", "say which axis, and its new name."),
+        ("%mesh rename gpus=rank", '"rank" means the number of a rank everywhere'),
+        ("%mesh rename gpu=tp", 'unknown axis "gpu"; this mesh has gpus=4.'),
+        ("%mesh status gpu=0", 'unknown axis "gpu"; this mesh has gpus=4. Did you mean gpus=0?'),
+    ],
+)
+def test_a_wrong_target_is_answered_on_one_screen(notebook, cell: str, message: str) -> None:
+    text = notebook.fail(cell)
+    assert message in text and len(text.splitlines()) <= 4
+
+
+def test_axes_change_for_the_ranks_too(notebook) -> None:
+    assert notebook.run("%mesh split gpus=dp,tp tp=2").stdout == 'mesh "main": dp=2, tp=2\n'
+    notebook.run("%%mesh dp=1\npoint['tp'], mesh.mesh_dim_names")
+    assert notebook["_mesh"].values() == [(0, ("dp", "tp")), (1, ("dp", "tp"))]
+    assert notebook.run("%mesh rename dp=replica").stdout == 'mesh "main": replica=2, tp=2\n'
+    assert notebook.run("%mesh flatten gpus").stdout == 'mesh "main": gpus=4\n'
+    notebook.run("%%mesh gpus=3\nrank")
+    assert notebook["_mesh"].values() == [3]
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+def test_eval_shows_equal_values_once(notebook) -> None:
+    notebook.run("%%mesh\nx = rank")
+    assert notebook.run("%mesh eval x // 2").stdout == "[0,1] 0\n[2,3] 1\n"
+    assert notebook.run("%mesh eval gpus=3 {'a': x}['a']").stdout == "[3] 3\n"
+    assert notebook["_mesh"].values() == [3]
+    text = notebook.fail("%mesh eval nonsense + 1")
+    assert "NameError: name 'nonsense' is not defined" in text and len(text.splitlines()) <= 2
+
+
+def test_push_and_pull(notebook) -> None:
+    notebook.run("a, b = 5, {'k': [1]}\ndef double(x): return 2 * x")
+    assert notebook.run("%mesh push a b double").stdout == "a, b, double on ranks 0-3\n"
+    notebook.run("%%mesh\nc = double(a) + rank")
+    text = notebook.run("%mesh pull c").stdout
+    assert text == "c: ValueMesh of ranks 0-3; one of them: c.get(0)\n"
+    assert notebook["c"].values() == [10, 11, 12, 13]
+    notebook.run("%mesh pull c gpus=1:3 --out some")
+    assert notebook["some"].values() == [11, 12]
+    notebook.run("%mesh slice left gpus=0:2")
+    notebook.run("a = 6\n%mesh push a --at left")
+    assert notebook.run("%mesh eval a").stdout == "[0,1] 6\n[2,3] 5\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("%mesh push", "%mesh push needs NAME [NAME ...]."),
+        ("alpha = 1\n%mesh push alhpa", 'the notebook has no "alhpa". Did you mean "alpha"?'),
+        ("%mesh push 1x", '%mesh push: "1x" cannot be the name of a variable.'),
+        ("import threading\nbad = {'k': [threading.Lock()]}\n%mesh push bad", "bad['k'][0] is a _thread.lock"),
+        ("%mesh pull nonsense", "name 'nonsense' is not defined on the rank"),
+        ("%mesh pull a b --out c", "--out names one variable, but several are pulled."),
+        ("%mesh scatter alpha", "a int cannot be scattered"),
+        ("t = [1]\n%mesh scatter t dim=x", "dim=x is no dim of a tensor; give a number."),
+        ("t = [1]\n%mesh scatter t axis=gpu", 'unknown axis "gpu"; this mesh has gpus=4.'),
+        ("%mesh broadcast x --from rank=9", "rank=9 selects nothing; rank runs from 0 to 3."),
+        ("%mesh broadcast x --from first", "--from takes the number of a rank, not first."),
+    ],
+)
+def test_a_wrong_value_is_answered_on_one_screen(notebook, cell: str, message: str) -> None:
+    text = notebook.fail(cell)
+    assert message in text and len(text.splitlines()) <= 4
+
+
+def test_an_unpicklable_value_of_a_rank_is_named(notebook) -> None:
+    notebook.run("%%mesh\nimport threading\nheld = [threading.Lock()]")
+    assert "held[0] is a _thread.lock" in notebook.fail("%mesh pull held")
+
+
+def test_scatter_gather_and_broadcast(notebook) -> None:
+    notebook.run("items = list(range(8))")
+    assert notebook.run("%mesh scatter items").stdout == "items: 4 pieces along gpus, on ranks 0-3\n"
+    notebook.run("%%mesh\nitems = [10 * i for i in items]\nt = torch.full((2, 1), float(rank))")
+    assert notebook.run("%mesh gather items --out back").stdout == "back: list, 8 items, from ranks 0-3\n"
+    assert notebook["back"] == [0, 10, 20, 30, 40, 50, 60, 70]
+    notebook.run("%mesh gather t dim=1")
+    assert notebook["t"].shape == (2, 4)
+    notebook.run("%%mesh\nw = torch.tensor([float(rank)])")
+    assert notebook.run("%mesh broadcast w --from rank=2").stdout == "w of rank 2 on ranks 0-3\n"
+    assert notebook.run("%mesh eval w.item()").stdout == "[0-3] 2.0\n"
+
+
+# ---- looking, auto -------------------------------------------------------------------------------------------------
+
+
+def test_status_has_a_row_per_rank(notebook) -> None:
+    head, columns, *rows = notebook.run("%mesh").stdout.splitlines()
+    assert head.startswith('mesh "main": gpus=4, cpu; 4 ranks on 1 host')
+    assert columns.split()[:4] == ["rank", "point", "host", "pid"]
+    assert [row.split()[:2] for row in rows] == [[str(rank), f"gpus={rank}"] for rank in range(4)]
+    assert len(notebook.run("%mesh status gpus=1:3").stdout.splitlines()) == 4
+
+
+def test_logs_have_what_ranks_wrote(notebook) -> None:
+    notebook.run("%%mesh\nfor i in range(30): print('line', i)")
+    text = notebook.run("%mesh logs gpus=1 -n 2").stdout
+    head, *lines = text.splitlines()
+    assert head.startswith("[1] /") and lines == ["line 28", "line 29"]
+
+
+def test_auto_sends_cells_to_the_mesh_until_off(notebook) -> None:
+    try:
+        assert "every cell runs on ranks 0-3" in notebook.run("%mesh auto on").stdout
+        assert notebook.run("%mesh auto").stdout == "auto is on\n"
+        notebook.run("auto_x = rank")
+        assert "auto_x" not in notebook.shell.user_ns
+        notebook.run("%%local\nhere = 1")
+        assert notebook["here"] == 1
+        assert "say on or off" in notebook.fail("%mesh auto of")
+    finally:
+        assert notebook.run("%mesh auto off").stdout == "auto is off\n"
+    notebook.run("there = 2")
+    assert notebook["there"] == 2
+    notebook.run("%%local\nalso = 3")
+    assert notebook["also"] == 3
+
+
+def test_completion_knows_commands_options_axes_and_slices(notebook) -> None:
+    def complete(line: str) -> list[str]:
+        _, found = notebook.shell.complete(None, line, len(line))
+        return list(found)
+
+    notebook.run("%mesh slice middle gpus=1:3")
+    assert "spawn" in complete("%mesh sp") and "split" in complete("%mesh sp")
+    assert "--device" in complete("%mesh spawn --d")
+    assert "gpus=" in complete("%%mesh gp")
+    assert "middle" in complete("%%mesh mid")
+    assert "main" in complete("%mesh stop m")
+
+
+def test_a_reloaded_extension_finds_its_meshes(notebook) -> None:
+    import meshbook_extension
+
+    meshbook_extension.load_ipython_extension(notebook.shell)  # twice is once
+    meshbook_extension.unload_ipython_extension(notebook.shell)
+    assert "not found" in notebook.try_to_run("%mesh").stderr
+    meshbook_extension.load_ipython_extension(notebook.shell)
+    notebook.run("%%mesh\nrank")
+    assert notebook["_mesh"].ranks == (0, 1, 2, 3)

@@ -1,0 +1,267 @@
+"""``%%mesh`` on real ranks: results, errors, interrupts, jobs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshbook import errors
+from meshbook.value_mesh import ValueMesh
+from meshbook_extension.running_cell import CellTimeout
+
+
+def test_the_last_expression_is_shown_and_kept(notebook) -> None:
+    ran = notebook.run("%%mesh\nx = rank * 2\nprint('hello')\nx")
+    assert ran.stdout == "[0-3] hello\n"
+    assert ran.plain == "[0] 0\n[1] 2\n[2] 4\n[3] 6\n"
+    assert isinstance(notebook["_mesh"], ValueMesh)
+    assert notebook["_mesh"].values() == [0, 2, 4, 6]
+
+
+def test_a_cell_without_a_last_expression_shows_nothing(notebook) -> None:
+    ran = notebook.run("%%mesh\ny = 1\nNone")
+    assert (ran.stdout, ran.stderr, ran.displays) == ("", "", [])
+    assert notebook["_mesh"].values() == [None] * 4
+
+
+def test_targets_choose_ranks(notebook) -> None:
+    notebook.run("%%mesh gpus=1:3 --out part\nrank")
+    assert notebook["part"].ranks == (1, 2)
+    assert notebook["part"].sizes == {"gpus": 2}
+    notebook.run("%%mesh rank=-1\nrank")
+    assert notebook["_mesh"].values() == [3]
+
+
+def test_names_in_braces_stand_for_variables_of_the_notebook(notebook) -> None:
+    notebook.run("which = 2")
+    notebook.run("%%mesh gpus={which}\nrank")
+    assert notebook["_mesh"].values() == [2]
+
+
+def test_cells_are_ipython(notebook) -> None:
+    ran = notebook.run("%%mesh gpus=0\nimport asyncio\n!echo from the shell\nawait asyncio.sleep(0)\n%timeit -n1 -r1 1")
+    assert "[0] from the shell\n" in ran.stdout and "per loop" in ran.stdout
+
+
+def test_c_level_output_and_stderr_are_caught(notebook) -> None:
+    ran = notebook.run("%%mesh\nimport os, sys\nos.write(1, b'from C\\n')\nprint('careful', file=sys.stderr);")
+    assert ran.stdout.startswith("[0-3] from C\n")
+    assert ran.stderr == "[0-3] careful\n"
+
+
+def test_rich_results_are_shown_below_their_ranks(notebook) -> None:
+    code = "class Page:\n    def _repr_html_(self): return f'<b>{rank % 2}</b>'\nPage()"
+    displays = [
+        {kind: text for kind, text in data.items() if "object at" not in text}
+        for data in notebook.run(f"%%mesh\n{code}").displays
+    ]
+    assert {"text/plain": "[0]"} in displays and {"text/html": "<b>0</b>"} in displays
+
+
+def test_grouping_can_be_chosen(notebook) -> None:
+    blocks = notebook.run("%%mesh --group rank\nprint('a'); print('b')").stdout
+    assert blocks == "".join(f"[{rank}] a\n[{rank}] b\n" for rank in range(4))
+    lines = notebook.run("%%mesh --group none\nprint('a')").stdout
+    assert sorted(lines.splitlines()) == [f"[{rank}] a" for rank in range(4)]
+
+
+def test_time_is_told_on_request(notebook) -> None:
+    text = notebook.run("%%mesh --time\nimport time\ntime.sleep(0.05 * rank)").stdout
+    assert text.startswith("[0-3] 0.1") and "(slowest rank 3: 0.1" in text and "median 0.0" in text
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_rank_fails_the_cell_and_its_traceback_is_shown_once(notebook) -> None:
+    text = notebook.fail("%%mesh\nif rank == 1:\n    raise ValueError('bad shard')\nrank")
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.startswith("rank 1 raised ValueError: bad shard\n")
+    assert "----> 3     raise ValueError('bad shard')" in text
+    last = text.splitlines()[-2:]
+    assert last[0].startswith("CallFailed: rank 1 raised ValueError: bad shard (cell ")
+    assert last[0].endswith(", line 3)")
+    assert last[1] == "  ranks 0,2,3 finished; results in _mesh"
+    assert notebook["_mesh"].ranks == (0, 2, 3) and notebook["_mesh"].values() == [0, 2, 3]
+
+
+def test_equal_tracebacks_are_shown_once_with_their_ranks(notebook) -> None:
+    text = notebook.fail("%%mesh\n1 / 0")
+    assert text.startswith("ranks 0-3 raised ZeroDivisionError: division by zero\n")
+    assert text.count("Traceback (most recent call last)") == 1
+    assert notebook["_mesh"] is None
+
+
+def test_a_failure_is_shown_while_other_ranks_run(notebook) -> None:
+    shown_after_s: list[float] = []
+    seen = threading.Event()
+
+    def watch(name: str, text: str) -> None:
+        if "bad shard" in text and not seen.is_set():
+            shown_after_s.append(time.monotonic())
+            seen.set()
+
+    from meshbook_extension.publish import StreamSink
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamSink, "stream", lambda _sink, name, text: watch(name, text))
+        began = time.monotonic()
+        notebook.fail("%%mesh\nimport time\nif rank == 1: raise ValueError('bad shard')\ntime.sleep(1)")
+    assert shown_after_s[0] - began < 0.9 <= time.monotonic() - began
+
+
+def test_a_syntax_error_is_found_before_anything_runs(notebook) -> None:
+    notebook.run("%%mesh\nflag = 0")
+    text = notebook.fail("%%mesh\nflag = 1\nx = = 2")
+    assert "line 3\n    x = = 2\n" in text and text.endswith("nothing was run on the ranks\n")
+    notebook.run("%%mesh\nflag")
+    assert notebook["_mesh"].values() == [0] * 4
+
+
+def test_a_collective_of_a_part_is_refused_on_request(notebook) -> None:
+    text = notebook.fail("%%mesh gpus=0 --no-collective\ndist.all_reduce(torch.ones(1))")
+    assert "rank 0 raised" in text and "collective" in text
+
+
+def test_a_dead_rank_fails_the_cell_and_others_keep_their_state(empty_notebook) -> None:
+    notebook = empty_notebook
+    notebook.run("%mesh spawn gpus=2 --device cpu --name short --no-group")
+    try:
+        notebook.run("%%mesh\nkept = rank")
+        text = notebook.fail("%%mesh\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+        assert "rank 1 on " in text and "killed by SIGKILL" in text
+        notebook.run("%%mesh gpus=0\nkept")
+        assert notebook["_mesh"].values() == [0]
+        assert "dead" in notebook.run("%mesh").stdout
+        assert "WorkerLost: rank 1" in notebook.fail("%%mesh\nkept")
+    finally:
+        notebook.run("%mesh stop short")
+
+
+# ---- interrupt and timeout -----------------------------------------------------------------------------------------
+
+
+def interrupt_when(condition: Callable[[], bool]) -> threading.Thread:
+    """Press interrupt once as soon as the condition holds."""
+
+    def press() -> None:
+        deadline = time.monotonic() + 20
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def test_an_interrupt_stops_all_ranks_and_keeps_their_variables(notebook, tmp_path: Path) -> None:
+    notebook.run("%%mesh\nkept = rank")
+    code = f"import time, pathlib\npathlib.Path('{tmp_path}', str(rank)).touch()\ntime.sleep(60)"
+    thread = interrupt_when(lambda: len(os.listdir(tmp_path)) == 4)
+    began = time.monotonic()
+    ran = notebook.try_to_run(f"%%mesh\n{code}")
+    thread.join()
+    assert isinstance(ran.error, errors.CallInterrupted)
+    assert ran.stdout == "CallInterrupted: interrupted: ranks 0-3 stopped, all variables kept\n"
+    assert ran.error.obeyed == (0, 1, 2, 3) and ran.error.stuck == {}
+    assert time.monotonic() - began < 10
+    notebook.run("%%mesh\nkept")
+    assert notebook["_mesh"].values() == [0, 1, 2, 3]
+
+
+def test_ranks_that_do_not_stop_are_named_with_their_place(notebook, tmp_path: Path) -> None:
+    code = f"""
+import time, pathlib
+pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
+end = time.monotonic() + 3
+while rank == 2 and time.monotonic() < end:
+    try:
+        time.sleep(5)
+    except KeyboardInterrupt:
+        pass
+time.sleep(2)"""
+    thread = interrupt_when(lambda: len(os.listdir(tmp_path)) == 4)
+    ran = notebook.try_to_run(f"%%mesh{code}")
+    thread.join()
+    assert isinstance(ran.error, errors.CallInterrupted)
+    assert ran.error.obeyed == (0, 1, 3) and list(ran.error.stuck) == [2]
+    assert "rank 2 did not stop: in time.sleep (cell " in ran.stdout
+    notebook.run("%%mesh\nNone")  # it comes back by itself
+
+
+def test_a_cell_that_takes_too_long_is_interrupted(notebook) -> None:
+    ran = notebook.try_to_run("%%mesh --timeout 0.3\nimport time\nif rank > 1: time.sleep(60)\nrank")
+    assert isinstance(ran.error, CellTimeout) and isinstance(ran.error, errors.CallTimeout)
+    assert "took more than 0.3 s on ranks 2,3; interrupted: ranks 2,3 stopped, all variables kept" in ran.stdout
+    assert notebook["_mesh"].values() == [0, 1]
+
+
+# ---- jobs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_runs_beside_the_notebook_and_is_waited_for(notebook, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    code = f"import time, pathlib\nwhile not pathlib.Path('{gate}').exists(): time.sleep(0.01)\nrank"
+    text = notebook.run(f"%%mesh --async --out late\n{code}").stdout
+    number = text.split()[1]
+    assert text == f"job {number} runs on ranks 0-3; wait for it: %mesh wait {number}\n"
+    assert f"job {number}: running" in notebook.run("%mesh jobs").stdout
+    assert f"wait on: %mesh wait {number}" in notebook.run(f"%mesh wait {number} --timeout 0.05").stdout
+    gate.touch()
+    assert f"job {number} done after" in notebook.run(f"%mesh wait {number}").stdout
+    assert notebook["late"].values() == [0, 1, 2, 3]
+    assert notebook.run("%mesh wait").stdout == "no job is running\n"
+
+
+def test_waiting_for_a_job_that_failed_fails(notebook) -> None:
+    number = notebook.run("%%mesh --async\nraise ValueError('bad')").stdout.split()[1]
+    text = notebook.fail(f"%mesh wait {number}")
+    assert "CallFailed: ranks 0-3 raised ValueError: bad (cell " in text
+    assert f"job {number}: failed" in notebook.run("%mesh jobs").stdout
+
+
+def test_a_job_can_be_cancelled(notebook) -> None:
+    number = notebook.run("%%mesh --async\nimport time\ntime.sleep(60)").stdout.split()[1]
+    text = notebook.run(f"%mesh cancel {number}").stdout
+    assert text == f"job {number} interrupted: ranks 0-3 stopped, all variables kept\n"
+    assert f"job {number}: cancelled" in notebook.run("%mesh jobs").stdout
+    assert "has ended: cancelled" in notebook.run(f"%mesh cancel {number}").stdout
+
+
+def test_interrupt_reaches_every_job(notebook) -> None:
+    for _ in range(2):
+        notebook.run("%%mesh --async\nimport time\ntime.sleep(60)")
+    assert notebook.run("%mesh interrupt").stdout == "interrupted ranks 0-3\n"
+    assert "CallInterrupted" in notebook.fail("%mesh wait")
+    assert notebook.try_to_run("%mesh wait").error is None
+    assert notebook.run("%mesh interrupt").stdout == "no cell is running\n"
+
+
+def test_a_job_may_have_a_deadline(notebook) -> None:
+    number = notebook.run("%%mesh --async --timeout 0.2\nimport time\ntime.sleep(60)").stdout.split()[1]
+    assert "CallInterrupted" in notebook.fail(f"%mesh wait {number} --timeout 30")
+
+
+def test_an_interrupt_while_waiting_leaves_the_job_alone(notebook) -> None:
+    number = notebook.run("%%mesh --async\nimport time\ntime.sleep(60)").stdout.split()[1]
+    began = time.monotonic()
+    thread = interrupt_when(lambda: time.monotonic() > began + 0.3)
+    text = notebook.fail(f"%mesh wait {number}")
+    thread.join()
+    assert text == f"KeyboardInterrupt: job {number} runs on; end it: %mesh cancel {number}\n"
+    assert f"job {number}: running" in notebook.run("%mesh jobs").stdout
+    notebook.run(f"%mesh cancel {number}")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("wait 99", 'there is no job "99"; jobs: '), ("cancel x", "there is no job")]
+)
+def test_an_unknown_job_is_answered_with_those_that_there_are(notebook, line: str, message: str) -> None:
+    assert message in notebook.fail(f"%mesh {line}")
