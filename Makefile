@@ -11,9 +11,10 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt kernel/meshbook_kernel/kernelspec/kernel.json
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
-	touch $@
+	@echo "Installing PyTorch, Jupyter and the tools into .venv; the first time this takes minutes."
+	@$(BIN)/python -m pip install -q -c constraints.txt torch
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
 
 fix: $(READY)
 	$(BIN)/ruff check --fix
@@ -41,4 +42,4 @@ demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb
 
 lab: $(READY)
-	$(BIN)/jupyter lab notebooks/quickstart.ipynb
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks/quickstart.ipynb

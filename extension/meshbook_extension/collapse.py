@@ -1,7 +1,8 @@
 """Merging what ranks print: equal lines of several ranks become one, without losing or reordering any.
 
-Open lines stand in one queue, oldest first. A rank's next line joins the first equal one behind the line that it
-joined last, or else is put at the end; so each rank's lines keep their order, on stdout and stderr alike:
+Open lines stand in one queue, oldest first. A rank's next line joins the first equal one behind the line of the same
+stream that it joined last, or else is put at the end; so the lines of each rank and stream keep their order. (Between
+stdout and stderr there is none to keep: they come by two pipes.)
 
     rank 0 printed  a b c        queue  a{0,1}  b{0}  c{0,1}         the next "b" of rank 1 cannot join b{0}:
     rank 1 printed  a c                                 ^ rank 1     it came after c, and is put at the end
@@ -83,8 +84,8 @@ class Collapser:
         self._queue: deque[_Open] = deque()
         self._equal: dict[Hashable, list[_Open]] = {}
         """Per key its lines, in order; some at the front may have left the queue."""
-        self._last: dict[int, int] = {}
-        """Per rank the number of the line that it joined last."""
+        self._last: dict[tuple[int, str], int] = {}
+        """Per rank and stream the number of the line that it joined last."""
         self._next_number = 0
         self._shown = -1
         """The number of the last line that left the queue."""
@@ -126,14 +127,14 @@ class Collapser:
 
     def _add(self, rank: int, key: Hashable, piece: Piece, now: float) -> None:
         equal = self._equal.setdefault(key, [])
-        after = max(self._last.get(rank, -1), self._shown)
+        after = max(self._last.get((rank, piece.stream), -1), self._shown)
         place = bisect_right(equal, after, key=_number)
         if place == len(equal):
             equal.append(_Open(self._next_number, key, piece, now))
             self._queue.append(equal[-1])
             self._next_number += 1
         equal[place].ranks.append(rank)
-        self._last[rank] = equal[place].number
+        self._last[rank, piece.stream] = equal[place].number
 
     def _is_due(self, line: _Open, now: float) -> bool:
         return len(line.ranks) >= len(self._running) or now - line.since >= self._window_s

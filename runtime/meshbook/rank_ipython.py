@@ -25,7 +25,7 @@ from meshbook.cell_compiler import CellCompiler
 from meshbook.errors import UsageError
 from meshbook.rank_display import RankDisplayHook, RankDisplayPublisher, sendable
 from meshbook.rank_failures import drop_own_frames, forget_last_error, format_error
-from meshbook.shell_commands import run_command
+from meshbook.shell_commands import run_command, run_script
 
 
 class Show(NamedTuple):
@@ -49,13 +49,6 @@ def refuse_debugger(*args: object, **kwargs: object) -> NoReturn:
         "breakpoint() is not available on ranks: nobody could type at its prompt. "
         "Look at values with print() in the cell, or afterwards with: %mesh eval EXPR"
     )
-
-
-class RankDatabase(dict[str, Any]):
-    """What ``%cd``, ``%bookmark`` and ``%store`` remember, for as long as the rank lives."""
-
-    def keys(self, pattern: str = "*") -> Any:
-        return [key for key in self if Path(key).match(pattern)]
 
 
 class RankIPython(InteractiveShell):
@@ -102,7 +95,7 @@ class RankIPython(InteractiveShell):
         formatter: Any = self.display_formatter
         formatter.format([1])
         self._held = []
-        result = self.run_cell("def f():\n    1 / 0\nf()", silent=True)
+        result = self.run_cell("(lambda: 1 / 0)()", silent=True)
         format_error(self, result.error_in_exec)
         forget_last_error(self)
         self._held = None
@@ -175,6 +168,16 @@ class RankIPython(InteractiveShell):
         if code and getattr(self, "system_raise_on_error", False):
             raise subprocess.CalledProcessError(code, cmd, text)
         return SList(text.splitlines()) if split else LSString(text)
+
+    def run_cell_magic(self, magic_name: str, line: str, cell: str) -> object:
+        """Any cell magic; ``%%bash`` and ``%%sh`` without options are run as commands are."""
+        if magic_name not in ("bash", "sh") or line.strip():
+            result: object = super().run_cell_magic(magic_name, line, cell)
+            return result
+        self._flush_text()
+        if code := run_script(magic_name, cell):
+            raise subprocess.CalledProcessError(code, magic_name)
+        return None
 
     def debugger(self, force: bool = False) -> None:
         if force:
@@ -266,6 +269,6 @@ def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> Rank
         shell: RankIPython = RankIPython.instance(
             config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder)
         )
-    shell.db = RankDatabase()
+    shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
     shell.loop_runner = loop_runner
     return shell

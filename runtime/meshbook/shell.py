@@ -131,10 +131,10 @@ class RankShell:
         line_offset: lines above ``code`` in the notebook's cell, its ``%%mesh`` line included.
         """
         started = time.perf_counter()
-        forget_last_error(self._ipython)
         self._interrupts = 0
-        asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
         try:
+            self.forget_last_error()
+            asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
             with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
                 result = self._ipython.run_rank_cell(code, cell_number, line_offset)
                 self.flush()

@@ -1,12 +1,14 @@
-"""``!command`` on a rank: output goes where the rank's own goes, and an interrupt ends all of its processes."""
+"""``!command`` and ``%%bash`` on a rank: output goes where the rank's own goes, and an interrupt ends all processes."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 from meshbook.processes import is_same_process, start_time
 
@@ -28,18 +30,34 @@ def run_command(command: str, *, capture: bool = False) -> tuple[int, str]:
         stdout=subprocess.PIPE if capture else None,
         stderr=subprocess.STDOUT if capture else None,
     )
+    output = _finish(process, process.stdout)
+    code = process.returncode
+    return 128 - code if code > 128 else code, output.decode("utf-8", "backslashreplace")
+
+
+def run_script(interpreter: str, script: str) -> int:
+    """Have ``interpreter`` run the text of a script; returns and raises as `run_command`."""
+    with tempfile.TemporaryFile() as file:
+        file.write(script.encode("utf-8", "surrogateescape"))
+        file.seek(0)
+        process = subprocess.Popen([interpreter], stdin=file)
+    _finish(process, None)
+    return process.returncode
+
+
+def _finish(process: subprocess.Popen[bytes], pipe: IO[bytes] | None) -> bytes:
+    """Wait for the process and read its pipe; on an interrupt end it."""
     output = b""
     try:
-        if process.stdout is not None:
-            with process.stdout:
-                output = process.stdout.read()
+        if pipe is not None:
+            with pipe:
+                output = pipe.read()
         _, status = os.waitpid(process.pid, 0)  # Popen.wait() would keep an interrupt back for 0.25 s
         process.returncode = os.waitstatus_to_exitcode(status)
     except KeyboardInterrupt:
         _end(process)
         raise
-    code = process.returncode
-    return 128 - code if code > 128 else code, output.decode("utf-8", "backslashreplace")
+    return output
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
@@ -18,14 +20,19 @@ import meshbook_extension
 sys.path.insert(0, str(Path(__file__).parent))  # for `fakes`
 
 
+def strip_ansi(text: str) -> str:
+    """The text without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 class Ran:
     """What a cell showed, and how it ended."""
 
-    def __init__(self, result: Any, captured: Any) -> None:
+    def __init__(self, result: Any, captured: Any, displays: list[dict[str, Any]]) -> None:
         self.error: BaseException | None = result.error_in_exec or result.error_before_exec
-        self.stdout: str = captured.stdout
-        self.stderr: str = captured.stderr
-        self.displays: list[dict[str, Any]] = [output.data for output in captured.outputs]
+        self.stdout: str = strip_ansi(captured.stdout)
+        self.stderr: str = strip_ansi(captured.stderr)
+        self.displays: list[dict[str, Any]] = [display["data"] for display in displays]
 
     @property
     def plain(self) -> str:
@@ -44,9 +51,11 @@ class Notebook:
 
     def try_to_run(self, cell: str) -> Ran:
         """Run a cell that may fail."""
-        with capture_output() as captured:
+        displays = CapturingDisplayPublisher()
+        with pytest.MonkeyPatch.context() as patch, capture_output(display=False) as captured:
+            patch.setattr(self.shell, "display_pub", displays)
             result = self.shell.run_cell(cell, store_history=True)
-        return Ran(result, captured)
+        return Ran(result, captured, displays.outputs)
 
     def run(self, cell: str) -> Ran:
         """Run a cell that must not fail."""

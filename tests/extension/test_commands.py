@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from IPython.core.completer import provisionalcompleter
 
 from meshbook import errors
 from meshbook.proc_mesh import ProcMesh
@@ -222,7 +223,8 @@ def test_push_and_pull(notebook) -> None:
         ("t = [1]\n%mesh scatter t dim=x", "dim=x is no dim of a tensor; give a number."),
         ("t = [1]\n%mesh scatter t axis=gpu", 'unknown axis "gpu"; this mesh has gpus=4.'),
         ("%mesh broadcast x --from rank=9", "rank=9 selects nothing; rank runs from 0 to 3."),
-        ("%mesh broadcast x --from first", "--from takes the number of a rank, not first."),
+        ("%mesh broadcast x --from first", "rank=first is no index. Write rank=0"),
+        ("%mesh broadcast x --from rank=0:2", "--from takes one rank, not 0:2."),
     ],
 )
 def test_a_wrong_value_is_answered_on_one_screen(notebook, cell: str, message: str) -> None:
@@ -285,8 +287,8 @@ def test_auto_sends_cells_to_the_mesh_until_off(notebook) -> None:
 
 def test_completion_knows_commands_options_axes_and_slices(notebook) -> None:
     def complete(line: str) -> list[str]:
-        _, found = notebook.shell.complete(None, line, len(line))
-        return list(found)
+        with provisionalcompleter():
+            return [found.text for found in notebook.shell.Completer.completions(line, len(line))]
 
     notebook.run("%mesh slice middle gpus=1:3")
     assert "spawn" in complete("%mesh sp") and "split" in complete("%mesh sp")

@@ -58,7 +58,7 @@ def test_c_level_output_and_stderr_are_caught(notebook) -> None:
 def test_rich_results_are_shown_below_their_ranks(notebook) -> None:
     code = "class Page:\n    def _repr_html_(self): return f'<b>{rank % 2}</b>'\nPage()"
     displays = [
-        {kind: text for kind, text in data.items() if "object at" not in text}
+        {kind: text for kind, text in data.items() if " at 0x" not in text}
         for data in notebook.run(f"%%mesh\n{code}").displays
     ]
     assert {"text/plain": "[0]"} in displays and {"text/html": "<b>0</b>"} in displays
@@ -82,7 +82,7 @@ def test_time_is_told_on_request(notebook) -> None:
 def test_a_failing_rank_fails_the_cell_and_its_traceback_is_shown_once(notebook) -> None:
     text = notebook.fail("%%mesh\nif rank == 1:\n    raise ValueError('bad shard')\nrank")
     assert text.count("Traceback (most recent call last)") == 1
-    assert text.startswith("rank 1 raised ValueError: bad shard\n")
+    assert text.startswith("rank 1 raised ValueError: bad shard\n")  # results are displays
     assert "----> 3     raise ValueError('bad shard')" in text
     last = text.splitlines()[-2:]
     assert last[0].startswith("CallFailed: rank 1 raised ValueError: bad shard (cell ")
@@ -180,13 +180,14 @@ def test_ranks_that_do_not_stop_are_named_with_their_place(notebook, tmp_path: P
     code = f"""
 import time, pathlib
 pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
-end = time.monotonic() + 3
-while rank == 2 and time.monotonic() < end:
+interrupted = []
+while not interrupted or (rank == 2 and time.monotonic() < interrupted[0] + 1.5):
     try:
-        time.sleep(5)
+        time.sleep(0.05)
     except KeyboardInterrupt:
-        pass
-time.sleep(2)"""
+        interrupted.append(time.monotonic())
+        if rank != 2:
+            raise"""
     thread = interrupt_when(lambda: len(os.listdir(tmp_path)) == 4)
     ran = notebook.try_to_run(f"%%mesh{code}")
     thread.join()
@@ -240,7 +241,7 @@ def test_interrupt_reaches_every_job(notebook) -> None:
         notebook.run("%%mesh --async\nimport time\ntime.sleep(60)")
     assert notebook.run("%mesh interrupt").stdout == "interrupted ranks 0-3\n"
     assert "CallInterrupted" in notebook.fail("%mesh wait")
-    assert notebook.try_to_run("%mesh wait").error is None
+    assert notebook.run("%mesh wait").stdout == "no job is running\n"
     assert notebook.run("%mesh interrupt").stdout == "no cell is running\n"
 
 

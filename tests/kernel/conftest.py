@@ -134,8 +134,10 @@ class Cell:
 
 
 @pytest.fixture
-def start_kernel(installed_kernelspec: Path) -> Iterator[Callable[..., Kernel]]:
-    """Start kernels that end with the test: ``start_kernel("meshbook", env=...)``."""
+def start_kernel(
+    installed_kernelspec: Path, watch: Callable[[list[psutil.Process]], None]
+) -> Iterator[Callable[..., Kernel]]:
+    """Start kernels that end with the test, and all of their processes too: ``start_kernel("meshbook", env=...)``."""
     kernels: list[Kernel] = []
 
     def start(name: str = "meshbook", **options: Any) -> Kernel:
@@ -145,4 +147,6 @@ def start_kernel(installed_kernelspec: Path) -> Iterator[Callable[..., Kernel]]:
 
     yield start
     for kernel in kernels:
+        if kernel.manager.is_alive():
+            watch(kernel.family())
         kernel.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import itertools
@@ -46,6 +47,8 @@ from meshbook.store import StoreOp, StoreResult
 
 encode = msgspec.msgpack.Encoder().encode
 decode_result = msgspec.msgpack.Decoder(tuple[int, StoreResult]).decode
+
+RANK_DEADLINE_S = 25
 
 
 class Rank:
@@ -115,7 +118,7 @@ def interrupt_main(after_s: float) -> None:
     threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
-# ---- forming -----------------------------------------------------------------------------------------------------------
+# ---- forming ---------------------------------------------------------------------------------------------------------
 
 
 def world(me: Rank) -> Any:
@@ -368,17 +371,19 @@ def without_a_group(me: Rank) -> Any:
 
 
 def interrupted_init_in_a_cell(me: Rank) -> Any:
-    """Some ranks run the cell, wait, are interrupted; then all run it."""
+    """Two ranks run the cell, wait, are interrupted; then all run it."""
     me.form()
     dist.destroy_process_group()
     if me.rank in (0, 3):
         interrupt_main(0.3)
         assert raised(dist.init_process_group, KeyboardInterrupt) == ""
+    else:
+        time.sleep(0.5)
     dist.init_process_group()
     return count()
 
 
-# ---- the store from torch's side -----------------------------------------------------------------------------------------
+# ---- the store from torch's side -------------------------------------------------------------------------------------
 
 
 def store_operations(me: Rank) -> Any:
@@ -401,8 +406,7 @@ def store_operations(me: Rank) -> Any:
                 store.num_keys() > 2,
                 store.has_extended_api(),
                 store.wait(["k", "b"]),
-                "wait timeout after 0.1 s"
-                in raised(lambda store=store: store.wait(["no"], short), dist.DistStoreError),  # type: ignore[misc]
+                "wait timeout after 0.1 s" in raised(functools.partial(store.wait, ["no"], short), dist.DistStoreError),
             )
         )
     link.set_timeout(timedelta(seconds=0.1))
@@ -420,7 +424,7 @@ def collected_store(me: Rank) -> Any:
     return store.get(f"k{(me.rank + 1) % me.size}")
 
 
-# ---- values -----------------------------------------------------------------------------------------------------------------
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 class Config:
@@ -457,6 +461,14 @@ def values(me: Rank) -> Any:
     assert all(torch.equal(weight, weights[0]) for weight in weights)
     namespace["state"]["model"]["weight"].add_(1)  # writable
     assert type(namespace["config"]) is Config
+    if me.rank == source:
+        exec("class OnlyHere:\n    size = 5\nnamespace['only'] = OnlyHere()", globals(), {"namespace": namespace})
+        globals()["OnlyHere"] = type(namespace["only"])
+    broadcast_value("only", namespace, source, me.groups)
+    assert namespace["only"].size == 5
+    namespace["double"] = (lambda x: 2 * x) if me.rank == source else None
+    broadcast_value("double", namespace, source, me.groups)
+    assert namespace["double"](4) == 8
     return namespace["text"], namespace["config"].depth, namespace["state"]["steps"]
 
 
@@ -464,8 +476,7 @@ def values_that_cannot_be_had(me: Rank) -> Any:
     me.form()
     namespace: dict[str, Any] = {"lock": threading.Lock(), "learning_rate": 0.1} if me.rank == 1 else {}
     errors = [
-        raised(lambda name=name: broadcast_value(name, namespace, 1, me.groups))  # type: ignore[misc]
-        for name in ("learning_rte", "lock")
+        raised(functools.partial(broadcast_value, name, namespace, 1, me.groups)) for name in ("learning_rte", "lock")
     ]
     errors.append(raised(lambda: broadcast_value("x", namespace, 9, me.groups)))
     broadcast_value("learning_rate", namespace, 1, me.groups)
@@ -488,11 +499,11 @@ def seen_in_a_collective(me: Rank) -> Any:
     return seen[0]
 
 
-# ---- being forked --------------------------------------------------------------------------------------------------------
+# ---- being forked ----------------------------------------------------------------------------------------------------
 
 
 def run_rank(scenario: str, rank: int, size: int, options: dict[str, Any], sock: socket.socket) -> None:
-    faulthandler.dump_traceback_later(40)
+    faulthandler.dump_traceback_later(RANK_DEADLINE_S, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     me = Rank(rank, size, sock)

@@ -8,7 +8,6 @@ import selectors
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import pytest
 
 from meshbook.frames import FrameReader, pack
 from meshbook.store import KeyValueStore, StoreOp
-
-DEADLINE_S = 30.0
 
 encode = msgspec.msgpack.Encoder().encode
 decode_op = msgspec.msgpack.Decoder(tuple[int, StoreOp]).decode
@@ -45,41 +42,41 @@ class Ranks:
         socket.send_fds(self._control, [b"x"], [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
-        results = self._serve([ours for ours, _ in pairs])
+        links = [ours for ours, _ in pairs]
+        try:
+            ended = self._serve(links)
+        finally:
+            for link in links:
+                link.close()
         assert self._control.recv(64) == b"reaped"
-        return [results[rank] for rank in range(size)]
+        failures = [f"rank {rank}: {value}" for rank, (ok, value) in sorted(ended.items()) if not ok]
+        assert not failures, "\n".join(failures)
+        assert len(ended) == size, f"only ranks {sorted(ended)} are done; for the others see the stacks above"
+        return [ended[rank][1] for rank in range(size)]
 
-    def _serve(self, links: list[socket.socket]) -> dict[int, Any]:
-        results: dict[int, Any] = {}
-        deadline = time.monotonic() + DEADLINE_S
+    def _serve(self, links: list[socket.socket]) -> dict[int, tuple[bool, Any]]:
+        """Answer the ranks until all have closed their sockets, and each ends by itself at its deadline."""
+        ended: dict[int, tuple[bool, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for rank, link in enumerate(links):
                 selector.register(link, selectors.EVENT_READ, (rank, FrameReader()))
             while selector.get_map():
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                assert ready, f"only ranks {sorted(results)} are done after {DEADLINE_S:g} s"
-                for key, _ in ready:
+                for key, _ in selector.select():
                     rank, reader = key.data
                     data = links[rank].recv(1 << 16)
                     if not data:
                         selector.unregister(links[rank])
-                        links[rank].close()
                         self.store.drop_client(rank)
                     for kind, content in reader.feed(data):
                         if kind == b"ended":
-                            results[rank] = self._result(rank, content)
+                            ended[rank] = pickle.loads(content)
                         else:
                             self._answer(links, rank, *decode_op(content))
-        return results
+        return ended
 
     def _answer(self, links: list[socket.socket], rank: int, request: int, op: StoreOp) -> None:
         for client, id, result in self.store.request(rank, request, op):
             links[client].sendall(pack([encode((id, result))]))
-
-    def _result(self, rank: int, content: bytes) -> Any:
-        ok, value = pickle.loads(content)
-        assert ok, f"rank {rank}: {value}"
-        return value
 
     def close(self) -> None:
         self._control.close()
@@ -98,7 +95,7 @@ def test_importing_starts_no_thread_and_opens_no_socket(ranks: Ranks) -> None:
     assert (threads, sockets) == (b"1", b"1")  # the socket that it was given
 
 
-# ---- forming -------------------------------------------------------------------------------------------------------
+# ---- forming ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_formed_group_works_and_ranks_have_torchruns_variables(ranks: Ranks) -> None:
@@ -218,7 +215,7 @@ def test_init_that_only_some_ranks_ran_can_be_interrupted_and_run_by_all(ranks: 
     assert ranks.store.waiting == 0
 
 
-# ---- the store, values, whereabouts -------------------------------------------------------------------------------------
+# ---- the store, values, whereabouts ----------------------------------------------------------------------------------
 
 
 def test_torch_finds_all_of_a_store_behind_the_link(ranks: Ranks) -> None:

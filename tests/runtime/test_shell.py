@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from meshbook.shell import CellOutcome
@@ -47,6 +48,10 @@ class Ran(NamedTuple):
 
 def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def children_of(pid: int) -> list[str]:
+    return [child.name() for child in psutil.Process(pid).children(recursive=True)]
 
 
 class RankProcess:
@@ -312,22 +317,25 @@ def test_commands_write_to_the_pipes_in_order_and_expand_names(rank: RankProcess
     assert rank.cell("!cat").outcome.ok  # stdin is empty, not a hang
 
 
-def test_script_magics_show_their_text_with_their_own_cell(rank: RankProcess) -> None:
+def test_script_magics_show_their_text_in_order_and_with_their_own_cell(rank: RankProcess) -> None:
     for word in ("one", "two"):
-        ran = rank.cell(f"%%bash\necho {word}")
+        ran = rank.cell(f"%%bash\nsh -c 'echo before'; echo {word}")
+        assert (ran.stdout, ran.late) == (f"before\n{word}\n", [])
+        ran = rank.cell(f"%%script python\nprint('{word}')")
         assert (ran.stdout, ran.late) == (f"{word}\n", [])
+    assert rank.cell("%%bash --out text\necho kept").outcome.ok
+    assert rank.cell("text").outcome.value == "'kept\\n'"
+    assert "exit status 3" in rank.cell("%%sh\nexit 3").failure.evalue
 
 
-def test_an_interrupt_ends_a_command_and_all_that_it_started(rank: RankProcess) -> None:
-    rank.cell("!echo ready; (sleep 77 | cat; true); echo unreachable\nprint('not reached')", wait=False)
+@pytest.mark.parametrize("magic", ["!", "%%bash\n"])
+def test_an_interrupt_ends_a_command_and_all_that_it_started(rank: RankProcess, magic: str) -> None:
+    rank.cell(f"{magic}echo ready; (sleep 77 | cat; true); echo unreachable", wait=False)
     started = time.monotonic()
     ran = rank.interrupt_after("ready")
-    assert ran.outcome.interrupted and not ran.outcome.ok and "reached" not in ran.stdout
+    assert ran.outcome.interrupted and not ran.outcome.ok and "reachable" not in ran.stdout
     assert time.monotonic() - started < 5
-    assert (
-        rank.cell("left = !ps -ef\n[line for line in left if 'sleep 77' in line and 'ps' not in line]").outcome.value
-        == "[]"
-    )
+    assert children_of(rank.pid) == []
 
 
 # ---- awaiting ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ names_c_calls = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the
 
 
 def watch(source: str, filename: str, until: str, **names: object) -> str:
-    """Run ``source`` as ``filename`` on a thread; say what it does once that names ``until``, at the latest after 5 s."""
+    """Run ``source`` as ``filename`` on a thread; say what it does once that names ``until``."""
     gate: queue.SimpleQueue[None] = queue.SimpleQueue()
     thread = threading.Thread(target=exec, args=(compile(source, filename, "exec"), {"gate": gate, **names}))
     thread.start()

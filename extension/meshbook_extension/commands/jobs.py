@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from meshbook.errors import CallInterrupted
+from meshbook.errors import CallInterrupted, MeshError
 from meshbook.wording import name_ranks
 from meshbook_extension.commands import command
 from meshbook_extension.jobs import Job
@@ -39,12 +39,18 @@ def wait(session: Session, arguments: Arguments) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     if not jobs:
         print("no job is running")
+    errors: list[MeshError] = []
     for job in jobs:
         if not _wait_for(job, None if deadline is None else max(0.0, deadline - time.monotonic())):
             print(f"{job.describe()}\n  wait on: %mesh wait {job.number}    end it: %mesh cancel {job.number}")
             continue
-        job.cell.outcome()
-        print(f"job {job.number} done after {format_seconds(job.duration_s)}")
+        try:
+            job.cell.outcome()
+        except MeshError as error:
+            errors.append(error)
+        print(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}")
+    if errors:
+        raise errors[0]
 
 
 def _wait_for(job: Job, timeout_s: float | None) -> bool:

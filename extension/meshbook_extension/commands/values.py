@@ -11,7 +11,7 @@ from meshbook_extension.labels import label_block
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.running_cell import brief, show_as
 from meshbook_extension.session import Session, check_identifier
-from meshbook_extension.targets import FORMS, RANK
+from meshbook_extension.targets import FORMS, RANK, parse_selector
 
 if TYPE_CHECKING:
     from meshbook.future import Future
@@ -152,11 +152,12 @@ def broadcast(session: Session, arguments: Arguments) -> None:
     """From one rank to all."""
     name = check_identifier(arguments.words[0], BROADCAST.name)
     source = (arguments.text("--from") or "0").removeprefix(f"{RANK}=")
-    if not source.isdigit():
-        raise BROADCAST.refuse(f"--from takes the number of a rank, not {source}.", "--from")
     procs = session.mesh()
-    answer(procs.broadcast(name, src=int(source)))
-    print(f"{name} of rank {source} on {name_ranks(procs.ranks)}")
+    rank = parse_selector(RANK, source, len(procs))
+    if not isinstance(rank, int):
+        raise BROADCAST.refuse(f"--from takes one rank, not {source}.", "--from")
+    answer(procs.broadcast(name, src=rank))
+    print(f"{name} of rank {rank} on {name_ranks(procs.ranks)}")
 
 
 def answer(future: Future[T]) -> T:
