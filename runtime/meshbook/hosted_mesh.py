@@ -21,6 +21,7 @@ from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_template import HostedTemplate
 from meshbook.hosted_worker import HostedWorker
+from meshbook.lifecycle import WorkerEvent, WorkerPhase
 from meshbook.rank_output import Piece, log_tail
 
 COMBINE_S = 0.002
@@ -116,6 +117,7 @@ class HostedMesh:
             worker.started(pid)
         if self._stopping:
             self._kill_all()
+        self._report_ready()  # a worker's own word may have come first
 
     def _on_not_forked(self, reason: str) -> None:
         for worker in self.workers.values():
@@ -179,7 +181,7 @@ class HostedMesh:
                 worker.segments.discard((pid, segment))
                 self._give_back((pid, segment))
             case wire.Begun():
-                worker.begun = True
+                worker.advance(WorkerEvent.BEGUN)
                 self._report_ready()
 
     def _on_reply(self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]) -> None:
@@ -209,7 +211,7 @@ class HostedMesh:
             call.replies, call.frames = [], []
 
     def _report_ready(self) -> None:
-        if all(worker.begun for worker in self.workers.values()):
+        if all(worker.phase is WorkerPhase.READY and worker.pid for worker in self.workers.values()):
             started = tuple(
                 wire.WorkerStarted(worker.rank, worker.pid, worker.device, str(worker.output.log.path))
                 for worker in self.workers.values()

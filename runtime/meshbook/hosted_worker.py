@@ -12,6 +12,7 @@ from typing import Protocol
 from meshbook import wire
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer, FrameReader, pack
+from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
 from meshbook.processes import describe_exit, kill_session
 from meshbook.rank_output import RankLog, RankOutput
 
@@ -110,8 +111,7 @@ class HostedWorker:
     def __init__(self, loop: EventLoop, owner: Owner, rank: int, device: str, marker: bytes, log: Path, now: float):
         self.rank, self.device = rank, device
         self.pid = 0
-        self.begun = False
-        self.alive = True
+        self.phase = WorkerPhase.FORKING
         self.segments: set[tuple[int, int]] = set()
         """(owner pid, segment) of payloads that the worker may still have mapped."""
         self.output = RankOutput(marker, RankLog(log), now)
@@ -131,10 +131,15 @@ class HostedWorker:
         """The worker's ends, to be sent to the template."""
         return [self._call_theirs.fileno(), self._urgent_theirs.fileno(), *self._pipe_ends]
 
+    def advance(self, event: WorkerEvent) -> None:
+        """Go on to the next phase of the worker's table."""
+        self.phase = advance(WORKER_NEXT, self.phase, event)
+
     def started(self, pid: int) -> None:
         """The template has forked it: watch its end."""
         self.close_their_ends()
         self.pid = pid
+        self.advance(WorkerEvent.FORKED)
         self._pidfd = self._loop.watch(os.pidfd_open(pid), self._on_end)
 
     def close_their_ends(self) -> None:
@@ -149,7 +154,7 @@ class HostedWorker:
             self._read_pipe(stream)
 
     def kill(self) -> None:
-        if self.alive and self.pid:
+        if self.pid and self.phase is not WorkerPhase.DEAD:
             kill_session(self.pid)
 
     def close(self) -> None:
@@ -203,7 +208,7 @@ class HostedWorker:
         self.calls.read_all()
         self.urgent.read_all()
         self.drain()
-        self.alive = False
+        self.advance(WorkerEvent.EXITED)
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
         status = _reap(self.pid)
         self._owner.on_exit(self, describe_exit(status))

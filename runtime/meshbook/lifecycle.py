@@ -1,4 +1,4 @@
-"""The states of meshes, workers, calls and cells, and the only ways between them.
+"""The states of meshes and workers, and the only ways between them.
 
 Each table maps (state, event) to the next state; anything else is a fault of ours and raises `LocalProtocolError`. The
 diagrams in docs/protocol.md are made from these tables.
@@ -58,40 +58,11 @@ WORKER_NEXT: Mapping[tuple[WorkerPhase, WorkerEvent], WorkerPhase] = {
     (WorkerPhase.FORKING, WorkerEvent.FORKED): WorkerPhase.STARTING,
     (WorkerPhase.FORKING, WorkerEvent.BEGUN): WorkerPhase.READY,  # its word may come before the template's
     (WorkerPhase.STARTING, WorkerEvent.BEGUN): WorkerPhase.READY,
-    (WorkerPhase.READY, WorkerEvent.FORKED): WorkerPhase.READY,
+    (WorkerPhase.READY, WorkerEvent.FORKED): WorkerPhase.READY,  # the late word
     (WorkerPhase.STARTING, WorkerEvent.EXITED): WorkerPhase.DEAD,
     (WorkerPhase.READY, WorkerEvent.EXITED): WorkerPhase.DEAD,
 }
 
-
-class CallPhase(enum.Enum):
-    """A call, or the cell that it runs, on one rank."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    ENDED = "ended"  # a value, an exception, or an interrupt
-    DROPPED = "dropped"  # cancelled before it started
-    LOST = "lost"  # its worker ended
-
-
-class CallEvent(enum.Enum):
-    STARTED = "started"
-    ENDED = "ended"
-    CANCELLED = "cancelled"
-    WORKER_ENDED = "worker ended"
-
-
-CALL_NEXT: Mapping[tuple[CallPhase, CallEvent], CallPhase] = {
-    (CallPhase.QUEUED, CallEvent.STARTED): CallPhase.RUNNING,
-    (CallPhase.QUEUED, CallEvent.CANCELLED): CallPhase.DROPPED,
-    (
-        CallPhase.RUNNING,
-        CallEvent.CANCELLED,
-    ): CallPhase.RUNNING,  # KeyboardInterrupt is raised; its end follows
-    (CallPhase.RUNNING, CallEvent.ENDED): CallPhase.ENDED,
-    (CallPhase.QUEUED, CallEvent.WORKER_ENDED): CallPhase.LOST,
-    (CallPhase.RUNNING, CallEvent.WORKER_ENDED): CallPhase.LOST,
-}
 
 _Phase = TypeVar("_Phase", bound=enum.Enum)
 _Event = TypeVar("_Event", bound=enum.Enum)

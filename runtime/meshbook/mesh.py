@@ -57,9 +57,9 @@ class HostMesh:
         """Start ``per_host`` processes on every host and wait until each has answered.
 
         The mesh has the axes of the hosts, then those of ``per_host``.
-
-        device: ``cpu`` or ``cuda``; by default CUDA where there are devices, one per rank. preload: modules to import once, before forking. group: form the
-        default process group and prove it with a collective.
+        device: ``cpu`` or ``cuda``; by default CUDA where there are devices, one per rank.
+        preload: modules to import once, before forking.
+        group: form the default process group and prove it with a collective.
         Raises: SpawnError, DeviceError if there are fewer devices than ranks.
         """
         per_host = {"procs": 1} if per_host is None else dict(per_host)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from IPython.core.interactiveshell import InteractiveShell

@@ -1,0 +1,245 @@
+"""The extension in a stock ipykernel: where output lands, when, and what the reply says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+TIMEOUT_S = 60
+
+
+class Request:
+    """One cell that was sent, and all that came back for it."""
+
+    def __init__(self, message_id: str) -> None:
+        self.id = message_id
+        self.reply: dict[str, Any] = {}
+        self.outputs: list[tuple[str, dict[str, Any]]] = []
+        self.idle = False
+        self.sent_at = time.monotonic()
+        self.replied_after_s = 0.0
+
+    def text(self, name: str | None = None) -> str:
+        return "".join(
+            content["text"] for kind, content in self.outputs if kind == "stream" and name in (None, content["name"])
+        )
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [content for each, content in self.outputs if each == kind]
+
+
+class Kernel:
+    """A stock kernel with the extension loaded, and a front end that keeps every output with its request."""
+
+    def __init__(self) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client: BlockingKernelClient = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=TIMEOUT_S)
+        self.requests: dict[str, Request] = {}
+
+    def send(self, code: str, **options: Any) -> Request:
+        request = Request(self.client.execute(code, allow_stdin=False, stop_on_error=False, **options))
+        self.requests[request.id] = request
+        return request
+
+    def run(self, code: str, **options: Any) -> Request:
+        return self.wait(self.send(code, **options))
+
+    def wait(self, request: Request) -> Request:
+        """Until the reply is there and the kernel is idle again."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (request.reply and request.idle):
+            assert time.monotonic() < deadline, request.outputs
+            self.listen(0.05)
+        return request
+
+    def listen(self, seconds: float) -> None:
+        """Take in what comes."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self.client.iopub_channel.socket.poll(min(left, 0.01) * 1000):
+                self._take(self.client.iopub_channel.get_msg(timeout=1))
+            if self.client.shell_channel.socket.poll(0):
+                message = self.client.shell_channel.get_msg(timeout=1)
+                request = self.requests.get(message["parent_header"].get("msg_id", ""))
+                if request is not None:
+                    request.reply = message["content"]
+                    request.replied_after_s = time.monotonic() - request.sent_at
+
+    def _take(self, message: dict[str, Any]) -> None:
+        request = self.requests.get(message["parent_header"].get("msg_id", ""))
+        if request is None:
+            return
+        kind, content = message["msg_type"], message["content"]
+        if kind == "status":
+            request.idle = request.idle or content["execution_state"] == "idle"
+        else:
+            request.outputs.append((kind, content))
+
+    def close(self) -> None:
+        family = psutil.Process(self.manager.provisioner.process.pid).children(recursive=True)  # type: ignore[union-attr]
+        self.client.stop_channels()
+        self.manager.shutdown_kernel()
+        self.manager.cleanup_resources()
+        psutil.wait_procs(family, timeout=15)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        kernel = Kernel()
+    try:
+        assert kernel.run("%load_ext meshbook_extension").reply["status"] == "ok"
+        ready = kernel.run("%mesh spawn gpus=4 --device cpu")
+        assert 'mesh "main": gpus=4, cpu, gloo; ready in ' in ready.text()
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def test_output_and_results_are_there_before_the_cell_is_idle(kernel: Kernel) -> None:
+    request = kernel.run("%%mesh\nprint('hello')\nrank // 2")
+    assert request.reply["status"] == "ok"
+    assert request.text("stdout") == "[0-3] hello\n"
+    assert [display["data"]["text/plain"] for display in request.of("display_data")] == ["[0,1] 0", "[2,3] 1"]
+
+
+def test_late_output_lands_in_the_cell_that_caused_it(kernel: Kernel) -> None:
+    late = kernel.run(
+        "%%mesh\n"
+        "import threading, time\n"
+        "def later():\n"
+        "    time.sleep(0.7)\n"
+        "    print('late')\n"
+        "threading.Thread(target=later).start()"
+    )
+    other = kernel.run("import time\nprint('other cell')\ntime.sleep(1.2)")
+    kernel.listen(0.5)
+    assert late.text() == "[0-3] late\n"
+    assert other.text() == "other cell\n"
+
+
+def test_output_of_a_job_lands_below_the_cell_that_started_it(kernel: Kernel) -> None:
+    job = kernel.run(
+        "%%mesh --async\nimport time\ntime.sleep(0.5)\nprint('from the job')\nif rank == 1: raise ValueError('bad')"
+    )
+    assert job.text().startswith("job 1 runs on ranks 0-3") and job.reply["status"] == "ok"
+    wait = kernel.run("%mesh wait 1")
+    assert wait.reply["status"] == "error" and wait.reply["ename"] == "CallFailed"
+    assert "[0-3] from the job\n" in job.text() and "from the job" not in wait.text()
+    assert job.of("error")[0]["evalue"] == "bad"
+    kernel.listen(0.3)
+    assert "job 1 failed after" in job.text("stderr")
+
+
+def test_a_failure_is_an_error_reply_with_the_traceback_shown_once(kernel: Kernel) -> None:
+    request = kernel.run("%%mesh\nif rank == 1:\n    raise ValueError('bad shard')")
+    assert request.reply["status"] == "error"
+    assert request.reply["ename"] == "CallFailed"
+    assert "rank 1 raised ValueError: bad shard" in request.reply["evalue"]
+    first, last = request.of("error")
+    assert (first["ename"], first["evalue"]) == ("ValueError", "bad shard")
+    assert "Traceback (most recent call last)" in "".join(first["traceback"])
+    assert "Traceback" not in "".join(last["traceback"]) and len(last["traceback"]) == 2
+
+
+def test_a_failure_is_on_screen_while_other_ranks_run(kernel: Kernel) -> None:
+    request = kernel.send("%%mesh\nimport time\nif rank == 1: raise ValueError('bad shard')\ntime.sleep(3)")
+    while not request.of("error") and not request.reply:
+        kernel.listen(0.01)
+    assert not request.reply and time.monotonic() - request.sent_at < 2.5
+    kernel.wait(request)
+
+
+def test_run_all_stops_at_a_failed_cell(kernel: Kernel) -> None:
+    failing = kernel.send("%%mesh\n1/0")
+    after = Request(kernel.client.execute("print('must not run')"))
+    kernel.requests[after.id] = after
+    failing_again = kernel.run("%mesh nonsense")
+    assert kernel.wait(failing).reply["status"] == "error"
+    assert failing_again.reply["status"] == "error" and failing_again.reply["traceback"]
+
+
+def test_an_interrupt_gives_the_prompt_back_with_an_error_reply(kernel: Kernel) -> None:
+    request = kernel.send("%%mesh\nprint('started')\nimport time\ntime.sleep(60)")
+    while "started" not in request.text():
+        kernel.listen(0.05)
+    kernel.listen(0.2)
+    pressed = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    kernel.wait(request)
+    assert time.monotonic() - pressed < 5
+    assert request.reply["status"] == "error" and request.reply["ename"] == "CallInterrupted"
+    assert "ranks 0-3 stopped, all variables kept" in request.reply["evalue"]
+    assert len(request.of("error")) == 1
+
+
+def test_a_flood_becomes_few_messages_and_leaves_the_kernel_responsive(kernel: Kernel) -> None:
+    request = kernel.run("%%mesh\nfor i in range(20000): print(f'line {i}')")
+    assert request.reply["status"] == "ok"
+    streams = request.of("stream")
+    assert len(streams) <= 12 + 10 * request.replied_after_s
+    assert len(request.text()) < 400_000
+    assert "not shown: " in request.text() and "%mesh logs -n 1000" in request.text()
+    assert request.text().endswith("[0-3] line 19999\n")
+
+
+def test_plots_of_ranks_are_shown_below_their_rank(kernel: Kernel) -> None:
+    pytest.importorskip("matplotlib")
+    request = kernel.run("%%mesh gpus=0:2\nimport matplotlib.pyplot as plt\nplt.plot([rank, 1]);")
+    images = [display["data"] for display in request.of("display_data")]
+    assert [("image/png" in data, data.get("text/plain") in ("[0]", "[1]")) for data in images] == [
+        (False, True),
+        (True, False),
+    ] * 2
+
+
+def test_progress_bars_update_one_display(kernel: Kernel) -> None:
+    request = kernel.run(
+        "%%mesh\nimport sys, time\n"
+        "for i in range(10):\n    print(f'\\r{10 * i}%', end='', file=sys.stderr, flush=True); time.sleep(0.1)\n"
+        "print('\\r100%', file=sys.stderr)"
+    )
+    assert request.text("stderr") == "[0-3] 100%\n"
+    (bars,) = request.of("display_data")
+    updates = request.of("update_display_data")
+    assert updates and {each["transient"]["display_id"] for each in updates} == {bars["transient"]["display_id"]}
+    assert updates[-1]["data"]["text/plain"] == ""
+
+
+def test_capture_takes_the_output_of_ranks_too(kernel: Kernel) -> None:
+    request = kernel.run("%%capture kept\n%%mesh\nprint('hello')\nrank * 0")
+    assert request.text() == "" and not request.of("display_data")
+    request = kernel.run("print(kept.stdout)\nprint(kept.outputs[0].data['text/plain'])")
+    assert request.text() == "[0-3] hello\n\n[0-3] 0\n"
+
+
+def test_help_is_a_question_mark_away(kernel: Kernel) -> None:
+    (page,) = kernel.run("%%mesh?").reply["payload"]
+    assert "--no-collective" in page["data"]["text/plain"]
+    assert "--preload MOD,.." in kernel.run("%mesh spawn?").text()
+
+
+def test_auto_mode_leaves_the_front_ends_own_code_here(kernel: Kernel) -> None:
+    kernel.run("%mesh auto on")
+    assert kernel.run("print(rank * 0)").text() == "[0-3] 0\n"
+    kernel.run("import os; mine = os.getpid()", store_history=False)
+    kernel.run("%mesh auto off")
+    assert kernel.run("print(mine == os.getpid())").text() == "True\n"
+
+
+def test_syntax_errors_name_the_line_of_the_notebook(kernel: Kernel) -> None:
+    request = kernel.run("\n\n%%mesh\nx = 1\ny = = 2")
+    assert request.reply["status"] == "error" and "line 5" in request.reply["evalue"]
+    request = kernel.run("\n\n%%mesh\nx = 1\n1/0")
+    assert ", line 5)" in request.reply["evalue"]
