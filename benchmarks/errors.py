@@ -60,7 +60,7 @@ def _interrupted(procs: ProcMesh, count: int) -> Iterator[Figure]:
     ended = []
     for _ in range(count):
         cell = WatchedCell(procs, SLEEPS)
-        cell.wait_for_text("asleep", RANKS)
+        cell.wait_for_output(RANKS)
         time.sleep(0.05)
         interrupted = time.monotonic()
         cell.run.cancel()
@@ -76,7 +76,7 @@ def _killed(count: int) -> Iterator[Figure]:
         with mesh(RANKS) as procs:
             victim = pids(procs)[3]
             cell = WatchedCell(procs, SLEEPS)
-            cell.wait_for_text("asleep", RANKS)
+            cell.wait_for_output(RANKS)
             killed = time.monotonic()
             os.kill(victim, signal.SIGKILL)
             seen = cell.first_failure()

@@ -21,7 +21,7 @@ QUESTION = (
 RANKS = 8
 LINES = 100_000
 FLOOD = f"for number in range({LINES}):\n    print(f'line {{number}} of a flood')"
-ENDLESS = "print('go')\nwhile True:\n    print('a line of an endless flood')"
+ENDLESS = "while True:\n    print('a line of an endless flood')"
 
 
 def run(settings: Settings) -> Iterator[Figure]:
@@ -65,7 +65,7 @@ def _interrupted(procs: ProcMesh, count: int) -> Iterator[Figure]:
     ended = []
     for _ in range(count):
         cell = WatchedCell(procs, ENDLESS)
-        cell.wait_for_text("go", RANKS)
+        cell.wait_for_output(RANKS)
         time.sleep(0.3)
         interrupted = time.monotonic()
         cell.run.cancel()

@@ -25,7 +25,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 FIGURES = ("image/png", "image/svg+xml", "image/jpeg")
 
 
-class Narrator(NotebookClient):  # type: ignore[misc]
+class Narrator(NotebookClient):
     """Runs a notebook and prints each cell's first line, then its output as it comes."""
 
     def __init__(self, notebook: nbformat.NotebookNode, **options: Any) -> None:
@@ -45,7 +45,7 @@ class Narrator(NotebookClient):  # type: ignore[misc]
         if headings:
             print(f"\n## {headings[0]}")
 
-    def output(self, outs: list[Any], msg: dict[str, Any], display_id: str, cell_index: int) -> Any:
+    def output(self, outs: list[Any], msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
         """Keep the output as nbclient does, and print it."""
         kept = super().output(outs, msg, display_id, cell_index)
         content = msg["content"]

@@ -1,7 +1,7 @@
 """What a test module leaves behind fails that module: processes, threads, file descriptors, memory files.
 
-Anything that outlives a module on purpose is a session fixture, such as ``warm_host``: those that a module asks for
-are made before its first snapshot. Processes that a test saw and that have lost their parent since (a killed kernel's
+Anything that outlives a module on purpose is a session fixture: those that a module asks for are made before its
+first snapshot. Processes that a test saw and that have lost their parent since (a killed kernel's
 agents, say) are not among our children any more; a test hands them to ``watch`` and they are held to the same rule.
 """
 
@@ -117,16 +117,3 @@ def leaves_nothing_behind(request: pytest.FixtureRequest, watched_processes: lis
     watched_processes.clear()
     if left:
         pytest.fail(f"{request.module.__name__} left behind:\n  " + "\n  ".join(left), pytrace=False)
-
-
-@pytest.fixture(scope="session")
-def warm_host() -> Iterator[None]:
-    """The local host agent with its template, shared by all tests; ask for it wherever ranks are spawned here."""
-    from meshbook import mesh
-
-    before = Held.now()
-    mesh.this_host().spawn_procs({"ranks": 1}, group=False).stop()  # ready means: the template is up as well
-    yield
-    mesh.shutdown(timeout_s=PATIENCE_S)
-    if left := _left_behind(before):
-        pytest.fail("mesh.shutdown() left behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -197,9 +197,8 @@ class _Deadline:
 
 
 def _lines_above(session: Session, code: str) -> int:
-    """Lines of the notebook's cell that stand above ``code``: the magic's own, and blank ones before it."""
+    """Lines of the notebook's cell above ``code``: the magic's own, blank ones before it; none in auto mode."""
     content = parent_of(session.shell).get("content") or {}
-    whole = str(content.get("code", ""))
-    if whole.endswith(code) and whole != code:
-        return whole[: -len(code)].count("\n")
-    return 1
+    whole = str(content.get("code") or session.shell.history_manager.input_hist_raw[-1]).rstrip("\n")
+    body = code.rstrip("\n")
+    return whole[: len(whole) - len(body)].count("\n") if whole.endswith(body) else 1

@@ -137,7 +137,9 @@ class Collapser:
         self._last[rank, piece.stream] = equal[place].number
 
     def _is_due(self, line: _Open, now: float) -> bool:
-        return len(line.ranks) >= len(self._running) or now - line.since >= self._window_s
+        if now - line.since >= self._window_s:
+            return True
+        return len(line.ranks) >= len(self._running) and self._running.issubset(line.ranks)
 
     def _pop(self) -> Piece:
         line = self._queue.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -155,9 +156,14 @@ class CallFuture(Future[T], Generic[T]):
 
     call: OpenCall
 
-    def __init__(self, cancel: Callable[[int], None], where: Callable[[int, Iterable[int]], dict[int, str]]) -> None:
+    def __init__(
+        self,
+        cancel: Callable[[int], None],
+        where: Callable[[int, Iterable[int]], dict[int, str]],
+        drive: Callable[[Callable[[], bool], float | None], None],
+    ) -> None:
         super().__init__(on_cancel=lambda: cancel(self.call.id), on_timeout=self._timed_out)
-        self._cancel_on_ranks, self._where = cancel, where
+        self._cancel_on_ranks, self._where, self._drive = cancel, where, drive
 
     def get(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return their values.
@@ -165,6 +171,10 @@ class CallFuture(Future[T], Generic[T]):
         timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout, and CallInterrupted if the person interrupts.
         """
         try:
+            if not self.done():
+                started = time.monotonic()
+                self._drive(self.done, timeout)
+                timeout = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
             return super().get(timeout)
         except CallInterrupted:
             raise

@@ -41,6 +41,7 @@ from meshbook.session_folder import SessionFolder
 from meshbook.shape import Members, Region
 from meshbook.store import StoreOp
 from meshbook.transport import HEARTBEAT_S, ControllerSocket, LaneName
+from meshbook.turns import Turns
 
 T = TypeVar("T")
 
@@ -68,11 +69,12 @@ class Controller:
         self._tick_at = 0.0
         self._room = threading.Event()
         self._room.set()
-        started: Future[ControllerSocket] = Future()
+        self._turns = Turns(self._serve, self._wake)
+        started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="meshbook.io", daemon=True)
         self._thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
         self._thread.start()
-        self._socket = started.get()
+        started.get()
         self.public_key = self._socket.public_key
         self._endpoints: dict[str, str] = {}
 
@@ -140,7 +142,7 @@ class Controller:
         """
         mesh.check_usable()
         self._wait_for_room()
-        future: CallFuture[Any] = CallFuture(self.cancel, self.where)
+        future: CallFuture[Any] = CallFuture(self.cancel, self.where, self._turns.drive)
         call = OpenCall(self.next_id(), mesh.id, what, members, future, fail_fast=fail_fast, on_reply=on_reply)
         future.call = call
         for rank in call.waiting & mesh.lost.keys():
@@ -274,24 +276,29 @@ class Controller:
 
     # ---- I/O thread: the loop -----------------------------------------------------------------------------------
 
-    def _run(self, started: Future[ControllerSocket]) -> None:
+    def _run(self, started: Future[None]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
         sock = ControllerSocket()
-        started.set_result(sock)
+        self._socket = sock
+        started.set_result(None)
         try:
-            while not self._closing:
-                self._sleep(sock)
-                for host_id, lane, frames in sock.receive():
-                    self._on_frames(host_id, lane, frames)
-                self._serve_inbox()
-                if time.monotonic() >= self._tick_at:
-                    self._tick()
+            self._turns.serve_until(lambda: self._closing)
         finally:
             sock.close()
 
-    def _sleep(self, sock: ControllerSocket) -> None:
+    def _serve(self, timeout_s: float | None) -> None:
+        """Wait for something to do, at most ``timeout_s``, and do it. Only whoever has the turn."""
+        self._sleep(timeout_s)
+        for host_id, lane, frames in self._socket.receive():
+            self._on_frames(host_id, lane, frames)
+        self._serve_inbox()
+        if time.monotonic() >= self._tick_at:
+            self._tick()
+
+    def _sleep(self, timeout_s: float | None) -> None:
         self._asleep = True  # from here on `submit` wakes us
-        sock.poll(self._wake_fd, 0 if self._inbox else max(0.0, self._tick_at - time.monotonic()))
+        left = max(0.0, self._tick_at - time.monotonic())
+        self._socket.poll(self._wake_fd, 0 if self._inbox else left if timeout_s is None else min(left, timeout_s))
         self._asleep = False
         try:
             os.eventfd_read(self._wake_fd)

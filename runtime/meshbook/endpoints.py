@@ -119,10 +119,10 @@ def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -
 
 def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Answer:
     """Rebind ``mesh`` and ``point`` to other axes over the same ranks."""
-    namespace = worker.shell.namespace
-    namespace["point"] = Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)
+    names: dict[str, object] = {"point": Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)}
     if worker.groups.formed:
-        namespace["mesh"] = worker.groups.device_mesh(tuple(axes), tuple(sizes))
+        names["mesh"] = worker.groups.device_mesh(tuple(axes), tuple(sizes))
+    worker.shell.define(names)
     return _ok()
 
 

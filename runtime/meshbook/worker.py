@@ -41,6 +41,9 @@ from meshbook.store import StoreOp, StoreResult
 EXCEPTION_MAX_BYTES = 1 << 16
 """An exception whose pickle is larger stays on its rank; its text always travels."""
 
+IDLE_S = 0.5
+"""How often the control thread looks after things that nobody tells it."""
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -143,7 +146,7 @@ class Worker:
 
     def _answer(self, call: wire.Call, frames: list[bytes]) -> Answer:
         try:
-            with self.gate.running(call.id):
+            with self.shell.output_of(call.output), self.gate.running(call.id):
                 if call.id in self._cancelled:
                     raise KeyboardInterrupt
                 args, kwargs = self._load(call, frames)
@@ -240,8 +243,10 @@ class Worker:
     def _control(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
-            while not self.urgent.wait(timeout_s=1.0):
+            while not self.urgent.wait(timeout_s=IDLE_S):
                 self._tell_freed()
+                if self.current is not None:
+                    self.shell.flush_text()  # the start of a line, a prompt or a progress bar, shows before its end
             if (received := self.urgent.receive()) is None:
                 break
             match received[0]:

@@ -12,6 +12,7 @@ import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
+from jupyter_core.utils import ensure_event_loop
 from traitlets.config import Config
 
 import meshbook
@@ -68,6 +69,12 @@ class Notebook:
         ran = self.try_to_run(cell)
         assert ran.error is not None, ran.stdout
         return ran.stdout
+
+
+@pytest.fixture(scope="session")
+def jupyter_loop() -> None:
+    """jupyter_client's event loop, which lasts as long as this process."""
+    ensure_event_loop()
 
 
 @pytest.fixture(scope="module")

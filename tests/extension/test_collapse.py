@@ -49,6 +49,16 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     assert shown(collapser.take(0.0)) == [((0, 1), "a\n")]
 
 
+def test_ranks_that_have_ended_do_not_stand_for_those_that_run() -> None:
+    collapser = Collapser(range(3))
+    for rank in (0, 1):
+        collapser.feed(rank, "stdout", "a\n", 0.0)
+        collapser.end(rank, 0.0)
+    assert collapser.take(0.01) == []
+    collapser.feed(2, "stdout", "a\n", 0.02)
+    assert shown(collapser.take(0.02)) == [((0, 1, 2), "a\n")]
+
+
 def test_the_order_of_a_rank_is_kept_when_others_print_in_another_order() -> None:
     collapser = Collapser(range(3))
     collapser.feed(0, "stdout", "a\nb\nc\n", 0.0)

@@ -93,7 +93,7 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+def kernel(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
@@ -136,7 +136,7 @@ def test_output_of_a_job_lands_below_the_cell_that_started_it(kernel: Kernel) ->
     assert job.text().startswith("job 1 runs on ranks 0-3") and job.reply["status"] == "ok"
     wait = kernel.run("%mesh wait 1")
     assert wait.reply["status"] == "error" and wait.reply["ename"] == "CallFailed"
-    assert "[0-3] from the job\n" in job.text() and "from the job" not in wait.text()
+    assert "from the job\n" in job.text() and "from the job" not in wait.text()
     assert job.of("error")[0]["evalue"] == "bad"
     kernel.listen(0.3)
     assert "job 1 failed after" in job.text("stderr")
@@ -243,3 +243,7 @@ def test_syntax_errors_name_the_line_of_the_notebook(kernel: Kernel) -> None:
     assert request.reply["status"] == "error" and "line 5" in request.reply["evalue"]
     request = kernel.run("\n\n%%mesh\nx = 1\n1/0")
     assert ", line 5)" in request.reply["evalue"]
+    kernel.run("%mesh auto on")
+    request = kernel.run("x = 1\n1/0")
+    kernel.run("%mesh auto off")
+    assert ", line 2)" in request.reply["evalue"]

@@ -1,0 +1,87 @@
+"""Whose turn it is to serve the controller's sockets: the I/O thread's, or the main thread's while it waits.
+
+A wake-up of a thread costs tens of microseconds, as much as all our work for a call. So the main thread, when it waits for
+an answer, takes the turn and reads the sockets itself; the I/O thread stays away until the main thread has stopped
+coming back for a moment. The turn is a lock: whoever holds it uses the sockets and the state behind them, nobody else.
+
+SIGINT would raise in the midst of our bookkeeping. During its turn the main thread therefore only notes it, and raises when
+the turn is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+REST_S = 0.003
+"""The I/O thread takes over again when the main thread has not come back for so long."""
+
+_LOOK_S = 0.005
+"""How often the resting I/O thread looks."""
+
+
+class Turns:
+    """``serve(timeout_s)`` waits for events and handles them; ``wake()`` makes a waiting ``serve`` return."""
+
+    def __init__(self, serve: Callable[[float | None], None], wake: Callable[[], None]) -> None:
+        self._serve, self._wake = serve, wake
+        self._turn = threading.Lock()
+        self._driving = False
+        self._rest_until = 0.0
+        self._rest = threading.Event()
+        self._interrupted = False
+
+    def serve_until(self, ended: Callable[[], bool]) -> None:
+        """The I/O thread's life."""
+        while not ended():
+            if self._driving or time.monotonic() < self._rest_until:
+                self._rest.wait(_LOOK_S)
+                continue
+            with self._turn:
+                self._serve(None)
+
+    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """On the main thread: serve until ``done()``, the timeout, or an interrupt, which is raised afterwards.
+
+        On any other thread, or when the main thread has the turn already, nothing happens: wait as usual.
+        """
+        if self._driving or threading.current_thread() is not threading.main_thread():
+            return
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._interrupts_noted():
+            self._driving = True
+            try:
+                self._wake()
+                with self._turn:
+                    while not done() and not self._interrupted:
+                        left = None if deadline is None else deadline - time.monotonic()
+                        if left is not None and left <= 0:
+                            break
+                        self._serve(left)
+            finally:
+                self._rest_until = time.monotonic() + REST_S
+                self._driving = False
+
+    @contextlib.contextmanager
+    def _interrupts_noted(self) -> Iterator[None]:
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):  # ignored, default, or another language's: it raises nothing in our midst
+            yield
+            return
+        self._interrupted = False
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            if self._interrupted:
+                self._interrupted = False
+                handler(signal.SIGINT, None)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        self._wake()
