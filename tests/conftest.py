@@ -1,8 +1,8 @@
 """What a test module leaves behind fails that module: processes, threads, file descriptors, memory files.
 
 Anything that outlives a module on purpose is a session fixture: those that a module asks for are made before its
-first snapshot. Processes that a test saw and that have lost their parent since (a killed kernel's
-agents, say) are not among our children any more; a test hands them to ``watch`` and they are held to the same rule.
+first snapshot. Processes that have lost their parent (a killed kernel's agents, say) are not among our children any
+more; a test hands them to ``watch``, and they are held to the same rule.
 """
 
 from __future__ import annotations

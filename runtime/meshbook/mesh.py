@@ -100,7 +100,7 @@ class HostMesh:
 
     def _ask_hosts(self, mesh: KnownMesh, device: str | None, preload: tuple[str, ...]) -> None:
         """On the I/O thread: one message per host."""
-        self._controller.meshes[mesh.id] = mesh
+        self._controller.know(mesh)
         for index, host in enumerate(mesh.hosts):
             here = host.shares_environment
             host.send(

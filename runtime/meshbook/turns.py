@@ -1,11 +1,11 @@
 """Whose turn it is to serve the controller's sockets: the I/O thread's, or the main thread's while it waits.
 
-A wake-up of a thread costs tens of microseconds, as much as all our work for a call. So the main thread, when it waits for
-an answer, takes the turn and reads the sockets itself; the I/O thread stays away until the main thread has stopped
+A wake-up of a thread costs tens of microseconds, as much as all our work for a call. So the main thread, while it waits
+for an answer, takes the turn and reads the sockets itself; the I/O thread stays away until the main thread has stopped
 coming back for a moment. The turn is a lock: whoever holds it uses the sockets and the state behind them, nobody else.
 
-SIGINT would raise in the midst of our bookkeeping. During its turn the main thread therefore only notes it, and raises when
-the turn is over.
+SIGINT would raise in the midst of our bookkeeping. During its turn the main thread therefore only notes it, and raises
+when the turn is over.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_ranks_have_random_states_of_their_own(mesh4: ProcMesh) -> None:
 
 def test_shared_memory_comes_back_to_the_pool(mesh4: ProcMesh) -> None:
     big = torch.ones(1 << 20)
-    pool = mesh4._controller._payloads._pool
+    pool = mesh4._controller._board.payloads._pool
     for _ in range(20):
         mesh4.push({"shared": big}).get(30)
     deadline = time.monotonic() + 10

@@ -1,0 +1,192 @@
+"""What the controller does with the messages of its hosts, and what it knows: hosts, meshes, open calls.
+
+Nothing here waits or locks: all of it runs under the turn of `meshbook.turns`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from typing_extensions import assert_never
+
+from meshbook import wire
+from meshbook.call_table import CallTable
+from meshbook.calls import OpenCall
+from meshbook.errors import HostLost, MeshStoppedError, ProtocolError, WorkerLost
+from meshbook.known_host import MAX_SILENCE_S, KnownHost
+from meshbook.known_mesh import KnownMesh
+from meshbook.lifecycle import MeshEvent, MeshPhase
+from meshbook.output_events import DisplayData, OutputCut, OutputListener, StreamText
+from meshbook.payloads import Payloads
+from meshbook.processes import machine_id
+from meshbook.store import StoreOp
+from meshbook.transport import LaneName
+
+MAX_BACKLOG = 50_000
+"""Messages that may wait for slow hosts before new calls wait too."""
+
+_decode_display = msgspec.msgpack.Decoder(dict[str, dict[str, Any]]).decode
+
+
+class Switchboard:
+    """Hosts, meshes and calls; `on_frames` is fed from the socket, `tick` by the clock."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.machine = machine_id()
+        self.hosts: dict[str, KnownHost] = {}
+        self.meshes: dict[int, KnownMesh] = {}
+        self.calls = CallTable()
+        self.payloads = Payloads(wake)
+        self.room = threading.Event()
+        """Cleared while so much waits for slow hosts that new calls should wait too."""
+        self.room.set()
+
+    def tick(self) -> None:
+        """Once per heartbeat: beat, and look for hosts that are gone."""
+        now = time.monotonic()
+        for host in self.hosts.values():
+            if host.lost:
+                continue
+            if host.hello is not None:
+                host.beat()
+                if now - host.heard > MAX_SILENCE_S:
+                    self._lose(host, f"no sign of life for {MAX_SILENCE_S:g} s")
+            if not host.lost and (reason := host.launched.failure()):
+                self._lose(host, reason)
+
+    # ---- messages -----------------------------------------------------------------------------------
+
+    def on_frames(self, host_id: str, lane: LaneName, frames: list[bytes]) -> None:
+        host = self.hosts.get(host_id)
+        if host is None or host.lost:
+            return
+        if (message := host.receive(lane, frames)) is not None:
+            header, payload = message
+            try:
+                self._dispatch(host, wire.decode_from_host(header), payload)
+            except (msgspec.DecodeError, ProtocolError) as error:
+                self._lose(host, f"it sent something impossible: {error}")
+            except Exception:
+                traceback.print_exc()  # a fault of ours: it costs this message, not the meshes
+        host.acknowledge(lane)
+        if not self.room.is_set() and host.backlog < MAX_BACKLOG // 2:
+            self.room.set()
+
+    def _dispatch(self, host: KnownHost, message: wire.FromHost, payload: list[bytes]) -> None:
+        match message:
+            case wire.Replies():
+                if not host.park(message, payload):
+                    self._on_replies(host, message, payload)
+            case wire.Outputs(mesh_id, chunks):
+                for chunk in chunks:
+                    self.calls.tell(chunk.output, StreamText(chunk.rank, chunk.stream, chunk.text, chunk.output))
+            case wire.OutputCut(mesh_id, rank, output, size_bytes):
+                self.calls.tell(output, OutputCut(rank, size_bytes, self._log_path(mesh_id, rank), output))
+            case wire.Display():
+                content = _decode_display(payload[0])
+                event = DisplayData(
+                    message.rank, content["data"], content["metadata"], content["transient"],
+                    message.update, message.is_result, message.output,
+                )  # fmt: skip
+                self.calls.tell(message.output, event)
+            case wire.StoreRequest(mesh_id, rank, request, op):
+                self._on_store(mesh_id, rank, request, op)
+            case wire.SegmentFree(_, segment):
+                self.payloads.on_free(segment)
+            case wire.Bulk():
+                host.bulk_in.receive(message, payload[0])
+            case wire.Hello():
+                self._on_hello(host, message)
+            case wire.MeshReady(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    mesh.on_ready(host, message)
+            case wire.SpawnFailed(mesh_id, reason, found_devices):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    mesh.on_spawn_failed(host.name, reason, found_devices)
+            case wire.WorkerExited(mesh_id, rank, cause, log_tail):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    self._lose_worker(mesh, WorkerLost(rank, host.name, cause, log_tail))
+            case wire.MeshStopped(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    mesh.on_stopped(host, lambda: self.forget(mesh))
+            case wire.Logs(id, texts):
+                self.calls.answer_query(id, 0, texts)
+            case wire.Heartbeat():
+                pass
+            case _:
+                assert_never(message)
+
+    def _on_hello(self, host: KnownHost, hello: wire.Hello) -> None:
+        if hello.version != wire.PROTOCOL_VERSION:
+            reason = f"it speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}; install one version"
+            host.send_urgent(wire.Refused(reason))
+            self._lose(host, reason)
+            return
+        host.hello, host.name = hello, hello.name
+        host.shares_memory = hello.machine == self.machine
+        host.on_whole = lambda replies, frames: self._on_replies(host, replies, frames)
+        host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory))
+        host.ready.set_result(host)
+
+    def _on_replies(self, host: KnownHost, message: wire.Replies, frames: list[bytes]) -> None:
+        self.calls.answer(message, frames, [self.payloads.receive(host, reply) for reply in message.replies])
+
+    def _on_store(self, mesh_id: int, rank: int, request: int, op: StoreOp) -> None:
+        if (mesh := self.meshes.get(mesh_id)) is None:
+            return
+        for client, id, result in mesh.store.request(rank, request, op):
+            assert isinstance(client, int)
+            mesh.host_of(client).send_urgent(wire.StoreAnswer(mesh_id, client, id, result))
+
+    # ---- calls and payloads -------------------------------------------------------------------------
+
+    def open(self, mesh: KnownMesh, call: OpenCall, listener: OutputListener | None) -> list[KnownHost] | None:
+        """Expect the answers to a call; returns the hosts to send it to, or None when it was answered already."""
+        if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+            call.give_up(MeshStoppedError(mesh.name))
+            return None
+        self.calls.open(call, listener)
+        addressed = {mesh.host_of(rank).id for rank in call.waiting} if len(mesh.hosts) > 1 else None
+        for rank in call.waiting & mesh.lost.keys():  # ended between the caller's check and now
+            call.lose(mesh.lost[rank])
+        self.calls.settle_if_done(call)
+        return [host for host in mesh.hosts if not host.lost and (addressed is None or host.id in addressed)]
+
+    def _log_path(self, mesh_id: int, rank: int) -> str:
+        mesh = self.meshes.get(mesh_id)
+        worker = mesh.workers.get(rank) if mesh else None
+        return worker.log_path if worker else ""
+
+    # ---- loss and end -------------------------------------------------------------------------------
+
+    def _lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
+        mesh.on_lost(error)
+        self.calls.lose(mesh.id, error)
+
+    def _lose(self, host: KnownHost, reason: str) -> None:
+        host.lost = reason
+        host.ready.set_exception(HostLost(host.name, reason))
+        for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
+            first = mesh.hosts.index(host) * mesh.per_host
+            for rank in range(first, first + mesh.per_host):
+                if rank not in mesh.lost:
+                    self._lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
+            if mesh.phase is MeshPhase.STOPPING:
+                mesh.on_stopped(host, functools.partial(self.forget, mesh))
+
+    def forget(self, mesh: KnownMesh) -> None:
+        self.meshes.pop(mesh.id, None)
+
+    def say_goodbye(self) -> None:
+        for mesh in list(self.meshes.values()):
+            mesh.advance(MeshEvent.STOP)
+            self.calls.give_up(mesh.id, mesh.name)
+        for host in self.hosts.values():
+            if not host.lost:
+                host.send_urgent(wire.Goodbye())
