@@ -15,18 +15,20 @@ _SESSION = "_meshbook_session"
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
     from meshbook_extension.input_lines import TRANSFORMERS
-    from meshbook_extension.magics import MeshMagics, complete
+    from meshbook_extension.magics import MeshMagics
     from meshbook_extension.session import Session
 
     if is_loaded(shell):
         return
+    earlier = getattr(shell, _SESSION, None)
     session = Session(shell)
-    session.take_over(getattr(shell, _SESSION, None))
+    session.take_over(earlier)
     setattr(shell, _SESSION, session)
     MeshMagics(shell, session).register()
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
-    for magic in ("%mesh", "%%mesh"):
-        shell.set_hook("complete_command", lambda _shell, event: complete(session, event), str_key=magic)
+    if earlier is None:
+        for magic in ("%mesh", "%%mesh"):
+            shell.set_hook("complete_command", _complete, str_key=magic)
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -41,6 +43,13 @@ def unload_ipython_extension(shell: Any) -> None:
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("mesh", None)
     getattr(shell, _SESSION).close()
+
+
+def _complete(shell: Any, event: Any) -> list[str]:
+    """IPython cannot take hooks away again, so this one asks each time."""
+    from meshbook_extension.magics import complete
+
+    return complete(getattr(shell, _SESSION), event) if is_loaded(shell) else []
 
 
 def is_loaded(shell: Any) -> bool:

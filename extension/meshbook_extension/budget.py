@@ -17,6 +17,10 @@ LAST_LINES = 20
 """Of a cell that printed more, so many lines are shown at its end."""
 LINE_CHARACTERS = 1000
 """Of each of them."""
+KEPT_CHARACTERS = 4000
+"""Of each rank and stream, to have its last lines."""
+LABEL_CHARACTERS = 6
+"""What a label adds to a line, or about that."""
 NAMED_PATHS = 2
 
 
@@ -30,6 +34,7 @@ class Budget:
         self._characters = characters
         self._display_characters = display_characters
         self._last: deque[Piece] = deque()
+        self._skipped: dict[tuple[int, str], str] = {}
         self._hidden_bytes: dict[int, int] = {}
         self._cut_bytes: dict[int, int] = {}
         self._cut_paths: dict[int, str] = {}
@@ -37,14 +42,30 @@ class Budget:
 
     def admit(self, piece: Piece) -> bool:
         """Whether a piece of text is shown now. Once one is not, none is."""
-        self._characters -= len(piece.text)
+        self._characters -= len(piece.text) + LABEL_CHARACTERS
         self.exceeded = self.exceeded or self._characters < 0
         if not self.exceeded:
             return True
         self._last.append(piece)
         if len(self._last) > LAST_LINES:
-            self._hide(self._last.popleft())
+            lost = self._last.popleft()
+            self._hide(lost.text, lost.ranks)
         return False
+
+    def skip(self, rank: int, stream: str, text: str) -> None:
+        """Take text that will not be shown, unless it turns out to be the last; much cheaper than `admit`."""
+        kept = self._skipped.get((rank, stream), "") + text
+        cut = len(kept) - KEPT_CHARACTERS
+        if cut > KEPT_CHARACTERS:
+            cut = kept.find("\n", cut) + 1 or cut
+            self._hide(kept[:cut], (rank,))
+            kept = kept[cut:]
+        self._skipped[rank, stream] = kept
+
+    def take_skipped(self) -> list[tuple[int, str, str]]:
+        """The last of what was skipped, as (rank, stream, text)."""
+        skipped, self._skipped = self._skipped, {}
+        return [(rank, stream, text) for (rank, stream), text in skipped.items()]
 
     def admit_display(self, piece: Piece, characters: int) -> bool:
         """Whether rich output of this size is shown."""
@@ -54,15 +75,10 @@ class Budget:
         self.displays_hidden += len(piece.ranks)
         return False
 
-    def cut(self, rank: int, size_bytes: int, log_path: str) -> bool:
-        """The host agent keeps ``size_bytes`` of this rank's output, in all, in the log only.
-
-        Returns: whether this is the first that is heard of it.
-        """
-        first = rank not in self._cut_bytes
+    def cut(self, rank: int, size_bytes: int, log_path: str) -> None:
+        """The host agent keeps ``size_bytes`` of this rank's output, in all, in the log only."""
         self._cut_bytes[rank] = size_bytes
         self._cut_paths[rank] = log_path
-        return first
 
     @property
     def hidden_bytes(self) -> int:
@@ -72,7 +88,7 @@ class Budget:
     @property
     def has_news(self) -> bool:
         """Whether there is something to report."""
-        return bool(self._last) or (self.hidden_bytes, self.displays_hidden) != self._reported
+        return bool(self._last or self._skipped) or (self.hidden_bytes, self.displays_hidden) != self._reported
 
     def report(self, log_paths: Mapping[int, str]) -> tuple[str, list[Piece]]:
         """Say what is not shown.
@@ -102,12 +118,12 @@ class Budget:
         extra = piece.text[LINE_CHARACTERS:].rstrip("\n")
         if not extra:
             return piece
-        self._hide(piece._replace(text=extra))
+        self._hide(extra, piece.ranks)
         return piece._replace(text=f"{piece.text[:LINE_CHARACTERS]}... {len(extra):,} more characters\n")
 
-    def _hide(self, piece: Piece) -> None:
-        size = len(piece.text.encode("utf-8", "replace"))
-        for rank in piece.ranks:
+    def _hide(self, text: str, ranks: tuple[int, ...]) -> None:
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        for rank in ranks:
             self._hidden_bytes[rank] = self._hidden_bytes.get(rank, 0) + size
 
 

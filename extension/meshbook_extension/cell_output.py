@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
 from meshbook.output_events import DisplayData, OutputCut, OutputEvent, RankDone, StreamText
-from meshbook.wording import format_bytes, name_ranks
-from meshbook_extension.budget import SHOWN_CHARACTERS, Budget
+from meshbook_extension.budget import Budget
 from meshbook_extension.collapse import Grouping, Piece
 from meshbook_extension.failure_view import INTERRUPT, FailureView
 from meshbook_extension.labels import Labeller, Text, join_runs, label, label_block
@@ -66,6 +65,7 @@ class CellOutput:
         self._next_text_at = 0.0
         self._next_bars_at = 0.0
         self._next_count_at = 0.0
+        self._told_of_limit = False
         self._finishing = False
         self._ended = False
         self._drained = threading.Event()
@@ -108,6 +108,7 @@ class CellOutput:
             self._take(*self._events.popleft())
         everything = finishing or len(self.done) == len(self._ranks) or self._failures.is_due(now)
         if finishing:
+            self._take_skipped(now)
             self._show(self._grouping.close(now), now)
             self._end_line()
             self._ended = True
@@ -142,14 +143,12 @@ class CellOutput:
 
     def _take(self, at: float, event: OutputEvent | Note) -> None:
         if isinstance(event, StreamText):
-            self._grouping.feed(event.rank, event.stream, event.text, at)
+            self._take_text(event, at)
         elif isinstance(event, DisplayData):
             self._take_display(event, at)
         elif isinstance(event, OutputCut):
-            if self._budget.cut(event.rank, event.size_bytes, event.log_path):
-                self._notes.append(
-                    f"{name_ranks([event.rank])} prints more than is shown here; all of it goes to {event.log_path}\n"
-                )
+            self._budget.cut(event.rank, event.size_bytes, event.log_path)
+            self._tell_of_limit()
         elif isinstance(event, RankDone):
             self._grouping.end(event.rank, at)
             failure = event.failure
@@ -157,6 +156,17 @@ class CellOutput:
                 self._failures.add(failure, at)
         else:
             self._notes.append(event.text)
+
+    def _take_text(self, event: StreamText, at: float) -> None:
+        if self._budget.exceeded and "\r" not in event.text:
+            self._budget.skip(event.rank, event.stream, event.text)
+            return
+        self._take_skipped(at)
+        self._grouping.feed(event.rank, event.stream, event.text, at)
+
+    def _take_skipped(self, now: float) -> None:
+        for rank, stream, text in self._budget.take_skipped():
+            self._grouping.feed(rank, stream, text, now)
 
     def _take_display(self, event: DisplayData, at: float) -> None:
         data = dict(event.data)
@@ -181,14 +191,20 @@ class CellOutput:
             if piece.display is not None:
                 self._show_display(piece)
                 continue
-            was_exceeded = self._budget.exceeded
             if self._budget.admit(piece):
                 self._texts += self._labeller.write(piece)
-            elif not was_exceeded:
-                self._say(f"{format_bytes(SHOWN_CHARACTERS)} are shown; the rest goes to the logs: %mesh logs -n 100\n")
+            else:
+                self._tell_of_limit()
         if self._texts:
             self._next_text_at = now + TEXT_INTERVAL_S
         self._send_texts()
+
+    def _tell_of_limit(self) -> None:
+        if not self._told_of_limit:
+            self._told_of_limit = True
+            self._notes.append(
+                "more is printed than can be shown here; all of it goes to the logs: %mesh logs -n 100\n"
+            )
 
     def _say(self, text: str) -> None:
         self._texts += [*self._labeller.end_line(), Text("stderr", text)]
@@ -240,6 +256,8 @@ class CellOutput:
         if not self._budget.has_news:
             return
         self._next_count_at = now + COUNT_INTERVAL_S
+        self._take_skipped(now)
+        self._show(self._grouping.take(now, at_once=True), now)
         note, last = self._budget.report(self._log_paths())
         if note:
             self._say(note)

@@ -8,7 +8,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from meshbook.errors import CallError, UsageError
+from meshbook.errors import CallError, CallFailed, MeshError, UsageError
 from meshbook.wording import name_ranks
 from meshbook_extension.cell_output import CellOutput
 from meshbook_extension.collapse import grouping_for
@@ -75,7 +75,7 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
         check_identifier(out, "--out")
     if not code.strip():
         raise UsageError("the cell is empty: write code below the %%mesh line.")
-    cell_number = int(session.shell.execution_count)
+    cell_number = int(session.shell.displayhook.prompt_count)  # right in every IPython; execution_count is not
     line_offset = _lines_above(session, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
@@ -172,7 +172,8 @@ def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) ->
     error = future.exception(0)
     if error is None:
         session.keep_result(future.result(0), out)
-    job.cell.output.note(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}")
+    why = f": {error}" if isinstance(error, MeshError) and not isinstance(error, CallFailed) else ""
+    job.cell.output.note(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}")
     if show_time and job.cell.run.durations_s:
         job.cell.output.note(describe_durations(job.cell.run.durations_s))
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook_extension.line_reader import Line, LineReader
 
@@ -63,15 +62,17 @@ class Grouping(Protocol):
         """The progress bars as they stand, equal ones once, each with its ranks."""
 
 
-@dataclass(eq=False)
+_Key: TypeAlias = "tuple[Any, ...]"
+"""(stream, text, continues) of a line, (``display``, its own key) of what is none."""
+
+
 class _Open:
     """A line in the queue."""
 
-    number: int
-    key: Hashable
-    piece: Piece
-    since: float
-    ranks: list[int] = field(default_factory=list)
+    __slots__ = ("display", "key", "number", "ranks", "since")
+
+    def __init__(self, number: int, key: _Key, since: float, ranks: list[int], display: Any) -> None:
+        self.number, self.key, self.since, self.ranks, self.display = number, key, since, ranks, display
 
 
 class Collapser:
@@ -82,7 +83,7 @@ class Collapser:
         self._window_s = window_s
         self._reader = LineReader()
         self._queue: deque[_Open] = deque()
-        self._equal: dict[Hashable, list[_Open]] = {}
+        self._equal: dict[_Key, list[_Open]] = {}
         """Per key its lines, in order; some at the front may have left the queue."""
         self._last: dict[tuple[int, str], int] = {}
         """Per rank and stream the number of the line that it joined last."""
@@ -95,7 +96,7 @@ class Collapser:
 
     def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
         self._add_lines(self._reader.take_begun(rank), now)
-        self._add(rank, ("display", key), Piece((), "display", "", display=display), now)
+        self._add(rank, ("display", key), "display", now, display)
 
     def end(self, rank: int, now: float) -> None:
         self._running.discard(rank)
@@ -123,18 +124,25 @@ class Collapser:
 
     def _add_lines(self, lines: Iterable[Line], now: float) -> None:
         for rank, stream, text, continues in lines:
-            self._add(rank, (stream, text, continues), Piece((), stream, text, continues), now)
+            self._add(rank, (stream, text, continues), stream, now)
 
-    def _add(self, rank: int, key: Hashable, piece: Piece, now: float) -> None:
-        equal = self._equal.setdefault(key, [])
-        after = max(self._last.get((rank, piece.stream), -1), self._shown)
-        place = bisect_right(equal, after, key=_number)
-        if place == len(equal):
-            equal.append(_Open(self._next_number, key, piece, now))
-            self._queue.append(equal[-1])
+    def _add(self, rank: int, key: _Key, stream: str, now: float, display: Any = None) -> None:
+        line = self._find(rank, key, stream) if key in self._equal else None
+        if line is None:
+            line = _Open(self._next_number, key, now, [rank], display)
             self._next_number += 1
-        equal[place].ranks.append(rank)
-        self._last[rank, piece.stream] = equal[place].number
+            self._queue.append(line)
+            self._equal.setdefault(key, []).append(line)
+        else:
+            line.ranks.append(rank)
+        self._last[rank, stream] = line.number
+
+    def _find(self, rank: int, key: _Key, stream: str) -> _Open | None:
+        """The first open line with this key that ``rank`` may join."""
+        equal = self._equal[key]
+        after = max(self._last.get((rank, stream), -1), self._shown)
+        place = bisect_right(equal, after, key=_number)
+        return equal[place] if place < len(equal) else None
 
     def _is_due(self, line: _Open, now: float) -> bool:
         if now - line.since >= self._window_s:
@@ -149,7 +157,10 @@ class Collapser:
             del self._equal[line.key]
         elif len(equal) > 32 and equal[len(equal) // 2] is line:
             del equal[: len(equal) // 2 + 1]
-        return line.piece._replace(ranks=tuple(sorted(line.ranks)))
+        ranks = tuple(sorted(line.ranks))
+        if line.key[0] == "display":
+            return Piece(ranks, "display", "", False, line.display)
+        return Piece(ranks, *line.key)
 
 
 class ByRank:

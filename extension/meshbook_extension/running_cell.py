@@ -138,6 +138,13 @@ def _others(error: CallError) -> list[str]:
     return [f"  {name_ranks(finished)} finished; results in _mesh"] if finished else []
 
 
+def interrupted(text: str) -> CallInterrupted:
+    """The person pressed interrupt while no cell was waited for; ``text`` says what goes on."""
+    error = CallInterrupted((), {})
+    show_as(error, [f"KeyboardInterrupt: {text}"])
+    return error
+
+
 def show_as(error: BaseException, lines: list[str]) -> None:
     """IPython asks the exception itself how to show it."""
     vars(error)["_render_traceback_"] = lambda: lines

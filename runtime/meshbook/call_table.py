@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,6 +11,7 @@ from typing import Any
 
 from meshbook import wire
 from meshbook.calls import OpenCall
+from meshbook.console_output import ConsoleOutput
 from meshbook.errors import MeshStoppedError, WorkerLost
 from meshbook.output_events import OutputEvent, OutputListener
 from meshbook.pickling import loads
@@ -17,13 +20,18 @@ KEPT_LISTENERS = 1024
 """Cells whose late output still finds its listener."""
 
 
+FAILURE_GRACE_S = 0.02
+"""A call that fails fast waits so long for other ranks to fail in the same way, so that one error tells of them all."""
+
+
 class CallTable:
     """Routes answers and output by id."""
 
     def __init__(self) -> None:
-        self.default_listener: OutputListener = lambda event: None
-        """Gets what belongs to no cell: prints of `execute`, of background threads at start."""
+        self.default_listener: OutputListener = ConsoleOutput()
+        """Gets what belongs to no cell: prints of `execute`."""
         self._calls: dict[int, OpenCall] = {}
+        self._failing: dict[int, float] = {}
         self._queries: dict[int, Callable[[int, Any], None]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
 
@@ -54,7 +62,7 @@ class CallTable:
             if call is not None:
                 call.answer(reply, mine, large)
             elif query is not None and reply.status == wire.OK:
-                query(reply.rank, loads(mine[0]))
+                query(reply.rank, loads(mine[0] if mine else reply.inline))
         if call is not None:
             self.settle_if_done(call)
 
@@ -65,11 +73,24 @@ class CallTable:
 
     def settle_if_done(self, call: OpenCall) -> None:
         """Complete the call's future as soon as its policy allows; forget the call when all have answered."""
-        if not call.waiting or (call.fail_fast and call.failed):
-            call.settle()
         if not call.waiting:
+            call.settle()
             self._calls.pop(call.id, None)
+            self._failing.pop(call.id, None)
             call.ended.set_result(None)
+        elif call.fail_fast and call.failed and not call.future.done():
+            self._failing.setdefault(call.id, time.monotonic() + FAILURE_GRACE_S)
+
+    def next_deadline(self) -> float:
+        """When `expire` wants to be called, on the monotonic clock; infinity if never."""
+        return min(self._failing.values(), default=math.inf)
+
+    def expire(self) -> None:
+        """Fail the calls whose first failure has waited long enough for more like it."""
+        now = time.monotonic()
+        for id in [id for id, deadline in self._failing.items() if deadline <= now]:
+            del self._failing[id]
+            self._calls[id].settle()
 
     def lose(self, mesh: int, error: WorkerLost) -> None:
         """A worker of ``mesh`` ended: the calls that wait for it learn it now."""
@@ -81,6 +102,7 @@ class CallTable:
         """The mesh is being stopped: fail its calls."""
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
             del self._calls[call.id]
+            self._failing.pop(call.id, None)
             call.give_up(MeshStoppedError(name))
 
     def tell(self, output: int, event: OutputEvent) -> None:

@@ -100,7 +100,7 @@ class OpenCall:
         self.waiting.discard(reply.rank)
         failure = None
         if reply.status == wire.OK:
-            self.results.add(reply.rank, frames[0] if frames else b"", [*frames[1:], *buffers])
+            self.results.add(reply.rank, frames[0] if frames else reply.inline, buffers)
         else:
             failure = _failure_of(reply, frames)
             self.failures.append(failure)

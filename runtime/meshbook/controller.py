@@ -104,6 +104,10 @@ class Controller:
         """A number that this controller never uses twice."""
         return next(self._ids)
 
+    def set_default_listener(self, listener: OutputListener) -> None:
+        """Who gets what ranks print outside cells, in `ProcMesh.execute` for example."""
+        self._board.calls.default_listener = listener
+
     def know(self, mesh: KnownMesh) -> None:
         """Expect messages about a mesh; under the turn, before its hosts are asked for workers."""
         self._board.meshes[mesh.id] = mesh
@@ -133,12 +137,16 @@ class Controller:
         for rank in call.waiting & mesh.lost.keys():
             raise mesh.lost[rank]
         head, buffers = pickled
-        message = wire.Call(call.id, mesh.id, endpoint, members.encode(), call.id if listener else 0)
+        small = len(head) <= wire.INLINE_MAX_BYTES
+        message = wire.Call(
+            call.id, mesh.id, endpoint, members.encode(), call.id if listener else 0, inline=head if small else b""
+        )
+        payload = [] if small else [head]
         segment = self._board.payloads.write(buffers)
 
         def send() -> None:
             if (hosts := self._board.open(mesh, call, listener)) is not None:
-                self._board.payloads.send(hosts, message, head, segment, buffers)
+                self._board.payloads.send(hosts, message, payload, segment, buffers)
                 if any(host.backlog > MAX_BACKLOG for host in hosts):
                     self._board.room.clear()
 
@@ -274,18 +282,19 @@ class Controller:
             sock.close()
 
     def _serve(self, timeout_s: float | None) -> None:
-        """Wait for something to do, at most ``timeout_s``, and do it. Only whoever has the turn."""
+        """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""
+        self._serve_inbox()
         self._sleep(timeout_s)
         for host_id, lane, frames in self._socket.receive():
             self._board.on_frames(host_id, lane, frames)
-        self._serve_inbox()
+        self._board.calls.expire()
         if time.monotonic() >= self._tick_at:
             self._tick_at = time.monotonic() + HEARTBEAT_S
             self._board.tick()
 
     def _sleep(self, timeout_s: float | None) -> None:
         self._asleep = True  # from here on `submit` wakes us
-        left = max(0.0, self._tick_at - time.monotonic())
+        left = max(0.0, min(self._tick_at, self._board.calls.next_deadline()) - time.monotonic())
         self._socket.poll(self._wake_fd, 0 if self._inbox else left if timeout_s is None else min(left, timeout_s))
         self._asleep = False
         try:

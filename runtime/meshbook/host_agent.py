@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 from typing_extensions import assert_never
 
@@ -118,16 +119,19 @@ class HostAgent:
     # ---- controller ---------------------------------------------------------------------------------------------
 
     def _serve_controller(self) -> None:
-        while any(lane.readable() for lane in self._lanes.values()):
-            for name in LANES:
+        again = True
+        while again:
+            again = False
+            for name, lane in self._lanes.items():
+                if not lane.readable():
+                    continue
                 if name == "calls" and self._choked():
                     self._loop.call_later(0.01, lambda: None)
                     continue
-                for header, payload in self._lanes[name].receive():
+                again = True
+                for header, payload in lane.receive():
                     self._heard = time.monotonic()
                     self._dispatch(wire.decode_to_host(header), payload)
-            if self._choked():
-                break
         while self._freed:
             pid, segment = self._freed.popleft()
             self._free_in_worker(pid, segment)
@@ -179,7 +183,7 @@ class HostAgent:
             return  # stopped meanwhile: the controller has failed its calls
         if call.bulk is not None:
             segment = self._pool.write(self._bulk_in.take(*call.bulk))
-            call = wire.Call(call.id, call.mesh, call.endpoint, call.target, call.output, segment)
+            call = msgspec.structs.replace(call, segment=segment, bulk=None)
         mesh.call(call, payload)
 
     def _serve_parked(self) -> None:

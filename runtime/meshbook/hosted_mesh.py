@@ -45,13 +45,14 @@ class Uplink(Protocol):
 class _OpenCall:
     """A call whose answers are being collected on this host."""
 
-    __slots__ = ("flushing", "frames", "replies", "waiting")
+    __slots__ = ("frames", "prints", "replies", "waiting")
 
-    def __init__(self, waiting: set[int]) -> None:
+    def __init__(self, waiting: set[int], prints: bool) -> None:
         self.waiting = waiting
         self.replies: list[wire.RankReply] = []
         self.frames: list[bytes] = []
-        self.flushing = False
+        self.prints = prints
+        """Its output has a listener: everything printed goes before the answer."""
 
 
 class HostedMesh:
@@ -65,7 +66,7 @@ class HostedMesh:
         self.workers: dict[int, HostedWorker] = {}
         self._calls: dict[int, _OpenCall] = {}
         self._segments: dict[tuple[int, int], int] = {}
-        self._flushing = False
+        self._flushing = self._combining = False
         self._stopping = False
         self._on_stopped: Callable[[], None] = lambda: None
 
@@ -132,7 +133,7 @@ class HostedMesh:
         members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
         if not members:
             return
-        self._calls[call.id] = _OpenCall({worker.rank for worker in members})
+        self._calls[call.id] = _OpenCall({worker.rank for worker in members}, call.output != 0)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
         frames = [wire.encode(call), *payload]
@@ -142,7 +143,7 @@ class HostedMesh:
     def query(self, query: wire.Query) -> None:
         """Pass a query on to the control threads of its members here."""
         members = [worker for worker in self.workers.values() if wire.target_has(query.target, worker.rank)]
-        self._calls[query.id] = _OpenCall({worker.rank for worker in members})
+        self._calls[query.id] = _OpenCall({worker.rank for worker in members}, False)
         for worker in members:
             worker.urgent.send([wire.encode(query)])
 
@@ -185,25 +186,33 @@ class HostedMesh:
                 self._report_ready()
 
     def _on_reply(self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]) -> None:
-        self._send_output(worker, final=True)
         call = self._calls.get(reply.id)
         if call is None:
             return
+        if call.prints:
+            self._send_output(worker, final=True)
         segment, bulk = (None, None) if reply.segment is None else self._uplink.export(reply.segment)
-        call.replies.append(wire.RankReply(worker.rank, reply.status, len(payload), reply.duration_s, segment, bulk))
+        call.replies.append(
+            wire.RankReply(worker.rank, reply.status, len(payload), reply.duration_s, segment, bulk, reply.inline)
+        )
         call.frames += payload
         call.waiting.discard(worker.rank)
         if not call.waiting or reply.status != wire.OK:
             self._flush_call(reply.id)
-        elif not call.flushing:
-            call.flushing = True
-            self._loop.call_later(COMBINE_S, lambda: self._flush_call(reply.id))
+        elif not self._combining:
+            self._combining = True
+            self._loop.call_later(COMBINE_S, self._flush_partial)
+
+    def _flush_partial(self) -> None:
+        """Send the answers that have waited for others; one timer serves all calls, and rests when there is none."""
+        self._combining = False
+        for id in [id for id, call in self._calls.items() if call.replies]:
+            self._flush_call(id)
 
     def _flush_call(self, id: int) -> None:
         call = self._calls.get(id)
         if call is None:
             return
-        call.flushing = False
         if not call.waiting:
             del self._calls[id]
         if call.replies:

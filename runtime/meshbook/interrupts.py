@@ -7,10 +7,8 @@ and never inside our own critical sections (a half-written message would break t
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
 
 
@@ -21,8 +19,9 @@ class InterruptGate:
         self._main = threading.get_ident()
         self._running = 0
         self._target = 0
-        self._shields = 0
         self._held_back = False
+        self.shield = _Shield(self)
+        """``with gate.shield:`` an interrupt that arrives inside is raised at the end. No-op on other threads."""
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def interrupt(self, call: int) -> None:
@@ -30,34 +29,44 @@ class InterruptGate:
         self._target = call
         signal.pthread_kill(self._main, signal.SIGINT)
 
-    @contextlib.contextmanager
-    def running(self, call: int) -> Iterator[None]:
-        """User code of ``call`` runs inside the block."""
+    def open(self, call: int) -> None:
+        """User code of ``call`` runs from here."""
         self._running, self._held_back = call, False
-        try:
-            yield
-        finally:
-            self._running = 0
 
-    @contextlib.contextmanager
-    def shielded(self) -> Iterator[None]:
-        """An interrupt that arrives inside the block is raised at its end. No-op on other threads."""
-        if threading.get_ident() != self._main:
-            yield
-            return
-        self._shields += 1
-        try:
-            yield
-        finally:
-            self._shields -= 1
-            if self._held_back and self._shields == 0 and self._running:
-                self._held_back = False
-                raise KeyboardInterrupt
+    def close(self) -> None:
+        """No user code runs any more: nothing is raised."""
+        self._running = 0
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         if not self._running or self._target != self._running:
             return
-        if self._shields:
+        if self.shield.depth:
             self._held_back = True
         else:
             raise KeyboardInterrupt
+
+    def _raise_held_back(self) -> None:
+        if self._held_back and self._running:
+            self._held_back = False
+            raise KeyboardInterrupt
+
+
+class _Shield:
+    """Counts how deep the main thread is in sections that must not be torn; on the path of every message."""
+
+    __slots__ = ("_gate", "_main", "depth")
+
+    def __init__(self, gate: InterruptGate) -> None:
+        self._gate = gate
+        self._main = threading.get_ident()
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._main:
+            self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == self._main:
+            self.depth -= 1
+            if not self.depth:
+                self._gate._raise_held_back()

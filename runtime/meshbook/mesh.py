@@ -12,11 +12,12 @@ from pathlib import Path
 
 from meshbook import wire
 from meshbook.controller import Controller
-from meshbook.errors import HostLost, MeshError, SpawnError, UsageError
+from meshbook.errors import HostLost, SpawnError, UsageError
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
-from meshbook.proc_mesh import STOP_GRACE_S, ProcMesh
+from meshbook.output_events import OutputListener
+from meshbook.proc_mesh import ProcMesh
 from meshbook.shape import Extent, Region
 
 HOST_TIMEOUT_S = 60.0
@@ -164,6 +165,11 @@ def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
     )
 
 
+def set_output_listener(listener: OutputListener) -> None:
+    """Have ``listener`` get what ranks print outside cells, instead of our stdout. It must not block."""
+    _the_controller().set_default_listener(listener)
+
+
 def prewarm() -> None:
     """Start this host's agent and its template in the background, so that the first spawn finds them warm."""
     this_host()
@@ -196,4 +202,4 @@ def _forget_in_child() -> None:
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
-__all__ = ["STOP_GRACE_S", "HostMesh", "MeshError", "prewarm", "shutdown", "start_hosts", "this_host"]
+__all__ = ["HostMesh", "prewarm", "set_output_listener", "shutdown", "start_hosts", "this_host"]

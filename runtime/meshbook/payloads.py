@@ -33,25 +33,25 @@ class Payloads:
         self,
         hosts: Sequence[KnownHost],
         message: wire.Call,
-        head: bytes,
+        payload: Sequence[bytes],
         segment: wire.SegmentRef | None,
         buffers: Sequence[Any],
     ) -> None:
         """Send a call and its payload to every host in the way that the host can take it."""
         if segment is None:
             for host in hosts:
-                host.send(message, [head])
+                host.send(message, payload)
             return
         sharing = [host for host in hosts if host.shares_memory]
         self._lent[segment.segment] = len(sharing)
         for host in sharing:
-            host.send(msgspec.structs.replace(message, segment=segment), [head])
+            host.send(msgspec.structs.replace(message, segment=segment), payload)
         for host in hosts:
             if not host.shares_memory:
                 name, pieces = host.bulk_out.pieces(buffers)
                 for piece, data in pieces:
                     host.send_bulk(piece, bytes(data))
-                host.send(msgspec.structs.replace(message, bulk=name), [head])
+                host.send(msgspec.structs.replace(message, bulk=name), payload)
         if not sharing:
             self.on_free(segment.segment)
 

@@ -93,12 +93,9 @@ class ControllerSocket:
 
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""
-        while True:
-            try:
-                identity = self._router.recv(zmq.NOBLOCK, copy=False)
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            identity = self._router.recv(zmq.NOBLOCK, copy=False)
+            frames = self._router.recv_multipart(zmq.NOBLOCK)
             host_id, _, lane = identity.bytes.decode(errors="replace").partition("/")
             if lane not in LANES or identity.get("User-Id") != host_id:
                 self.rejected += 1
@@ -150,11 +147,8 @@ class AgentSocket:
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield (header, payload) of each new message, in order, once."""
-        while True:
-            try:
-                frames = self._sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        while self.readable():
+            frames = self._sock.recv_multipart(zmq.NOBLOCK)
             if (message := self.link.receive(frames)) is not None:
                 yield message
         self._send_all(self.link.pending())

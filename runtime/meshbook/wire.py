@@ -117,6 +117,8 @@ class Call(_Message, frozen=True, tag="call"):
     """Large buffers of the payload, in shared memory of this host."""
     bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
     """(payload, spans) of large buffers that arrive as `Bulk`."""
+    inline: bytes = b""
+    """The pickle head, where it is small: one frame costs half as much as two."""
 
 
 class Query(_Message, frozen=True, tag="query"):
@@ -218,7 +220,11 @@ class RankReply(NamedTuple):
     duration_s: float
     segment: SegmentRef | None
     bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
+    inline: bytes = b""
 
+
+INLINE_MAX_BYTES = 1 << 14
+"""Pickle heads up to this size travel inside their header."""
 
 OK, RAISED, INTERRUPTED, DROPPED = range(4)
 """Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before."""
@@ -311,6 +317,7 @@ class Reply(_Message, frozen=True, tag="reply"):
     status: int
     duration_s: float
     segment: SegmentRef | None = None
+    inline: bytes = b""
 
 
 class RankDisplay(_Message, frozen=True, tag="rdisplay"):

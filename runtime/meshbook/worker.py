@@ -65,7 +65,7 @@ class Channel:
         return self._frames.wait(timeout_s)
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
-        with self._gate.shielded(), self._lock:
+        with self._gate.shield, self._lock:
             self._frames.send([wire.encode(message), *payload])
 
 
@@ -98,6 +98,7 @@ class Worker:
         begin = received[0]
         assert isinstance(begin, wire.Begin)
         self.identity = begin
+        self._name = f"rank {begin.rank} on {begin.host}"
         _enter_environment(begin)
         _seed()
         self.shell.start_rank(rank=begin.rank, host=begin.host, sink=self, namespace=self._names())
@@ -146,38 +147,39 @@ class Worker:
 
     def _answer(self, call: wire.Call, frames: list[bytes]) -> Answer:
         try:
-            with self.shell.output_of(call.output), self.gate.running(call.id):
+            self.gate.open(call.id)
+            try:
                 if call.id in self._cancelled:
                     raise KeyboardInterrupt
                 args, kwargs = self._load(call, frames)
                 return CALLS[call.endpoint](self, call, *args, **kwargs)
+            finally:
+                self.gate.close()
         except BaseException as error:  # whatever user code raises, SystemExit included, becomes the reply
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
             return Answer(status, failure=self.shell.describe(error))
 
     def _load(self, call: wire.Call, frames: list[bytes]) -> Any:
-        if not frames:
-            return (), {}
-        buffers: list[Any] = list(frames[1:])
+        buffers: Sequence[Any] = ()
         if call.segment is not None:
             owner = call.segment.pid
-            buffers += map_segment(call.segment, lambda segment: self._freed.append((owner, segment)))
-        return loads(frames[0], buffers, where=f"rank {self.identity.rank} on {self.identity.host}")
+            buffers = map_segment(call.segment, lambda segment: self._freed.append((owner, segment)))
+        return loads(frames[0] if frames else call.inline, buffers, where=self._name)
 
     def _reply(self, call: int, answer: Answer, duration_s: float) -> None:
-        segment, payload = None, []
+        segment, payload, inline = None, [], b""
         if answer.failure is not None:
             payload = self._pack_failure(answer.failure)
         elif answer.has_value:
             try:
                 head, large = answer.pickled or dumps(answer.value, what=answer.what)
-                payload = [head]
+                payload, inline = ([], head) if len(head) <= wire.INLINE_MAX_BYTES else ([head], b"")
                 segment = self._segments.write(large) if large else None
             except BaseException as error:
                 failure = self.shell.describe(error)
                 self._reply(call, Answer(wire.RAISED, failure=failure), duration_s)
                 return
-        self.calls.send(wire.Reply(call, answer.status, duration_s, segment), payload)
+        self.calls.send(wire.Reply(call, answer.status, duration_s, segment, inline), payload)
         self._tell_freed()
 
     def _pack_failure(self, failure: Failure) -> list[Buffer]:

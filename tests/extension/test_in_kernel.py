@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -242,8 +245,29 @@ def test_syntax_errors_name_the_line_of_the_notebook(kernel: Kernel) -> None:
     request = kernel.run("\n\n%%mesh\nx = 1\ny = = 2")
     assert request.reply["status"] == "error" and "line 5" in request.reply["evalue"]
     request = kernel.run("\n\n%%mesh\nx = 1\n1/0")
-    assert ", line 5)" in request.reply["evalue"]
+    assert f"(cell {request.reply['execution_count']}, line 5)" in request.reply["evalue"]
     kernel.run("%mesh auto on")
     request = kernel.run("x = 1\n1/0")
     kernel.run("%mesh auto off")
     assert ", line 2)" in request.reply["evalue"]
+
+
+def test_a_headless_run_stops_where_a_rank_fails(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, nbformat, nbclient\n"
+        "cells = ['%load_ext meshbook_extension\\n%mesh spawn gpus=2 --no-group --device cpu',\n"
+        '         \'%%mesh\\nif rank == 1: raise ValueError("bad shard")\', \'open("reached", "w")\']\n'
+        "notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])\n"
+        "try:\n"
+        "    nbclient.NotebookClient(notebook, kernel_name='python3', timeout=60).execute()\n"
+        "except nbclient.exceptions.CellExecutionError as error:\n"
+        "    print(error.ename, error.evalue)\n"
+        "    print([output.ename for output in notebook.cells[1].outputs if output.output_type == 'error'])\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.stdout.splitlines() == [
+        "CallFailed rank 1 raised ValueError: bad shard (cell 2, line 2)",
+        "['ValueError', 'CallFailed']",
+    ], done.stderr
+    assert not (tmp_path / "reached").exists()

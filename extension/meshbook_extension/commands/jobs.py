@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from meshbook.errors import CallInterrupted, MeshError
+from meshbook.errors import MeshError
 from meshbook.wording import name_ranks
 from meshbook_extension.commands import command
 from meshbook_extension.jobs import Job
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
-from meshbook_extension.running_cell import show_as
+from meshbook_extension.running_cell import interrupted
 from meshbook_extension.session import Session
 from meshbook_extension.waiting import wait_until_done
 
@@ -57,9 +57,7 @@ def _wait_for(job: Job, timeout_s: float | None) -> bool:
     try:
         return wait_until_done(job.cell.run.future, timeout_s)
     except KeyboardInterrupt:
-        error = CallInterrupted((), {})
-        show_as(error, [f"KeyboardInterrupt: job {job.number} runs on; end it: %mesh cancel {job.number}"])
-        raise error from None
+        raise interrupted(f"job {job.number} runs on; end it: %mesh cancel {job.number}") from None
 
 
 @command(

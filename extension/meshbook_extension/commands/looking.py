@@ -34,15 +34,17 @@ ROWS = 64
 def status(session: Session, arguments: Arguments) -> None:
     """A table."""
     procs = session.target(arguments.words, arguments.pairs)
-    print(describe_mesh(session, procs))
-    print(rank_table(procs.status()))
+    statuses = procs.status()
+    hosts = len(procs.hosts if len(procs) == len(procs.base()) else {one.host for one in statuses})
+    print(describe_mesh(session, procs, hosts))
+    print(rank_table(statuses))
 
 
-def describe_mesh(session: Session, procs: ProcMesh) -> str:
+def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
     """``mesh "main": gpus=4, cpu; 4 ranks on 1 host; slices: left; 1 job runs``"""
     parts = [
         f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {procs.device}',
-        f"{count(len(procs), 'rank')} on {count(len(set(procs.hosts)), 'host')}",
+        f"{count(len(procs), 'rank')} on {count(hosts, 'host')}",
     ]
     slices = [name for name, named in session.slices.items() if named.mesh == procs.name]
     running = [job for job in session.jobs.running() if job.mesh == procs.name]

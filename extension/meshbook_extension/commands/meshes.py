@@ -11,6 +11,7 @@ from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.commands import command
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
+from meshbook_extension.running_cell import interrupted
 from meshbook_extension.session import DEFAULT_NAME, Session, check_identifier
 from meshbook_extension.targets import RANK
 
@@ -63,13 +64,17 @@ def spawn(session: Session, arguments: Arguments) -> None:
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     session.check_name_is_free(name)
     began = time.monotonic()
-    procs = _hosts(arguments.text("--on") or "local", hosts, arguments.rest).spawn_procs(
-        sizes, name=name, device=arguments.text("--device"), preload=preload, group=not arguments.flag("--no-group")
-    )
+    grouped = not arguments.flag("--no-group")
+    try:
+        procs = _hosts(arguments.text("--on") or "local", hosts, arguments.rest).spawn_procs(
+            sizes, name=name, device=arguments.text("--device"), preload=preload, group=grouped
+        )
+    except KeyboardInterrupt:
+        raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
     session.add(procs)
     if out is not None:
         session.bind(out, procs)
-    print(_describe_spawned(procs, time.monotonic() - began, grouped=not arguments.flag("--no-group")))
+    print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
 
 
 def _read_sizes(pairs: Mapping[str, str]) -> dict[str, int]:
