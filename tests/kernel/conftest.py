@@ -85,7 +85,7 @@ class Kernel:
 
     def start(self, code: str) -> str:
         """Send ``code`` and return at once, with the id of the request."""
-        return str(self.client.execute(code, allow_stdin=False))
+        return str(self.client.execute(code, allow_stdin=False, stop_on_error=False))
 
     def reply_to(self, request: str, timeout_s: float = CELL_TIMEOUT_S) -> dict[str, Any]:
         """The content of the execute reply to ``request``."""
