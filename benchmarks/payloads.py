@@ -32,7 +32,7 @@ def run(settings: Settings) -> Iterator[Figure]:
 
 def _push(megabytes: int, rounds: int, *, tensor: bool) -> Iterator[Figure]:
     """From the caller to all ranks; each is asked afterwards whether it holds the last one."""
-    source = np.zeros(megabytes * 1_000_000, np.uint8)
+    source = np.ones(megabytes * 1_000_000, np.uint8)  # zeros would all lie on one page
     payload = torch.from_numpy(source) if tensor else source
     memcpy = Memcpy(len(source))
     with mesh(RANKS) as procs:

@@ -157,7 +157,7 @@ def _calling(peer: Peer, answers: Answers, count: int) -> None:
 def _holding(peer: Peer, answers: Answers, megabytes: int, count: int) -> None:
     """Send the same buffer with another first byte each time; the last one is checked on the ranks."""
     question = f"{megabytes} MB to {RANKS}"
-    payload = np.zeros(megabytes * 1_000_000, np.uint8)
+    payload = np.ones(megabytes * 1_000_000, np.uint8)  # zeros would all lie on one page
 
     def hold() -> None:
         payload[0] += 1

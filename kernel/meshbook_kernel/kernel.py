@@ -18,7 +18,7 @@ from ipykernel._version import __version__ as ipykernel_version
 from ipykernel.ipkernel import IPythonKernel
 from IPython.core import release
 
-from meshbook._version import __version__
+from meshbook import __version__, mesh
 
 EXTENSION = "meshbook_extension"
 SHUTDOWN_TIMEOUT_S = 1.5
@@ -73,14 +73,13 @@ class MeshbookKernel(IPythonKernel):
         except Exception as error:
             self.log.exception("The Meshbook extension could not be loaded.")
             self._show_at_first_cell(
-                f"The Meshbook extension could not be loaded, so %mesh and %%mesh are missing.\n"
+                "The Meshbook extension could not be loaded, so %mesh and %%mesh are missing.\n"
                 f"{''.join(traceback.format_exception_only(error))}"
                 f"Look for the cause with: import {EXTENSION}\n"
             )
 
     def _show_at_first_cell(self, text: str) -> None:
         """Front ends drop what is printed before the first cell; keep ``text`` until then."""
-
         assert self.shell is not None
         events = self.shell.events
 
@@ -92,18 +91,12 @@ class MeshbookKernel(IPythonKernel):
 
     def _prewarm(self) -> None:
         try:
-            from meshbook import mesh
-
             mesh.prewarm()
         except Exception:
             self.log.warning("The local host could not be warmed up; a spawn will tell why.", exc_info=True)
 
     def _stop_meshes(self) -> None:
-        """Stop every mesh of this process within `SHUTDOWN_TIMEOUT_S`; import nothing where none was used."""
-        shutdown = getattr(sys.modules.get("meshbook.mesh"), "shutdown", None)
-        if shutdown is None:
-            return
         try:
-            shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
+            mesh.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not stopped in order; their processes end after this one.")

@@ -174,7 +174,7 @@ def test_run_all_stops_at_a_failed_cell(kernel: Kernel) -> None:
 
 
 def test_an_interrupt_gives_the_prompt_back_with_an_error_reply(kernel: Kernel) -> None:
-    request = kernel.send("%%mesh\nprint('started')\nimport time\ntime.sleep(60)")
+    request = kernel.send("%%mesh\nprint('started')\nimport time\ntime.sleep(20)")
     while "started" not in request.text():
         kernel.listen(0.05)
     kernel.listen(0.2)

@@ -164,7 +164,7 @@ def interrupt_when(condition: Callable[[], bool]) -> threading.Thread:
 
 def test_an_interrupt_stops_all_ranks_and_keeps_their_variables(notebook, tmp_path: Path) -> None:
     notebook.run("%%mesh\nkept = rank")
-    code = f"import time, pathlib\npathlib.Path('{tmp_path}', str(rank)).touch()\ntime.sleep(60)"
+    code = f"import time, pathlib\npathlib.Path('{tmp_path}', str(rank)).touch()\ntime.sleep(20)"
     thread = interrupt_when(lambda: len(os.listdir(tmp_path)) == 4)
     began = time.monotonic()
     ran = notebook.try_to_run(f"%%mesh\n{code}")
@@ -199,7 +199,7 @@ while not interrupted or (rank == 2 and time.monotonic() < interrupted[0] + 1.5)
 
 
 def test_a_cell_that_takes_too_long_is_interrupted(notebook) -> None:
-    ran = notebook.try_to_run("%%mesh --timeout 0.3\nimport time\nif rank > 1: time.sleep(60)\nrank")
+    ran = notebook.try_to_run("%%mesh --timeout 0.3\nimport time\nif rank > 1: time.sleep(20)\nrank")
     assert isinstance(ran.error, CellTimeout) and isinstance(ran.error, errors.CallTimeout)
     assert "took more than 0.3 s on ranks 2,3; interrupted: ranks 2,3 stopped, all variables kept" in ran.stdout
     assert notebook["_mesh"].values() == [0, 1]
@@ -230,7 +230,7 @@ def test_waiting_for_a_job_that_failed_fails(notebook) -> None:
 
 
 def test_a_job_can_be_cancelled(notebook) -> None:
-    number = notebook.run("%%mesh --async\nimport time\ntime.sleep(60)").stdout.split()[1]
+    number = notebook.run("%%mesh --async\nimport time\ntime.sleep(20)").stdout.split()[1]
     text = notebook.run(f"%mesh cancel {number}").stdout
     assert text == f"job {number} interrupted: ranks 0-3 stopped, all variables kept\n"
     assert f"job {number}: cancelled" in notebook.run("%mesh jobs").stdout
@@ -239,7 +239,7 @@ def test_a_job_can_be_cancelled(notebook) -> None:
 
 def test_interrupt_reaches_every_job(notebook) -> None:
     for _ in range(2):
-        notebook.run("%%mesh --async\nimport time\ntime.sleep(60)")
+        notebook.run("%%mesh --async\nimport time\ntime.sleep(20)")
     assert notebook.run("%mesh interrupt").stdout == "interrupted ranks 0-3\n"
     assert "CallInterrupted" in notebook.fail("%mesh wait")
     assert notebook.run("%mesh wait").stdout == "no job is running\n"
@@ -247,12 +247,12 @@ def test_interrupt_reaches_every_job(notebook) -> None:
 
 
 def test_a_job_may_have_a_deadline(notebook) -> None:
-    number = notebook.run("%%mesh --async --timeout 0.2\nimport time\ntime.sleep(60)").stdout.split()[1]
+    number = notebook.run("%%mesh --async --timeout 0.2\nimport time\ntime.sleep(20)").stdout.split()[1]
     assert "CallInterrupted" in notebook.fail(f"%mesh wait {number} --timeout 30")
 
 
 def test_an_interrupt_while_waiting_leaves_the_job_alone(notebook) -> None:
-    number = notebook.run("%%mesh --async\nimport time\ntime.sleep(60)").stdout.split()[1]
+    number = notebook.run("%%mesh --async\nimport time\ntime.sleep(20)").stdout.split()[1]
     began = time.monotonic()
     thread = interrupt_when(lambda: time.monotonic() > began + 0.3)
     text = notebook.fail(f"%mesh wait {number}")

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pexpect
+import psutil
 import pytest
 
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+ALT_ENTER, CONTROL_D = "\x1b\r", "\x04"
 
 
 @pytest.fixture
-def console(installed_kernelspec: object) -> Iterator[pexpect.spawn]:
+def console(installed_kernelspec: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[pexpect.spawn]:
+    monkeypatch.setenv("TERM", "xterm")
     process = pexpect.spawn(
         sys.executable,
-        ["-m", "jupyter", "console", "--kernel", "meshbook", "--simple-prompt"],
+        ["-m", "jupyter", "console", "--kernel", "meshbook"],
         encoding="utf-8",
         timeout=60,
         dimensions=(50, 200),
     )
-    process.expect(r"In \[1\]: ")
     yield process
     process.close(force=True)
 
 
-def test_console_runs_cells_on_a_mesh_and_ends_cleanly(console: pexpect.spawn) -> None:
-    assert "%mesh spawn" in ANSI.sub("", console.before)  # the banner
-    console.sendline("%mesh spawn gpus=2 --device cpu")
-    console.expect("gpus=2")
-    console.expect(r"In \[2\]: ")
-    console.sendline("%mesh eval rank + 40")
-    console.expect("41")
-    console.expect(r"In \[3\]: ")
-    console.sendline("exit")
+def test_console_runs_cells_on_a_mesh_and_ends_cleanly(
+    console: pexpect.spawn, watch: Callable[[Iterable[psutil.Process]], None]
+) -> None:
+    console.expect("Start ranks with %mesh spawn")
+    console.expect(r"In \[.*1.*\]: ")
+    console.send("%mesh spawn gpus=2 --device cpu\r")
+    console.expect(r"gpus=2, cpu, gloo; ready in")
+    console.expect(r"In \[.*2.*\]: ")
+    console.send("%%mesh\r")
+    console.expect(r"\.\.\.: ")
+    console.send(f"print('hello from', rank){ALT_ENTER}")
+    console.expect(r"\[0\] hello from 0\r\n\[1\] hello from 1\r\n")
+    console.expect(r"In \[.*3.*\]: ")
+    watch(psutil.Process(console.pid).children(recursive=True))
+    console.send(CONTROL_D)
+    console.expect("Do you really want to exit")
+    console.send("y\r")
     console.expect(pexpect.EOF)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,8 @@ def test_install_that_cannot_be_done_says_why_and_what_to_do(jupyter_folders: Pa
     assert result.stderr.startswith("The kernelspec was not installed: ")
     assert "--user" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_distribution_brings_the_kernelspec_editable_or_not() -> None:
+    files = [str(path) for path in metadata.files("meshbook") or []]
+    assert any(path.endswith("share/jupyter/kernels/meshbook/kernel.json") for path in files)
