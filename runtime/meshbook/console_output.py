@@ -24,7 +24,7 @@ class ConsoleOutput:
             self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))
         elif isinstance(event, OutputCut):
             self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}\n")
-        elif isinstance(event, DisplayData) and (text := event.data.get("text/plain")):
+        elif isinstance(event, DisplayData) and not event.is_result and (text := event.data.get("text/plain")):
             self._write("stdout", f"[{event.rank}] {text}\n")
 
     def _write(self, stream: str, text: str) -> None:

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from meshbook import wire
@@ -253,6 +253,19 @@ class Controller:
                     host.send(wire.StopMesh(mesh.id, grace_s))
 
         self.submit(stop)
+
+    def stop_hosts(self, hosts: Sequence[KnownHost], timeout_s: float) -> None:
+        """End host agents, and with them all that still runs on their hosts; returns when they have ended."""
+
+        def say_goodbye() -> None:
+            for host in hosts:
+                self._board.dismiss(host)
+                self._socket.revoke(host.id)
+
+        deadline = time.monotonic() + timeout_s
+        self.submit(say_goodbye)
+        for host in hosts:
+            host.launched.close(max(0.1, deadline - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:
         """End all hosts and the I/O thread. Idempotent."""

@@ -29,6 +29,19 @@ class InterruptGate:
         self._target = call
         signal.pthread_kill(self._main, signal.SIGINT)
 
+    @property
+    def unheard(self) -> bool:
+        """Whether the call that was meant still runs and has not noticed: then `interrupt` it again.
+
+        A signal that arrives between the last look of the interpreter and the start of a system call is only noticed at
+        the end of that call.
+        """
+        return self._target != 0 and self._target == self._running
+
+    def repeat(self) -> None:
+        """From the control thread: the same once more."""
+        signal.pthread_kill(self._main, signal.SIGINT)
+
     def open(self, call: int) -> None:
         """User code of ``call`` runs from here."""
         self._running, self._held_back = call, False
@@ -40,6 +53,7 @@ class InterruptGate:
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         if not self._running or self._target != self._running:
             return
+        self._target = 0
         if self.shield.depth:
             self._held_back = True
         else:

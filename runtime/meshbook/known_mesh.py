@@ -34,6 +34,8 @@ class KnownMesh:
         self.store: KeyValueStore[int] = KeyValueStore()
         self.started: Future[None] = Future()
         self.stopped: Future[None] = Future()
+        self.owns_hosts = False
+        """Whether the hosts were started for this mesh alone, and end with it."""
         self._hosts_starting = set(hosts)
         self._hosts_stopping = set(hosts)
 

@@ -54,6 +54,7 @@ class HostMesh:
         device: str | None = None,
         preload: tuple[str, ...] = (),
         group: bool = True,
+        owns_hosts: bool = False,
     ) -> ProcMesh:
         """Start ``per_host`` processes on every host and wait until each has answered.
 
@@ -61,6 +62,7 @@ class HostMesh:
         device: ``cpu`` or ``cuda``; by default CUDA where there are devices, one per rank.
         preload: modules to import once, before forking.
         group: form the default process group and prove it with a collective.
+        owns_hosts: the hosts are this mesh's alone, and end with it.
         Raises: SpawnError, DeviceError if there are fewer devices than ranks.
         """
         per_host = {"procs": 1} if per_host is None else dict(per_host)
@@ -71,6 +73,7 @@ class HostMesh:
             raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
         self._await_hosts()
         mesh = KnownMesh(self._controller.next_id(), name, extent, self._hosts)
+        mesh.owns_hosts = owns_hosts
         procs = ProcMesh(self._controller, mesh, Region.of(extent.sizes))
         self._controller.submit(lambda: self._ask_hosts(mesh, device, preload))
         try:
@@ -87,6 +90,10 @@ class HostMesh:
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
         return procs
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the host agents, and with them every mesh on these hosts."""
+        self._controller.stop_hosts(self._hosts, timeout_s)
 
     def _await_hosts(self) -> None:
         for host in self._hosts:

@@ -280,6 +280,9 @@ class ProcMesh:
         """End every process of the mesh, views included; returns when none is left. Idempotent."""
         self._controller.stop_mesh(self._mesh, STOP_GRACE_S)
         self._mesh.stopped.get(timeout_s)
+        if self._mesh.owns_hosts:
+            self._mesh.owns_hosts = False
+            self._controller.stop_hosts(self._mesh.hosts, timeout_s)
 
     def __enter__(self) -> ProcMesh:
         return self

@@ -183,6 +183,13 @@ class Switchboard:
     def forget(self, mesh: KnownMesh) -> None:
         self.meshes.pop(mesh.id, None)
 
+    def dismiss(self, host: KnownHost) -> None:
+        """Tell a host to end, and forget it: what is still open on it counts as lost."""
+        if not host.lost:
+            host.send_urgent(wire.Goodbye())
+            self._lose(host, "it was stopped")
+        self.hosts.pop(host.id, None)
+
     def say_goodbye(self) -> None:
         for mesh in list(self.meshes.values()):
             mesh.advance(MeshEvent.STOP)

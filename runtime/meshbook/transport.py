@@ -83,6 +83,10 @@ class ControllerSocket:
         self._accepted[z85.decode(public)] = host_id
         return public.decode(), secret.decode()
 
+    def revoke(self, host_id: str) -> None:
+        """Let ``host_id`` in no more."""
+        self._accepted = {key: host for key, host in self._accepted.items() if host != host_id}
+
     def poll(self, wake_fd: int, timeout_s: float | None) -> None:
         """Wait until a message, a byte at ``wake_fd`` or the timeout is there; let hosts in meanwhile."""
         if wake_fd not in self._poller:

@@ -44,6 +44,9 @@ EXCEPTION_MAX_BYTES = 1 << 16
 IDLE_S = 0.5
 """How often the control thread looks after things that nobody tells it."""
 
+REPEAT_S = 0.02
+"""How often an interrupt is repeated until the main thread has noticed it."""
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -245,8 +248,10 @@ class Worker:
     def _control(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
-            while not self.urgent.wait(timeout_s=IDLE_S):
+            while not self.urgent.wait(timeout_s=REPEAT_S if self.gate.unheard else IDLE_S):
                 self._tell_freed()
+                if self.gate.unheard:
+                    self.gate.repeat()
                 if self.current is not None:
                     self.shell.flush_text()  # the start of a line, a prompt or a progress bar, shows before its end
             if (received := self.urgent.receive()) is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from meshbook import ProcMesh
+from meshbook import LocalLauncher, ProcMesh, start_hosts
+from meshbook.processes import start_time
 
 
 def test_hosts_come_first_in_the_extent(mesh2x2: ProcMesh) -> None:
@@ -37,3 +38,13 @@ def test_a_small_call_after_a_large_one_keeps_its_place(mesh2x2: ProcMesh) -> No
     mesh2x2.push({"x": torch.zeros(4_000_000)})
     mesh2x2.push({"x": 1})
     assert mesh2x2.pull("x").get(60).values() == [1] * 4
+
+
+def test_hosts_started_for_a_mesh_end_with_it() -> None:
+    hosts = start_hosts({"hosts": 2}, LocalLauncher())
+    mesh = hosts.spawn_procs({"gpus": 1}, owns_hosts=True)
+    agents = [(host.hello.pid, start_time(host.hello.pid)) for host in mesh._mesh.hosts if host.hello]
+    assert len(agents) == 2
+    mesh.stop()
+    mesh.stop()
+    assert [start_time(pid) == started for pid, started in agents] == [False, False]

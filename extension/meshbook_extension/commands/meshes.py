@@ -67,7 +67,12 @@ def spawn(session: Session, arguments: Arguments) -> None:
     grouped = not arguments.flag("--no-group")
     try:
         procs = _hosts(arguments.text("--on") or "local", hosts, arguments.rest).spawn_procs(
-            sizes, name=name, device=arguments.text("--device"), preload=preload, group=grouped
+            sizes,
+            name=name,
+            device=arguments.text("--device"),
+            preload=preload,
+            group=grouped,
+            owns_hosts=hosts is not None,
         )
     except KeyboardInterrupt:
         raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
