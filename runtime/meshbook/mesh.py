@@ -82,6 +82,8 @@ class HostMesh:
                 procs.form_group().get(SPAWN_TIMEOUT_S)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
+            if owns_hosts:
+                self.stop()
             if isinstance(error, (SpawnError, KeyboardInterrupt)):
                 raise
             if isinstance(error, TimeoutError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from meshbook import partition
+from meshbook.arranged import Arranged
 from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
 from meshbook.errors import LayoutError
@@ -16,7 +17,7 @@ from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputListener
 from meshbook.pickling import dumps
-from meshbook.shape import Choice, Extent, Index, Members, Point, Region
+from meshbook.shape import Choice, Members, Point, Region
 from meshbook.value_mesh import ValueMesh
 from meshbook.wording import format_sizes
 
@@ -42,76 +43,25 @@ class RankStatus(NamedTuple):
     rss_bytes: int
 
 
-class ProcMesh:
+class ProcMesh(Arranged):
     """A mesh of worker processes, or a view of some of them; views share the processes and cost nothing.
 
     Calls return a `Future`; ``.get()`` waits. Each call runs once on every member, in the order in which it was made.
     """
 
     def __init__(self, controller: Controller, mesh: KnownMesh, members: Members) -> None:
-        self._controller, self._mesh, self._members = controller, mesh, members
-
-    # ---- shape --------------------------------------------------------------------------------------------------
+        super().__init__(members)
+        self._controller, self._mesh = controller, mesh
 
     @property
     def name(self) -> str:
         return self._mesh.name
 
-    @property
-    def members(self) -> Members:
-        """The base ranks of this view, arranged by its axes."""
-        return self._members
-
-    @property
-    def extent(self) -> Extent:
-        return self._members.extent
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Axis to size, in order."""
-        return self._members.sizes
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Base ranks of the members in C order of the axes."""
-        return tuple(self._members.ranks())
-
-    def size(self, axes: str | Iterable[str] | None = None) -> int:
-        """Members along ``axes``; all of them by default. Raises: UnknownAxisError."""
-        return self._members.size(axes)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def slice(self, **axes: Index) -> ProcMesh:
-        """A view as NumPy would cut it: an int drops its axis. Raises: UnknownAxisError, RankError."""
-        return self._view(self._members.slice(**axes))
-
-    def pick(self, **axes: Choice) -> ProcMesh:
-        """Like `slice`, also with lists of indices."""
-        return self._view(self._members.pick(**axes))
-
-    def select(self, ranks: Iterable[int]) -> ProcMesh:
-        """A view of chosen base ranks along one axis ``rank``. Raises: RankError."""
-        return self._view(self._members.select(ranks))
-
-    def split(self, **axes: Sequence[str] | int) -> ProcMesh:
-        """Make several axes of one: ``split(gpus=("dp", "tp"), tp=2)``. Raises: LayoutError."""
-        return self._view(self._members.split(**axes))
-
-    def flatten(self, name: str) -> ProcMesh:
-        """Make one axis of all. Raises: LayoutError where no stride can describe it."""
-        return self._view(self._members.flatten(name))
-
-    def rename(self, **names: str) -> ProcMesh:
-        """Give axes other names: ``rename(hosts="dp")``."""
-        return self._view(self._members.rename(**names))
-
     def base(self) -> ProcMesh:
         """The whole mesh that this is a view of."""
-        return self._view(Region.of(self._mesh.extent.sizes))
+        return self._part(Region.of(self._mesh.extent.sizes))
 
-    def _view(self, members: Members) -> ProcMesh:
+    def _part(self, members: Members) -> ProcMesh:
         return ProcMesh(self._controller, self._mesh, members)
 
     # ---- calls --------------------------------------------------------------------------------------------------

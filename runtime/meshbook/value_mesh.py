@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from meshbook.arranged import Arranged
 from meshbook.errors import LayoutError
-from meshbook.extent import Extent, Point
-from meshbook.shape import Choice, Index, Members
+from meshbook.shape import Members, Point
 from meshbook.wording import format_sizes, format_some_ranks
 
 T = TypeVar("T")
@@ -22,17 +22,17 @@ _ROW_CHARS = 100
 _LABEL_CHARS = 24
 
 
-class ValueMesh(Generic[T]):
+class ValueMesh(Arranged, Generic[T]):
     """Values arranged as the members that gave them. Immutable; iterates as (point, value), in C order."""
 
-    __slots__ = ("_members", "_values")
+    __slots__ = ("_values",)
 
     def __init__(self, members: Members, values: Iterable[T]) -> None:
         """values: one for each member, in C order.
 
         Raises: LayoutError if there are more or fewer.
         """
-        self._members = members
+        super().__init__(members)
         self._values: list[T | _Lazy[T]] = list(values)
         if len(self._values) != len(members):
             raise LayoutError(f"{len(self._values)} values for the {len(members)} members of {members.extent}")
@@ -45,25 +45,6 @@ class ValueMesh(Generic[T]):
         """
         lazy: Iterable[Any] = (_Lazy(loader) for loader in loaders)
         return cls(members, lazy)
-
-    @property
-    def members(self) -> Members:
-        """Whose values these are."""
-        return self._members
-
-    @property
-    def extent(self) -> Extent:
-        return self._members.extent
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Axis name to size, in axis order."""
-        return self._members.sizes
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The base ranks, in the order of `values`."""
-        return tuple(self._members.ranks())
 
     def item(self, **coordinates: int) -> T:
         """The value at the given coordinates, one for each axis.
@@ -91,28 +72,9 @@ class ValueMesh(Generic[T]):
         for point, value in zip(self.extent.points(), self._values, strict=True):
             yield point, _load(value)
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def map(self, function: Callable[[T], U]) -> ValueMesh[U]:
         """The mesh of ``function(value)``."""
         return ValueMesh(self._members, [function(value) for value in self.values()])
-
-    def slice(self, **axes: Index) -> ValueMesh[T]:
-        """A part; an int drops its axis. Errors as of `Members.slice`."""
-        return self._part(self._members.slice(**axes))
-
-    def pick(self, **axes: Choice) -> ValueMesh[T]:
-        """A part; lists of indices are allowed. Errors as of `Members.pick`."""
-        return self._part(self._members.pick(**axes))
-
-    def split(self, **axes: Sequence[str] | int) -> ValueMesh[T]:
-        """Several axes in place of one. Errors as of `Members.split`."""
-        return self._part(self._members.split(**axes))
-
-    def rename(self, **names: str) -> ValueMesh[T]:
-        """Other names for axes. Errors as of `Members.rename`."""
-        return self._part(self._members.rename(**names))
 
     def flatten(self, name: str) -> ValueMesh[T]:
         """All values on one axis; unlike that of members, always possible.
