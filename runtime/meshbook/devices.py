@@ -24,7 +24,11 @@ class DevicePlan(NamedTuple):
     device: str
     """``cpu`` or ``cuda``."""
     environments: tuple[dict[str, str], ...]
-    """What to add to the environment of each local rank: its own device as CUDA_VISIBLE_DEVICES, and LOCAL_RANK."""
+    """What to add to the environment of each local rank: LOCAL_RANK, and the mesh's devices as CUDA_VISIBLE_DEVICES.
+
+    As under torchrun every rank sees the devices of all ranks of its host and uses number LOCAL_RANK of them: scripts
+    that call ``torch.cuda.set_device(LOCAL_RANK)`` work.
+    """
     threads_per_rank: int
     """For `torch.set_num_threads`: the host's cores, divided so that ranks do not crowd each other out."""
 
@@ -46,7 +50,7 @@ def plan_devices(ranks_per_host: int, requested: str | None, host: str) -> Devic
     for local_rank in range(ranks_per_host):
         environment = {"LOCAL_RANK": str(local_rank)}
         if use_cuda:
-            environment["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:ranks_per_host])
         environments.append(environment)
     threads = max(1, count_cores() // max(1, ranks_per_host))
     return DevicePlan("cuda" if use_cuda else "cpu", tuple(environments), threads)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshbook import wire
 from meshbook.errors import Failure
 from meshbook.pickling import Pickled, dumps_bounded
-from meshbook.process_group import broadcast_value, describe_frame
+from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
@@ -117,6 +117,24 @@ def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -
     return set_axes(worker, call, begin.axes, begin.sizes)
 
 
+def prepare_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -> Answer:
+    """Meet the other ranks and set torchrun's variables, so that a cell can form a group of its own."""
+    begin = worker.identity
+    place = RankPlace(
+        begin.rank,
+        begin.world_size,
+        begin.local_rank,
+        begin.local_world_size,
+        begin.host_rank,
+        begin.axes,
+        begin.sizes,
+        begin.device,
+        on_one_host,
+    )
+    worker.groups.prepare(worker.store_rpc, place, epoch=epoch)
+    return _ok()
+
+
 def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Answer:
     """Rebind ``mesh`` and ``point`` to other axes over the same ranks."""
     names: dict[str, object] = {"point": Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)}
@@ -128,15 +146,13 @@ def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequen
 
 def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Answer:
     """Bind ``name`` everywhere to its value on rank ``src``, by the process group."""
-    namespace = worker.shell.namespace
-    if worker.identity.rank == src:
-        _evaluate(worker, name)
-    broadcast_value(name, namespace, src, worker.groups)
+    broadcast_value(name, worker.shell.namespace, src, worker.groups)
     return _ok()
 
 
 CALLS: dict[str, Callable[..., Answer]] = {
-    function.__name__: function for function in (run_cell, invoke, push, pull, form_group, set_axes, broadcast)
+    function.__name__: function
+    for function in (run_cell, invoke, push, pull, form_group, prepare_group, set_axes, broadcast)
 }
 
 

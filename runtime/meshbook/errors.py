@@ -92,10 +92,10 @@ class DeviceError(SpawnError):
         self.wanted, self.found, self.host = wanted, found, host
 
     def __str__(self) -> str:
+        fewer = f"Ask for at most {self.found}, or add" if self.found else "Add"
         return (
             f"{self.wanted} ranks were asked for on {self.host}, which has {self.found} CUDA "
-            f"device{'' if self.found == 1 else 's'}. Ask for at most {self.found}, or add --device cpu "
-            '(device="cpu" in Python).'
+            f'device{"" if self.found == 1 else "s"}. {fewer} --device cpu (device="cpu" in Python).'
         )
 
 

@@ -78,8 +78,7 @@ class HostMesh:
         self._controller.submit(lambda: self._ask_hosts(mesh, device, preload))
         try:
             mesh.started.get(SPAWN_TIMEOUT_S)
-            if group:
-                procs.form_group().get(SPAWN_TIMEOUT_S)
+            (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
             if owns_hosts:

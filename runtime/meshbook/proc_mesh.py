@@ -157,6 +157,11 @@ class ProcMesh(Arranged):
         on_one_host = len(self._mesh.hosts) == 1
         return self._call("form_group", (self._controller.next_id(), on_one_host), what="the process group")
 
+    def prepare_group(self) -> Future[ValueMesh[None]]:
+        """Set torchrun's variables on the ranks without forming a group: cells may then make their own."""
+        on_one_host = len(self._mesh.hosts) == 1
+        return self._call("prepare_group", (self._controller.next_id(), on_one_host), what="the ranks' variables")
+
     def _call(
         self,
         endpoint: str,

@@ -5,7 +5,7 @@
 
 Each forming has its own *epoch*, a number that the controller raises, so keys of a former group are never read again
 and can be dropped by prefix. Ranks meet in the store before torch is asked for a group: that wait can be interrupted,
-torch's own cannot. gloo connects lazily, two ranks at their first operation: 64 ranks on 2 cores take 0.45 s, not 1.9 s,
+torch's own cannot. gloo connects lazily, two ranks at their first operation: 64 ranks on 2 cores take 0.45 s, not 1.9,
 and a group that nobody uses costs two threads and no socket pair.
 
 On a rank, `dist.init_process_group` is wrapped (`_init_in_cell`): scripts made for torchrun call it, and the mesh has

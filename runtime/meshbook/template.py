@@ -121,8 +121,10 @@ def main(fd: int) -> None:
 def _preload(modules: Sequence[str]) -> RankShell:
     for module in modules:
         importlib.import_module(module)
+    from meshbook.process_group import warm
     from meshbook.shell import RankShell
 
+    warm()
     return RankShell()
 
 

@@ -125,7 +125,7 @@ class Worker:
             "local_rank": begin.local_rank,
             "world_size": begin.world_size,
             "point": Extent(begin.axes, begin.sizes).point(begin.rank),
-            "device": torch.device("cuda:0" if begin.device.startswith("cuda") else "cpu"),
+            "device": torch.device(begin.device),
             "dist": torch.distributed,
             "torch": torch,
         }

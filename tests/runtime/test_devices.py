@@ -32,10 +32,10 @@ def test_more_ranks_than_cores_get_a_thread_each() -> None:
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_each_rank_gets_a_device_of_its_own() -> None:
+def test_ranks_see_the_devices_of_all_and_use_that_of_their_local_rank() -> None:
     plan = devices.plan_devices(2, None, "here")
     assert plan.device == "cuda"
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in plan.environments] == ["0", "1"]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in plan.environments] == ["0,1", "0,1"]
     assert [environment["LOCAL_RANK"] for environment in plan.environments] == ["0", "1"]
 
 
