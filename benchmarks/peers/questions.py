@@ -164,7 +164,7 @@ def _holding(peer: Peer, answers: Answers, megabytes: int, count: int) -> None:
         peer.hold(payload)
 
     with answers.attempt(question):
-        answers.give(question, "ms", _ms(repeat(hold, count=count, warmup=2)))
+        answers.give(question, "ms", _ms(repeat(hold, count=count, warmup=4)))
         wanted = (len(payload), int(payload[0]))
         assert peer.held() == [wanted] * RANKS, "a rank holds something else"
 

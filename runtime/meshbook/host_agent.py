@@ -1,7 +1,8 @@
 """The host agent: one process per host that starts, watches and reaps the workers there, and speaks for them.
 
 Single-threaded, without torch. It dials in to the controller with the ticket it reads from stdin, serves any number of
-meshes, and ends when told to, or when the controller has been silent for the lease. Its workers never outlive it.
+meshes, and ends when told to, or when the controller is gone for the lease: its end of our stdin is closed and nothing is
+heard of it. Its workers never outlive it.
 
 Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
 """
@@ -36,6 +37,9 @@ from meshbook.segments import SegmentPool, map_segment
 from meshbook.transport import HEARTBEAT_S, LANES, AgentSocket, LaneName
 
 EXIT_LOST, EXIT_REFUSED = 75, 77
+
+MAX_SILENCE_S = 600.0
+"""A controller whose end of our stdin is still open lives: it may be busy in native code, stopped, or asleep."""
 
 MAX_UNSENT_BYTES = 64 << 20
 """With so much waiting for slow workers we stop reading calls, and the controller feels it."""
@@ -241,12 +245,13 @@ class HostAgent:
         self.send_urgent(wire.Heartbeat())
         for lane in self._lanes.values():
             lane.beat()
-        if time.monotonic() - self._heard > self._ticket.lease_s:
+        silence_s = time.monotonic() - self._heard
+        if silence_s > (MAX_SILENCE_S if self._lifeline.active else self._ticket.lease_s):
             self._end(EXIT_LOST)
         self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def _on_lifeline(self) -> None:
-        """Stdin: its end means that our launcher has ended; the heartbeats decide when we do."""
+        """Stdin: its end means that our launcher has ended; from then on silence counts against the lease."""
         try:
             ended = not os.read(0, 1 << 12)
         except BlockingIOError:

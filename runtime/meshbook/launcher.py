@@ -30,7 +30,7 @@ class Ticket(msgspec.Struct, frozen=True):
     epoch: int
     """Which controller of the session this is; frames of an older one are ignored."""
     lease_s: float
-    """How long the agent lives on without its controller."""
+    """How long the agent lives on once its stdin has ended and nothing is heard of its controller."""
     shares_memory: bool = True
     """False makes an agent behave as on another machine, whatever machine it is on."""
 

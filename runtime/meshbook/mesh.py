@@ -26,7 +26,7 @@ HOST_TIMEOUT_S = 60.0
 SPAWN_TIMEOUT_S = 120.0
 """How long workers may take to answer, imports of ``preload`` included."""
 
-LEASE_S = 10.0
+LEASE_S = 5.0
 """How long agents and workers outlive a controller that has gone silent."""
 
 _EPOCH = 1
