@@ -1,4 +1,4 @@
-"""Figures as a table on the screen, as JSON for keeping, as Markdown for the docs."""
+"""Figures as a table on the screen, and as JSON for keeping."""
 
 from __future__ import annotations
 
@@ -49,12 +49,6 @@ def aligned(rows: Iterable[Sequence[str]]) -> str:
 def table(figures: Iterable[Figure]) -> str:
     """Return one benchmark's figures as an aligned table."""
     return aligned([HEAD, *map(cells, figures)])
-
-
-def markdown(rows: Iterable[Sequence[str]], head: Sequence[str] = HEAD) -> str:
-    """Return rows of cells as a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def as_json(head: dict[str, object], figures: Iterable[Figure]) -> str:

@@ -23,6 +23,7 @@ def load_ipython_extension(shell: Any) -> None:
     earlier = getattr(shell, _SESSION, None)
     session = Session(shell)
     session.take_over(earlier)
+    session.open()
     setattr(shell, _SESSION, session)
     MeshMagics(shell, session).register()
     shell.input_transformers_cleanup.extend(TRANSFORMERS)

@@ -49,8 +49,21 @@ class Session:
             self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
             self.jobs = earlier.jobs
 
+    def open(self) -> None:
+        """From now on prints of calls made in cells go to those cells."""
+        from meshbook.mesh import set_output_source
+        from meshbook_extension.call_output import CallOutput
+
+        self._calls = CallOutput(self)
+        set_output_source(self._calls.target)
+        self.shell.events.register("post_run_cell", self._calls.finish)
+
     def close(self) -> None:
         """End the publisher. The meshes run on, until they are stopped or the process ends."""
+        from meshbook.mesh import set_output_source
+
+        set_output_source(None)
+        self.shell.events.unregister("post_run_cell", self._calls.finish)
         self.publisher.stop()
 
     # ---- meshes ----------------------------------------------------------------------------------------------

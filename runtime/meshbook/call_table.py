@@ -13,7 +13,7 @@ from meshbook import wire
 from meshbook.calls import OpenCall
 from meshbook.console_output import ConsoleOutput
 from meshbook.errors import MeshStoppedError, WorkerLost
-from meshbook.output_events import OutputEvent, OutputListener
+from meshbook.output_events import OutputEvent, OutputListener, OutputTarget
 from meshbook.pickling import loads
 
 KEPT_LISTENERS = 1024
@@ -29,17 +29,17 @@ class CallTable:
 
     def __init__(self) -> None:
         self.default_listener: OutputListener = ConsoleOutput()
-        """Gets what belongs to no cell: prints of `execute`."""
+        """Gets what belongs to no cell."""
         self._calls: dict[int, OpenCall] = {}
         self._failing: dict[int, float] = {}
         self._queries: dict[int, Callable[[int, Any], None]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
 
-    def open(self, call: OpenCall, listener: OutputListener | None) -> None:
+    def open(self, call: OpenCall, output: OutputTarget | None) -> None:
         """Expect answers to ``call``."""
         self._calls[call.id] = call
-        if listener is not None:
-            self._listeners[call.id] = listener
+        if output is not None:
+            self._listeners[output.id] = output.listener
             if len(self._listeners) > KEPT_LISTENERS:
                 self._listeners.popitem(last=False)
 

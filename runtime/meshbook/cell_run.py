@@ -13,17 +13,17 @@ from meshbook.value_mesh import ValueMesh
 class CellRun:
     """Handle of a running cell. ``future`` completes when every rank has ended; ranks are reported as they end."""
 
-    def __init__(self, listener: OutputListener) -> None:
+    def __init__(self, id: int, listener: OutputListener) -> None:
         self.durations_s: dict[int, float] = {}
         """Seconds that each rank took, for those that have ended."""
-        self.id = 0
+        self.id = id
         """The cell's output id."""
         self._listener = listener
         self._future: CallFuture[ValueMesh[Any]] | None = None
 
     def attach(self, future: CallFuture[ValueMesh[Any]]) -> None:
         """Bind the call that runs the cell."""
-        self._future, self.id = future, future.call.id
+        self._future = future
 
     @property
     def future(self) -> CallFuture[ValueMesh[Any]]:

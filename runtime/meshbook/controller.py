@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from meshbook import wire
 from meshbook.calls import CallFuture, OpenCall
@@ -27,7 +27,7 @@ from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.launcher import LaunchedHost, Ticket
 from meshbook.lifecycle import MeshEvent, MeshPhase
-from meshbook.output_events import OutputListener
+from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
 from meshbook.session_folder import SessionFolder
 from meshbook.shape import Members, Region
@@ -36,6 +36,9 @@ from meshbook.transport import HEARTBEAT_S, ControllerSocket
 from meshbook.turns import Turns
 
 T = TypeVar("T")
+
+OutputSource: TypeAlias = Callable[[Any], OutputTarget | None]
+"""Takes the ProcMesh that is called, on the thread of the caller."""
 
 
 class Controller:
@@ -48,6 +51,8 @@ class Controller:
         self._asleep = False
         self._closing = False
         self._board = Switchboard(self._wake)
+        self.output_source: OutputSource | None = None
+        """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
         self._ids = itertools.count(1)
         self._tick_at = 0.0
         self._turns = Turns(self._serve, self._wake)
@@ -104,10 +109,6 @@ class Controller:
         """A number that this controller never uses twice."""
         return next(self._ids)
 
-    def set_default_listener(self, listener: OutputListener) -> None:
-        """Who gets what ranks print outside cells, in `ProcMesh.execute` for example."""
-        self._board.calls.default_listener = listener
-
     def know(self, mesh: KnownMesh) -> None:
         """Expect messages about a mesh; under the turn, before its hosts are asked for workers."""
         self._board.meshes[mesh.id] = mesh
@@ -120,13 +121,13 @@ class Controller:
         pickled: Pickled,
         *,
         what: str,
-        listener: OutputListener | None = None,
+        output: OutputTarget | None = None,
         on_reply: Callable[[int, bool, float, Failure | None], None] | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
         """Start a call on ``members``; the future's value is a ValueMesh over them.
 
-        listener: gets what the call prints; the output's id is the call's. fail_fast: complete at the first failure
+        output: where to send what the call prints; our own stdout by default. fail_fast: complete at the first failure
         rather than when every rank has ended. Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
         mesh.check_usable()
@@ -139,13 +140,13 @@ class Controller:
         head, buffers = pickled
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(
-            call.id, mesh.id, endpoint, members.encode(), call.id if listener else 0, inline=head if small else b""
+            call.id, mesh.id, endpoint, members.encode(), output.id if output else 0, inline=head if small else b""
         )
         payload = [] if small else [head]
         segment = self._board.payloads.write(buffers)
 
         def send() -> None:
-            if (hosts := self._board.open(mesh, call, listener)) is not None:
+            if (hosts := self._board.open(mesh, call, output)) is not None:
                 self._board.payloads.send(hosts, message, payload, segment, buffers)
                 if any(host.backlog > MAX_BACKLOG for host in hosts):
                     self._board.room.clear()

@@ -1,7 +1,7 @@
 """The host agent: one process per host that starts, watches and reaps the workers there, and speaks for them.
 
 Single-threaded, without torch. It dials in to the controller with the ticket it reads from stdin, serves any number of
-meshes, and ends when told to, or when the controller is gone for the lease: its end of our stdin is closed and nothing is
+meshes, and ends when told to, or when the controller has been gone for the lease: our stdin has ended and nothing is
 heard of it. Its workers never outlive it.
 
 Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.

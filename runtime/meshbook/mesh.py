@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshbook import wire
-from meshbook.controller import Controller
+from meshbook.controller import Controller, OutputSource
 from meshbook.errors import HostLost, SpawnError, UsageError
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
-from meshbook.output_events import OutputListener
 from meshbook.proc_mesh import ProcMesh
 from meshbook.shape import Extent, Region
 
@@ -33,6 +32,7 @@ _EPOCH = 1
 _lock = threading.RLock()
 _controller: Controller | None = None
 _this_host: HostMesh | None = None
+_output_source: OutputSource | None = None
 
 
 class HostMesh:
@@ -173,9 +173,15 @@ def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
     )
 
 
-def set_output_listener(listener: OutputListener) -> None:
-    """Have ``listener`` get what ranks print outside cells, instead of our stdout. It must not block."""
-    _the_controller().set_default_listener(listener)
+def set_output_source(source: OutputSource | None) -> None:
+    """Ask ``source`` where the prints of calls belong that have no listener of their own; our stdout by default.
+
+    source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
+    """
+    global _output_source
+    _output_source = source
+    if _controller is not None:
+        _controller.output_source = source
 
 
 def prewarm() -> None:
@@ -197,6 +203,7 @@ def _the_controller() -> Controller:
     with _lock:
         if _controller is None:
             _controller = Controller()
+            _controller.output_source = _output_source
             atexit.register(shutdown)
         return _controller
 
@@ -210,4 +217,4 @@ def _forget_in_child() -> None:
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
-__all__ = ["HostMesh", "prewarm", "set_output_listener", "shutdown", "start_hosts", "this_host"]
+__all__ = ["HostMesh", "prewarm", "set_output_source", "shutdown", "start_hosts", "this_host"]

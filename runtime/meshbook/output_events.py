@@ -50,4 +50,11 @@ class RankDone(NamedTuple):
 
 OutputEvent: TypeAlias = StreamText | OutputCut | DisplayData | RankDone
 OutputListener: TypeAlias = Callable[[OutputEvent], None]
-"""Called on the controller's I/O thread: it must not block."""
+"""Called on the thread that serves the sockets: it must not block."""
+
+
+class OutputTarget(NamedTuple):
+    """Where the output of calls goes that have no listener of their own."""
+
+    id: int
+    listener: OutputListener

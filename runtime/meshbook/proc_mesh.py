@@ -15,7 +15,7 @@ from meshbook.future import Future
 from meshbook.joined_futures import MappedFuture, join_futures
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
-from meshbook.output_events import OutputListener
+from meshbook.output_events import OutputListener, OutputTarget
 from meshbook.pickling import dumps
 from meshbook.shape import Choice, Members, Point, Region
 from meshbook.value_mesh import ValueMesh
@@ -84,14 +84,14 @@ class ProcMesh(Arranged):
         cell_number, line_offset: how tracebacks name the cell, and how many of its lines stand above ``code``.
         forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
         """
-        run = CellRun(on_output)
+        run = CellRun(self.new_output_id(), on_output)
         future = self._controller.call(
             self._mesh,
             "run_cell",
             self._members,
             dumps(((code, cell_number, line_offset, forbid_collectives), {}), what="the cell"),
             what="the cell",
-            listener=on_output,
+            output=OutputTarget(run.id, on_output),
             on_reply=run.on_reply,
             fail_fast=False,
         )
@@ -173,7 +173,20 @@ class ProcMesh(Arranged):
         fail_fast: bool = True,
     ) -> Future[Any]:
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
-        return self._controller.call(self._mesh, endpoint, self._members, pickled, what=what, fail_fast=fail_fast)
+        source = self._controller.output_source
+        return self._controller.call(
+            self._mesh,
+            endpoint,
+            self._members,
+            pickled,
+            what=what,
+            output=source(self) if source else None,
+            fail_fast=fail_fast,
+        )
+
+    def new_output_id(self) -> int:
+        """A number for an `OutputTarget`."""
+        return self._controller.next_id()
 
     def _one_axis(self, axis: str | None) -> str:
         if axis is not None:

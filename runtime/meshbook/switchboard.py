@@ -22,7 +22,7 @@ from meshbook.errors import HostLost, MeshStoppedError, ProtocolError, WorkerLos
 from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshEvent, MeshPhase
-from meshbook.output_events import DisplayData, OutputCut, OutputListener, StreamText
+from meshbook.output_events import DisplayData, OutputCut, OutputTarget, StreamText
 from meshbook.payloads import Payloads
 from meshbook.processes import machine_id
 from meshbook.store import StoreOp
@@ -146,12 +146,12 @@ class Switchboard:
 
     # ---- calls and payloads -------------------------------------------------------------------------
 
-    def open(self, mesh: KnownMesh, call: OpenCall, listener: OutputListener | None) -> list[KnownHost] | None:
+    def open(self, mesh: KnownMesh, call: OpenCall, output: OutputTarget | None) -> list[KnownHost] | None:
         """Expect the answers to a call; returns the hosts to send it to, or None when it was answered already."""
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
             return None
-        self.calls.open(call, listener)
+        self.calls.open(call, output)
         addressed = {mesh.host_of(rank).id for rank in call.waiting} if len(mesh.hosts) > 1 else None
         for rank in call.waiting & mesh.lost.keys():  # ended between the caller's check and now
             call.lose(mesh.lost[rank])

@@ -271,3 +271,23 @@ def test_a_headless_run_stops_where_a_rank_fails(tmp_path: Path) -> None:
         "['ValueError', 'CallFailed']",
     ], done.stderr
     assert not (tmp_path / "reached").exists()
+
+
+def test_prints_of_a_call_land_in_the_cell_that_made_it(kernel: Kernel) -> None:
+    kernel.run("%mesh use main --out procs")
+    first = kernel.run("procs.execute(print, 'from a call').get()")
+    second = kernel.run("procs.run('40 + 2').get().values()")
+    assert first.text("stdout") == "[0-3] from a call\n"
+    assert second.text() == ""
+    assert second.of("execute_result")[0]["data"]["text/plain"] == "[42, 42, 42, 42]"
+
+
+def test_an_interrupt_of_a_call_in_python_reaches_the_ranks(kernel: Kernel) -> None:
+    kernel.run("%mesh use main --out procs")
+    request = kernel.send("procs.run('import time; time.sleep(60)').get()")
+    kernel.listen(1.5)
+    kernel.manager.interrupt_kernel()
+    assert "ranks 0-3 stopped, all variables kept" in kernel.wait(request).reply["evalue"]
+    assert (
+        kernel.run("procs.run('rank').get().values()").of("execute_result")[0]["data"]["text/plain"] == "[0, 1, 2, 3]"
+    )
