@@ -77,7 +77,7 @@ class CallTable:
             call.settle()
             self._calls.pop(call.id, None)
             self._failing.pop(call.id, None)
-            call.ended.set_result(None)
+            call.end()
         elif call.fail_fast and call.failed and not call.future.done():
             self._failing.setdefault(call.id, time.monotonic() + FAILURE_GRACE_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -57,11 +58,14 @@ class Results(Mapping[int, Any]):
         return len(self._raw)
 
 
+_NOBODY: Future[Any] = Future()
+
+
 class OpenCall:
     """Owned by the controller's I/O thread; others read it to tell who is silent."""
 
     __slots__ = (
-        "ended",
+        "_ended",
         "fail_fast",
         "failures",
         "future",
@@ -89,8 +93,7 @@ class OpenCall:
         self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
         self.fail_fast, self.on_reply = fail_fast, on_reply
         self.waiting = set(members.ranks())
-        self.ended: Future[None] = Future()
-        """Completes when no rank is at it any more; ``future`` may complete earlier, at the first failure."""
+        self._ended: Future[None] | None = None
         self.results = Results()
         self.failures: list[Failure] = []
         self.lost: list[WorkerLost] = []
@@ -138,7 +141,21 @@ class OpenCall:
         if isinstance(error, CallError):
             error.partial = self.results
         self.future.set_exception(error)
-        self.ended.set_result(None)
+        self.end()
+
+    def end(self) -> None:
+        """No rank is at it any more. Lets go of the future, which holds us: the collector need not come for the two."""
+        self.future = _NOBODY
+        if self._ended is not None:
+            self._ended.set_result(None)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """On a user's thread: wait until no rank is at it, which may be later than the future's outcome."""
+        ended: Future[None] = Future()
+        self._ended = ended
+        if self.future is not _NOBODY:
+            with contextlib.suppress(TimeoutError):
+                ended.get(timeout_s)
 
 
 def _loader(results: Results, rank: int) -> Callable[[], Any]:
@@ -162,7 +179,7 @@ class CallFuture(Future[T], Generic[T]):
         where: Callable[[int, Iterable[int]], dict[int, str]],
         drive: Callable[[Callable[[], bool], float | None], None],
     ) -> None:
-        super().__init__(on_cancel=lambda: cancel(self.call.id), on_timeout=self._timed_out)
+        super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
         self._cancel_on_ranks, self._where, self._drive = cancel, where, drive
 
     def get(self, timeout: float | None = None) -> T:
@@ -185,13 +202,13 @@ class CallFuture(Future[T], Generic[T]):
         """Interrupt the call on its ranks; returns who obeyed within the grace time, and where the others are."""
         waiting = set(self.call.waiting)
         self._cancel_on_ranks(self.call.id)
-        try:
-            self.call.ended.get(INTERRUPT_GRACE_S)
-        except TimeoutError:
-            pass
+        self.call.wait_for_end(INTERRUPT_GRACE_S)
         stuck = set(self.call.waiting)
         places = self._where(self.call.mesh, stuck) if stuck else {}
         return CallInterrupted(waiting - stuck, places, partial=self.call.results)
+
+    def _cancel(self) -> None:
+        self._cancel_on_ranks(self.call.id)
 
     def _timed_out(self, timeout_s: float) -> BaseException:
         return CallTimeout(self.call.what, timeout_s, self.call.waiting, partial=self.call.results)

@@ -10,7 +10,7 @@ from meshbook import partition
 from meshbook.arranged import Arranged
 from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
-from meshbook.errors import LayoutError
+from meshbook.errors import LayoutError, SerializationError
 from meshbook.future import Future
 from meshbook.joined_futures import MappedFuture, join_futures
 from meshbook.known_mesh import KnownMesh
@@ -104,8 +104,11 @@ class ProcMesh(Arranged):
         Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
         """
         name = getattr(function, "__name__", "a function")
-        roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
-        return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
+        try:
+            return self._call("invoke", (function, *args), kwargs, what=name)
+        except SerializationError:  # once more, to say which argument it was
+            roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
+            return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
 
     def evaluate(self, expression: str) -> Future[ValueMesh[Any]]:
         """The value of an expression in each member's namespace."""

@@ -181,3 +181,13 @@ def test_shared_memory_comes_back_to_the_pool(mesh4: ProcMesh) -> None:
     while len(pool.in_use) > 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pool.in_use) <= 2  # the one that is bound, and what the last reply has not yet told
+
+
+def test_an_argument_that_cannot_travel_is_named(mesh4: ProcMesh) -> None:
+    with pytest.raises(errors.SerializationError, match=r"argument 2\.lock is a _thread\.lock"):
+        mesh4.execute(print, 1, _Holder())
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()

@@ -158,14 +158,22 @@ def test_await_waits_without_blocking_the_loop(later: Callable[..., None]) -> No
                 await asyncio.sleep(0.002)
 
         task = asyncio.create_task(tick())
+        waiting = asyncio.ensure_future(_value_of(future))
+        while ticks <= 2:  # others run while it waits
+            await asyncio.sleep(0.001)
+        assert not waiting.done()
         later(future.set_result, 5)
-        value = await future
+        value = await waiting
         task.cancel()
         return value, ticks, await asyncio.gather(future, future.then(lambda value: value + 1))
 
-    value, ticks, both = asyncio.run(cell())
+    value, ticks, both = asyncio.run(asyncio.wait_for(cell(), 30))
     assert (value, both) == (5, [5, 6])
     assert ticks > 2
+
+
+async def _value_of(future: Future[int]) -> int:
+    return await future
 
 
 def test_await_raises_the_error(later: Callable[..., None]) -> None:
