@@ -319,6 +319,7 @@ class Controller:
     def _serve_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
+        self._board.flush()
         self._board.payloads.tell_freed()
 
     def _wait_for_room(self) -> None:

@@ -25,6 +25,7 @@ import zmq
 from typing_extensions import assert_never
 
 from meshbook import wire
+from meshbook.batches import Batch, unbatch
 from meshbook.bulk import BulkReceiver, BulkSender, Spans
 from meshbook.devices import count_cores, count_cuda_devices
 from meshbook.event_loop import EventLoop
@@ -56,6 +57,7 @@ class HostAgent:
         self._loop = EventLoop()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._lanes: dict[LaneName, AgentSocket] = {lane: AgentSocket(context, ticket, lane) for lane in LANES}
+        self._outbox = Batch(self._lanes["calls"].send)
         self._shares_memory = False
         self._templates: dict[tuple[str, ...], HostedTemplate] = {}
         self._meshes: dict[int, HostedMesh] = {}
@@ -88,7 +90,9 @@ class HostAgent:
         self._beat()
         while self._exit_code is None:
             self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
+            self._outbox.flush()
             self._loop.run_once()
+        self._outbox.flush()
         for template in self._templates.values():
             template.close()
         return self._exit_code
@@ -96,8 +100,8 @@ class HostAgent:
     # ---- uplink (`meshbook.hosted_mesh.Uplink`) -------------------------------------------------------------------
 
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
-        """Send on the lane of calls, in order."""
-        self._lanes["calls"].send(wire.encode(message), payload)
+        """Send on the lane of calls, in order, at the latest when this turn of the loop ends."""
+        self._outbox.add(wire.encode(message), payload)
 
     def send_urgent(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane that never waits behind payloads."""
@@ -135,7 +139,8 @@ class HostAgent:
                 again = True
                 for header, payload in lane.receive():
                     self._heard = time.monotonic()
-                    self._dispatch(wire.decode_to_host(header), payload)
+                    for each in unbatch(header):
+                        self._dispatch(wire.decode_to_host(each), payload)
         while self._freed:
             pid, segment = self._freed.popleft()
             self._free_in_worker(pid, segment)

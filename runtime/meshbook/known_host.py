@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from meshbook import wire
+from meshbook.batches import Batch
 from meshbook.bulk import BulkReceiver, BulkSender
 from meshbook.frames import Buffer
 from meshbook.future import Future
@@ -38,11 +40,16 @@ class KnownHost:
         """Called with replies that were parked, once their payloads are whole."""
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
-        self._backlogs: dict[LaneName, deque[tuple[bytes, list[Buffer]]]] = {lane: deque() for lane in LANES}
+        self._outbox = Batch(functools.partial(self._send_or_wait, "calls"))
+        self._backlogs: dict[LaneName, deque[tuple[bytes, Sequence[Buffer]]]] = {lane: deque() for lane in LANES}
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
-        """Send on the lane of calls; waits in our backlog while the host is slow to acknowledge."""
-        self._send_or_wait("calls", wire.encode(message), list(payload))
+        """Send on the lane of calls, when `flush` is called; waits in our backlog while the host is slow."""
+        self._outbox.add(wire.encode(message), payload)
+
+    def flush(self) -> None:
+        """Let go what `send` has collected."""
+        self._outbox.flush()
 
     def send_urgent(self, message: wire.ToHost) -> None:
         """Send on the lane that never waits behind payloads."""
@@ -91,7 +98,7 @@ class KnownHost:
             if not self.park(replies, frames):
                 self.on_whole(replies, frames)
 
-    def _send_or_wait(self, lane: LaneName, header: bytes, payload: list[Buffer]) -> None:
+    def _send_or_wait(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
         if self._backlogs[lane] or self._links[lane].full:
             self._backlogs[lane].append((header, payload))
         else:

@@ -16,6 +16,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from meshbook import wire
+from meshbook.batches import unbatch
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
 from meshbook.errors import HostLost, MeshStoppedError, ProtocolError, WorkerLost
@@ -47,6 +48,11 @@ class Switchboard:
         """Cleared while so much waits for slow hosts that new calls should wait too."""
         self.room.set()
 
+    def flush(self) -> None:
+        """Let go what was sent to hosts in this turn."""
+        for host in self.hosts.values():
+            host.flush()
+
     def tick(self) -> None:
         """Once per heartbeat: beat, and look for hosts that are gone."""
         now = time.monotonic()
@@ -69,7 +75,8 @@ class Switchboard:
         if (message := host.receive(lane, frames)) is not None:
             header, payload = message
             try:
-                self._dispatch(host, wire.decode_from_host(header), payload)
+                for each in unbatch(header):
+                    self._dispatch(host, wire.decode_from_host(each), payload)
             except (msgspec.DecodeError, ProtocolError) as error:
                 self._lose(host, f"it sent something impossible: {error}")
             except Exception:

@@ -20,7 +20,6 @@ from typing import Literal
 import zmq
 from zmq.utils import z85
 
-from meshbook.errors import PeerProtocolError
 from meshbook.frames import Buffer
 from meshbook.launcher import Ticket
 from meshbook.link import Link
@@ -171,11 +170,3 @@ class AgentSocket:
                 self._sock.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
                 return  # not connected: the link replays
-
-
-def check_version(theirs: int, ours: int) -> None:
-    """Raises: PeerProtocolError naming both versions."""
-    if theirs != ours:
-        raise PeerProtocolError(
-            f"this side speaks protocol {ours}, the other {theirs}; install one version of meshbook"
-        )

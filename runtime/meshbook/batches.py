@@ -1,0 +1,51 @@
+"""Several small messages as one: most of what a message costs it costs once, however small it is.
+
+A batch is a message whose header starts with a byte that msgpack never uses, followed by the headers of its messages,
+framed as in `meshbook.frames`. Only messages without payload frames are batched; order is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from meshbook.frames import Buffer, FrameReader, pack
+
+MAX_BATCH_BYTES = 1 << 15
+
+_MARK = b"\xc1"
+
+
+class Batch:
+    """Collects messages for ``send(header, payload)``; its owner calls `flush` before it waits for anything."""
+
+    def __init__(self, send: Callable[[bytes, Sequence[Buffer]], None]) -> None:
+        self._send = send
+        self._headers: list[bytes] = []
+        self._size_bytes = 0
+
+    def add(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Send a message, soon; one with a payload at once, after those that wait."""
+        if payload:
+            self.flush()
+            self._send(header, payload)
+            return
+        self._headers.append(header)
+        self._size_bytes += len(header)
+        if self._size_bytes > MAX_BATCH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has been collected."""
+        if self._headers:
+            headers, self._headers, self._size_bytes = self._headers, [], 0
+            self._send(headers[0] if len(headers) == 1 else _MARK + pack(headers), ())
+
+
+def unbatch(header: bytes) -> Sequence[bytes]:
+    """The headers of the messages that came as one.
+
+    Raises: PeerProtocolError if a batch claims an impossible size.
+    """
+    if not header.startswith(_MARK):
+        return (header,)
+    return [each for headers in FrameReader().feed(header[1:]) for each in headers]
