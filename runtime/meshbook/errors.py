@@ -236,7 +236,10 @@ class WorkerLost(CallError):
         text = f"rank {self.rank} on {self.host} ended: {self.cause}"
         if self.log_tail:
             text += "\n  its last lines:\n" + "\n".join(f"    {line}" for line in self.log_tail.splitlines())
-        return f"{text}\n  the other ranks keep their state. All of its log: %mesh logs rank={self.rank}"
+        return (
+            f"{text}\n  the other ranks keep their state: name them to go on, as in %%mesh rank=..."
+            f"\n  all of its log: %mesh logs rank={self.rank}    start over: %mesh stop, %mesh spawn"
+        )
 
 
 class HostLost(MeshError):
