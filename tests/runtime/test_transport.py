@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import pytest
 import zmq
 
 from meshbook.transport import ControllerSocket
+
+Keys: TypeAlias = "tuple[str, str] | None"
+Dial: TypeAlias = "Callable[[str, Keys], zmq.Socket[bytes]]"
 
 
 @pytest.fixture
@@ -21,67 +24,60 @@ def controller() -> Iterator[ControllerSocket]:
 
 
 @pytest.fixture
-def wake() -> Iterator[int]:
-    fd = os.eventfd(0)
-    yield fd
-    os.close(fd)
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+def dial(controller: ControllerSocket) -> Iterator[Dial]:
+    """Dial in as a routing id with a key pair, and say hello."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+    endpoint = controller.bind("tcp://127.0.0.1:*")
+    peers = []
+
+    def dial(routing_id: str, keys: Keys) -> zmq.Socket[bytes]:
+        sock = context.socket(zmq.DEALER)
+        peers.append(sock)
+        sock.linger = 0
+        sock.routing_id = routing_id.encode()
+        if keys is not None:
+            sock.curve_serverkey = controller.public_key.encode()
+            sock.curve_publickey, sock.curve_secretkey = (key.encode() for key in keys)
+        sock.connect(endpoint)
+        sock.send(b"hello")
+        return sock
+
+    yield dial
+    for sock in peers:
+        sock.close()
+    context.term()
 
 
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-
-
-def _dial(
-    context: Context, endpoint: str, routing_id: str, server_key: str, keys: tuple[str, str] | None
-) -> zmq.Socket[bytes]:
-    sock = context.socket(zmq.DEALER)
-    sock.linger = 0
-    sock.routing_id = routing_id.encode()
-    if keys is not None:
-        sock.curve_serverkey = server_key.encode()
-        sock.curve_publickey, sock.curve_secretkey = (key.encode() for key in keys)
-    sock.connect(endpoint)
-    sock.send(b"hello")
-    return sock
-
-
-def _received(controller: ControllerSocket, wake: int, seconds: float = 1.0) -> list[tuple[str, str, list[bytes]]]:
+def _received(controller: ControllerSocket, seconds: float = 1.0) -> list[tuple[str, str, list[bytes]]]:
     messages: list[tuple[str, str, list[bytes]]] = []
+    wake = os.eventfd(0)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not messages:
         controller.poll(wake, 0.05)
         messages += controller.receive()
+    os.close(wake)
     return messages
 
 
-def test_a_host_with_its_key_is_heard(controller: ControllerSocket, context: Context, wake: int) -> None:
-    endpoint = controller.bind("tcp://127.0.0.1:*")
-    _dial(context, endpoint, "host-1/calls", controller.public_key, controller.accept("host-1"))
-    assert _received(controller, wake, 10) == [("host-1", "calls", [b"hello"])]
+def test_a_host_with_its_key_is_heard(controller: ControllerSocket, dial: Dial) -> None:
+    dial("host-1/calls", controller.accept("host-1"))
+    assert _received(controller, 10) == [("host-1", "calls", [b"hello"])]
 
 
 @pytest.mark.parametrize("keys", ["none", "unknown", "revoked"])
-def test_nobody_else_is_let_in(controller: ControllerSocket, context: Context, wake: int, keys: str) -> None:
-    endpoint = controller.bind("tcp://127.0.0.1:*")
+def test_nobody_else_is_let_in(controller: ControllerSocket, dial: Dial, keys: str) -> None:
     pair = controller.accept("host-1")
     if keys == "revoked":
         controller.revoke("host-1")
     public, secret = zmq.curve_keypair()
-    chosen = {"none": None, "unknown": (public.decode(), secret.decode()), "revoked": pair}[keys]
-    peer = _dial(context, endpoint, "host-1/calls", controller.public_key, chosen)
-    assert _received(controller, wake) == []
+    chosen: dict[str, Keys] = {"none": None, "unknown": (public.decode(), secret.decode()), "revoked": pair}
+    peer = dial("host-1/calls", chosen[keys])
+    assert _received(controller) == []
     assert not peer.poll(0)  # and is told nothing
 
 
-def test_a_host_cannot_speak_for_another(controller: ControllerSocket, context: Context, wake: int) -> None:
-    endpoint = controller.bind("tcp://127.0.0.1:*")
+def test_a_host_cannot_speak_for_another(controller: ControllerSocket, dial: Dial) -> None:
     controller.accept("host-2")
-    _dial(context, endpoint, "host-2/calls", controller.public_key, controller.accept("host-1"))
-    assert _received(controller, wake) == []
+    dial("host-2/calls", controller.accept("host-1"))
+    assert _received(controller) == []
     assert controller.rejected == 1
