@@ -54,11 +54,13 @@ def forget_test_settings() -> None:
         os.environ.pop(name, None)
 
 
-def others_load(window_s: float = 0.5) -> float:
+def others_load(settle_s: float = 1.0, window_s: float = 1.0) -> float:
     """Return the share of all cores, 0 to 1, that is busy or stolen while we sleep for ``window_s``.
 
     Taken between benchmarks, when nothing of ours runs: what remains is other people's work.
+    settle_s: how long what we have just stopped may take to end.
     """
+    time.sleep(settle_s)
     busy, total = _cpu_ticks()
     time.sleep(window_s)
     busy_after, total_after = _cpu_ticks()

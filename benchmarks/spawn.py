@@ -37,7 +37,9 @@ class Weights(NamedTuple):
 def run(settings: Settings) -> Iterator[Figure]:
     """Cold once per size of interest, then each size warm."""
     yield from _cold(8, settings.count(7))
-    with floors.Forks() as forks, mesh(2):
+    with mesh(2):
+        pass  # the host agent and its template stay; other ranks would share pages with those that are weighed
+    with floors.Forks() as forks:
         for ranks in SIZES:
             if not (settings.quick and ranks > 8):
                 yield from _warm(ranks, forks, settings.count(11 if ranks <= 16 else 5))
@@ -64,7 +66,7 @@ def _spawn_in_fresh_process(ranks: int) -> float:
 
 
 def _warm(ranks: int, forks: floors.Forks, count: int) -> Iterator[Figure]:
-    """Spawn, weigh and stop in turns with the bare fork; `run` holds a mesh that keeps the template warm."""
+    """Spawn, weigh and stop in turns with the bare fork; the template is warm since `run` spawned once."""
     spawned, stopped, forked = [], [], []
     ours = bare = Weights([], [])
     for turn in range(count + 1):

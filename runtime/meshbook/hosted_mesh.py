@@ -191,6 +191,7 @@ class HostedMesh:
             return
         if call.prints:
             self._send_output(worker, final=True)
+            worker.output.renew()
         segment, bulk = (None, None) if reply.segment is None else self._uplink.export(reply.segment)
         call.replies.append(
             wire.RankReply(worker.rank, reply.status, len(payload), reply.duration_s, segment, bulk, reply.inline)

@@ -160,6 +160,10 @@ class RankOutput:
         self._cut_news.clear()
         return pieces, cuts
 
+    def renew(self) -> None:
+        """A cell has ended: what it printed must not silence the next one."""
+        self._budget = float(BURST_BYTES)
+
     def _drop(self, piece: Piece) -> None:
         size = len(piece.text)
         self._pending_bytes -= size

@@ -100,6 +100,7 @@ def main(fd: int) -> None:
     """Import, say ready, and serve fork requests until the agent closes the socket."""
     sock = socket.socket(fileno=fd)
     started = time.perf_counter()
+    gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
     shell = _preload(STANDARD_PRELOAD)
     while True:
         _freeze()
@@ -140,7 +141,6 @@ def _preload_or_explain(sock: socket.socket, modules: str) -> None:
 
 def _freeze() -> None:
     """Keep the collector of the children away from our objects, else it would copy their pages."""
-    gc.collect()
     gc.freeze()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import itertools
 import os
 import queue
@@ -182,8 +183,8 @@ class Worker:
                 failure = self.shell.describe(error)
                 self._reply(call, Answer(wire.RAISED, failure=failure), duration_s)
                 return
+        self._tell_freed()  # before the reply, so that the next payload finds its segment free
         self.calls.send(wire.Reply(call, answer.status, duration_s, segment, inline), payload)
-        self._tell_freed()
 
     def _pack_failure(self, failure: Failure) -> list[Buffer]:
         fields = _encode(failure[:6])
@@ -289,6 +290,7 @@ class Worker:
 def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, stdout_fd: int, stderr_fd: int) -> None:
     """Be a worker until the agent says otherwise; never returns. Called in a fresh fork of the template."""
     code = 1
+    gc.enable()
     try:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2)):

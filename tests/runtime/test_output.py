@@ -105,3 +105,11 @@ def test_durations_are_told_per_rank(mesh4: ProcMesh) -> None:
     run.future.get(30)
     assert sorted(run.durations_s) == [0, 1, 2, 3]
     assert run.durations_s[3] > run.durations_s[0]
+
+
+def test_a_flood_does_not_silence_the_next_cell(mesh4: ProcMesh) -> None:
+    _run(mesh4, "for i in range(40_000): print(i, 'x' * 60)")
+    next_cell = Collector()
+    run = mesh4.start_cell("import time\nprint('at once')\ntime.sleep(30)", on_output=next_cell)
+    next_cell.wait_for(lambda: all("at once" in next_cell.text(r) for r in range(4)), timeout_s=10)
+    run.interrupt()
