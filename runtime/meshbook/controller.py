@@ -205,15 +205,6 @@ class Controller:
         answers = self.query(mesh_id, "where", Region.of(mesh.extent.sizes).select(ranks), timeout_s=0.5)
         return {rank: answers.get(rank, "no answer within 0.5 s: native code holds the GIL") for rank in ranks}
 
-    def send_to_hosts(self, mesh: KnownMesh, message: wire.ToHost) -> None:
-        """Send one message to every host of a mesh, in order with its calls."""
-
-        def send() -> None:
-            for host in mesh.hosts:
-                host.send(message)
-
-        self.submit(send)
-
     def read_logs(self, mesh: KnownMesh, members: Members, lines: int, timeout_s: float) -> dict[int, str]:
         """The last ``lines`` lines of each member's log."""
         texts: dict[int, str] = {}

@@ -354,7 +354,6 @@ FromHost: TypeAlias = (
 )  # fmt: skip
 ToWorker: TypeAlias = Begin | Call | Query | Cancel | SegmentFree | RankStored
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
-Message: TypeAlias = ToHost | FromHost | ToWorker | FromWorker
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
