@@ -1,0 +1,59 @@
+"""What a rank tells of its process groups: how far each is, and what it waits in. Pure; read by the controller.
+
+Operations of a group are numbered from 1 on every member, so numbers of different ranks can be compared: a rank that
+waits in operation 41 of a group can only be served by members that issue their 41st.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+ANY_PEER = -1
+"""The peer of a receive that takes from anybody."""
+
+
+class GroupProgress(NamedTuple):
+    """How far one group is on one rank. Counters start anew with each epoch."""
+
+    name: str
+    """torch's name of the group, equal on all members."""
+    members: tuple[int, ...]
+    """Base ranks of the mesh."""
+    issued: int
+    """Collectives that this rank has begun."""
+    sent: Mapping[int, int]
+    """Peer (base rank) to the number of sends that were begun."""
+    received: Mapping[int, int]
+    """Peer (base rank, or `ANY_PEER`) to the number of receives that were begun."""
+
+
+class Waiting(NamedTuple):
+    """An operation that a rank waits in."""
+
+    group: str
+    operation: str
+    """As in ``torch.distributed``: ``all_reduce``, ``send``."""
+    number: int
+    """Which collective of the group; for ``send`` and ``recv`` which one with that peer in that direction."""
+    peer: int | None
+    """Base rank, for ``send`` and ``recv``; None for collectives."""
+    place: str
+    """``cell 7, line 5``."""
+    since_s: float
+    """How long it has waited."""
+
+
+class Collectives(NamedTuple):
+    """All groups of one rank at one moment."""
+
+    epoch: int
+    """Of the groups; -1 without groups."""
+    call: int
+    """The call that runs on the main thread; 0 when idle."""
+    groups: tuple[GroupProgress, ...]
+    waiting: tuple[Waiting, ...]
+    abandoned: int
+    """Operations that were given up while under way (interrupted, aborted): their group is of no use any more."""
+    aborted: str
+    """Why the groups were aborted; empty while they work."""
