@@ -14,6 +14,7 @@
     │   ├── CallTimeout         ranks were silent at the deadline
     │   ├── CallInterrupted     the person pressed interrupt
     │   └── WorkerLost          workers ended while the call was open
+    ├── GroupAborted            a collective of groups that the controller has aborted; raised on the ranks
     ├── HostLost                a host agent went silent or ended
     ├── SerializationError      a value that cannot travel; names the attribute path
     ├── LoadError               a value that arrived and cannot be built there; names the missing module
@@ -240,6 +241,22 @@ class WorkerLost(CallError):
             f"{text}\n  the other ranks keep their state: name them to go on, as in %%mesh rank=..."
             f"\n  all of its log: %mesh logs rank={self.rank}    start over: %mesh stop, %mesh spawn"
         )
+
+
+class GroupAborted(MeshError):
+    """A rank's collective was given up, or not begun, since the process groups were aborted.
+
+    reason: why, on its first line; what helps on the others, where running it again is not enough.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        why, _, advice = self.reason.partition("\n")
+        advice = advice.strip() or "they are formed again when the cell has ended on all ranks: run it again"
+        return f"the process groups were aborted: {why}\n  {advice}"
 
 
 class HostLost(MeshError):
