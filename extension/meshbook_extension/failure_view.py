@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshbook.errors import Failure, group_failures
+from meshbook.lost_ranks import Death, describe_deaths
 from meshbook.wording import name_ranks
 from meshbook_extension.publish import Sink
 
@@ -16,7 +17,7 @@ BRIEF = 20
 """Further ones that get a line."""
 INTERRUPT = "KeyboardInterrupt"
 LOST = "WorkerLost"
-"""Not raised by the rank, which has ended; its text says so itself."""
+"""Not raised by the rank, which has ended; in place of a traceback it has the last lines of the rank's log."""
 
 
 class FailureView:
@@ -52,10 +53,11 @@ class FailureView:
             if not known:
                 self._shown.append(first)
             if not known and len(self._shown) <= FULL and first.ename != INTERRUPT:
-                lines = list(first.traceback)
-                sink.error(
-                    first.ename, first.evalue, lines if first.ename == LOST else [headline(first, ranks), *lines]
-                )
+                if first.ename == LOST:
+                    deaths = [Death(f.rank, f.host, f.evalue, "\n".join(f.traceback)) for f in group]
+                    sink.error(first.ename, first.evalue, describe_deaths(deaths))
+                else:
+                    sink.error(first.ename, first.evalue, [headline(first, ranks), *first.traceback])
             elif len(self._shown) <= FULL + BRIEF:
                 sink.stream("stderr", f"{headline(first, ranks, brief=True)}\n")
             else:

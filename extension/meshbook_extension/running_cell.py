@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import CallError, CallFailed, CallInterrupted, CallTimeout, WorkerLost, group_failures
+from meshbook.lost_ranks import describe_deaths, next_steps
 from meshbook.wording import name_ranks
 from meshbook_extension.failure_view import INTERRUPT, headline
 from meshbook_extension.waiting import wait_until_done
@@ -113,6 +114,11 @@ class RunningCell:
             f"{name_ranks(ranks)} still run{'s' if len(ranks) == 1 else ''}: {place}" for place, ranks in places.items()
         )
 
+    def _survivors(self) -> list[int]:
+        """The living ranks of the mesh that the cell's ranks are of."""
+        mesh = self.procs.base()
+        return [rank for rank in mesh.ranks if rank not in mesh.lost]
+
     def _presentable(self, error: BaseException) -> BaseException:
         """The error as the notebook should get it: what was shown already is not shown again."""
         if isinstance(error, CallFailed):
@@ -120,7 +126,7 @@ class RunningCell:
                 return CallInterrupted(error.ranks, {}, partial=error.partial)
             show_as(error, [*brief(error), *_others(error)])
         elif isinstance(error, WorkerLost):
-            show_as(error, [f"WorkerLost: rank {error.rank} on {error.host} ended: {error.cause}", *_others(error)])
+            show_as(error, [*_brief_deaths(error), *next_steps(error.ranks, self._survivors()), *_others(error)])
         return error
 
 
@@ -131,6 +137,12 @@ def brief(error: CallFailed) -> list[str]:
     ]
     shown = lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
     return [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
+
+
+def _brief_deaths(error: WorkerLost) -> list[str]:
+    """Who ended and why; the last lines stand above."""
+    first, *further = describe_deaths(death._replace(log_tail="") for death in error.deaths)
+    return [f"{type(error).__name__}: {first}", *(f"  {line}" for line in further)]
 
 
 def _others(error: CallError) -> list[str]:

@@ -116,7 +116,8 @@ class OpenCall:
             self.waiting.discard(error.rank)
             self.lost.append(error)
             if self.on_reply is not None:
-                lost = Failure(error.rank, error.host, "WorkerLost", error.cause, (str(error),), "")
+                last_lines = tuple(error.log_tail.splitlines())
+                lost = Failure(error.rank, error.host, "WorkerLost", error.cause, last_lines, "")
                 self.on_reply(error.rank, False, 0.0, lost)
 
     @property
@@ -126,10 +127,7 @@ class OpenCall:
     def settle(self) -> None:
         """Complete the future with what has come in."""
         if self.lost:
-            first = self.lost[0]
-            self.future.set_exception(
-                WorkerLost(first.rank, first.host, first.cause, first.log_tail, partial=self.results)
-            )
+            self.future.set_exception(WorkerLost.of(self.lost, partial=self.results))
         elif self.failures:
             self.future.set_exception(CallFailed(self.failures, partial=self.results))
         else:

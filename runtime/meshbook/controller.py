@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from meshbook import wire
 from meshbook.calls import CallFuture, OpenCall
-from meshbook.errors import Failure
+from meshbook.errors import Failure, WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh
@@ -135,8 +135,8 @@ class Controller:
         future: CallFuture[Any] = CallFuture(self.cancel, self.where, self._turns.drive)
         call = OpenCall(self.next_id(), mesh.id, what, members, future, fail_fast=fail_fast, on_reply=on_reply)
         future.call = call
-        for rank in call.waiting & mesh.lost.keys():
-            raise mesh.lost[rank]
+        if lost := call.waiting & mesh.lost.keys():
+            raise WorkerLost.of(mesh.lost[rank] for rank in lost)
         head, buffers = pickled
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(

@@ -31,6 +31,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from meshbook.lost_ranks import Death, describe_deaths, next_steps
 from meshbook.wording import did_you_mean, format_ranks, format_sizes, name_ranks
 
 
@@ -227,20 +228,43 @@ class CallInterrupted(CallError, KeyboardInterrupt):
 
 
 class WorkerLost(CallError):
-    """Workers ended while calls on them were open."""
+    """Workers ended while calls on them were open. ``rank``, ``host``, ``cause``, ``log_tail`` are those of the first.
 
-    def __init__(self, rank: int, host: str, cause: str, log_tail: str = "", partial: Mapping[int, Any] | None = None):
+    others: the further ranks of the call that ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        cause: str,
+        log_tail: str = "",
+        others: Iterable[Death] = (),
+        *,
+        partial: Mapping[int, Any] | None = None,
+    ) -> None:
         self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
-        super().__init__(rank, host, cause, log_tail, partial=partial)
+        self.others = tuple(Death(*death) for death in others)
+        super().__init__(rank, host, cause, log_tail, self.others, partial=partial)
+
+    @classmethod
+    def of(cls, errors: Iterable[WorkerLost], partial: Mapping[int, Any] | None = None) -> WorkerLost:
+        """One error for all of them; at least one."""
+        first, *others = sorted(death for error in errors for death in error.deaths)
+        return cls(*first, others, partial=partial)
+
+    @property
+    def deaths(self) -> tuple[Death, ...]:
+        """Every rank that ended, in order of ranks."""
+        return tuple(sorted([Death(self.rank, self.host, self.cause, self.log_tail), *self.others]))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that ended, in order."""
+        return tuple(death.rank for death in self.deaths)
 
     def __str__(self) -> str:
-        text = f"rank {self.rank} on {self.host} ended: {self.cause}"
-        if self.log_tail:
-            text += "\n  its last lines:\n" + "\n".join(f"    {line}" for line in self.log_tail.splitlines())
-        return (
-            f"{text}\n  the other ranks keep their state: name them to go on, as in %%mesh rank=..."
-            f"\n  all of its log: %mesh logs rank={self.rank}    start over: %mesh stop, %mesh spawn"
-        )
+        return "\n".join([*describe_deaths(self.deaths), *next_steps(self.ranks)])
 
 
 class GroupAborted(MeshError):

@@ -27,6 +27,7 @@ from typing_extensions import assert_never
 from meshbook import wire
 from meshbook.batches import Batch, unbatch
 from meshbook.bulk import BulkReceiver, BulkSender, Spans
+from meshbook.deaths import OomWatch
 from meshbook.devices import count_cores, count_cuda_devices
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
@@ -63,6 +64,7 @@ class HostAgent:
         self._meshes: dict[int, HostedMesh] = {}
         self._heard = time.monotonic()
         self._pool = SegmentPool()
+        self.oom = OomWatch()
         self._bulk_out = BulkSender()
         self._bulk_in = BulkReceiver(self._serve_parked)
         self._parked: deque[tuple[wire.Call, list[bytes]]] = deque()
@@ -250,6 +252,7 @@ class HostAgent:
         self.send_urgent(wire.Heartbeat())
         for lane in self._lanes.values():
             lane.beat()
+        self.oom.sample([worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()])
         silence_s = time.monotonic() - self._heard
         if silence_s > (MAX_SILENCE_S if self._lifeline.active else self._ticket.lease_s):
             self._end(EXIT_LOST)

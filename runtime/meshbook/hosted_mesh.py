@@ -15,6 +15,7 @@ from typing import Protocol
 
 from meshbook import wire
 from meshbook.bulk import Spans
+from meshbook.deaths import OomWatch, last_words
 from meshbook.devices import DevicePlan, plan_devices
 from meshbook.errors import DeviceError
 from meshbook.event_loop import EventLoop
@@ -31,10 +32,14 @@ FLUSH_S = 0.05
 """How long output may wait for more of it."""
 
 LOG_TAIL_LINES = 5
+CRASH_REPORT_LINES = 200
+"""Enough for what `faulthandler` writes, of which `last_words` keeps the gist."""
 
 
 class Uplink(Protocol):
     """The agent's road to the controller, and the host's shared memory."""
+
+    oom: OomWatch
 
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None: ...
     def send_urgent(self, message: wire.FromHost) -> None: ...
@@ -69,6 +74,10 @@ class HostedMesh:
         self._flushing = self._combining = False
         self._stopping = False
         self._on_stopped: Callable[[], None] = lambda: None
+
+    @property
+    def oom(self) -> OomWatch:
+        return self._uplink.oom
 
     # ---- start --------------------------------------------------------------------------------------------------
 
@@ -231,7 +240,7 @@ class HostedMesh:
     def on_exit(self, worker: HostedWorker, cause: str) -> None:
         """A worker ended: settle its calls and segments, say why."""
         self._send_output(worker, final=True)
-        tail = log_tail(self._log_of(worker.rank), LOG_TAIL_LINES)
+        tail = last_words(log_tail(self._log_of(worker.rank), CRASH_REPORT_LINES), LOG_TAIL_LINES)
         del self.workers[worker.rank]
         worker.close()
         for key in worker.segments:

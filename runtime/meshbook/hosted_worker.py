@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from meshbook import wire
+from meshbook.deaths import OomWatch, describe_end, reap
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer, FrameReader, pack
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
-from meshbook.processes import describe_exit, kill_session
+from meshbook.processes import kill_session
 from meshbook.rank_output import RankLog, RankOutput
 
 PIPE_BYTES = 1 << 20
@@ -100,6 +101,8 @@ class Lane:
 class Owner(Protocol):
     """Who is told what a worker does (`meshbook.hosted_mesh.HostedMesh`)."""
 
+    @property
+    def oom(self) -> OomWatch: ...
     def on_message(self, worker: HostedWorker, message: wire.FromWorker, payload: list[bytes]) -> None: ...
     def on_output(self, worker: HostedWorker) -> None: ...
     def on_exit(self, worker: HostedWorker, cause: str) -> None: ...
@@ -210,16 +213,7 @@ class HostedWorker:
         self.drain()
         self.advance(WorkerEvent.EXITED)
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
-        status = _reap(self.pid)
-        self._owner.on_exit(self, describe_exit(status))
-
-
-def _reap(pid: int) -> int:
-    """Wait for ``pid``, which has ended; its wait status as an exit code, negative for a signal."""
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return 0
+        self._owner.on_exit(self, describe_end(reap(self.pid, self._owner.oom)))
 
 
 def _enlarge(fd: int) -> None:

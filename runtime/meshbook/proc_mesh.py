@@ -209,6 +209,11 @@ class ProcMesh(Arranged):
         return self._mesh.phase in (MeshPhase.STARTING, MeshPhase.READY)
 
     @property
+    def lost(self) -> tuple[int, ...]:
+        """The members that have ended without being told to, in order."""
+        return tuple(rank for rank in self.ranks if rank in self._mesh.lost)
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Host names, in rank order."""
         return tuple(host.name for host in self._mesh.hosts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -65,6 +66,18 @@ def kill_session(pid: int) -> None:
             pass
 
 
+def reap_strangers(known: Collection[int]) -> None:
+    """Take leave of adopted processes that have ended: children of workers that are gone. Leaves ``known`` alone."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid in known:
+            return  # whoever knows it takes its status; the rest is for the next time
+        os.waitpid(ended.si_pid, 0)
+
+
 def machine_id() -> str:
     """Equal on two processes exactly when they can open each other's ``/proc/<pid>/fd``."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -83,7 +96,11 @@ def describe_exit(status: int) -> str:
         "SIGKILL": ", by kill -9 or the OOM killer",
         "SIGSEGV": ", a crash in native code",
         "SIGABRT": ", native code called abort()",
-        "SIGBUS": ", a memory map lost its file",
+        "SIGBUS": ", memory that is not there: /dev/shm is full, or a mapped file was cut short",
+        "SIGILL": ", native code that this CPU cannot run",
+        "SIGFPE": ", a division by zero in native code",
+        "SIGTERM": ", somebody asked it to end",
+        "SIGXCPU": ", its limit on CPU time",
     }.get(name, "")
     return f"killed by {name}{hint}"
 
@@ -92,5 +109,5 @@ def resident_bytes(pid: int) -> int:
     """Resident memory of ``pid``, shared pages included; 0 when it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (FileNotFoundError, ProcessLookupError, IndexError):
+    except (OSError, IndexError):
         return 0

@@ -16,6 +16,7 @@ The agent speaks to us over a SEQPACKET socket: a request, then one packet per w
 from __future__ import annotations
 
 import array
+import faulthandler
 import gc
 import importlib
 import os
@@ -100,6 +101,7 @@ def main(fd: int) -> None:
     """Import, say ready, and serve fork requests until the agent closes the socket."""
     sock = socket.socket(fileno=fd)
     started = time.perf_counter()
+    faulthandler.enable(all_threads=False)  # workers inherit it: a crash in native code says where Python was
     gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
     shell = _preload(STANDARD_PRELOAD)
     while True:

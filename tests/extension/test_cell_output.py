@@ -233,9 +233,12 @@ def test_many_different_failures_do_not_fill_the_screen() -> None:
 
 
 def test_a_dead_rank_is_told_as_it_is(cell: Cell) -> None:
-    text = "rank 3 on here ended: killed by SIGKILL"
-    cell.receive(done(3, failure(3, "killed by SIGKILL", "WorkerLost")._replace(traceback=(text,))))
+    cell.receive(
+        done(3, failure(3, "killed by SIGKILL", "WorkerLost")._replace(traceback=("its last line",))),
+        done(2, failure(2, "killed by SIGKILL", "WorkerLost")._replace(traceback=())),
+    )
     cell.pump(later_s=0.02)
+    text = "ranks 2,3 on here ended: killed by SIGKILL\n  the last lines of rank 3:\n    its last line"
     assert cell.sink.messages == [("error", text)]
 
 

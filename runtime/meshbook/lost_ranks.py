@@ -1,0 +1,57 @@
+"""How the end of ranks is told: equal ends once, the last lines, what is left, what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from meshbook.wording import format_ranks, name_ranks
+
+
+class Death(NamedTuple):
+    """The end of one rank."""
+
+    rank: int
+    host: str
+    cause: str
+    log_tail: str = ""
+
+
+def describe_deaths(deaths: Iterable[Death]) -> list[str]:
+    """``ranks 0-3 on a ended: killed by SIGKILL``, and the last lines of the first rank that wrote any."""
+    by_cause: dict[str, list[Death]] = {}
+    for death in sorted(deaths):
+        by_cause.setdefault(death.cause, []).append(death)
+    lines: list[str] = []
+    for cause, group in by_cause.items():
+        ranks = [death.rank for death in group]
+        lines.append(f"{name_ranks(ranks)} on {_name_hosts(group)} ended: {cause}")
+        spoke = [death for death in group if death.log_tail]
+        if spoke:
+            lines.append("  its last lines:" if len(ranks) == 1 else f"  the last lines of rank {spoke[0].rank}:")
+            lines += [f"    {line}" for line in spoke[0].log_tail.splitlines()]
+    return lines
+
+
+def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) -> list[str]:
+    """What is left and which commands help.
+
+    survivors: the ranks of the mesh that live; None where that is not known.
+    """
+    lines = []
+    if survivors is None:
+        lines.append("  the other ranks keep their state: name them to go on, as in %%mesh rank=...")
+    elif survivors:
+        whose = "its" if len(lost) == 1 else "their"
+        lines.append(
+            f"  {name_ranks(survivors)} keep{'s its' if len(survivors) == 1 else ' their'} state; {whose} calls failed"
+            f"    go on: %%mesh rank={format_ranks(survivors)}"
+        )
+    whose = "its log" if len(lost) == 1 else "their logs"
+    lines.append(f"  all of {whose}: %mesh logs rank={format_ranks(lost)}    start over: %mesh stop, %mesh spawn")
+    return lines
+
+
+def _name_hosts(deaths: Sequence[Death]) -> str:
+    hosts = list(dict.fromkeys(death.host for death in deaths))
+    return " and ".join(hosts) if len(hosts) < 3 else f"{len(hosts)} hosts"
