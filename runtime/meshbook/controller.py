@@ -230,6 +230,10 @@ class Controller:
             self.submit(lambda: self._board.calls.end_query(id))
         return texts
 
+    def drop_keys(self, mesh: KnownMesh, prefix: str) -> None:
+        """Delete the keys under ``prefix`` in the mesh's store, which its agent on host 0 keeps."""
+        self.submit(lambda: self._board.drop_keys(mesh, prefix))
+
     def stop_mesh(self, mesh: KnownMesh, grace_s: float) -> None:
         """Begin to end a mesh: its open calls fail at once; `KnownMesh.stopped` completes when no process is left."""
 

@@ -32,6 +32,7 @@ from meshbook.devices import count_cores, count_cuda_devices
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_mesh import HostedMesh
+from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
 from meshbook.launcher import Ticket, decode_ticket
 from meshbook.processes import adopt_orphans, machine_id
@@ -164,9 +165,9 @@ class HostAgent:
                 self._bulk_in.receive(message, payload[0])
             case wire.SegmentFree(pid, segment):
                 self._free_in_worker(pid, segment)
-            case wire.StoreAnswer(mesh_id, rank, request, result):
-                if (mesh := self._meshes.get(mesh_id)) is not None:
-                    mesh.to_worker(rank, wire.RankStored(request, result))
+            case wire.StoreRequest() | wire.StoreAnswer() | wire.DropClient() | wire.DropKeys() | wire.StoreLost():
+                if (mesh := self._meshes.get(message.mesh)) is not None:
+                    _serve_store(mesh.store, message)
             case wire.Spawn():
                 self._on_spawn(message)
             case wire.StopMesh(mesh_id, grace_s):
@@ -279,6 +280,23 @@ class HostAgent:
 
         for mesh_id, mesh in tuple(meshes.items()):
             mesh.stop(GOODBYE_GRACE_S, functools.partial(stopped, mesh_id))
+
+
+def _serve_store(
+    store: StoreAccess,
+    message: wire.StoreRequest | wire.StoreAnswer | wire.DropClient | wire.DropKeys | wire.StoreLost,
+) -> None:
+    match message:
+        case wire.StoreRequest(_, rank, request, op):
+            store.ask_from_afar(rank, request, op)
+        case wire.StoreAnswer(_, rank, request, result):
+            store.answer(rank, request, result)
+        case wire.DropClient(_, rank):
+            store.drop_client(rank)
+        case wire.DropKeys(_, prefix):
+            store.drop_keys(prefix)
+        case wire.StoreLost(_, reason):
+            store.lose(reason)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from meshbook.devices import DevicePlan, plan_devices
 from meshbook.errors import DeviceError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
+from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_template import HostedTemplate
 from meshbook.hosted_worker import HostedWorker
 from meshbook.lifecycle import WorkerEvent, WorkerPhase
@@ -74,6 +75,8 @@ class HostedMesh:
         self._flushing = self._combining = False
         self._stopping = False
         self._on_stopped: Callable[[], None] = lambda: None
+        store = StoreRoad if spawn.host_rank else StoreHome
+        self.store: StoreAccess = store(spawn.mesh, self.to_worker, uplink.send_urgent)
 
     @property
     def oom(self) -> OomWatch:
@@ -162,10 +165,12 @@ class HostedMesh:
             if wire.target_has(cancel.target, worker.rank):
                 worker.urgent.send([wire.encode(cancel)])
 
-    def to_worker(self, rank: int, message: wire.ToWorker) -> None:
-        """Send an urgent message to one worker, if it lives."""
-        if (worker := self.workers.get(rank)) is not None:
-            worker.urgent.send([wire.encode(message)])
+    def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
+        """Send an urgent message to one worker, if it lives here; whether it does."""
+        if (worker := self.workers.get(rank)) is None:
+            return False
+        worker.urgent.send([wire.encode(message)])
+        return True
 
     @property
     def unsent_bytes(self) -> int:
@@ -186,7 +191,7 @@ class HostedMesh:
                 worker.output.add_late(Piece(output, stream, text))
                 self.on_output(worker)
             case wire.RankStore(request, op):
-                self._uplink.send_urgent(wire.StoreRequest(self.spawn.mesh, worker.rank, request, op))
+                self.store.ask(worker.rank, request, op)
             case wire.SegmentFree(pid, segment):
                 worker.segments.discard((pid, segment))
                 self._give_back((pid, segment))
@@ -243,6 +248,7 @@ class HostedMesh:
         tail = last_words(log_tail(self._log_of(worker.rank), CRASH_REPORT_LINES), LOG_TAIL_LINES)
         del self.workers[worker.rank]
         worker.close()
+        self.store.drop_client(worker.rank)
         for key in worker.segments:
             self._give_back(key)
         if not self._stopping:

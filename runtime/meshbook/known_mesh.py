@@ -1,4 +1,4 @@
-"""A mesh as the controller knows it: where its ranks live, which are dead, the store of its process groups."""
+"""A mesh as the controller knows it: where its ranks live, and which are dead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
 from meshbook.shape import Extent
-from meshbook.store import KeyValueStore
 
 
 class Worker(NamedTuple):
@@ -31,7 +30,6 @@ class KnownMesh:
         self.per_host = len(extent) // len(hosts)
         self.workers: dict[int, Worker] = {}
         self.lost: dict[int, WorkerLost] = {}
-        self.store: KeyValueStore[int] = KeyValueStore()
         self.started: Future[None] = Future()
         self.stopped: Future[None] = Future()
         self.owns_hosts = False
@@ -41,6 +39,11 @@ class KnownMesh:
 
     def host_of(self, rank: int) -> KnownHost:
         return self.hosts[rank // self.per_host]
+
+    @property
+    def store_host(self) -> KnownHost:
+        """The host whose agent keeps the store of the process groups."""
+        return self.hosts[0]
 
     def advance(self, event: MeshEvent) -> None:
         """Go on to the next phase of the mesh's table."""
@@ -70,7 +73,6 @@ class KnownMesh:
     def on_lost(self, error: WorkerLost) -> None:
         """A worker ended without being told to."""
         self.lost[error.rank] = error
-        self.store.drop_client(error.rank)
         if self.phase is MeshPhase.STARTING:
             self.started.set_exception(SpawnError(f"a worker ended while the mesh was starting: {error}"))
 

@@ -26,7 +26,6 @@ from meshbook.lifecycle import MeshEvent, MeshPhase
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, StreamText
 from meshbook.payloads import Payloads
 from meshbook.processes import machine_id
-from meshbook.store import StoreOp
 from meshbook.transport import LaneName
 
 MAX_BACKLOG = 50_000
@@ -102,8 +101,12 @@ class Switchboard:
                     message.update, message.is_result, message.output,
                 )  # fmt: skip
                 self.calls.tell(message.output, event)
-            case wire.StoreRequest(mesh_id, rank, request, op):
-                self._on_store(mesh_id, rank, request, op)
+            case wire.StoreRequest(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    self._to_store(mesh, message)
+            case wire.StoreAnswer(mesh_id, rank):
+                if (mesh := self.meshes.get(mesh_id)) is not None and not mesh.host_of(rank).lost:
+                    mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(_, segment):
                 self.payloads.on_free(segment)
             case wire.Bulk():
@@ -144,12 +147,13 @@ class Switchboard:
     def _on_replies(self, host: KnownHost, message: wire.Replies, frames: list[bytes]) -> None:
         self.calls.answer(message, frames, [self.payloads.receive(host, reply) for reply in message.replies])
 
-    def _on_store(self, mesh_id: int, rank: int, request: int, op: StoreOp) -> None:
-        if (mesh := self.meshes.get(mesh_id)) is None:
-            return
-        for client, id, result in mesh.store.request(rank, request, op):
-            assert isinstance(client, int)
-            mesh.host_of(client).send_urgent(wire.StoreAnswer(mesh_id, client, id, result))
+    def _to_store(self, mesh: KnownMesh, message: wire.StoreRequest | wire.DropClient | wire.DropKeys) -> None:
+        if not mesh.store_host.lost:
+            mesh.store_host.send_urgent(message)
+
+    def drop_keys(self, mesh: KnownMesh, prefix: str) -> None:
+        """Delete what process groups have left in the mesh's store under ``prefix``."""
+        self._to_store(mesh, wire.DropKeys(mesh.id, prefix))
 
     # ---- calls and payloads -------------------------------------------------------------------------
 
@@ -174,6 +178,8 @@ class Switchboard:
 
     def _lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
         mesh.on_lost(error)
+        if mesh.host_of(error.rank) is not mesh.store_host:
+            self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
         self.calls.lose(mesh.id, error)
 
     def _lose(self, host: KnownHost, reason: str) -> None:
@@ -184,6 +190,10 @@ class Switchboard:
             for rank in range(first, first + mesh.per_host):
                 if rank not in mesh.lost:
                     self._lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
+            if host is mesh.store_host:
+                for other in mesh.hosts:
+                    if not other.lost:
+                        other.send_urgent(wire.StoreLost(mesh.id, f"host {host.name} is lost"))
             if mesh.phase is MeshPhase.STOPPING:
                 mesh.on_stopped(host, functools.partial(self.forget, mesh))
 

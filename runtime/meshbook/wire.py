@@ -72,6 +72,24 @@ class SegmentFree(_Message, frozen=True, tag="free"):
     segment: int
 
 
+class StoreRequest(_Message, frozen=True, tag="store"):
+    """A rank asks the store of its mesh, which the agent of host 0 keeps; the controller passes it on there."""
+
+    mesh: int
+    rank: int
+    request: int
+    op: StoreOp
+
+
+class StoreAnswer(_Message, frozen=True, tag="stored"):
+    """What the store answers, on its way back to the agent of that rank."""
+
+    mesh: int
+    rank: int
+    request: int
+    result: StoreResult
+
+
 # ---- controller to host agent ----------------------------------------------------------------------------------
 
 
@@ -138,11 +156,25 @@ class Cancel(_Message, frozen=True, tag="cancel"):
     target: Target
 
 
-class StoreAnswer(_Message, frozen=True, tag="stored"):
+class DropClient(_Message, frozen=True, tag="dropclient"):
+    """To the host of the store: a rank on another host has ended and waits for nothing any more."""
+
     mesh: int
     rank: int
-    request: int
-    result: StoreResult
+
+
+class DropKeys(_Message, frozen=True, tag="dropkeys"):
+    """To the host of the store: delete the keys under ``prefix``; ranks that wait for one of them get an error."""
+
+    mesh: int
+    prefix: str
+
+
+class StoreLost(_Message, frozen=True, tag="storelost"):
+    """To the other hosts: the host of the store is lost; who waits for an answer gets an error."""
+
+    mesh: int
+    reason: str
 
 
 class StopMesh(_Message, frozen=True, tag="stop"):
@@ -268,13 +300,6 @@ class Display(_Message, frozen=True, tag="display"):
     is_result: bool
 
 
-class StoreRequest(_Message, frozen=True, tag="store"):
-    mesh: int
-    rank: int
-    request: int
-    op: StoreOp
-
-
 class Logs(_Message, frozen=True, tag="loglines"):
     id: int
     texts: dict[int, str]
@@ -345,12 +370,12 @@ class RankStored(_Message, frozen=True, tag="rstored"):
 
 
 ToHost: TypeAlias = (
-    Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | StoreAnswer
-    | StopMesh | ReadLogs | Goodbye
+    Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | StoreRequest | StoreAnswer
+    | DropClient | DropKeys | StoreLost | StopMesh | ReadLogs | Goodbye
 )  # fmt: skip
 FromHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Hello | MeshReady | SpawnFailed | WorkerExited | MeshStopped | Replies
-    | Outputs | OutputCut | Display | StoreRequest | Logs
+    | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs
 )  # fmt: skip
 ToWorker: TypeAlias = Begin | Call | Query | Cancel | SegmentFree | RankStored
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
