@@ -26,7 +26,7 @@ from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.launcher import LaunchedHost, Ticket
-from meshbook.lifecycle import MeshEvent, MeshPhase
+from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
 from meshbook.session_folder import SessionFolder
@@ -109,9 +109,16 @@ class Controller:
         """A number that this controller never uses twice."""
         return next(self._ids)
 
-    def know(self, mesh: KnownMesh) -> None:
-        """Expect messages about a mesh; under the turn, before its hosts are asked for workers."""
-        self._board.meshes[mesh.id] = mesh
+    def recruit(self, mesh: KnownMesh, ranks: Iterable[int]) -> Future[None]:
+        """Have the hosts of ``ranks`` start their workers. The future fails with SpawnError, or DeviceError."""
+        done: Future[None] = Future()
+
+        def ask() -> None:
+            self._board.meshes[mesh.id] = mesh
+            mesh.recruit(ranks, done)
+
+        self.submit(ask)
+        return done
 
     def call(
         self,
@@ -208,7 +215,7 @@ class Controller:
     def read_logs(self, mesh: KnownMesh, members: Members, lines: int, timeout_s: float) -> dict[int, str]:
         """The last ``lines`` lines of each member's log."""
         texts: dict[int, str] = {}
-        waiting = set(mesh.hosts)
+        waiting = {host for host in mesh.hosts if not host.lost}
         done: Future[None] = Future()
         id = self.next_id()
 
@@ -220,7 +227,7 @@ class Controller:
 
         def send() -> None:
             self._board.calls.ask(id, on_answer)
-            for host in mesh.hosts:
+            for host in tuple(waiting):
                 host.send_urgent(wire.ReadLogs(id, mesh.id, members.encode(), lines))
 
         self.submit(send)
@@ -240,7 +247,7 @@ class Controller:
         def stop() -> None:
             if mesh.phase is MeshPhase.STOPPED:
                 return
-            mesh.advance(MeshEvent.STOP)
+            mesh.stop()
             self._board.calls.give_up(mesh.id, mesh.name)
             for host in mesh.hosts:
                 if host.lost:

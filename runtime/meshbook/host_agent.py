@@ -63,6 +63,8 @@ class HostAgent:
         self._shares_memory = False
         self._templates: dict[tuple[str, ...], HostedTemplate] = {}
         self._meshes: dict[int, HostedMesh] = {}
+        self._waiting_spawns: list[wire.Spawn] = []
+        """They wait for their template to be ready."""
         self._heard = time.monotonic()
         self._pool = SegmentPool()
         self.oom = OomWatch()
@@ -170,6 +172,15 @@ class HostAgent:
                     _serve_store(mesh.store, message)
             case wire.Spawn():
                 self._on_spawn(message)
+            case wire.Retire(id, mesh_id, ranks):
+                self._give_up_spawns(mesh_id, ranks)
+                if (mesh := self._meshes.get(mesh_id)) is not None:
+                    mesh.retire(message)
+                else:
+                    self.send(wire.Retired(id))
+            case wire.Renumber():
+                if (mesh := self._meshes.get(message.mesh)) is not None:
+                    mesh.renumber(message)
             case wire.StopMesh(mesh_id, grace_s):
                 self._on_stop(mesh_id, grace_s)
             case wire.ReadLogs(id, mesh_id, target, lines):
@@ -208,9 +219,13 @@ class HostAgent:
         template = self._templates.get(spawn.preload)
         if template is None or template.failure:
             template = self._templates[spawn.preload] = self._make_template(spawn)
-        mesh = HostedMesh(spawn, self._loop, self, self._name, Path(self._ticket.log_dir))
-        self._meshes[spawn.mesh] = mesh
-        template.when_ready(lambda: self._start_mesh(mesh, template))
+        mesh = self._meshes.get(spawn.mesh)
+        if mesh is None:
+            host_rank, log_dir = spawn.arrangement.host_rank, Path(self._ticket.log_dir)
+            mesh = HostedMesh(spawn.mesh, spawn.name, host_rank, self._loop, self, self._name, log_dir)
+            self._meshes[spawn.mesh] = mesh
+        self._waiting_spawns.append(spawn)
+        template.when_ready(lambda: self._start_workers(spawn, template))
 
     def _make_template(self, spawn: wire.Spawn) -> HostedTemplate:
         standard = self._templates[()]
@@ -218,18 +233,26 @@ class HostAgent:
             standard = self._templates[()] = HostedTemplate.start(self._loop)
         return standard.fork_template(spawn.preload, spawn.sys_path) if spawn.preload else standard
 
-    def _start_mesh(self, mesh: HostedMesh, template: HostedTemplate) -> None:
-        if mesh.spawn.mesh not in self._meshes:
+    def _start_workers(self, spawn: wire.Spawn, template: HostedTemplate) -> None:
+        if spawn not in self._waiting_spawns:
             return  # stopped before it began
+        self._waiting_spawns.remove(spawn)
+        mesh = self._meshes[spawn.mesh]
         if template.failure:
-            self._meshes.pop(mesh.spawn.mesh)
-            self.send(wire.SpawnFailed(mesh.spawn.mesh, f"the workers' template failed:\n{template.failure}"))
+            self.send(wire.SpawnFailed(spawn.mesh, f"the workers' template failed:\n{template.failure}"))
         elif template.problem:
-            mesh.start(self._templates[()], import_in_workers=True)
+            mesh.crew.start(spawn, self._templates[()], import_in_workers=True)
         else:
-            mesh.start(template, import_in_workers=False)
+            mesh.crew.start(spawn, template, import_in_workers=False)
+
+    def _give_up_spawns(self, mesh: int, ranks: Sequence[int] | None = None) -> None:
+        """Do not start what waits for a template still, for some workers of a mesh or for all."""
+        for spawn in tuple(self._waiting_spawns):
+            if spawn.mesh == mesh and (ranks is None or any(seat.known_as in ranks for seat in spawn.seats)):
+                self._waiting_spawns.remove(spawn)
 
     def _on_stop(self, mesh_id: int, grace_s: float) -> None:
+        self._give_up_spawns(mesh_id)
         mesh = self._meshes.get(mesh_id)
 
         def stopped() -> None:

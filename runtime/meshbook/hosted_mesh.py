@@ -6,7 +6,6 @@ until the last worker has let go of them.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,14 +15,12 @@ from typing import Protocol
 from meshbook import wire
 from meshbook.bulk import Spans
 from meshbook.deaths import OomWatch, last_words
-from meshbook.devices import DevicePlan, plan_devices
-from meshbook.errors import DeviceError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
+from meshbook.hosted_crew import Crew
 from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
-from meshbook.hosted_template import HostedTemplate
 from meshbook.hosted_worker import HostedWorker
-from meshbook.lifecycle import WorkerEvent, WorkerPhase
+from meshbook.lifecycle import WorkerEvent
 from meshbook.rank_output import Piece, log_tail
 
 COMBINE_S = 0.002
@@ -64,79 +61,26 @@ class _OpenCall:
 class HostedMesh:
     """All workers of a mesh on this host."""
 
-    def __init__(self, spawn: wire.Spawn, loop: EventLoop, uplink: Uplink, host: str, log_dir: Path) -> None:
-        self.spawn = spawn
-        self._loop, self._uplink, self._host = loop, uplink, host
-        self._log_dir = log_dir / f"{spawn.name}-{spawn.mesh}"
-        self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
-        self.workers: dict[int, HostedWorker] = {}
+    def __init__(
+        self, id: int, name: str, host_rank: int, loop: EventLoop, uplink: Uplink, host: str, log_dir: Path
+    ) -> None:
+        self.id = id
+        self._loop, self._uplink = loop, uplink
+        self.crew = Crew(loop, self, uplink.send, self._tell_if_stopped, host, log_dir / f"{name}-{id}")
         self._calls: dict[int, _OpenCall] = {}
         self._segments: dict[tuple[int, int], int] = {}
         self._flushing = self._combining = False
-        self._stopping = False
         self._on_stopped: Callable[[], None] = lambda: None
-        store = StoreRoad if spawn.host_rank else StoreHome
-        self.store: StoreAccess = store(spawn.mesh, self.to_worker, uplink.send_urgent)
+        self.store = self._make_store(host_rank)
 
     @property
     def oom(self) -> OomWatch:
         return self._uplink.oom
 
-    # ---- start --------------------------------------------------------------------------------------------------
-
-    def start(self, template: HostedTemplate, import_in_workers: bool) -> None:
-        """Fork the workers from a ready template and tell each who it is."""
-        spawn = self.spawn
-        try:
-            plan = plan_devices(spawn.count, spawn.device, self._host)
-        except DeviceError as error:
-            self._uplink.send(wire.SpawnFailed(spawn.mesh, str(error), error.found))
-            return
-        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for index in range(spawn.count):
-            rank = spawn.first_rank + index
-            log = self._log_of(rank)
-            device = f"cuda:{index}" if plan.device == "cuda" else "cpu"
-            self.workers[rank] = HostedWorker(self._loop, self, rank, device, self._marker, log, time.monotonic())
-        workers = list(self.workers.values())
-        for index, worker in enumerate(workers):
-            worker.calls.send([wire.encode(self._begin(index, worker, plan, import_in_workers))])
-        template.fork_workers([worker.descriptors for worker in workers], self._on_forked, self._on_not_forked)
-
-    def _begin(self, index: int, worker: HostedWorker, plan: DevicePlan, import_in_workers: bool) -> wire.Begin:
-        spawn = self.spawn
-        return wire.Begin(
-            mesh=spawn.mesh,
-            name=spawn.name,
-            rank=worker.rank,
-            world_size=spawn.world_size,
-            local_rank=index,
-            local_world_size=spawn.count,
-            host_rank=spawn.host_rank,
-            host=self._host,
-            axes=spawn.axes,
-            sizes=spawn.sizes,
-            device=worker.device,
-            threads=plan.threads_per_rank,
-            marker=self._marker,
-            preload=spawn.preload if import_in_workers else (),
-            cwd=spawn.cwd,
-            sys_path=spawn.sys_path,
-            environment={**spawn.environment, **plan.environments[index]},
-        )
-
-    def _on_forked(self, pids: list[int]) -> None:
-        for worker, pid in zip(tuple(self.workers.values()), pids, strict=True):
-            worker.started(pid)
-        if self._stopping:
-            self._kill_all()
-        self._report_ready()  # a worker's own word may have come first
-
-    def _on_not_forked(self, reason: str) -> None:
-        for worker in self.workers.values():
-            worker.close()
-        self.workers.clear()
-        self._uplink.send(wire.SpawnFailed(self.spawn.mesh, reason))
+    @property
+    def workers(self) -> dict[int, HostedWorker]:
+        """By what messages call them: their rank, most often."""
+        return self.crew.workers
 
     # ---- controller to workers ----------------------------------------------------------------------------------
 
@@ -186,22 +130,23 @@ class HostedMesh:
                 self._on_reply(worker, message, payload)
             case wire.RankDisplay(output, update, is_result):
                 self._send_output(worker, final=True)
-                self._uplink.send(wire.Display(self.spawn.mesh, worker.rank, output, update, is_result), payload)
+                self._uplink.send(wire.Display(self.id, worker.rank, output, update, is_result), payload)
             case wire.LateText(output, stream, text):
                 worker.output.add_late(Piece(output, stream, text))
                 self.on_output(worker)
             case wire.RankStore(request, op):
-                self.store.ask(worker.rank, request, op)
+                if worker not in self.crew.leaving:
+                    self.store.ask(worker.rank, request, op)
             case wire.SegmentFree(pid, segment):
                 worker.segments.discard((pid, segment))
                 self._give_back((pid, segment))
             case wire.Begun():
                 worker.advance(WorkerEvent.BEGUN)
-                self._report_ready()
+                self.crew.report_ready()
 
     def _on_reply(self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]) -> None:
         call = self._calls.get(reply.id)
-        if call is None:
+        if call is None or worker in self.crew.leaving:
             return
         if call.prints:
             self._send_output(worker, final=True)
@@ -234,31 +179,47 @@ class HostedMesh:
             self._uplink.send(wire.Replies(id, tuple(call.replies)), call.frames)
             call.replies, call.frames = [], []
 
-    def _report_ready(self) -> None:
-        if all(worker.phase is WorkerPhase.READY and worker.pid for worker in self.workers.values()):
-            started = tuple(
-                wire.WorkerStarted(worker.rank, worker.pid, worker.device, str(worker.output.log.path))
-                for worker in self.workers.values()
-            )
-            self._uplink.send(wire.MeshReady(self.spawn.mesh, started))
-
     def on_exit(self, worker: HostedWorker, cause: str) -> None:
         """A worker ended: settle its calls and segments, say why."""
         self._send_output(worker, final=True)
-        tail = last_words(log_tail(self._log_of(worker.rank), CRASH_REPORT_LINES), LOG_TAIL_LINES)
-        del self.workers[worker.rank]
+        told = self.crew.left(worker)
         worker.close()
-        self.store.drop_client(worker.rank)
+        if not told:
+            self.store.drop_client(worker.rank)
         for key in worker.segments:
             self._give_back(key)
-        if not self._stopping:
-            self._uplink.send(wire.WorkerExited(self.spawn.mesh, worker.rank, cause, tail))
+        if not self.crew.ending and not told:
+            tail = last_words(log_tail(worker.output.log.path, CRASH_REPORT_LINES), LOG_TAIL_LINES)
+            self._uplink.send(wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail))
+            self._forget_rank(worker.rank)
+        self._tell_if_stopped()
+
+    def _tell_if_stopped(self) -> None:
+        if self.crew.ending and not self.workers and not self.crew.leaving:
+            self._on_stopped()
+
+    def retire(self, retire: wire.Retire) -> None:
+        """Some workers are to leave; answers that are still due from them will not come."""
+        for worker in self.crew.retire(retire):
+            self._send_output(worker, final=True)
+            self.store.drop_client(worker.rank)
+            self._forget_rank(worker.rank)
+
+    def _forget_rank(self, rank: int) -> None:
         for id, call in tuple(self._calls.items()):
-            call.waiting.discard(worker.rank)
+            call.waiting.discard(rank)
             if not call.waiting:
                 self._flush_call(id)
-        if self._stopping and not self.workers:
-            self._on_stopped()
+
+    def renumber(self, renumber: wire.Renumber) -> None:
+        """The workers have other ranks from now on; no call is open, and groups will be formed anew."""
+        self._calls.clear()
+        self.crew.renumber(renumber)
+        self.store = self._make_store(renumber.arrangement.host_rank)
+
+    def _make_store(self, host_rank: int) -> StoreAccess:
+        store = StoreRoad if host_rank else StoreHome
+        return store(self.id, self.to_worker, self._uplink.send_urgent)
 
     # ---- output -------------------------------------------------------------------------------------------------
 
@@ -281,25 +242,21 @@ class HostedMesh:
             worker.drain()
         pieces, cuts = worker.output.take(time.monotonic(), final=final)
         for output, size in cuts.items():
-            self._uplink.send(wire.OutputCut(self.spawn.mesh, worker.rank, output, size))
+            self._uplink.send(wire.OutputCut(self.id, worker.rank, output, size))
         if pieces:
             chunks = tuple(wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces))
-            self._uplink.send(wire.Outputs(self.spawn.mesh, chunks))
+            self._uplink.send(wire.Outputs(self.id, chunks))
 
     def logs(self, target: wire.Target, lines: int) -> dict[int, str]:
         """The last lines that each member here wrote; also of members that have ended."""
         texts = {}
-        spawn = self.spawn
-        for rank in range(spawn.first_rank, spawn.first_rank + spawn.count):
+        for rank, path in self.crew.logs.items():
             if not wire.target_has(target, rank):
                 continue
             if (worker := self.workers.get(rank)) is not None:
                 worker.drain()
-            texts[rank] = log_tail(self._log_of(rank), lines)
+            texts[rank] = log_tail(path, lines)
         return texts
-
-    def _log_of(self, rank: int) -> Path:
-        return self._log_dir / f"rank-{rank}.log"
 
     # ---- shared memory ------------------------------------------------------------------------------------------
 
@@ -320,18 +277,13 @@ class HostedMesh:
 
     def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
         """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
-        self._stopping = True
+        self.crew.ending = True
         self._on_stopped = on_stopped
-        if not self.workers:
-            on_stopped()
-            return
+        self._tell_if_stopped()
         for worker in self.workers.values():
             worker.calls.end_writing()
-        self._loop.call_later(grace_s, self._kill_all)
-
-    def _kill_all(self) -> None:
-        for worker in self.workers.values():
-            worker.kill()
+        if self.workers or self.crew.leaving:
+            self._loop.call_later(grace_s, self.crew.kill_all)
 
 
 def _join(pieces: list[Piece]) -> list[Piece]:

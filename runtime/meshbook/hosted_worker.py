@@ -113,6 +113,8 @@ class HostedWorker:
 
     def __init__(self, loop: EventLoop, owner: Owner, rank: int, device: str, marker: bytes, log: Path, now: float):
         self.rank, self.device = rank, device
+        self.slot = 0
+        """Which of the mesh's devices on this host it has; other than ``rank`` it never changes."""
         self.pid = 0
         self.phase = WorkerPhase.FORKING
         self.segments: set[tuple[int, int]] = set()

@@ -5,16 +5,13 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
-from meshbook import wire
 from meshbook.controller import Controller, OutputSource
 from meshbook.errors import HostLost, SpawnError, UsageError
 from meshbook.known_host import KnownHost
-from meshbook.known_mesh import KnownMesh
+from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
 from meshbook.proc_mesh import ProcMesh
 from meshbook.shape import Extent, Region
@@ -72,12 +69,12 @@ class HostMesh:
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
         self._await_hosts()
-        mesh = KnownMesh(self._controller.next_id(), name, extent, self._hosts)
+        placement = [host for host in self._hosts for _ in range(math.prod(per_host.values()))]
+        mesh = KnownMesh(self._controller.next_id(), name, extent, placement, Recipe.here(device, preload))
         mesh.owns_hosts = owns_hosts
         procs = ProcMesh(self._controller, mesh, Region.of(extent.sizes))
-        self._controller.submit(lambda: self._ask_hosts(mesh, device, preload))
         try:
-            mesh.started.get(SPAWN_TIMEOUT_S)
+            self._controller.recruit(mesh, range(len(extent))).get(SPAWN_TIMEOUT_S)
             (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
@@ -106,29 +103,6 @@ class HostMesh:
                 raise SpawnError(f"host {host.name} did not dial in within {HOST_TIMEOUT_S:g} s.") from None
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
-
-    def _ask_hosts(self, mesh: KnownMesh, device: str | None, preload: tuple[str, ...]) -> None:
-        """On the I/O thread: one message per host."""
-        self._controller.know(mesh)
-        for index, host in enumerate(mesh.hosts):
-            here = host.shares_environment
-            host.send(
-                wire.Spawn(
-                    mesh=mesh.id,
-                    name=mesh.name,
-                    world_size=len(mesh.extent),
-                    first_rank=index * mesh.per_host,
-                    count=mesh.per_host,
-                    axes=tuple(mesh.extent.sizes),
-                    sizes=tuple(mesh.extent.sizes.values()),
-                    host_rank=index,
-                    device=device,
-                    preload=preload,
-                    cwd=str(Path.cwd()) if here else None,
-                    sys_path=tuple(sys.path) if here else (),
-                    environment=dict(os.environ) if here else {},
-                )
-            )
 
 
 def this_host() -> HostMesh:

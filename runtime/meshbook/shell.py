@@ -106,6 +106,10 @@ class RankShell:
         builtins.input = _refuse_input
         sys.breakpointhook = refuse_debugger
 
+    def become(self, rank: int) -> None:
+        """Have another number from now on."""
+        self._rank = rank
+
     @property
     def namespace(self) -> dict[str, Any]:
         """The rank's global names, the ``__dict__`` of its ``__main__``."""

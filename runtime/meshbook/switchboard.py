@@ -19,10 +19,10 @@ from meshbook import wire
 from meshbook.batches import unbatch
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
-from meshbook.errors import HostLost, MeshStoppedError, ProtocolError, WorkerLost
+from meshbook.errors import HostLost, MeshStoppedError, ProtocolError, SpawnError, WorkerLost
 from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
-from meshbook.lifecycle import MeshEvent, MeshPhase
+from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, StreamText
 from meshbook.payloads import Payloads
 from meshbook.processes import machine_id
@@ -116,12 +116,13 @@ class Switchboard:
             case wire.MeshReady(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
                     mesh.on_ready(host, message)
-            case wire.SpawnFailed(mesh_id, reason, found_devices):
+            case wire.SpawnFailed(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
-                    mesh.on_spawn_failed(host.name, reason, found_devices)
-            case wire.WorkerExited(mesh_id, rank, cause, log_tail):
-                if (mesh := self.meshes.get(mesh_id)) is not None:
-                    self._lose_worker(mesh, WorkerLost(rank, host.name, cause, log_tail))
+                    mesh.on_spawn_failed(host.name, message)
+            case wire.WorkerExited():
+                self._on_exited(host, message)
+            case wire.Retired(id):
+                self.calls.answer_query(id, 0, host)
             case wire.MeshStopped(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
                     mesh.on_stopped(host, lambda: self.forget(mesh))
@@ -176,6 +177,16 @@ class Switchboard:
 
     # ---- loss and end -------------------------------------------------------------------------------
 
+    def _on_exited(self, host: KnownHost, exited: wire.WorkerExited) -> None:
+        if (mesh := self.meshes.get(exited.mesh)) is None:
+            return
+        rank = mesh.rank_of(host, exited.pid)
+        if rank is not None and rank not in mesh.lost:
+            self._lose_worker(mesh, WorkerLost(rank, host.name, exited.cause, exited.log_tail))
+        elif rank is None and mesh.recruits is not None:
+            lost = WorkerLost(exited.rank, host.name, exited.cause, exited.log_tail)
+            mesh.fail_recruits(SpawnError(f"a worker ended while it was starting: {lost}"))
+
     def _lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
         mesh.on_lost(error)
         if mesh.host_of(error.rank) is not mesh.store_host:
@@ -186,14 +197,14 @@ class Switchboard:
         host.lost = reason
         host.ready.set_exception(HostLost(host.name, reason))
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
-            first = mesh.hosts.index(host) * mesh.per_host
-            for rank in range(first, first + mesh.per_host):
+            for rank in mesh.ranks_on(host):
                 if rank not in mesh.lost:
                     self._lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
             if host is mesh.store_host:
                 for other in mesh.hosts:
                     if not other.lost:
                         other.send_urgent(wire.StoreLost(mesh.id, f"host {host.name} is lost"))
+            mesh.fail_recruits(SpawnError(f"host {host.name} was lost meanwhile: {reason}"))
             if mesh.phase is MeshPhase.STOPPING:
                 mesh.on_stopped(host, functools.partial(self.forget, mesh))
 
@@ -209,7 +220,7 @@ class Switchboard:
 
     def say_goodbye(self) -> None:
         for mesh in list(self.meshes.values()):
-            mesh.advance(MeshEvent.STOP)
+            mesh.stop()
             self.calls.give_up(mesh.id, mesh.name)
         for host in self.hosts.values():
             if not host.lost:

@@ -104,17 +104,34 @@ class Refused(_Message, frozen=True, tag="refused"):
     reason: str
 
 
+class Seat(NamedTuple):
+    """Who one worker is among the others of its mesh."""
+
+    known_as: int
+    """What messages call it so far: its rank until now; for a new worker whose rank is still another's, any number."""
+    rank: int
+    local_rank: int
+
+
+class Arrangement(NamedTuple):
+    """The ranks of a mesh, as one host needs to know them."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    world_size: int
+    host_rank: int
+    hosts: int
+    """How many hosts the mesh lies on."""
+    local_world_size: int
+
+
 class Spawn(_Message, frozen=True, tag="spawn"):
-    """Start the workers with base ranks ``first_rank`` .. ``first_rank + count - 1`` of a mesh."""
+    """Start workers of a mesh; they join those that the host has of it. Answered by `MeshReady` or `SpawnFailed`."""
 
     mesh: int
     name: str
-    world_size: int
-    first_rank: int
-    count: int
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    host_rank: int
+    seats: tuple[Seat, ...]
+    arrangement: Arrangement
     device: str | None
     preload: tuple[str, ...]
     cwd: str | None
@@ -182,6 +199,26 @@ class StopMesh(_Message, frozen=True, tag="stop"):
     grace_s: float
 
 
+class Retire(_Message, frozen=True, tag="retire"):
+    """End some workers of a mesh, idle ones by themselves, busy ones by force after ``grace_s``.
+
+    From now on nothing reaches them, and their ranks may be given to others. Answered by `Retired`.
+    """
+
+    id: int
+    mesh: int
+    ranks: tuple[int, ...]
+    grace_s: float
+
+
+class Renumber(_Message, frozen=True, tag="renumber"):
+    """From now on the workers here have these ranks, in a mesh of other axes; all of them are named."""
+
+    mesh: int
+    seats: tuple[Seat, ...]
+    arrangement: Arrangement
+
+
 class ReadLogs(_Message, frozen=True, tag="logs"):
     """Ask for the last ``lines`` lines of the log of each rank of ``target``."""
 
@@ -217,7 +254,7 @@ class WorkerStarted(NamedTuple):
 
 
 class MeshReady(_Message, frozen=True, tag="ready"):
-    """Every worker of the mesh on this host has answered."""
+    """Every worker of one `Spawn` has answered; ``rank`` is what messages call it."""
 
     mesh: int
     workers: tuple[WorkerStarted, ...]
@@ -226,15 +263,25 @@ class MeshReady(_Message, frozen=True, tag="ready"):
 class SpawnFailed(_Message, frozen=True, tag="nospawn"):
     mesh: int
     reason: str
+    wanted_devices: int = -1
     found_devices: int = -1
-    """For too few devices: how many there are."""
+    """For too few devices: how many were wanted, and how many there are."""
 
 
 class WorkerExited(_Message, frozen=True, tag="exited"):
+    """A worker ended without being told to. Its pid tells it from others that had or will have its rank."""
+
     mesh: int
     rank: int
+    pid: int
     cause: str
     log_tail: str
+
+
+class Retired(_Message, frozen=True, tag="retired"):
+    """The processes that `Retire` named are gone."""
+
+    id: int
 
 
 class MeshStopped(_Message, frozen=True, tag="stopped"):
@@ -318,6 +365,7 @@ class Begin(_Message, frozen=True, tag="begin"):
     local_rank: int
     local_world_size: int
     host_rank: int
+    hosts: int
     host: str
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -329,6 +377,20 @@ class Begin(_Message, frozen=True, tag="begin"):
     cwd: str | None
     sys_path: tuple[str, ...]
     environment: dict[str, str]
+
+
+class Renumbered(_Message, frozen=True, tag="renumbered"):
+    """Who the worker is from now on; travels among the calls, in their order."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host_rank: int
+    hosts: int
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    threads: int
 
 
 class Begun(_Message, frozen=True, tag="begun"):
@@ -371,13 +433,13 @@ class RankStored(_Message, frozen=True, tag="rstored"):
 
 ToHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | StoreRequest | StoreAnswer
-    | DropClient | DropKeys | StoreLost | StopMesh | ReadLogs | Goodbye
+    | DropClient | DropKeys | StoreLost | Retire | Renumber | StopMesh | ReadLogs | Goodbye
 )  # fmt: skip
 FromHost: TypeAlias = (
-    Heartbeat | Bulk | SegmentFree | Hello | MeshReady | SpawnFailed | WorkerExited | MeshStopped | Replies
-    | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs
+    Heartbeat | Bulk | SegmentFree | Hello | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
+    | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs
 )  # fmt: skip
-ToWorker: TypeAlias = Begin | Call | Query | Cancel | SegmentFree | RankStored
+ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | SegmentFree | RankStored
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
 
 encode = msgspec.msgpack.Encoder().encode

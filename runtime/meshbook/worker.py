@@ -89,7 +89,7 @@ class Worker:
         self._freed: deque[tuple[int, int]] = deque()
         self._cancelled: set[int] = set()
         self._waiting: dict[int, queue.SimpleQueue[StoreResult]] = {}
-        self._request_ids = itertools.count(1)
+        self._request_ids = itertools.count(os.getpid() << 32)  # never those of a process that had our rank
         self._output = -1
 
     # ---- life ---------------------------------------------------------------------------------------------------
@@ -112,9 +112,23 @@ class Worker:
     def serve(self) -> None:
         """Run calls until the agent closes the socket."""
         while (received := self.calls.receive()) is not None:
-            call, frames = received
-            assert isinstance(call, wire.Call)
-            self._run_call(call, frames)
+            message, frames = received
+            if isinstance(message, wire.Renumbered):
+                self._renumber(message)
+            else:
+                assert isinstance(message, wire.Call)
+                self._run_call(message, frames)
+
+    def _renumber(self, now: wire.Renumbered) -> None:
+        """Be another rank; the process groups follow when they are formed anew."""
+        import torch
+
+        if torch.get_num_threads() == self.identity.threads:  # else the user has chosen
+            torch.set_num_threads(now.threads)
+        self.identity = msgspec.structs.replace(self.identity, **msgspec.structs.asdict(now))
+        self._name = f"rank {now.rank} on {self.identity.host}"
+        self.shell.become(now.rank)
+        self.shell.define(self._names())
 
     def _names(self) -> dict[str, object]:
         import torch

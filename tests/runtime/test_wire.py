@@ -32,7 +32,7 @@ def _example(kind: Any) -> Any:
         return StoreOp("set", ("key",), (b"value",))
     if kind is StoreResult:
         return StoreResult((b"value",), 3)
-    if kind in (wire.RankReply, wire.WorkerStarted, wire.OutputChunk):
+    if hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind)
         return kind(*(_example(hints[name]) for name in kind._fields))
     if origin is tuple:

@@ -1,0 +1,248 @@
+"""The workers of one mesh on one host: started, told to leave, numbered anew. Who is asked for what is not known here.
+
+Spawn ──> _Batch: forked together, reported together once all have answered
+Retire ─> leaving: nothing reaches them any more, their ranks are free at once, their ends are awaited
+Renumber  the same processes under other ranks; their logs follow
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from meshbook import wire
+from meshbook.devices import count_cores, plan_devices
+from meshbook.errors import DeviceError
+from meshbook.event_loop import EventLoop
+from meshbook.hosted_template import HostedTemplate
+from meshbook.hosted_worker import HostedWorker, Owner
+from meshbook.lifecycle import WorkerPhase
+
+
+class _Batch:
+    """The workers of one `Spawn`."""
+
+    def __init__(self, spawn: wire.Spawn) -> None:
+        self.spawn = spawn
+        self.workers: list[HostedWorker] = []
+        self.reported = False
+
+
+class Crew:
+    """Owned by `meshbook.hosted_mesh.HostedMesh`, which reads ``workers``."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        owner: Owner,
+        report: Callable[[wire.FromHost], None],
+        on_gone: Callable[[], None],
+        host: str,
+        log_dir: Path,
+    ) -> None:
+        """on_gone: called when workers that were to be forked were not."""
+        self.workers: dict[int, HostedWorker] = {}
+        """By what messages call them: their rank, most often."""
+        self.leaving: dict[HostedWorker, int] = {}
+        """Workers that were told to leave, with the `Retire` that did."""
+        self.logs: dict[int, Path] = {}
+        """Of everyone who has a rank here, the dead included."""
+        self.ending = False
+        """The mesh is being stopped: whoever comes up now is not wanted any more."""
+        self._loop, self._owner, self._report, self._on_gone, self._host = loop, owner, report, on_gone, host
+        self._log_dir = log_dir
+        self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
+        self._batches: list[_Batch] = []
+        self._replaced = 0
+
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    def start(self, spawn: wire.Spawn, template: HostedTemplate, import_in_workers: bool) -> None:
+        """Fork the workers of ``spawn`` from a ready template and tell each who it is."""
+        slots = self._free_slots(len(spawn.seats))
+        try:
+            plan = plan_devices(max(slots) + 1, spawn.device, self._host)
+        except DeviceError as error:
+            self._report(wire.SpawnFailed(spawn.mesh, str(error), error.wanted, error.found))
+            return
+        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        batch = _Batch(spawn)
+        for seat, slot in zip(spawn.seats, slots, strict=True):
+            worker = self._make_worker(seat.known_as, f"cuda:{slot}" if plan.device == "cuda" else "cpu", slot)
+            batch.workers.append(worker)
+            begin = self._begin(spawn, seat, worker, plan.environments[slot], import_in_workers)
+            worker.calls.send([wire.encode(begin)])
+        self._batches.append(batch)
+        template.fork_workers(
+            [worker.descriptors for worker in batch.workers],
+            lambda pids: self._on_forked(batch, pids),
+            lambda reason: self._on_not_forked(batch, reason),
+        )
+
+    def _free_slots(self, count: int) -> list[int]:
+        """Places for devices that no process of this mesh uses, the lowest first."""
+        taken = {worker.slot for worker in (*self.workers.values(), *self.leaving)}
+        return [slot for slot in range(count + len(taken)) if slot not in taken][:count]
+
+    def _make_worker(self, known_as: int, device: str, slot: int) -> HostedWorker:
+        log = self.logs[known_as] = self._log_dir / f"rank-{known_as}.log"
+        worker = HostedWorker(self._loop, self._owner, known_as, device, self._marker, log, time.monotonic())
+        worker.slot = slot
+        self.workers[known_as] = worker
+        return worker
+
+    def _begin(
+        self,
+        spawn: wire.Spawn,
+        seat: wire.Seat,
+        worker: HostedWorker,
+        environment: dict[str, str],
+        import_in_workers: bool,
+    ) -> wire.Begin:
+        arrangement = spawn.arrangement
+        return wire.Begin(
+            mesh=spawn.mesh,
+            name=spawn.name,
+            rank=seat.rank,
+            world_size=arrangement.world_size,
+            local_rank=seat.local_rank,
+            local_world_size=arrangement.local_world_size,
+            host_rank=arrangement.host_rank,
+            hosts=arrangement.hosts,
+            host=self._host,
+            axes=arrangement.axes,
+            sizes=arrangement.sizes,
+            device=worker.device,
+            threads=_threads_per_rank(arrangement),
+            marker=self._marker,
+            preload=spawn.preload if import_in_workers else (),
+            cwd=spawn.cwd,
+            sys_path=spawn.sys_path,
+            environment={**spawn.environment, **environment, "LOCAL_RANK": str(seat.local_rank)},
+        )
+
+    def _on_forked(self, batch: _Batch, pids: list[int]) -> None:
+        for worker, pid in zip(batch.workers, pids, strict=True):
+            worker.started(pid)
+            if self.ending or worker in self.leaving:
+                worker.kill()
+        self.report_ready()  # a worker's own word may have come first
+
+    def _on_not_forked(self, batch: _Batch, reason: str) -> None:
+        self._batches.remove(batch)
+        for worker in batch.workers:
+            worker.close()
+            if self.workers.get(worker.rank) is worker:
+                del self.workers[worker.rank]
+            self.left(worker)
+        self._report(wire.SpawnFailed(batch.spawn.mesh, reason))
+        self._on_gone()
+
+    def report_ready(self) -> None:
+        """Tell of the batches whose workers have all answered by now."""
+        for batch in tuple(self._batches):
+            if all(worker.phase is WorkerPhase.READY and worker.pid for worker in batch.workers):
+                self._batches.remove(batch)
+                self._report(wire.MeshReady(batch.spawn.mesh, tuple(map(_describe, batch.workers))))
+
+    # ---- leave --------------------------------------------------------------------------------------------------
+
+    def retire(self, retire: wire.Retire) -> list[HostedWorker]:
+        """Tell workers to leave, and return them. Their end is told to the controller when the last one has gone."""
+        workers = [self.workers.pop(rank) for rank in retire.ranks if rank in self.workers]
+        for worker in workers:
+            self.leaving[worker] = retire.id
+            if retire.grace_s > 0:
+                worker.calls.end_writing()
+            else:
+                worker.kill()
+        if not workers:
+            self._report(wire.Retired(retire.id))
+        elif retire.grace_s > 0:
+            self._loop.call_later(retire.grace_s, lambda: self._kill(workers))
+        for batch in tuple(self._batches):
+            if any(worker in self.leaving for worker in batch.workers):
+                self._batches.remove(batch)  # nobody waits for it any more
+        return workers
+
+    def left(self, worker: HostedWorker) -> bool:
+        """A process has ended: whether it was told to. The last one of a `Retire` answers it."""
+        if self.workers.get(worker.rank) is worker:
+            del self.workers[worker.rank]
+        id = self.leaving.pop(worker, None)
+        if id is not None and id not in self.leaving.values():
+            self._report(wire.Retired(id))
+        return id is not None
+
+    def _kill(self, workers: Iterable[HostedWorker]) -> None:
+        for worker in workers:
+            if worker in self.leaving:
+                worker.kill()
+
+    def kill_all(self) -> None:
+        """SIGKILL to everyone."""
+        for worker in (*self.workers.values(), *self.leaving):
+            worker.kill()
+
+    # ---- other ranks --------------------------------------------------------------------------------------------
+
+    def renumber(self, renumber: wire.Renumber) -> None:
+        """Give the workers here other ranks. Logs of processes that are gone keep their text under another name."""
+        before, self.workers = self.workers, {}
+        logs = {seat.rank: self.logs.pop(seat.known_as) for seat in renumber.seats if seat.known_as in self.logs}
+        for path in self.logs.values():
+            self._replaced += 1
+            _move(path, path.with_name(f"{path.stem}-ended-{self._replaced}.log"))
+        self.logs = self._move_logs(logs)
+        for seat in renumber.seats:
+            worker = before.get(seat.known_as)
+            if worker is None:
+                continue  # it has just ended, and the controller will hear of it
+            self.workers[seat.rank] = worker
+            worker.rank = seat.rank
+            worker.output.log.path = self.logs[seat.rank]
+            worker.calls.send([wire.encode(_renumbered(seat, renumber.arrangement))])
+
+    def _move_logs(self, logs: dict[int, Path]) -> dict[int, Path]:
+        """Rename by way of names that nobody has, since ranks may change places."""
+        moved = {}
+        for rank, path in logs.items():
+            aside = path.with_name(f"moving-{rank}.log")
+            _move(path, aside)
+            moved[rank] = aside
+        for rank, aside in moved.items():
+            moved[rank] = aside.with_name(f"rank-{rank}.log")
+            _move(aside, moved[rank])
+        return moved
+
+
+def _move(path: Path, to: Path) -> None:
+    try:
+        path.rename(to)
+    except OSError:
+        pass  # a full disk or a removed folder: the log is lost, not the rank
+
+
+def _describe(worker: HostedWorker) -> wire.WorkerStarted:
+    return wire.WorkerStarted(worker.rank, worker.pid, worker.device, str(worker.output.log.path))
+
+
+def _renumbered(seat: wire.Seat, arrangement: wire.Arrangement) -> wire.Renumbered:
+    return wire.Renumbered(
+        rank=seat.rank,
+        world_size=arrangement.world_size,
+        local_rank=seat.local_rank,
+        local_world_size=arrangement.local_world_size,
+        host_rank=arrangement.host_rank,
+        hosts=arrangement.hosts,
+        axes=arrangement.axes,
+        sizes=arrangement.sizes,
+        threads=_threads_per_rank(arrangement),
+    )
+
+
+def _threads_per_rank(arrangement: wire.Arrangement) -> int:
+    """The host's cores, divided so that ranks do not crowd each other out."""
+    return max(1, count_cores() // max(1, arrangement.local_world_size))
