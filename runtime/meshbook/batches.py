@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from meshbook.errors import PeerProtocolError
 from meshbook.frames import Buffer, FrameReader, pack
 
 MAX_BATCH_BYTES = 1 << 15
@@ -48,4 +49,7 @@ def unbatch(header: bytes) -> Sequence[bytes]:
     """
     if not header.startswith(_MARK):
         return (header,)
-    return [each for headers in FrameReader().feed(header[1:]) for each in headers]
+    batches = list(FrameReader().feed(header[1:]))
+    if len(batches) != 1:
+        raise PeerProtocolError("a batch that is cut short, or more than one")
+    return batches[0]

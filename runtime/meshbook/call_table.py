@@ -60,6 +60,8 @@ class CallTable:
         for reply, large in zip(message.replies, buffers, strict=True):
             mine, at = frames[at : at + reply.frames], at + reply.frames
             if call is not None:
+                if reply.rank not in call.waiting:
+                    continue  # it was not asked, or has answered, or was taken for dead meanwhile
                 call.answer(reply, mine, large)
             elif query is not None and reply.status == wire.OK:
                 query(reply.rank, loads(mine[0] if mine else reply.inline))

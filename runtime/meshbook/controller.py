@@ -307,6 +307,7 @@ class Controller:
         if time.monotonic() >= self._tick_at:
             self._tick_at = time.monotonic() + HEARTBEAT_S
             self._board.tick()
+            self._socket.watch_door()
 
     def _sleep(self, timeout_s: float | None) -> None:
         self._asleep = True  # from here on `submit` wakes us

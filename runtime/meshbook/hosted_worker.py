@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from meshbook import wire
 from meshbook.deaths import OomWatch, describe_end, reap
+from meshbook.errors import PeerProtocolError, ProtocolError
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer, FrameReader, pack
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
@@ -24,12 +27,18 @@ _READ_BYTES = 1 << 18
 class Lane:
     """A non-blocking message socket to a worker; what does not fit now is sent when it does."""
 
-    def __init__(self, loop: EventLoop, sock: socket.socket, on_message: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        on_message: Callable[[list[bytes]], None],
+        on_nonsense: Callable[[Exception], None],
+    ) -> None:
         sock.setblocking(False)
         self._loop = loop
         self._sock = sock
         self._reader = FrameReader()
-        self._on_message = on_message
+        self._on_message, self._on_nonsense = on_message, on_nonsense
         self._unsent: deque[memoryview] = deque()
         self.unsent_bytes = 0
         self._watch: Watch | None = loop.watch(sock.fileno(), self._on_readable, self._on_writable)
@@ -70,8 +79,13 @@ class Lane:
             if not data:
                 self.close()
                 return
-            for frames in self._reader.feed(data):
-                self._on_message(frames)
+            try:
+                for frames in self._reader.feed(data):
+                    self._on_message(frames)
+            except (msgspec.DecodeError, ProtocolError) as error:
+                self.close()  # nothing sensible can follow
+                self._on_nonsense(error)
+                return
             if len(data) < _READ_BYTES:
                 return
 
@@ -123,8 +137,9 @@ class HostedWorker:
         self._loop, self._owner = loop, owner
         call, self._call_theirs = socket.socketpair()
         urgent, self._urgent_theirs = socket.socketpair()
-        self.calls = Lane(loop, call, self._on_frames)
-        self.urgent = Lane(loop, urgent, self._on_frames)
+        self.calls = Lane(loop, call, self._on_frames, self._on_nonsense)
+        self.urgent = Lane(loop, urgent, self._on_frames, self._on_nonsense)
+        self._nonsense = ""
         self._pipes: dict[str, Watch] = {}
         self._pipe_ends: list[int] = []
         for stream in ("stdout", "stderr"):
@@ -202,7 +217,14 @@ class HostedWorker:
         os.close(watch.fd)
 
     def _on_frames(self, frames: list[bytes]) -> None:
+        if not frames:
+            raise PeerProtocolError("a message without a header")
         self._owner.on_message(self, wire.decode_from_worker(frames[0]), frames[1:])
+
+    def _on_nonsense(self, error: Exception) -> None:
+        """What the worker sends makes no sense any more: code on the rank has written to our socket."""
+        self._nonsense = self._nonsense or f"it sent something impossible: {error}"
+        self.kill()
 
     def _on_end(self) -> None:
         """The pidfd is readable: take what the worker still said, reap it, end its children."""
@@ -215,7 +237,8 @@ class HostedWorker:
         self.drain()
         self.advance(WorkerEvent.EXITED)
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
-        self._owner.on_exit(self, describe_end(reap(self.pid, self._owner.oom)))
+        ended = describe_end(reap(self.pid, self._owner.oom))
+        self._owner.on_exit(self, self._nonsense or ended)
 
 
 def _enlarge(fd: int) -> None:

@@ -6,14 +6,29 @@ Hosts on the controller's machine map the same segment; others get the bytes in 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from meshbook import wire
+from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.known_host import KnownHost
 from meshbook.segments import SegmentPool, map_segment
+
+
+class Unavailable(tuple[Any, ...]):
+    """Stands for buffers that could not be had here; whoever iterates over them gets the reason."""
+
+    def __new__(cls, error: MeshError) -> Unavailable:
+        made = super().__new__(cls, (None,))
+        made.error = error
+        return made
+
+    error: MeshError
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self.error
 
 
 class Payloads:
@@ -67,6 +82,8 @@ class Payloads:
     def receive(self, host: KnownHost, reply: wire.RankReply) -> Sequence[Any]:
         """The large buffers of a reply; its worker is told when the last view of them has died here."""
         if reply.bulk is not None:
+            if not host.bulk_in.has(reply.bulk[0]):
+                raise PeerProtocolError(f"a reply names payload {reply.bulk[0]}, which was not sent")
             return host.bulk_in.take(*reply.bulk)
         if reply.segment is None:
             return ()

@@ -14,8 +14,8 @@ definition the other process has. How values travel:
     sparse, meta, subclasses     as torch pickles them
 
 An instance of a class that was redefined since keeps its old class, as in Python itself. Long `str` and
-`bytes` stay in the head. A tensor that was mapped from shared memory cannot be resized in place; ``clone()``
-it first.
+`bytes` stay in the head; a head above `HEAD_MAX_BYTES` travels as the first of the buffers. A tensor that was
+mapped from shared memory cannot be resized in place; ``clone()`` it first.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from meshbook.errors import LoadError, MeshError, SerializationError
 from meshbook.frames import Buffer
 from meshbook.out_of_band import NO_LIMIT, OutOfBand, TooLargeError
 from meshbook.unpicklable import Refusal, find_culprit
+
+HEAD_MAX_BYTES = 1 << 20
+"""Heads travel as one frame, whose size peers limit; what is larger goes where the large buffers go."""
 
 SEARCH_MAX_S = 2.0
 """How long a failed `dumps` looks for the part that cannot travel."""
@@ -56,9 +59,9 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
     Raises: SerializationError naming the part that cannot travel.
     """
     if _is_plain(obj, 2):
-        return Pickled(pickle.dumps(obj, 5), [])
+        return _lighten(Pickled(pickle.dumps(obj, 5), []))
     try:
-        return _pickle(obj, NO_LIMIT)
+        return _lighten(_pickle(obj, NO_LIMIT))
     except MemoryError:
         raise
     except Exception as error:
@@ -86,6 +89,8 @@ def loads(head: Buffer, buffers: Sequence[Any] = (), *, where: str = "this proce
     where: this process as a person knows it, for the error: ``rank 3 on host b``.
     Raises: LoadError if a module is missing here, or something in it, or the value's own code fails.
     """
+    if not head and buffers:
+        head, *buffers = buffers
     try:
         return pickle.loads(head, buffers=buffers)
     except (MeshError, MemoryError):
@@ -146,6 +151,13 @@ def _is_plain(obj: Any, depth: int) -> bool:
         if type(item) not in _ATOMS and not _is_plain(item, depth - 1):  # all() is slower
             return False
     return True
+
+
+def _lighten(pickled: Pickled) -> Pickled:
+    """Move a heavy head to the buffers; an empty one says so."""
+    if len(pickled.head) <= HEAD_MAX_BYTES:
+        return pickled
+    return Pickled(b"", [memoryview(pickled.head), *pickled.buffers])
 
 
 def _pickle(obj: object, room: int) -> Pickled:

@@ -12,9 +12,13 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
 from meshbook.rank_failures import cut_text
+from meshbook.wording import format_bytes
 
 TEXT_PLAIN_MAX_CHARS = 100_000
 """Of a representation as plain text; what the notebook shows of more is of no use to anyone."""
+
+BUNDLE_MAX_CHARS = 32 << 20
+"""Of all representations together: it travels as one frame, whose size peers limit, and is stored in the notebook."""
 
 
 class RankDisplayPublisher(DisplayPublisher):
@@ -65,7 +69,11 @@ class RankDisplayHook(DisplayHook):
 
 def sendable(data: Mapping[str, Any]) -> dict[str, Any]:
     """The bundle with binary data in base64, as Jupyter has it, and plain text of a bounded length."""
-    return {mimetype: _sendable(mimetype, value) for mimetype, value in data.items()}
+    bundle = {mimetype: _sendable(mimetype, value) for mimetype, value in data.items()}
+    size = sum(len(value) for value in bundle.values() if isinstance(value, str))
+    if size > BUNDLE_MAX_CHARS:
+        return {"text/plain": f"<{format_bytes(size)} is too much to display; write it to a file on the rank>"}
+    return bundle
 
 
 def _sendable(mimetype: str, value: Any) -> object:

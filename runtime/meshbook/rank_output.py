@@ -90,7 +90,7 @@ class _Stream:
                 break
             if at:
                 pieces.append((self._output, data[:at]))
-            self._output = int(data[at + len(self._marker) : end])
+            self._output = _number(data[at + len(self._marker) : end])
             data = data[end + 1 :]
         held = self._incomplete_marker_at(data)
         data, self._rest = data[:held], data[held:]
@@ -106,6 +106,11 @@ class _Stream:
 
     def decode(self, data: bytes) -> str:
         return self._decoder.decode(data)
+
+
+def _number(digits: bytes) -> int:
+    """The id in a marker; 0, nobody's, for one that a rank has forged."""
+    return number if digits.isdigit() and (number := int(digits)) < 1 << 63 else 0
 
 
 class RankOutput:

@@ -18,6 +18,7 @@ owner at once: a list of a thousand results must not hold a thousand file descri
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
@@ -46,6 +47,9 @@ MAX_IDLE = 32
 
 _MIN_CAPACITY_BYTES = 1 << 20
 
+_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 2
+"""fcntl(2): a mapping of a file that shrinks ends its process by SIGBUS, so nobody maps what is not sealed."""
+
 _numbers = itertools.count(1)  # of the process, so that two pools never share one
 
 
@@ -55,10 +59,11 @@ class _Segment:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.warm_bytes = 0
-        self.fd = os.memfd_create(_name(os.getpid()), os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(_name(os.getpid()), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self.fd, 0o600)
             os.ftruncate(self.fd, capacity_bytes)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
             self.array = map_fd(self.fd, capacity_bytes, mmap.MAP_SHARED)
         except BaseException:
             os.close(self.fd)
@@ -208,6 +213,8 @@ def map_segment(ref: SegmentRef, on_release: Callable[[int], None]) -> list[Byte
 def _map_or_copy(ref: SegmentRef, released: Callable[[], None]) -> Bytes:
     fd = _open(ref)
     try:
+        if os.fstat(fd).st_size < ref.size_bytes or not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:
+            raise OSError(0, "it is shorter than was said, or could become so")
         if ref.size_bytes > COPY_MAX_BYTES:
             return map_fd(fd, ref.size_bytes, mmap.MAP_PRIVATE, released)
         whole = _read(fd, ref.size_bytes)

@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,19 +19,27 @@ from meshbook import wire
 from meshbook.batches import unbatch
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
-from meshbook.errors import HostLost, MeshStoppedError, ProtocolError, SpawnError, WorkerLost
+from meshbook.errors import HostLost, MeshError, MeshStoppedError, ProtocolError, SpawnError, WorkerLost
 from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, StreamText
-from meshbook.payloads import Payloads
+from meshbook.payloads import Payloads, Unavailable
+from meshbook.peer_checks import check, check_ranks, check_replies, only_frame
 from meshbook.processes import machine_id
 from meshbook.transport import LaneName
 
 MAX_BACKLOG = 50_000
 """Messages that may wait for slow hosts before new calls wait too."""
 
-_decode_display = msgspec.msgpack.Decoder(dict[str, dict[str, Any]]).decode
+
+class _Bundle(msgspec.Struct):
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    transient: dict[str, Any]
+
+
+_decode_display = msgspec.msgpack.Decoder(_Bundle).decode
 
 
 class Switchboard:
@@ -46,6 +54,8 @@ class Switchboard:
         self.room = threading.Event()
         """Cleared while so much waits for slow hosts that new calls should wait too."""
         self.room.set()
+        self.impossible = 0
+        """Messages that no host of ours sends; each cost its host."""
 
     def flush(self) -> None:
         """Let go what was sent to hosts in this turn."""
@@ -71,18 +81,25 @@ class Switchboard:
         host = self.hosts.get(host_id)
         if host is None or host.lost:
             return
-        if (message := host.receive(lane, frames)) is not None:
-            header, payload = message
-            try:
-                for each in unbatch(header):
-                    self._dispatch(host, wire.decode_from_host(each), payload)
-            except (msgspec.DecodeError, ProtocolError) as error:
-                self._lose(host, f"it sent something impossible: {error}")
-            except Exception:
-                traceback.print_exc()  # a fault of ours: it costs this message, not the meshes
-        host.acknowledge(lane)
+        try:
+            if (message := host.receive(lane, frames)) is not None:
+                for each in unbatch(message[0]):
+                    self._on_message(host, wire.decode_from_host(each), message[1])
+            host.acknowledge(lane)
+        except (msgspec.DecodeError, ProtocolError) as error:
+            self.impossible += 1
+            self._lose(host, f"it sent something impossible: {error}")
         if not self.room.is_set() and host.backlog < MAX_BACKLOG // 2:
             self.room.set()
+
+    def _on_message(self, host: KnownHost, message: wire.FromHost, payload: list[bytes]) -> None:
+        check(host, message, self.meshes)
+        try:
+            self._dispatch(host, message, payload)
+        except (msgspec.DecodeError, ProtocolError):
+            raise
+        except Exception:
+            traceback.print_exc()  # a fault of ours: it costs this message, not the meshes
 
     def _dispatch(self, host: KnownHost, message: wire.FromHost, payload: list[bytes]) -> None:
         match message:
@@ -95,9 +112,9 @@ class Switchboard:
             case wire.OutputCut(mesh_id, rank, output, size_bytes):
                 self.calls.tell(output, OutputCut(rank, size_bytes, self._log_path(mesh_id, rank), output))
             case wire.Display():
-                content = _decode_display(payload[0])
+                content = _decode_display(only_frame(payload))
                 event = DisplayData(
-                    message.rank, content["data"], content["metadata"], content["transient"],
+                    message.rank, content.data, content.metadata, content.transient,
                     message.update, message.is_result, message.output,
                 )  # fmt: skip
                 self.calls.tell(message.output, event)
@@ -108,9 +125,10 @@ class Switchboard:
                 if (mesh := self.meshes.get(mesh_id)) is not None and not mesh.host_of(rank).lost:
                     mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(_, segment):
-                self.payloads.on_free(segment)
+                if host.shares_memory:
+                    self.payloads.on_free(segment)
             case wire.Bulk():
-                host.bulk_in.receive(message, payload[0])
+                host.bulk_in.receive(message, only_frame(payload))
             case wire.Hello():
                 self._on_hello(host, message)
             case wire.MeshReady(mesh_id):
@@ -146,7 +164,20 @@ class Switchboard:
         host.ready.set_result(host)
 
     def _on_replies(self, host: KnownHost, message: wire.Replies, frames: list[bytes]) -> None:
-        self.calls.answer(message, frames, [self.payloads.receive(host, reply) for reply in message.replies])
+        check_replies(host, message, frames)
+        call = self.calls.find(message.id)
+        if call is not None and (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
+            check_ranks(host, mesh, [reply.rank for reply in message.replies])
+        self.calls.answer(message, frames, [self._buffers(host, reply) for reply in message.replies])
+
+    def _buffers(self, host: KnownHost, reply: wire.RankReply) -> Sequence[Any]:
+        """The large buffers of a reply; what stands in the way of having them is told to whoever wants the value."""
+        try:
+            return self.payloads.receive(host, reply)
+        except ProtocolError:
+            raise
+        except MeshError as error:
+            return Unavailable(error)
 
     def _to_store(self, mesh: KnownMesh, message: wire.StoreRequest | wire.DropClient | wire.DropKeys) -> None:
         if not mesh.store_host.lost:

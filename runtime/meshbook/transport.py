@@ -1,12 +1,13 @@
 """ZeroMQ between the controller and its host agents: one ROUTER that agents dial in to, three lanes per agent.
 
-    controller ROUTER  <── "host/urgent" ── DEALER   cancel, queries, heartbeats, the store; small frames only
-                       <── "host/calls"  ── DEALER   calls, replies, output, in order
-                       <── "host/bulk"   ── DEALER   pieces of payloads that cross hosts
+    controller ROUTER  <── "KEY/urgent" ── DEALER   cancel, queries, heartbeats, the store; small frames only
+                       <── "KEY/calls"  ── DEALER   calls, replies, output, in order
+                       <── "KEY/bulk"   ── DEALER   pieces of payloads that cross hosts
 
 Each lane is a connection of its own, so that an interrupt never waits behind a payload. CURVE encrypts all of them; a
-ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. Every socket is
-opened, used and closed by the thread that made it.
+ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. KEY is the host's
+public key, which no other host knows: a ROUTER gives a routing id that is taken to the newcomer, before anybody can ask
+who that is, so nobody must be able to guess one. Every socket is opened, used and closed by the thread that made it.
 
 ROUTER sockets lose messages silently when a peer reconnects; `meshbook.link` numbers and replays them.
 """
@@ -14,12 +15,16 @@ ROUTER sockets lose messages silently when a peer reconnects; `meshbook.link` nu
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
+from meshbook.doorkeeper import BACKLOG, Doorkeeper
 from meshbook.frames import Buffer
 from meshbook.launcher import Ticket
 from meshbook.link import Link
@@ -30,6 +35,12 @@ LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
 HEARTBEAT_S = 1.0
 """How often each side says that it lives."""
 
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"meshbook"
 _MAX_FRAME_BYTES = 64 << 20
@@ -54,8 +65,14 @@ class ControllerSocket:
         public, self._secret = zmq.curve_keypair()
         self.public_key = public.decode()
         self._accepted: dict[bytes, str] = {}
+        self._keys: dict[str, str] = {}
         self.rejected = 0
-        """Messages and handshakes that were not let in."""
+        """Messages and keys that were not let in."""
+        self.garbled = 0
+        """Handshakes at the TCP port that failed otherwise: no ZeroMQ, no CURVE, too slow, broken off."""
+        self.door: Doorkeeper | None = None
+        """Watches the TCP port, if there is one."""
+        self._monitor: zmq.Socket[bytes] | None = None
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.linger = 0
         self._zap.bind(_ZAP_ENDPOINT)
@@ -72,19 +89,46 @@ class ControllerSocket:
         self._poller.register(self._router, zmq.POLLIN)
 
     def bind(self, address: str) -> str:
-        """Listen at ``ipc://PATH`` or ``tcp://IP:*`` as well; return the endpoint to dial."""
+        """Listen at ``ipc://PATH`` or, once, ``tcp://IP:PORT`` as well, ``*`` for any port; return what to dial."""
+        if address.startswith("tcp://"):
+            return self._bind_tcp(address)
         self._router.bind(address)
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def _bind_tcp(self, address: str) -> str:
+        """Listen at a socket of our own, so that a doorkeeper can stand before it."""
+        assert self.door is None, "one TCP port is enough"
+        ip, _, port = address.removeprefix("tcp://").rpartition(":")
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        listener = socket.create_server((ip.strip("[]"), int(port.replace("*", "0"))), family=family, backlog=BACKLOG)
+        self.door = Doorkeeper(listener)
+        self._monitor = self._router.get_monitor_socket(_EVENTS)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        endpoint = f"tcp://{ip}:{listener.getsockname()[1]}"
+        self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
+        self._router.bind(endpoint)
+        self._router.setsockopt(zmq.USE_FD, -1)
+        self.watch_door()
+        return endpoint
+
+    def watch_door(self) -> None:
+        """Open the TCP port while hosts are expected there, and shut it while none is; once a second is enough."""
+        if self.door is not None:
+            self.door.settle({f"{host_id}/{lane}" for host_id in self._accepted.values() for lane in LANES})
 
     def accept(self, host_id: str) -> tuple[str, str]:
         """Make a key pair (public, secret) that lets ``host_id`` in, and nobody else."""
         public, secret = zmq.curve_keypair()
         self._accepted[z85.decode(public)] = host_id
+        self._keys[host_id] = public.decode()
+        self.watch_door()
         return public.decode(), secret.decode()
 
     def revoke(self, host_id: str) -> None:
         """Let ``host_id`` in no more."""
         self._accepted = {key: host for key, host in self._accepted.items() if host != host_id}
+        self._keys.pop(host_id, None)
+        self.watch_door()
 
     def poll(self, wake_fd: int, timeout_s: float | None) -> None:
         """Wait until a message, a byte at ``wake_fd`` or the timeout is there; let hosts in meanwhile."""
@@ -93,29 +137,52 @@ class ControllerSocket:
         events = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
         if any(sock is self._zap for sock, _ in events):
             self._answer_handshakes()
+        if self._monitor is not None and any(sock is self._monitor for sock, _ in events):
+            self._watch_connections()
 
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""
         while int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             identity = self._router.recv(zmq.NOBLOCK, copy=False)
             frames = self._router.recv_multipart(zmq.NOBLOCK)
-            host_id, _, lane = identity.bytes.decode(errors="replace").partition("/")
-            if lane not in LANES or identity.get("User-Id") != host_id:
+            key, _, lane = identity.bytes.decode(errors="replace").rpartition("/")
+            host_id = _user_id(identity)
+            if lane not in LANES or self._keys.get(host_id) != key:
                 self.rejected += 1
                 continue
+            if self.door is not None:
+                self.door.heard(f"{host_id}/{lane}", int(identity.get(zmq.SRCFD)))
             yield host_id, lane, frames
 
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
         """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
+        if (key := self._keys.get(host_id)) is None:
+            return
         try:
-            self._router.send_multipart([f"{host_id}/{lane}".encode(), *frames], zmq.NOBLOCK)
+            self._router.send_multipart([routing_id(key, lane), *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
     def close(self) -> None:
         """Close everything; what was not sent is dropped."""
+        if self.door is not None:
+            self._router.disable_monitor()
+            self.door.close()
         self._context.destroy(linger=0)
+
+    def _watch_connections(self) -> None:
+        assert self._monitor is not None
+        assert self.door is not None
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.door.accepted(int(event["value"]))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self.door.closed(int(event["value"]))
+            else:
+                self.garbled += 1
+        self.watch_door()
 
     def _answer_handshakes(self) -> None:
         while self._zap.poll(0):
@@ -127,13 +194,26 @@ class ControllerSocket:
             self._zap.send_multipart([*envelope, version, request, *status, b""])
 
 
+def routing_id(key: str, lane: LaneName) -> bytes:
+    """What the lane of the host with this public key calls itself."""
+    return f"{key}/{lane}".encode()
+
+
+def _user_id(frame: zmq.Frame) -> str:
+    """Whose key the connection has proved to hold, as the ZAP handler named it."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
 class AgentSocket:
     """An agent's end of one lane."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ticket: Ticket, lane: LaneName) -> None:
         self._sock = context.socket(zmq.DEALER)
         _configure(self._sock)
-        self._sock.routing_id = f"{ticket.host_id}/{lane}".encode()
+        self._sock.routing_id = routing_id(ticket.public_key, lane)
         self._sock.curve_serverkey = ticket.controller_key.encode()
         self._sock.curve_publickey = ticket.public_key.encode()
         self._sock.curve_secretkey = ticket.secret_key.encode()

@@ -596,3 +596,13 @@ def test_bounded_gives_up_before_it_costs_anything(make: Any) -> None:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_heavy_head_travels_with_the_buffers() -> None:
+    value = {"numbers": list(range(1_000_000)), "array": np.arange(100_000)}
+    head, buffers = dumps(value, what="value")
+    assert head == b""
+    assert len(buffers) == 2
+    back = loads(head, [np.frombuffer(buffer, np.uint8) for buffer in buffers])
+    assert back["numbers"] == value["numbers"]
+    assert (back["array"] == value["array"]).all()

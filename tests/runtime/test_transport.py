@@ -10,10 +10,10 @@ from typing import TypeAlias
 import pytest
 import zmq
 
-from meshbook.transport import ControllerSocket
+from meshbook.transport import ControllerSocket, routing_id
 
 Keys: TypeAlias = "tuple[str, str] | None"
-Dial: TypeAlias = "Callable[[str, Keys], zmq.Socket[bytes]]"
+Dial: TypeAlias = "Callable[[Keys, str], zmq.Socket[bytes]]"
 
 
 @pytest.fixture
@@ -25,16 +25,16 @@ def controller() -> Iterator[ControllerSocket]:
 
 @pytest.fixture
 def dial(controller: ControllerSocket) -> Iterator[Dial]:
-    """Dial in as a routing id with a key pair, and say hello."""
+    """Dial in with a key pair, in the name of a public key, and say hello."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = controller.bind("tcp://127.0.0.1:*")
     peers = []
 
-    def dial(routing_id: str, keys: Keys) -> zmq.Socket[bytes]:
+    def dial(keys: Keys, claimed: str) -> zmq.Socket[bytes]:
         sock = context.socket(zmq.DEALER)
         peers.append(sock)
         sock.linger = 0
-        sock.routing_id = routing_id.encode()
+        sock.routing_id = routing_id(claimed, "calls")
         if keys is not None:
             sock.curve_serverkey = controller.public_key.encode()
             sock.curve_publickey, sock.curve_secretkey = (key.encode() for key in keys)
@@ -60,7 +60,8 @@ def _received(controller: ControllerSocket, seconds: float = 1.0) -> list[tuple[
 
 
 def test_a_host_with_its_key_is_heard(controller: ControllerSocket, dial: Dial) -> None:
-    dial("host-1/calls", controller.accept("host-1"))
+    pair = controller.accept("host-1")
+    dial(pair, pair[0])
     assert _received(controller, 10) == [("host-1", "calls", [b"hello"])]
 
 
@@ -71,13 +72,13 @@ def test_nobody_else_is_let_in(controller: ControllerSocket, dial: Dial, keys: s
         controller.revoke("host-1")
     public, secret = zmq.curve_keypair()
     chosen: dict[str, Keys] = {"none": None, "unknown": (public.decode(), secret.decode()), "revoked": pair}
-    peer = dial("host-1/calls", chosen[keys])
+    peer = dial(chosen[keys], pair[0])
     assert _received(controller) == []
     assert not peer.poll(0)  # and is told nothing
 
 
 def test_a_host_cannot_speak_for_another(controller: ControllerSocket, dial: Dial) -> None:
-    controller.accept("host-2")
-    dial("host-2/calls", controller.accept("host-1"))
+    other, _ = controller.accept("host-2")
+    dial(controller.accept("host-1"), other)
     assert _received(controller) == []
     assert controller.rejected == 1

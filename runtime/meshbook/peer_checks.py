@@ -1,0 +1,55 @@
+"""What a host may say: checked before it is acted upon, so that a host that lies costs itself and nobody else.
+
+A host has proved who it is, and it runs the user's code; it must still not speak for ranks of other hosts, break our
+bookkeeping, or make us map memory that it does not share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshbook import wire
+from meshbook.errors import PeerProtocolError
+from meshbook.known_host import KnownHost
+from meshbook.known_mesh import KnownMesh
+
+
+def check_ranks(host: KnownHost, mesh: KnownMesh, ranks: Sequence[int]) -> None:
+    """Raises: PeerProtocolError unless all ``ranks`` of ``mesh`` live on ``host``."""
+    for rank in ranks:
+        if not 0 <= rank < len(mesh.extent) or mesh.host_of(rank) is not host:
+            raise PeerProtocolError(f'it spoke for rank {rank} of mesh "{mesh.name}", which is not its own')
+
+
+def check_replies(host: KnownHost, message: wire.Replies, frames: Sequence[bytes]) -> None:
+    """Raises: PeerProtocolError unless the replies share out ``frames``, in a way that the host can send."""
+    total = 0
+    for reply in message.replies:
+        if reply.frames < 0 or (reply.segment is not None and not host.shares_memory):
+            raise PeerProtocolError("a reply whose payload cannot be")
+        total += reply.frames
+    if total != len(frames):
+        raise PeerProtocolError(f"replies with {total} payload frames came with {len(frames)}")
+
+
+def only_frame(payload: Sequence[bytes]) -> bytes:
+    """Raises: PeerProtocolError unless there is one payload frame."""
+    if len(payload) != 1:
+        raise PeerProtocolError(f"a message that has one payload frame came with {len(payload)}")
+    return payload[0]
+
+
+def check(host: KnownHost, message: wire.FromHost, meshes: Mapping[int, KnownMesh]) -> None:
+    """Raises: PeerProtocolError if ``host`` speaks for ranks that are not its own."""
+    match message:
+        case wire.MeshReady(mesh_id, workers):
+            if (mesh := meshes.get(mesh_id)) is not None:
+                check_ranks(host, mesh, [worker.rank for worker in workers])
+        case wire.WorkerExited(mesh_id, rank) | wire.StoreRequest(mesh_id, rank):
+            if (mesh := meshes.get(mesh_id)) is not None:
+                check_ranks(host, mesh, [rank])
+        case wire.StoreAnswer(mesh_id, rank):
+            if (mesh := meshes.get(mesh_id)) is not None and mesh.store_host is not host:
+                raise PeerProtocolError(f'it answered for the store of mesh "{mesh.name}", which it does not keep')
+        case _:
+            pass
