@@ -60,7 +60,12 @@ class Controller:
         self._thread = threading.Thread(target=self._run, args=(started,), name="meshbook.io", daemon=True)
         self._thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
         self._thread.start()
-        started.get()
+        try:
+            started.get()
+        except BaseException:
+            os.close(self._wake_fd)
+            self.folder.close()
+            raise
         self.public_key = self._socket.public_key
         self._endpoints: dict[str, str] = {}
 
@@ -80,6 +85,8 @@ class Controller:
         host = KnownHost(ticket.host_id, ticket.epoch, launched, self._socket)
         host.shares_environment = shares_environment
         self._board.hosts[host.id] = host
+        if launched.pid:
+            self.submit(lambda: self._socket.watch_end(launched.pid))
         return host
 
     def endpoint(self, address: str) -> str:
@@ -289,7 +296,11 @@ class Controller:
 
     def _run(self, started: Future[None]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
-        sock = ControllerSocket()
+        try:
+            sock = ControllerSocket()
+        except Exception as error:  # no descriptors, no memory: whoever makes us must not wait for ever
+            started.set_exception(error)
+            return
         self._socket = sock
         started.set_result(None)
         try:
@@ -301,6 +312,8 @@ class Controller:
         """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""
         self._serve_inbox()
         self._sleep(timeout_s)
+        if self._socket.has_ended():
+            self._tick_at = 0.0
         for host_id, lane, frames in self._socket.receive():
             self._board.on_frames(host_id, lane, frames)
         self._board.calls.expire()

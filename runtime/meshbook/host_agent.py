@@ -9,6 +9,7 @@ Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import secrets
@@ -29,13 +30,15 @@ from meshbook.batches import Batch, unbatch
 from meshbook.bulk import BulkReceiver, BulkSender, Spans
 from meshbook.deaths import OomWatch
 from meshbook.devices import count_cores, count_cuda_devices
+from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_mesh import HostedMesh
 from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
 from meshbook.launcher import Ticket, decode_ticket
-from meshbook.processes import adopt_orphans, machine_id
+from meshbook.limits import explain
+from meshbook.processes import adopt_orphans, machine_id, reap_strangers
 from meshbook.segments import SegmentPool, map_segment
 from meshbook.transport import HEARTBEAT_S, LANES, AgentSocket, LaneName
 
@@ -205,7 +208,12 @@ class HostAgent:
         if (mesh := self._meshes.get(call.mesh)) is None:
             return  # stopped meanwhile: the controller has failed its calls
         if call.bulk is not None:
-            segment = self._pool.write(self._bulk_in.take(*call.bulk))
+            buffers = self._bulk_in.take(*call.bulk)
+            try:
+                segment = self._pool.write(buffers)
+            except MeshError as error:
+                mesh.refuse(call, error)
+                return
             call = msgspec.structs.replace(call, segment=segment, bulk=None)
         mesh.call(call, payload)
 
@@ -216,9 +224,13 @@ class HostAgent:
             self._on_call(call, payload)
 
     def _on_spawn(self, spawn: wire.Spawn) -> None:
-        template = self._templates.get(spawn.preload)
-        if template is None or template.failure:
-            template = self._templates[spawn.preload] = self._make_template(spawn)
+        try:
+            template = self._templates.get(spawn.preload)
+            if template is None or template.failure:
+                template = self._templates[spawn.preload] = self._make_template(spawn)
+        except OSError as error:
+            self.send(wire.SpawnFailed(spawn.mesh, f"the workers' template could not be started: {explain(error)}"))
+            return
         mesh = self._meshes.get(spawn.mesh)
         if mesh is None:
             host_rank, log_dir = spawn.arrangement.host_rank, Path(self._ticket.log_dir)
@@ -276,7 +288,9 @@ class HostAgent:
         self.send_urgent(wire.Heartbeat())
         for lane in self._lanes.values():
             lane.beat()
-        self.oom.sample([worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()])
+        workers = [worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()]
+        self.oom.sample(workers)
+        reap_strangers({*workers, *(template.pid for template in self._templates.values())})
         silence_s = time.monotonic() - self._heard
         if silence_s > (MAX_SILENCE_S if self._lifeline.active else self._ticket.lease_s):
             self._end(EXIT_LOST)
@@ -325,6 +339,7 @@ def _serve_store(
 def main() -> None:
     """Entry point of ``python -m meshbook.host_agent``; the ticket is one line on stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable(all_threads=False)
     ticket = decode_ticket(_read_line(0))
     adopt_orphans()
     agent = HostAgent(ticket)

@@ -19,6 +19,8 @@ from meshbook.event_loop import EventLoop
 from meshbook.hosted_template import HostedTemplate
 from meshbook.hosted_worker import HostedWorker, Owner
 from meshbook.lifecycle import WorkerPhase
+from meshbook.limits import explain
+from meshbook.processes import kill_session
 
 
 class _Batch:
@@ -51,7 +53,7 @@ class Crew:
         """Of everyone who has a rank here, the dead included."""
         self.ending = False
         """The mesh is being stopped: whoever comes up now is not wanted any more."""
-        self._loop, self._owner, self._report, self._on_gone, self._host = loop, owner, report, on_gone, host
+        self._loop, self._owner, self._report, self._on_gone, self.host = loop, owner, report, on_gone, host
         self._log_dir = log_dir
         self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
         self._batches: list[_Batch] = []
@@ -63,18 +65,22 @@ class Crew:
         """Fork the workers of ``spawn`` from a ready template and tell each who it is."""
         slots = self._free_slots(len(spawn.seats))
         try:
-            plan = plan_devices(max(slots) + 1, spawn.device, self._host)
+            plan = plan_devices(max(slots) + 1, spawn.device, self.host)
         except DeviceError as error:
             self._report(wire.SpawnFailed(spawn.mesh, str(error), error.wanted, error.found))
             return
-        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         batch = _Batch(spawn)
-        for seat, slot in zip(spawn.seats, slots, strict=True):
-            worker = self._make_worker(seat.known_as, f"cuda:{slot}" if plan.device == "cuda" else "cpu", slot)
-            batch.workers.append(worker)
-            begin = self._begin(spawn, seat, worker, plan.environments[slot], import_in_workers)
-            worker.calls.send([wire.encode(begin)])
         self._batches.append(batch)
+        try:
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for seat, slot in zip(spawn.seats, slots, strict=True):
+                worker = self._make_worker(seat.known_as, f"cuda:{slot}" if plan.device == "cuda" else "cpu", slot)
+                batch.workers.append(worker)
+                begin = self._begin(spawn, seat, worker, plan.environments[slot], import_in_workers)
+                worker.calls.send([wire.encode(begin)])
+        except OSError as error:
+            self._on_not_forked(batch, explain(error))
+            return
         template.fork_workers(
             [worker.descriptors for worker in batch.workers],
             lambda pids: self._on_forked(batch, pids),
@@ -111,7 +117,7 @@ class Crew:
             local_world_size=arrangement.local_world_size,
             host_rank=arrangement.host_rank,
             hosts=arrangement.hosts,
-            host=self._host,
+            host=self.host,
             axes=arrangement.axes,
             sizes=arrangement.sizes,
             device=worker.device,
@@ -124,14 +130,22 @@ class Crew:
         )
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:
-        for worker, pid in zip(batch.workers, pids, strict=True):
-            worker.started(pid)
+        try:
+            for worker, pid in zip(batch.workers, pids, strict=True):
+                worker.started(pid)
+        except OSError as error:
+            for pid in pids:
+                kill_session(pid)
+            self._on_not_forked(batch, explain(error))
+            return
+        for worker in batch.workers:
             if self.ending or worker in self.leaving:
                 worker.kill()
         self.report_ready()  # a worker's own word may have come first
 
     def _on_not_forked(self, batch: _Batch, reason: str) -> None:
-        self._batches.remove(batch)
+        if batch in self._batches:
+            self._batches.remove(batch)
         for worker in batch.workers:
             worker.close()
             if self.workers.get(worker.rank) is worker:

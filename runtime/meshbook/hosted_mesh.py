@@ -12,16 +12,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from meshbook import wire
 from meshbook.bulk import Spans
 from meshbook.deaths import OomWatch, last_words
+from meshbook.errors import Failure, MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_crew import Crew
 from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_worker import HostedWorker
 from meshbook.lifecycle import WorkerEvent
-from meshbook.rank_output import Piece, log_tail
+from meshbook.rank_output import CRASH_REPORT_LINES, Piece, log_tail
 
 COMBINE_S = 0.002
 """Answers of one host wait this long for each other; failures do not wait."""
@@ -30,8 +33,6 @@ FLUSH_S = 0.05
 """How long output may wait for more of it."""
 
 LOG_TAIL_LINES = 5
-CRASH_REPORT_LINES = 200
-"""Enough for what `faulthandler` writes, of which `last_words` keeps the gist."""
 
 
 class Uplink(Protocol):
@@ -96,6 +97,18 @@ class HostedMesh:
         for worker in members:
             worker.calls.send(frames)
 
+    def refuse(self, call: wire.Call, error: MeshError) -> None:
+        """Answer a call that cannot be passed on, for its members here."""
+        ranks = [rank for rank in self.workers if wire.target_has(call.target, rank)]
+        replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
+        self._uplink.send(wire.Replies(call.id, replies), [self._explain(rank, error) for rank in ranks])
+
+    def _explain(self, rank: int, error: MeshError) -> bytes:
+        """The payload of a reply that says why there is no other."""
+        name, text = type(error).__name__, str(error)
+        failure = Failure(rank, self.crew.host, name, text, (f"{name}: {text}",), "")
+        return msgspec.msgpack.encode(failure[:6])
+
     def query(self, query: wire.Query) -> None:
         """Pass a query on to the control threads of its members here."""
         members = [worker for worker in self.workers.values() if wire.target_has(query.target, worker.rank)]
@@ -132,7 +145,7 @@ class HostedMesh:
                 self._send_output(worker, final=True)
                 self._uplink.send(wire.Display(self.id, worker.rank, output, update, is_result), payload)
             case wire.LateText(output, stream, text):
-                worker.output.add_late(Piece(output, stream, text))
+                worker.output.add_late(Piece(output, stream, text), time.monotonic())
                 self.on_output(worker)
             case wire.RankStore(request, op):
                 if worker not in self.crew.leaving:
@@ -151,13 +164,16 @@ class HostedMesh:
         if call.prints:
             self._send_output(worker, final=True)
             worker.output.renew()
-        segment, bulk = (None, None) if reply.segment is None else self._uplink.export(reply.segment)
-        call.replies.append(
-            wire.RankReply(worker.rank, reply.status, len(payload), reply.duration_s, segment, bulk, reply.inline)
-        )
+        status, inline, segment, bulk = reply.status, reply.inline, None, None
+        try:
+            if reply.segment is not None:
+                segment, bulk = self._uplink.export(reply.segment)
+        except MeshError as error:
+            status, inline, payload = wire.RAISED, b"", [self._explain(worker.rank, error)]
+        call.replies.append(wire.RankReply(worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline))
         call.frames += payload
         call.waiting.discard(worker.rank)
-        if not call.waiting or reply.status != wire.OK:
+        if not call.waiting or status != wire.OK:
             self._flush_call(reply.id)
         elif not self._combining:
             self._combining = True

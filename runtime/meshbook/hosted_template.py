@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from meshbook import template as protocol
+from meshbook.deaths import last_words
 from meshbook.event_loop import EventLoop
+from meshbook.limits import explain
+from meshbook.processes import describe_exit, kill_session
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # read at import: any other value starts threads that do not survive a fork
@@ -22,6 +27,9 @@ _ENVIRONMENT = {
     "TORCH_GLOO_LAZY_INIT": "1",
 }
 
+_KEPT_LINES = 200
+_LAST_LINES = 5
+
 
 class _Fork(NamedTuple):
     descriptors: Sequence[Sequence[int]]
@@ -30,18 +38,54 @@ class _Fork(NamedTuple):
     pids: list[int]
 
 
+class Voice:
+    """What a template and its forks write: passed on to our own log, and the last of it kept."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._fd, self.theirs = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._fd, False)
+        self._kept = b""
+        self._watch = loop.watch(self._fd, self._read)
+
+    def last_words(self) -> str:
+        """The end of it, indented, below a colon; empty when nothing was said."""
+        self._read()
+        words = last_words(self._kept.decode(errors="backslashreplace"), _LAST_LINES)
+        return "; its last words:\n" + "\n".join(f"  {line}" for line in words.splitlines()) if words else ""
+
+    def close(self) -> None:
+        if self._watch.active:
+            self._loop.forget(self._watch)
+            os.close(self._fd)
+
+    def _read(self) -> None:
+        while self._watch.active:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.close()
+                return
+            self._kept = b"".join((self._kept + data).splitlines(keepends=True)[-_KEPT_LINES:])
+            with contextlib.suppress(OSError):  # a full disk under the log
+                os.write(2, data)
+
+
 class HostedTemplate:
     """A template process. Fork requests wait until it is ready; they fail when it ends."""
 
-    def __init__(self, loop: EventLoop, sock: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, loop: EventLoop, sock: socket.socket, voice: Voice) -> None:
         self.problem = ""
         """Why this template must not be forked; then its modules are imported by each worker instead."""
         self.failure = ""
         """Why it is unusable: it ended, or an import failed."""
-        self.pid = process.pid if process else 0
-        self._process = process
+        self.pid = 0
+        """Of a child of ours; 0 until it is known, and once it was reaped."""
         self._loop = loop
         self._sock = sock
+        self._voice = voice
         self._watch = loop.watch(sock.fileno(), self._on_readable)
         self._ready = False
         self._waiting: deque[Callable[[], None]] = deque()
@@ -49,31 +93,55 @@ class HostedTemplate:
 
     @classmethod
     def start(cls, loop: EventLoop) -> HostedTemplate:
-        """Start one with the standard modules, in an interpreter of its own."""
+        """Start one with the standard modules, in an interpreter of its own.
+
+        Raises: OSError if the system has no process or no descriptors for it.
+        """
         ours, theirs = _socket_pair()
-        with theirs:
+        voice = None
+        try:
+            voice = Voice(loop)
             process = subprocess.Popen(
                 [sys.executable, "-m", "meshbook.template", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
+                stdout=voice.theirs,
+                stderr=voice.theirs,
                 env={**os.environ, **_ENVIRONMENT},
             )
-        return cls(loop, ours, process)
+        except OSError:
+            ours.close()
+            if voice is not None:
+                voice.close()
+            raise
+        finally:
+            theirs.close()
+            if voice is not None:
+                os.close(voice.theirs)
+        template = cls(loop, ours, voice)
+        template.pid = process.pid
+        process.returncode = 0  # it is reaped by us, like the others
+        return template
 
     def fork_template(self, preload: tuple[str, ...], sys_path: tuple[str, ...]) -> HostedTemplate:
-        """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready."""
+        """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready.
+
+        Raises: OSError if the system has no descriptors for it.
+        """
         ours, theirs = _socket_pair()
+        forked = HostedTemplate(self._loop, ours, self._voice)
 
         def ask() -> None:
             with theirs:
-                if self.failure:
-                    return
-                self._sock.send(protocol.encode(protocol.ForkTemplate(os.getpid(), preload, sys_path)))
-                self._send_descriptors([theirs.fileno()])
+                forked.failure = self.failure
+                try:
+                    self._sock.send(protocol.encode(protocol.ForkTemplate(os.getpid(), preload, sys_path)))
+                    self._send_descriptors([theirs.fileno()])
+                except OSError as error:
+                    forked.failure = forked.failure or f"the template could not be forked: {explain(error)}"
 
         self.when_ready(ask)
-        return HostedTemplate(self._loop, ours, None)
+        return forked
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the template is ready or has failed: look at `problem` and `failure`."""
@@ -100,17 +168,15 @@ class HostedTemplate:
             self._sock.send(protocol.encode(protocol.ForkWorkers(os.getpid(), len(descriptors))))
             for each in descriptors:
                 self._send_descriptors(each)
-        except OSError:
-            self._on_end()
+        except OSError as error:
+            self._on_end(error)
 
     def close(self) -> None:
         """End the process; idempotent."""
         self._loop.forget(self._watch)
         self._sock.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._reap()
+        self._voice.close()
 
     def _send_descriptors(self, descriptors: Sequence[int]) -> None:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
@@ -125,24 +191,48 @@ class HostedTemplate:
             self._on_end()
             return
         answer = protocol.decode_answer(data)
-        if isinstance(answer, protocol.TemplateReady):
-            self.problem, self.failure, self.pid = answer.problem, answer.failure, answer.pid
+        if isinstance(answer, protocol.TemplateForked):
+            self.pid = answer.pid
+        elif isinstance(answer, protocol.TemplateReady):
+            self.problem, self.failure = answer.problem, answer.failure
             self._ready = True
             self._serve_waiting()
-            return
-        fork = self._forks[0]
-        fork.pids.append(answer.pid)
-        if len(fork.pids) == len(fork.descriptors):
-            self._forks.popleft()
-            fork.on_forked(fork.pids)
+        elif isinstance(answer, protocol.ForkFailed):
+            self._fail(self._forks.popleft(), answer.reason)
+        else:
+            fork = self._forks[0]
+            fork.pids.append(answer.pid)
+            if len(fork.pids) == len(fork.descriptors):
+                self._forks.popleft()
+                fork.on_forked(fork.pids)
 
-    def _on_end(self) -> None:
-        status = self._process.wait() if self._process else None
-        self.failure = self.failure or f"the template process ended{'' if status is None else f' (status {status})'}"
+    def _on_end(self, error: OSError | None = None) -> None:
+        """It ended, or we cannot speak to it (``error``), which comes to the same."""
+        if not self._watch.active:
+            return
         self._loop.forget(self._watch)
+        self._sock.close()
+        how = self._reap()
+        if not self.failure:
+            why = how if error is None else f"it does not take requests: {explain(error)}"
+            self.failure = f"the template process ended{f' ({why})' if why else ''}{self._voice.last_words()}"
         self._serve_waiting()
         while self._forks:
-            self._forks.popleft().on_failed(self.failure)
+            self._fail(self._forks.popleft(), self.failure)
+
+    def _reap(self) -> str:
+        """End the process for certain; how it ended, in words, where that is known."""
+        pid, self.pid = self.pid, 0
+        if not pid:
+            return ""
+        os.kill(pid, signal.SIGKILL)  # no news to one that has ended, and still ours, since nobody else reaps it
+        return describe_exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def _fail(self, fork: _Fork, reason: str) -> None:
+        """Give up a request; the workers that it has forked already are ended."""
+        for pid in fork.pids:
+            kill_session(pid)
+        fork.on_failed(reason)
 
     def _serve_waiting(self) -> None:
         while self._waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -135,35 +136,38 @@ class HostedWorker:
         """(owner pid, segment) of payloads that the worker may still have mapped."""
         self.output = RankOutput(marker, RankLog(log), now)
         self._loop, self._owner = loop, owner
-        call, self._call_theirs = socket.socketpair()
-        urgent, self._urgent_theirs = socket.socketpair()
-        self.calls = Lane(loop, call, self._on_frames, self._on_nonsense)
-        self.urgent = Lane(loop, urgent, self._on_frames, self._on_nonsense)
         self._nonsense = ""
         self._pipes: dict[str, Watch] = {}
         self._pipe_ends: list[int] = []
-        for stream in ("stdout", "stderr"):
-            self._pipe_ends.append(self._open_pipe(stream))
+        self._theirs: list[socket.socket] = []
         self._pidfd: Watch | None = None
+        self._lanes: list[Lane] = []
+        try:
+            self.calls, self.urgent = self._open_lane(), self._open_lane()
+            for stream in ("stdout", "stderr"):
+                self._pipe_ends.append(self._open_pipe(stream))
+        except OSError:
+            self.close()
+            raise
 
     @property
     def descriptors(self) -> list[int]:
         """The worker's ends, to be sent to the template."""
-        return [self._call_theirs.fileno(), self._urgent_theirs.fileno(), *self._pipe_ends]
+        return [*(sock.fileno() for sock in self._theirs), *self._pipe_ends]
 
     def advance(self, event: WorkerEvent) -> None:
         """Go on to the next phase of the worker's table."""
         self.phase = advance(WORKER_NEXT, self.phase, event)
 
     def started(self, pid: int) -> None:
-        """The template has forked it: watch its end."""
+        """The template has forked it: watch its end. Raises: OSError if no descriptor is left for that."""
         self.close_their_ends()
         self.pid = pid
         self.advance(WorkerEvent.FORKED)
         self._pidfd = self._loop.watch(os.pidfd_open(pid), self._on_end)
 
     def close_their_ends(self) -> None:
-        for sock in (self._call_theirs, self._urgent_theirs):
+        for sock in self._theirs:
             sock.close()
         while self._pipe_ends:
             os.close(self._pipe_ends.pop())
@@ -178,13 +182,24 @@ class HostedWorker:
             kill_session(self.pid)
 
     def close(self) -> None:
-        """Close what is ours; the process must have ended."""
-        self.calls.close()
-        self.urgent.close()
+        """Close what is ours; the process must have ended, or end by that."""
+        for lane in self._lanes:
+            lane.close()
+        if self._pidfd is not None:
+            self._loop.forget(self._pidfd)
+            os.close(self._pidfd.fd)
+            self._pidfd = None
         for stream in tuple(self._pipes):
             self._close_pipe(stream)
         self.close_their_ends()
         self.output.log.close()
+
+    def _open_lane(self) -> Lane:
+        ours, theirs = socket.socketpair()
+        self._theirs.append(theirs)
+        lane = Lane(self._loop, ours, self._on_frames, self._on_nonsense)
+        self._lanes.append(lane)
+        return lane
 
     def _open_pipe(self, stream: str) -> int:
         ours, theirs = os.pipe2(os.O_CLOEXEC)
@@ -207,7 +222,7 @@ class HostedWorker:
             if not data:
                 self._close_pipe(stream)
                 return
-            self.output.feed(stream, data)
+            self.output.feed(stream, data, time.monotonic())
             if len(data) < _READ_BYTES:
                 return
 

@@ -6,6 +6,7 @@ be read by others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from typing import IO, Protocol
 
 import msgspec
 
+from meshbook.deaths import last_words
 from meshbook.processes import describe_exit
+from meshbook.rank_output import CRASH_REPORT_LINES, log_tail
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -41,6 +44,9 @@ decode_ticket = msgspec.json.Decoder(Ticket).decode
 
 class LaunchedHost(Protocol):
     """A host agent that was started, and may not have dialled in yet."""
+
+    pid: int
+    """Of the process here whose end is the agent's end; 0 when there is none."""
 
     def failure(self) -> str | None:
         """Why it ended, or None while it runs (or while nobody can tell)."""
@@ -94,8 +100,9 @@ def _start(ticket: Ticket, log: Path) -> LocalHost:
             start_new_session=True,
         )
     assert process.stdin is not None
-    process.stdin.write(encode_ticket(ticket) + b"\n")
-    process.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, and `LocalHost.failure` says why
+        process.stdin.write(encode_ticket(ticket) + b"\n")
+        process.stdin.flush()
     return LocalHost(process, process.stdin, log)
 
 
@@ -104,14 +111,15 @@ class LocalHost:
 
     def __init__(self, process: subprocess.Popen[bytes], lifeline: IO[bytes], log: Path) -> None:
         self._process, self._lifeline, self._log = process, lifeline, log
+        self.pid = process.pid
 
     def failure(self) -> str | None:
         """Exit status in words, with the end of the agent's own log; None while it runs."""
         status = self._process.poll()
         if status is None:
             return None
-        said = self._log.read_text(errors="replace").strip().splitlines()[-3:]
-        return ": ".join([f"the host agent ended ({describe_exit(status)})", *said])
+        said = last_words(log_tail(self._log, CRASH_REPORT_LINES), 3).splitlines()
+        return ": ".join([f"the host agent ended ({describe_exit(status)})", *(line.strip() for line in said)])
 
     def close(self, timeout_s: float) -> None:
         """Close the lifeline, wait, then kill; idempotent."""

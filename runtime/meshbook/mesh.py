@@ -13,6 +13,7 @@ from meshbook.errors import HostLost, SpawnError, UsageError
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
+from meshbook.limits import explain
 from meshbook.proc_mesh import ProcMesh
 from meshbook.shape import Extent, Region
 
@@ -128,7 +129,11 @@ def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
         for _ in range(math.prod(extent.sizes.values()))
     ]
     hosts = []
-    for ticket, launched in zip(tickets, launcher.launch(tickets), strict=True):
+    try:
+        started = launcher.launch(tickets)
+    except OSError as error:
+        raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
+    for ticket, launched in zip(tickets, started, strict=True):
         hosts.append(controller.expect_host(ticket, launched, launcher.shares_environment))
     return HostMesh(controller, hosts, extent)
 
@@ -176,7 +181,10 @@ def _the_controller() -> Controller:
     global _controller
     with _lock:
         if _controller is None:
-            _controller = Controller()
+            try:
+                _controller = Controller()
+            except OSError as error:
+                raise SpawnError(f"this process cannot make what its meshes need: {explain(error)}.") from error
             _controller.output_source = _output_source
             atexit.register(shutdown)
         return _controller

@@ -66,6 +66,17 @@ def kill_session(pid: int) -> None:
             pass
 
 
+def is_group(pid: int) -> bool:
+    """Whether ``pid`` leads a process group with a living process."""
+    try:
+        os.killpg(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def reap_strangers(known: Collection[int]) -> None:
     """Take leave of adopted processes that have ended: children of workers that are gone. Leaves ``known`` alone."""
     while True:

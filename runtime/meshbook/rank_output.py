@@ -11,15 +11,23 @@ newest `TAIL_BYTES` wait, older ones are counted and stay in the log only.
 from __future__ import annotations
 
 import codecs
+import math
 import os
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from meshbook.limits import explain
+from meshbook.wording import format_bytes
+
 BURST_BYTES = 256 << 10
 RATE_BYTES_S = 64 << 10
 TAIL_BYTES = 64 << 10
 LOG_QUOTA_BYTES = 1 << 30
+CRASH_REPORT_LINES = 200
+"""Enough for what `faulthandler` writes, of which `meshbook.deaths.last_words` keeps the gist."""
+RETRY_S = 2.0
+"""How often a log that could not be written is tried again."""
 
 _MARK = b"\x1e"
 _LONGEST_ID = 24
@@ -38,30 +46,52 @@ def log_tail(path: Path, lines: int) -> str:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - (256 << 10)))
             return b"\n".join(file.read().splitlines()[-lines:]).decode(errors="backslashreplace")
-    except FileNotFoundError:
+    except OSError:  # there is none, or no descriptor is left to open it
         return ""
 
 
 class RankLog:
-    """The rank's log file: everything it wrote, up to the quota; a full disk loses the log, not the rank."""
+    """The rank's log file: everything it wrote, up to the quota; a full disk loses the log, not the rank.
+
+    What cannot be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it lacks.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._written = 0
-        self._ended = False
+        self._missing = 0
+        self._why = ""
+        self._retry_at = 0.0
+        self._told = False
 
-    def write(self, data: bytes) -> None:
-        if self._ended:
-            return
+    def write(self, data: bytes, now: float) -> str:
+        """Append ``data``; returns what the person should know, once: that the log has become incomplete, and why."""
+        if self._why and now < self._retry_at:
+            self._missing += len(data)
+            return ""
+        if self._written > LOG_QUOTA_BYTES:
+            return self._lose(data, f"it holds {format_bytes(LOG_QUOTA_BYTES)}, which is its quota", math.inf)
         try:
-            os.write(self._fd, data)
-            self._written += len(data)
-            if self._written > LOG_QUOTA_BYTES:
-                self._ended = True
-                os.write(self._fd, b"\n[meshbook: the log is full; later output was not kept]\n")
-        except OSError:
-            self._ended = True
+            if self._missing:
+                gap = f"\n[meshbook: {self._missing:,} bytes are missing here: {self._why}]\n"
+                data = gap.encode() + data
+                self._missing, self._why = 0, ""
+            while data:
+                count = os.write(self._fd, data)
+                self._written += count
+                data = data[count:]
+        except OSError as error:
+            return self._lose(data, explain(error), now + RETRY_S)
+        return ""
+
+    def _lose(self, data: bytes, why: str, retry_at: float) -> str:
+        self._missing += len(data)
+        self._why, self._retry_at = why, retry_at
+        if self._told:
+            return ""
+        self._told = True
+        return f"its log is incomplete from here on: {why}\n"
 
     def close(self) -> None:
         os.close(self._fd)
@@ -121,32 +151,37 @@ class RankOutput:
         self._streams = {name: _Stream(name, marker) for name in ("stdout", "stderr")}
         self._pending: deque[Piece] = deque()
         self._pending_bytes = 0
+        self._notes: list[Piece] = []
         self._budget = float(BURST_BYTES)
         self._refilled = now
         self._cut: dict[int, int] = {}
         self._cut_news: set[int] = set()
 
-    def feed(self, stream: str, data: bytes) -> None:
+    def feed(self, stream: str, data: bytes, now: float) -> None:
         """Take what was read from the pipe ``stream``."""
         split = self._streams[stream]
         for output, piece in split.split(data):
-            self.log.write(piece)
+            self._keep(output, piece, now)
             if text := split.decode(piece):
                 self._pending.append(Piece(output, stream, text))
                 self._pending_bytes += len(text)
         while self._pending_bytes > max(self._budget, TAIL_BYTES) + TAIL_BYTES:
             self._drop(self._pending.popleft())
 
-    def add_late(self, piece: Piece) -> None:
+    def add_late(self, piece: Piece, now: float) -> None:
         """Take text that its worker attributed itself, since it belongs to an earlier output."""
-        self.log.write(piece.text.encode(errors="backslashreplace"))
+        self._keep(piece.output, piece.text.encode(errors="backslashreplace"), now)
         self._pending.append(piece)
         self._pending_bytes += len(piece.text)
+
+    def _keep(self, output: int, data: bytes, now: float) -> None:
+        if note := self.log.write(data, now):
+            self._notes.append(Piece(output, "stderr", note))
 
     @property
     def waiting(self) -> bool:
         """Whether `take` has something to give, now or later."""
-        return bool(self._pending)
+        return bool(self._pending or self._notes)
 
     def take(self, now: float, *, final: bool = False) -> tuple[list[Piece], dict[int, int]]:
         """Return the pieces that may be sent now, and the total cut so far of each output whose total grew.
@@ -155,7 +190,7 @@ class RankOutput:
         """
         self._budget = min(BURST_BYTES, self._budget + (now - self._refilled) * RATE_BYTES_S)
         self._refilled = now
-        pieces = []
+        pieces, self._notes = self._notes, []
         while self._pending and (final or self._budget > 0):
             piece = self._pending.popleft()
             self._pending_bytes -= len(piece.text)

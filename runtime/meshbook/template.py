@@ -16,11 +16,14 @@ The agent speaks to us over a SEQPACKET socket: a request, then one packet per w
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
 import os
 import socket
+import struct
 import sys
 import time
 import traceback
@@ -29,7 +32,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from meshbook.processes import die_with_parent, thread_count
+from meshbook.limits import explain
+from meshbook.processes import die_with_parent, is_group, kill_session, start_time, thread_count
 
 if TYPE_CHECKING:
     from meshbook.shell import RankShell
@@ -53,6 +57,7 @@ FDS_PER_WORKER = 4
 """call socket, urgent socket, stdout, stderr"""
 
 _PACKET_BYTES = 1 << 16
+_PID = struct.Struct("<i")
 
 
 class ForkWorkers(msgspec.Struct, tag="fork", frozen=True):
@@ -79,12 +84,24 @@ class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
     failure: str = ""
 
 
+class TemplateForked(msgspec.Struct, tag="born", frozen=True):
+    """The first word of a forked template, before it imports anything."""
+
+    pid: int
+
+
 class WorkerForked(msgspec.Struct, tag="forked", frozen=True):
     pid: int
 
 
+class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
+    """The oldest request is given up; workers of it that were named before are the agent's to end."""
+
+    reason: str
+
+
 Request = ForkWorkers | ForkTemplate
-Answer = TemplateReady | WorkerForked
+Answer = TemplateReady | TemplateForked | WorkerForked | ForkFailed
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
@@ -98,7 +115,7 @@ class _Fork(NamedTuple):
 
 
 def main(fd: int) -> None:
-    """Import, say ready, and serve fork requests until the agent closes the socket."""
+    """Import, say ready, and serve fork requests until the agent closes the socket; then end what it left."""
     sock = socket.socket(fileno=fd)
     started = time.perf_counter()
     faulthandler.enable(all_threads=False)  # workers inherit it: a crash in native code says where Python was
@@ -107,8 +124,10 @@ def main(fd: int) -> None:
     while True:
         _freeze()
         sock.send(encode(TemplateReady(os.getpid(), time.perf_counter() - started, _why_not_to_fork())))
-        child = _serve(sock)
+        flock = Flock()
+        child = _serve(sock, flock)
         if child is None:
+            flock.end()
             os._exit(0)
         if child.kind == "worker":
             sock.close()
@@ -118,6 +137,7 @@ def main(fd: int) -> None:
         sock.close()
         sock = socket.socket(fileno=child.descriptors[0])
         started = time.perf_counter()
+        sock.send(encode(TemplateForked(os.getpid())))
         _preload_or_explain(sock, child.kind)
 
 
@@ -155,40 +175,85 @@ def _why_not_to_fork() -> str:
     return ""
 
 
-def _serve(sock: socket.socket) -> _Fork | None:
+class Flock:
+    """The workers that were forked from here, so that an agent that dies leaves none of their children behind."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, int | None] = {}
+
+    def add(self, pid: int) -> None:
+        """A worker was forked; those that have ended with all their children are forgotten."""
+        self._started = {
+            each: at for each, at in self._started.items() if is_group(each) or start_time(each) == at is not None
+        }
+        self._started[pid] = start_time(pid)
+
+    def end(self) -> None:
+        """The agent is gone, and its workers with it: kill the process groups that they led."""
+        for pid, started in self._started.items():
+            if start_time(pid) in (None, started):  # else the number is somebody else's by now
+                kill_session(pid)
+
+
+def _serve(sock: socket.socket, flock: Flock) -> _Fork | None:
     """Serve requests; returns in a forked child with what it became, or None when the agent is gone."""
     while data := sock.recv(_PACKET_BYTES):
         request = decode_request(data)
-        if isinstance(request, ForkTemplate):
-            _, descriptors = _receive_descriptors(sock)
-            if os.fork() == 0:
-                die_with_parent(os.getppid())
-                sys.path[:0] = [entry for entry in request.sys_path if entry not in sys.path]
-                return _Fork(",".join(request.preload), descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
-        elif (batch := os.fork()) == 0:
-            return _fork_batch(sock, request)
-        else:
-            os.waitpid(batch, 0)
+        try:
+            read, write = os.pipe()
+            batch = os.fork()
+        except OSError as error:
+            _give_up(sock, request, error)
+            continue
+        if batch == 0:
+            os.close(read)
+            return _fork_batch(sock, request, write)
+        os.close(write)
+        while pid := os.read(read, _PID.size):
+            flock.add(_PID.unpack(pid)[0])
+        os.close(read)
+        if os.waitpid(batch, 0)[1]:
+            os._exit(1)  # it was killed: nobody knows how far it came, so the agent gives up what it asked of us
     return None
 
 
-def _fork_batch(sock: socket.socket, request: ForkWorkers) -> _Fork:
-    """In the batch process: fork the workers and exit; returns in each worker only."""
+def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
+    """In the batch process: fork what was asked for and exit; returns in each child only. report: gets their pids."""
+    count = request.count if isinstance(request, ForkWorkers) else 1
     gone_read, gone_write = os.pipe()
-    for _ in range(request.count):
-        _, descriptors = _receive_descriptors(sock)
-        batch_pid = os.getpid()
-        pid = os.fork()
+    batch_pid = os.getpid()
+    for done in range(count):
+        try:
+            descriptors = _receive_descriptors(sock)
+            pid = os.fork()
+        except OSError as error:
+            _give_up(sock, request, error, taken=done + 1)
+            break
         if pid == 0:
             os.close(gone_write)
+            os.close(report)
             _await_adoption(gone_read, batch_pid, request.agent_pid)
-            return _Fork("worker", descriptors)
+            if isinstance(request, ForkWorkers):
+                return _Fork("worker", descriptors)
+            sys.path[:0] = [entry for entry in request.sys_path if entry not in sys.path]
+            return _Fork(",".join(request.preload), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        sock.send(encode(WorkerForked(pid)))
+        if isinstance(request, ForkWorkers):
+            os.write(report, _PID.pack(pid))
+            sock.send(encode(WorkerForked(pid)))
     os._exit(0)
+
+
+def _give_up(sock: socket.socket, request: Request, error: OSError, taken: int = 0) -> None:
+    """Say why a request cannot be served, and take its remaining packets off the socket."""
+    count = request.count if isinstance(request, ForkWorkers) else 1
+    for _ in range(count - taken):
+        with contextlib.suppress(OSError):
+            for descriptor in _receive_descriptors(sock):
+                os.close(descriptor)
+    if isinstance(request, ForkWorkers):  # a template that is not forked says so by the end of its socket
+        sock.send(encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
 
 
 def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
@@ -201,13 +266,18 @@ def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
     die_with_parent(agent_pid)
 
 
-def _receive_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
-    data, ancillary, _, _ = sock.recvmsg(_PACKET_BYTES, socket.CMSG_SPACE(4 * FDS_PER_WORKER))
+def _receive_descriptors(sock: socket.socket) -> list[int]:
+    """Raises: OSError when this process may not open so many files."""
+    _, ancillary, flags, _ = sock.recvmsg(_PACKET_BYTES, socket.CMSG_SPACE(4 * FDS_PER_WORKER))
     descriptors = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
-    return data, list(descriptors)
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return list(descriptors)
 
 
 if __name__ == "__main__":

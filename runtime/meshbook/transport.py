@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from meshbook.doorkeeper import BACKLOG, Doorkeeper
 from meshbook.frames import Buffer
 from meshbook.launcher import Ticket
+from meshbook.limits import check_descriptors
 from meshbook.link import Link
 
 LaneName = Literal["urgent", "calls", "bulk"]
@@ -44,6 +45,8 @@ _EVENTS = (
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"meshbook"
 _MAX_FRAME_BYTES = 64 << 20
+_NEEDED_FILES = 64
+"""libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
 _COPY_BELOW_BYTES = 1 << 16
 
 
@@ -58,9 +61,10 @@ def _configure(sock: zmq.Socket[bytes]) -> None:
 
 
 class ControllerSocket:
-    """The controller's end of all lanes of all hosts."""
+    """The controller's end of all lanes of all hosts. Raises: OSError if the system has no sockets for it."""
 
     def __init__(self) -> None:
+        check_descriptors(_NEEDED_FILES)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         public, self._secret = zmq.curve_keypair()
         self.public_key = public.decode()
@@ -73,6 +77,16 @@ class ControllerSocket:
         self.door: Doorkeeper | None = None
         """Watches the TCP port, if there is one."""
         self._monitor: zmq.Socket[bytes] | None = None
+        self._ends: set[int] = set()
+        """pidfds of processes whose end `poll` waits for."""
+        self._ended = False
+        try:
+            self._open(public)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
+
+    def _open(self, public: bytes) -> None:
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.linger = 0
         self._zap.bind(_ZAP_ENDPOINT)
@@ -135,10 +149,32 @@ class ControllerSocket:
         if wake_fd not in self._poller:
             self._poller.register(wake_fd, zmq.POLLIN)
         events = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        for fd in self._ends.intersection(fd for fd, _ in events if isinstance(fd, int)):
+            self._forget_end(fd)
+            self._ended = True
         if any(sock is self._zap for sock, _ in events):
             self._answer_handshakes()
         if self._monitor is not None and any(sock is self._monitor for sock, _ in events):
             self._watch_connections()
+
+    def watch_end(self, pid: int) -> None:
+        """Have `poll` return when the process ends, which `has_ended` then tells, once."""
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:  # no descriptor is left, or it is gone already: who looks at it regularly finds out
+            return
+        self._ends.add(fd)
+        self._poller.register(fd, zmq.POLLIN)
+
+    def has_ended(self) -> bool:
+        """Whether one of the processes has ended since this was last asked."""
+        ended, self._ended = self._ended, False
+        return ended
+
+    def _forget_end(self, fd: int) -> None:
+        self._poller.unregister(fd)
+        self._ends.discard(fd)
+        os.close(fd)
 
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""
@@ -169,6 +205,8 @@ class ControllerSocket:
         if self.door is not None:
             self._router.disable_monitor()
             self.door.close()
+        for fd in tuple(self._ends):
+            self._forget_end(fd)
         self._context.destroy(linger=0)
 
     def _watch_connections(self) -> None:

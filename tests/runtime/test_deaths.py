@@ -7,10 +7,12 @@ import pickle
 import re
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from collector import Collector
 
@@ -229,6 +231,96 @@ def test_last_words_of_a_crash_keep_what_was_printed_and_where_python_was() -> N
         "Fatal Python error: Bus error",
         "  <cell 7>, line 3, in step",
     ]
+
+
+# ---- agents and templates ------------------------------------------------------------------------------------------
+
+
+def _agent_of(mesh: ProcMesh) -> int:
+    hello = mesh._mesh.hosts[0].hello
+    assert hello is not None
+    return hello.pid
+
+
+def _template_of(mesh: ProcMesh) -> psutil.Process:
+    children = psutil.Process(_agent_of(mesh)).children()
+    (template,) = [
+        child for child in children if "meshbook.template" in child.cmdline() and child.pid not in _pids(mesh)
+    ]
+    return template
+
+
+def _pids(mesh: ProcMesh) -> list[int]:
+    return [status.pid for status in mesh.status()]
+
+
+def _with_start(pids: list[int]) -> list[tuple[int, int]]:
+    recorded = [(pid, start_time(pid)) for pid in pids]
+    return [(pid, started) for pid, started in recorded if started is not None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_an_agent_that_dies_takes_everything_with_it_and_the_next_spawn_starts_another(number: signal.Signals) -> None:
+    mesh = this_host().spawn_procs({"gpus": 2}, group=False)
+    agent = _agent_of(mesh)
+    child = int(mesh.pick(gpus=1).run("import subprocess; subprocess.Popen(['sleep', '100']).pid").get(30).values()[0])
+    family = _with_start([agent, child, _template_of(mesh).pid, *_pids(mesh)])
+    assert len(family) == 5
+    future = mesh.run("import time; time.sleep(60)")
+    killed = time.monotonic()
+    os.kill(agent, number)
+    with pytest.raises(errors.WorkerLost) as caught:
+        future.get(10)
+    assert time.monotonic() - killed < 2 * SOON_S
+    assert caught.value.ranks == (0, 1)
+    assert f"its host is lost: the host agent ended (killed by {number.name}" in str(caught.value)
+    _await_end(family, 5)
+    mesh.stop()
+    with this_host().spawn_procs({"gpus": 1}) as again:
+        assert again.run("rank").get(30).values() == [0]
+
+
+def test_ranks_outlive_their_template_and_the_next_spawn_has_another(mesh4: ProcMesh) -> None:
+    _template_of(mesh4).kill()
+    assert mesh4.run("dist.all_reduce(torch.ones(1)); rank").get(30).values() == [0, 1, 2, 3]
+    with this_host().spawn_procs({"gpus": 2}, group=False) as mesh:
+        assert mesh.run("rank").get(30).values() == [0, 1]
+
+
+def test_a_template_that_dies_as_it_is_asked_is_one_clear_error_or_none(mesh4: ProcMesh) -> None:
+    template = _template_of(mesh4)
+    template.suspend()
+    killer = threading.Timer(0.5, template.kill)
+    killer.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(errors.SpawnError, match=r"the template process ended \(killed by SIGKILL"):
+            this_host().spawn_procs({"gpus": 2}, group=False)
+    finally:
+        killer.join()
+    assert time.monotonic() - began < 10
+    with this_host().spawn_procs({"gpus": 2}, group=False) as mesh:
+        assert mesh.run("rank").get(30).values() == [0, 1]
+    assert mesh4.run("rank").get(30).values() == [0, 1, 2, 3]
+
+
+CRASHES = "import ctypes, sys\nprint('loading weights', file=sys.stderr, flush=True)\nctypes.string_at(0)\n"
+
+
+def test_a_preload_that_crashes_is_a_spawn_error_with_its_last_words(
+    mesh4: ProcMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "crashing_module.py").write_text(CRASHES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(errors.SpawnError) as caught:
+        this_host().spawn_procs({"gpus": 2}, preload=("crashing_module",))
+    assert time.monotonic() - began < 20
+    text = str(caught.value)
+    assert "the template process ended (killed by SIGSEGV, a crash in native code); its last words:" in text
+    assert "loading weights" in text
+    assert "crashing_module.py, line 3" in text
+    assert mesh4.run("rank").get(30).values() == [0, 1, 2, 3]
 
 
 def _await_end(processes: list[tuple[int, int]], timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.rank_output import BURST_BYTES, Piece, RankLog, RankOutput, _Stream, log_tail
+from meshbook.rank_output import BURST_BYTES, RETRY_S, Piece, RankLog, RankOutput, _Stream, log_tail
 
 MARKER = b"\x1e0123456789abcdef:"
 
@@ -39,24 +40,24 @@ def test_every_byte_belongs_to_the_output_that_was_marked(parts: list[tuple[int,
 
 
 def test_a_record_separator_of_the_users_own_passes(output: RankOutput) -> None:
-    output.feed("stdout", MARKER + b"3\nleft\x1eright\n")
+    output.feed("stdout", MARKER + b"3\nleft\x1eright\n", 0.0)
     assert output.take(0.0) == ([Piece(3, "stdout", "left\x1eright\n")], {})
 
 
 def test_a_character_cut_in_two_is_put_together(output: RankOutput) -> None:
     encoded = "naïve\n".encode()
-    output.feed("stdout", MARKER + b"1\n" + encoded[:3])
-    output.feed("stdout", encoded[3:])
+    output.feed("stdout", MARKER + b"1\n" + encoded[:3], 0.0)
+    output.feed("stdout", encoded[3:], 0.0)
     pieces, _ = output.take(0.0)
     assert "".join(piece.text for piece in pieces) == "naïve\n"
 
 
 def test_a_flood_is_cut_with_an_exact_count_and_kept_in_the_log(output: RankOutput) -> None:
     line = b"x" * 99 + b"\n"
-    output.feed("stdout", MARKER + b"7\n")
+    output.feed("stdout", MARKER + b"7\n", 0.0)
     total, shown, cut = 0, 0, {}
     for step in range(2000):
-        output.feed("stdout", line * 100)
+        output.feed("stdout", line * 100, 0.0)
         total += len(line) * 100
         pieces, news = output.take(step * 0.001)
         shown += sum(len(piece.text) for piece in pieces)
@@ -71,9 +72,9 @@ def test_a_flood_is_cut_with_an_exact_count_and_kept_in_the_log(output: RankOutp
 
 
 def test_the_end_of_a_cell_sends_what_waits(output: RankOutput) -> None:
-    output.feed("stderr", MARKER + b"2\n" + b"y" * (BURST_BYTES + 10))
+    output.feed("stderr", MARKER + b"2\n" + b"y" * (BURST_BYTES + 10), 0.0)
     output.take(0.0)
-    output.feed("stderr", b"last words")
+    output.feed("stderr", b"last words", 0.0)
     pieces, _ = output.take(0.0, final=True)
     assert pieces[-1] == Piece(2, "stderr", "last words")
     assert not output.waiting
@@ -83,3 +84,26 @@ def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "none", 5) == ""
     (tmp_path / "log").write_text("a\nb\nc\n")
     assert log_tail(tmp_path / "log", 2) == "b\nc"
+
+
+def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    output = RankOutput(MARKER, RankLog(tmp_path / "rank-0.log"), now=0.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        output.feed("stdout", b"a" * 150, 0.0)
+        output.feed("stdout", b"b" * 50, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    output.feed("stdout", b"c" * 10, 1.5)
+    note = "its log is incomplete from here on: file too large (the limit on the size of files was met: ulimit -f)\n"
+    pieces, _ = output.take(1.5)
+    assert pieces[0] == Piece(0, "stderr", note)
+    assert "".join(piece.text for piece in pieces[1:]) == "a" * 150 + "b" * 50 + "c" * 10
+    output.feed("stdout", b"d", 1.0 + RETRY_S + 1)
+    gap = (
+        "\n[meshbook: 110 bytes are missing here: file too large (the limit on the size of files was met: ulimit -f)]\n"
+    )
+    assert output.log.path.read_text() == "a" * 100 + gap + "d"
+    assert output.take(9.0)[0] == [Piece(0, "stdout", "d")]
+    output.log.close()
