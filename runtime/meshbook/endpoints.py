@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook import wire
+from meshbook.collectives import Collectives
 from meshbook.errors import Failure
 from meshbook.pickling import Pickled, dumps_bounded
 from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
+from meshbook.whereabouts import users_place
 from meshbook.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -164,7 +166,16 @@ def where(worker: Worker) -> str:
     frame = sys._current_frames().get(worker.main_thread)
     if worker.current is None or frame is None:
         return "idle"
+    if operation := worker.groups.waits_in(worker.main_thread):
+        place = users_place(frame)
+        return f"in {operation} ({place})" if place else f"in {operation}"
     return describe_frame(frame)
+
+
+def collectives(worker: Worker) -> Collectives:
+    """How far the rank's process groups are, and what it waits in."""
+    current = worker.current
+    return worker.groups.collectives(current[0] if current else 0)
 
 
 def status(worker: Worker) -> dict[str, object]:
@@ -178,4 +189,6 @@ def status(worker: Worker) -> dict[str, object]:
     }
 
 
-QUERIES: dict[str, Callable[[Worker], object]] = {function.__name__: function for function in (where, status)}
+QUERIES: dict[str, Callable[[Worker], object]] = {
+    function.__name__: function for function in (where, status, collectives)
+}

@@ -163,9 +163,9 @@ class HostAgent:
             case wire.Query():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.query(message)
-            case wire.Cancel():
+            case wire.Cancel() | wire.AbortGroups():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
-                    mesh.cancel(message)
+                    mesh.forward(message)
             case wire.Bulk():
                 self._bulk_in.receive(message, payload[0])
             case wire.SegmentFree(pid, segment):

@@ -116,11 +116,11 @@ class HostedMesh:
         for worker in members:
             worker.urgent.send([wire.encode(query)])
 
-    def cancel(self, cancel: wire.Cancel) -> None:
-        """Pass a cancel on."""
+    def forward(self, message: wire.Cancel | wire.AbortGroups) -> None:
+        """Pass an urgent message on to its members here."""
         for worker in self.workers.values():
-            if wire.target_has(cancel.target, worker.rank):
-                worker.urgent.send([wire.encode(cancel)])
+            if wire.target_has(message.target, worker.rank):
+                worker.urgent.send([wire.encode(message)])
 
     def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
         """Send an urgent message to one worker, if it lives here; whether it does."""

@@ -12,6 +12,7 @@ from C++ fails with "Not implemented". So stores are kept for the life of the pr
 from __future__ import annotations
 
 import itertools
+import queue
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, TypeAlias
@@ -19,10 +20,14 @@ from typing import ClassVar, TypeAlias
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
 
+from meshbook.errors import GroupAborted
 from meshbook.store import StoreOp, StoreOpName, StoreResult
 
-Rpc: TypeAlias = Callable[[StoreOp, float], StoreResult]
-"""``rpc(op, timeout_s)``: ask the server and wait; callable from any thread; TimeoutError when no answer came."""
+Answer: TypeAlias = "queue.SimpleQueue[StoreResult]"
+
+Rpc: TypeAlias = Callable[[StoreOp, float, Answer], StoreResult]
+"""``rpc(op, timeout_s, answer)``: ask the server and wait for what comes in ``answer``, from whoever puts it there;
+callable from any thread; TimeoutError when nothing came."""
 
 DEFAULT_TIMEOUT_S = 300.0
 """As torch's own stores; `init_process_group` sets it to the group's timeout."""
@@ -31,6 +36,7 @@ ANSWER_GRACE_S = 30.0
 """Operations that never wait for keys get at least this long: their answer only has to travel."""
 
 _LAST_WORD_TIMEOUT_S = 1.0
+_ABORTED = StoreResult(error="aborted")
 
 
 class LinkStore(Store):
@@ -45,12 +51,20 @@ class LinkStore(Store):
         super().__init__()
         self._rpc = rpc
         self._closed = False
+        self._aborted = ""
+        self._open: set[Answer] = set()
         self.set_timeout(timedelta(seconds=timeout_s))
         self._alive.append(self)
 
     def close(self) -> None:
         """Refuse further calls with DistStoreError, those of groups that outlived their end included."""
         self._closed = True
+
+    def abort(self, reason: str) -> None:
+        """End all waits, and refuse further calls, with GroupAborted; from any thread."""
+        self._aborted = self._aborted or reason
+        for answer in list(self._open):
+            answer.put(_ABORTED)
 
     def clone(self) -> LinkStore:
         """Return itself: any number of threads may share a store, and a copy would have to be kept alive as well."""
@@ -83,13 +97,13 @@ class LinkStore(Store):
             self._try(StoreOp("cancel", token=token))
             names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {names}") from None
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, GroupAborted):
             self._try(StoreOp("cancel", token=token))
             raise
 
     def _try(self, op: StoreOp) -> None:
         try:
-            self._ask(op, _LAST_WORD_TIMEOUT_S)
+            self._rpc(op, _LAST_WORD_TIMEOUT_S, queue.SimpleQueue())
         except (TimeoutError, OSError, DistError):
             pass  # the server forgets this client's requests and the epoch's keys, at the latest
 
@@ -153,7 +167,16 @@ class LinkStore(Store):
     def _ask(self, op: StoreOp, timeout_s: float) -> StoreResult:
         if self._closed:
             raise DistStoreError(f"{op.op}: this store was closed with the process group that it served")
-        result = self._rpc(op, timeout_s)
+        answer: Answer = queue.SimpleQueue()
+        self._open.add(answer)
+        try:
+            if self._aborted:
+                raise GroupAborted(self._aborted)
+            result = self._rpc(op, timeout_s, answer)
+        finally:
+            self._open.discard(answer)
+        if result is _ABORTED:
+            raise GroupAborted(self._aborted)
         if result.error:
             raise DistStoreError(result.error)
         return result

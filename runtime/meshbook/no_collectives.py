@@ -24,16 +24,26 @@ _PUBLIC_NAMES = {
     "allgather": "all_gather",
     "allgather_coalesced": "all_gather_coalesced",
     "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
     "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
     "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
+    "_end_coalescing": "batch of operations",
     "recv_any_source": "recv",
 }
 """Names of the dispatcher's operations where they are not those of ``torch.distributed``."""
 
 _depth = 0
+
+
+def public_name(operation: str) -> str:
+    """Name an operation of a process group as ``torch.distributed`` does."""
+    return _PUBLIC_NAMES.get(operation, operation)
 
 
 def refuse_if_off(operation: str) -> None:
@@ -70,7 +80,7 @@ def _refusing_mode() -> Any:
             if func.namespace in _NAMESPACES:
                 name = func.overloadpacket.__name__.rstrip("_")
                 if name not in _LOCAL_OPERATIONS:
-                    _refuse(_PUBLIC_NAMES.get(name, name))
+                    _refuse(public_name(name))
             return func(*args, **(kwargs or {}))
 
     return RefusingMode

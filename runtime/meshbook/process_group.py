@@ -22,7 +22,6 @@ import inspect
 import math
 import os
 import sys
-import threading
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,7 +34,10 @@ from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshbook.collectives import Collectives
 from meshbook.errors import LayoutError, SpawnError, UsageError
+from meshbook.group_factory import GroupFactory
+from meshbook.guarded_work import Guard, describe_waits
 from meshbook.link_store import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
 from meshbook.value_broadcast import broadcast_value
@@ -83,7 +85,8 @@ class RankGroups:
         """The default group that the two caches belong to."""
         self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
         self._axis_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-        self._abandoned: list[dist.ProcessGroup] = []
+        self._guard = Guard()
+        self._factory = GroupFactory(self._guard)
 
     # ---- forming and closing ----------------------------------------------------------------------------------
 
@@ -125,6 +128,8 @@ class RankGroups:
         place = RankPlace(
             rank, world_size, local_rank, local_world_size, host_rank, tuple(axes), tuple(sizes), device, on_one_host
         )
+        self._check_newer(epoch)
+        self._guard.renew(epoch)
         self.close()
         prefix = self.prepare(rpc, place, epoch=epoch, timeout_s=timeout_s)
         assert self._link is not None
@@ -134,7 +139,7 @@ class RankGroups:
         try:
             self._prove(timeout_s)
         except BaseException:
-            self.close(abandon=True)
+            self.close()
             raise
         self.device_mesh(place.axes, place.sizes)
 
@@ -144,8 +149,9 @@ class RankGroups:
         Returns: the prefix in the store that was agreed on for a group.
         Raises: SpawnError if not all ranks came within ``timeout_s``.
         """
-        if epoch <= self._epoch:
-            raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
+        self._check_newer(epoch)
+        if self._guard.epoch != epoch:
+            self._guard.renew(epoch)
         self._place, self._epoch, self._scope = place, epoch, f"epoch{epoch}"
         self._link = LinkStore(rpc, timeout_s)
         offer = ""
@@ -160,16 +166,16 @@ class RankGroups:
         self._master = (address, port)
         set_environment(place, self._master)
         self._wrap_init()
+        self._factory.install()
         return prefix
 
-    def close(self, *, abandon: bool = False) -> None:
-        """Destroy the default group and all that is built on it, if there is one.
+    def _check_newer(self, epoch: int) -> None:
+        if epoch <= self._epoch:
+            raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
 
-        abandon: an operation is in flight. torch would join its thread when it frees the group, so the group is kept.
-        """
+    def close(self) -> None:
+        """Destroy the default group and all that is built on it, if there is one."""
         if self.formed:
-            if abandon:
-                self._abandoned += [group for group in c10d._world.pg_map if group is not None]
             dist.destroy_process_group()
         self._forget_groups()
         if self._link is not None:
@@ -187,7 +193,14 @@ class RankGroups:
         """All-reduce ones: every rank counts every rank, on each device that the group serves."""
         expected = dist.get_world_size()
         ones = torch.ones(1, dtype=torch.int64)
-        _wait(dist.all_reduce(ones, async_op=True), timeout_s)
+        try:
+            dist.all_reduce(ones, async_op=True).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise SpawnError(
+                f"the process group did not form: its first collective took more than {timeout_s:g} s"
+                if "timed out" in str(error)
+                else f"the process group did not form: {error}"
+            ) from None
         counted = [int(ones.item())]
         if self._place is not None and self._place.device.startswith("cuda"):
             on_device = torch.ones(1, dtype=torch.int64, device="cuda")
@@ -195,6 +208,31 @@ class RankGroups:
             counted.append(int(on_device.item()))
         if set(counted) != {expected}:
             raise SpawnError(f"the process group of {expected} ranks does not work: an all_reduce counted {counted}")
+
+    # ---- abort, and what the controller asks -------------------------------------------------------------------------
+
+    def abort(self, epoch: int, reason: str) -> None:
+        """End all waits in groups of up to ``epoch`` with GroupAborted, and later operations; from any thread."""
+        if epoch < self._epoch:
+            return
+        self._guard.abort(epoch, reason)
+        if (link := self._link) is not None:
+            link.abort(reason)
+        for group in list(self._factory.groups.values()):
+            if (inner := group.inner) is not None:
+                inner.give_up(reason)
+
+    def collectives(self, call: int) -> Collectives:
+        """How far the groups are and what waits; from any thread. call: what runs on the main thread."""
+        groups = tuple(group.progress() for group in list(self._factory.groups.values()))
+        waiting = describe_waits(self._guard)
+        epoch = self._epoch if groups else -1
+        return Collectives(epoch, call, groups, waiting, self._guard.abandoned, self._guard.reason)
+
+    def waits_in(self, thread: int) -> str:
+        """The operation that ``thread`` waits in, or nothing."""
+        work = self._guard.waits.get(thread)
+        return work.operation if work is not None else ""
 
     # ---- device meshes ----------------------------------------------------------------------------------------
 
@@ -276,15 +314,6 @@ class RankGroups:
         prefix = meet(self._link, scope, rank, world_size, f"{scope}/{uuid.uuid4().hex[:12]}")
         store = PrefixStore(prefix, self._link)
         _torch_init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
-
-
-def _wait(work: dist.Work, timeout_s: float) -> None:
-    """Wait for ``work`` in Python, where a signal gets through: `Work.wait` holds on to the thread."""
-    done = threading.Event()
-    work.get_future().add_done_callback(lambda future: done.set())
-    if not done.wait(timeout_s):
-        raise SpawnError(f"the process group did not form: its first collective took more than {timeout_s:g} s")
-    work.wait()
 
 
 def _check_compatible(wanted: dict[str, Any]) -> None:

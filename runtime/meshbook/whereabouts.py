@@ -39,6 +39,13 @@ def describe_frame(frame: FrameType | None) -> str:
     return f"in {operation} ({place})" if operation else f"at {place}"
 
 
+def users_place(frame: FrameType | None) -> str:
+    """The innermost line of the user's own code: ``cell 7, line 5``; nothing where none runs."""
+    while frame is not None and not _is_users(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else name_place(frame.f_code.co_filename, frame.f_lineno)
+
+
 def name_place(filename: str, line: int) -> str:
     """``cell 7, line 5`` for a cell, ``train.py:41`` for a file."""
     return name_line(filename, line) or f"{Path(filename).name}:{line}"

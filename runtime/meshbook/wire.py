@@ -81,6 +81,16 @@ class StoreRequest(_Message, frozen=True, tag="store"):
     op: StoreOp
 
 
+class AbortGroups(_Message, frozen=True, tag="abort"):
+    """End every wait of process groups of up to ``epoch``, and refuse their later operations, until they are formed
+    under a higher one. Ranks raise `meshbook.errors.GroupAborted` with ``reason``."""
+
+    mesh: int
+    target: Target
+    epoch: int
+    reason: str
+
+
 class StoreAnswer(_Message, frozen=True, tag="stored"):
     """What the store answers, on its way back to the agent of that rank."""
 
@@ -432,14 +442,14 @@ class RankStored(_Message, frozen=True, tag="rstored"):
 
 
 ToHost: TypeAlias = (
-    Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | StoreRequest | StoreAnswer
-    | DropClient | DropKeys | StoreLost | Retire | Renumber | StopMesh | ReadLogs | Goodbye
+    Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups | StoreRequest
+    | StoreAnswer | DropClient | DropKeys | StoreLost | Retire | Renumber | StopMesh | ReadLogs | Goodbye
 )  # fmt: skip
 FromHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Hello | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
     | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs
 )  # fmt: skip
-ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | SegmentFree | RankStored
+ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,7 +1,8 @@
 """A worker: one rank's process. It runs the user's code on its main thread and stays answerable on another.
 
     main thread      receives calls from the agent, one at a time, runs them, replies
-    control thread   receives urgent messages: cancel, queries, answers of the store, freed segments; blocks SIGINT
+    control thread   receives urgent messages: cancel, abort of groups, queries, answers of the store, freed
+                     segments; blocks SIGINT
 
 Each thread reads its own socket; writers hold that socket's lock. The process ends when the agent closes the call
 socket, and dies with its agent.
@@ -239,10 +240,9 @@ class Worker:
 
     # ---- the store of torch.distributed -------------------------------------------------------------------------
 
-    def store_rpc(self, op: StoreOp, timeout_s: float) -> StoreResult:
+    def store_rpc(self, op: StoreOp, timeout_s: float, answer: queue.SimpleQueue[StoreResult]) -> StoreResult:
         """Ask the runtime's store; callable from any thread. Raises: TimeoutError."""
         request = next(self._request_ids)
-        answer: queue.SimpleQueue[StoreResult] = queue.SimpleQueue()
         self._waiting[request] = answer
         try:
             self.urgent.send(wire.RankStore(request, op))
@@ -277,6 +277,8 @@ class Worker:
                         waiting.put(result)
                 case wire.Cancel(call=call):
                     self._cancel(call)
+                case wire.AbortGroups(epoch=epoch, reason=reason):
+                    self.groups.abort(epoch, reason)
                 case wire.SegmentFree(segment=segment):
                     self._segments.release(segment)
                 case wire.Query() as query:

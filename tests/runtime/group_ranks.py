@@ -62,9 +62,9 @@ class Rank:
         self._ids, self._waiting = itertools.count(1), dict[int, queue.SimpleQueue[StoreResult]]()
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def rpc(self, op: StoreOp, timeout_s: float) -> StoreResult:
+    def rpc(self, op: StoreOp, timeout_s: float, answer: queue.SimpleQueue[StoreResult]) -> StoreResult:
         self.asking_threads.add(threading.get_ident())
-        request, answer = next(self._ids), queue.SimpleQueue[StoreResult]()
+        request = next(self._ids)
         self._waiting[request] = answer
         try:
             self.send(b"store", encode((request, op)))

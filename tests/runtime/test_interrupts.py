@@ -43,21 +43,19 @@ def test_ctrl_c_while_waiting_reaches_the_ranks(mesh4: ProcMesh) -> None:
     assert mesh4.run("rank").get(30).values() == [0, 1, 2, 3]
 
 
-def test_a_rank_that_waits_in_a_collective_is_named_with_its_place(mesh2: ProcMesh) -> None:
-    """Freeing it is the business of recovery; here the prompt comes back and the mesh can be stopped."""
+def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -> None:
     run = mesh2.start_cell(
         "t = torch.ones(1)\nif rank == 0:\n    dist.all_reduce(t)", on_output=Collector(), cell_number=7, line_offset=1
     )
     deadline = time.monotonic() + 20
-    while run.waiting != (0,) or "all_reduce" not in mesh2.where()[0]:
+    while run.waiting != (0,) or mesh2.where()[0] != "in all_reduce (cell 7, line 4)":
         assert time.monotonic() < deadline
         time.sleep(0.02)
     started = time.monotonic()
     interrupted = run.interrupt()
-    assert time.monotonic() - started < 3
-    assert list(interrupted.stuck) == [0]
-    assert "all_reduce (cell 7, line 4)" in interrupted.stuck[0]
-    assert mesh2.slice(gpus=1).run("rank").get(30).values() == [1]
+    assert time.monotonic() - started < 2
+    assert interrupted.obeyed == (0,) and interrupted.stuck == {}
+    assert mesh2.run("rank").get(30).values() == [0, 1]
 
 
 def test_a_cancelled_call_that_has_not_started_never_runs(mesh4: ProcMesh) -> None:

@@ -1,0 +1,267 @@
+"""The process groups that ranks hold: permanent, while the C++ groups behind them are replaced.
+
+    all_reduce(t, group) ──> GuardedGroup ──> InnerGroup ──> torch's ProcessGroup ──> gloo, NCCL
+         DTensor, DDP ──────────┘  │ numbers operations, returns interruptible works
+                                   └ after an abort: a new InnerGroup over the new epoch's store
+
+torch's registries hold the GuardedGroup, so names, DeviceMeshes, DTensors and handles stay valid when groups are formed
+again. A group's inner one is made at its first operation: a mesh may have many that nobody uses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from meshbook.collectives import ANY_PEER, GroupProgress
+from meshbook.errors import GroupAborted, UsageError
+from meshbook.guarded_work import CollectiveWork, Guard, PeerWork
+from meshbook.inner_group import InnerGroup, Recipe, dispose
+from meshbook.no_collectives import public_name, refuse_if_off
+
+_COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter",
+    "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+    "alltoall", "alltoall_base", "all_to_all_single", "_end_coalescing",
+)  # fmt: skip
+"""Operations that all members enter, by torch's names, older and newer ones."""
+
+
+_Base: Any = dist.ProcessGroup  # torch's stubs lack much of it
+
+
+class GuardedGroup(_Base):  # type: ignore[misc]
+    """A process group that can be aborted and made again."""
+
+    def __init__(
+        self, recipe: Recipe, store: Store, guard: Guard, options: Any = None, device_id: torch.device | None = None
+    ) -> None:
+        super().__init__(recipe.rank, len(recipe.ranks))
+        self.recipe = recipe
+        self.issued = 0
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.retired = ""
+        """Why it can never be used again."""
+        self.on_retired: Callable[[], object] = lambda: None
+        self._store, self._guard, self._options = store, guard, options
+        self._inner: InnerGroup | None = None
+        self._making = threading.Lock()
+        self._uses_cuda = "cuda" in recipe.devices and torch.cuda.is_available()
+        if device_id is not None:
+            self.bound_device_id = device_id
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> InnerGroup:
+        """The inner group; made now if there is none. Raises: GroupAborted; UsageError for a group of the past."""
+        if self._guard.reason:
+            self._guard.check()
+        if (inner := self._inner) is None:
+            inner = self._make()
+        if inner.dead:
+            raise GroupAborted(inner.dead)
+        return inner
+
+    def _make(self) -> InnerGroup:
+        if self.retired:
+            raise UsageError(self.retired)
+        with self._making:
+            if self._inner is None:
+                device_id = self.bound_device_id
+                self._inner = InnerGroup(self.recipe, self._store, self._guard, self._options, device_id)
+        if self._guard.reason:  # aborted meanwhile, by another thread
+            self._inner.give_up(self._guard.reason)
+        return self._inner
+
+    @property
+    def inner(self) -> InnerGroup | None:
+        """The inner group, if one was made."""
+        return self._inner
+
+    def renew(self, store: Store) -> InnerGroup | None:
+        """Speak over ``store`` from the next operation on, counting from 0; returns the former inner group."""
+        former, self._inner, self._store = self._inner, None, store
+        self.issued, self.sent, self.received = 0, {}, {}
+        return former
+
+    def retire(self, reason: str) -> InnerGroup | None:
+        """Refuse all further use; returns the inner group."""
+        self.retired = self.retired or reason
+        former, self._inner = self._inner, None
+        self.on_retired()
+        return former
+
+    def shutdown(self) -> None:
+        """What `destroy_process_group` calls."""
+        former = self.retire(f'the process group "{self.recipe.name}" was destroyed: make it again on all its ranks.')
+        dispose([former] if former is not None else [])
+
+    def abort(self) -> None:
+        if self._inner is not None:
+            self._inner.give_up("it was aborted on this rank")
+
+    def progress(self) -> GroupProgress:
+        """How far it is; from any thread."""
+        return GroupProgress(self.recipe.name, self.recipe.ranks, self.issued, dict(self.sent), dict(self.received))
+
+    # ---- sends and receives -------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
+        return self._to_peer("send", self.sent, dst, tag, lambda group: group.send(tensors, dst, tag), tensors)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        return self._to_peer("recv", self.received, src, tag, lambda group: group.recv(tensors, src, tag), tensors)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
+        return self._to_peer(
+            "recv", self.received, ANY_PEER, tag, lambda group: group.recv_anysource(tensors, tag), tensors
+        )
+
+    def _to_peer(
+        self,
+        operation: str,
+        counts: dict[int, int],
+        peer: int,
+        tag: int,
+        begin: Callable[[dist.ProcessGroup], dist.Work],
+        tensors: list[torch.Tensor],
+    ) -> dist.Work:
+        refuse_if_off(operation)
+        inner = self.live
+        base = ANY_PEER if peer == ANY_PEER else self.recipe.ranks[peer]
+        number = counts[base] = counts.get(base, 0) + 1
+        if self._uses_cuda and tensors[0].is_cuda:
+            raw = begin(inner.group)
+            inner.add(raw)
+            return CollectiveWork(inner, operation, number, raw, True)
+        work = PeerWork(inner, operation, number, base, lambda: begin(inner.group))
+        inner.add_peer_work(work, operation, peer, tag)
+        if inner.dead:  # aborted before it was known there
+            work.wake()
+        return work
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        refuse_if_off("monitored_barrier")
+        inner = self.live
+        self.issued += 1
+        if timeout is None:
+            timeout = timedelta(seconds=self.recipe.timeout_s)
+
+        def begin() -> None:
+            inner.group.monitored_barrier(timeout, wait_all_ranks)
+
+        work = PeerWork(inner, "monitored_barrier", self.issued, None, begin)
+        inner.add_peer_work(work, "monitored_barrier", 0, 0)
+        work.wait()
+
+    # ---- what torch asks of a group -----------------------------------------------------------------------------
+
+    def name(self) -> str:
+        return "nccl" if "nccl" in self.recipe.devices.values() else "gloo"
+
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:
+        """For C++, which takes a group called gloo for one that holds gloo's own object (DDP's logger does)."""
+        return f"guarded {self.name()}"
+
+    def getGroupName(self) -> str:
+        return self.recipe.name
+
+    def setGroupName(self, name: str) -> None:
+        self.recipe = self.recipe._replace(name=name)
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:
+        return self.recipe.description
+
+    def setGroupDesc(self, description: str) -> None:
+        self.recipe = self.recipe._replace(description=description)
+
+    _set_group_desc = setGroupDesc
+
+    @property
+    def group_name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def group_desc(self) -> str:
+        return self.recipe.description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in self.recipe.devices]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.live.group._get_backend(device)
+
+    def _backend_id(self, backend_type: Any) -> int:
+        return int(self.live.group._backend_id(backend_type))
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.recipe = self.recipe._replace(timeout_s=timeout.total_seconds())
+        self.live.group.set_timeout(timeout)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.live.group._start_coalescing(device)
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None  # done when the inner group is made
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self.live.group._get_sequence_number_for_group())
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        return None
+
+    def _enable_collectives_timing(self) -> None:
+        self.live.group._enable_collectives_timing()
+
+
+def _collective(method: str) -> Callable[..., dist.Work]:
+    operation = public_name(method)
+
+    def collective(self: GuardedGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        refuse_if_off(operation)
+        inner = self.live
+        inner.forget_completed()
+        self.issued += 1
+        raw = getattr(inner.group, method)(*args, **kwargs)
+        inner.add(raw)
+        return CollectiveWork(inner, operation, self.issued, raw, self._uses_cuda and _on_cuda(args))
+
+    collective.__name__ = method
+    return collective
+
+
+def _on_cuda(value: Any) -> bool:
+    """Whether the first tensor among (nested) arguments is on a CUDA device; a barrier's device is CUDA then."""
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    if isinstance(value, dist.BarrierOptions):
+        device = getattr(value, "device", None)
+        return device is not None and device.type == "cuda"
+    return value.device.type == "cuda" if isinstance(value, torch.Tensor) else False
+
+
+for _method in _COLLECTIVES:
+    if hasattr(dist.ProcessGroup, _method):
+        setattr(GuardedGroup, _method, _collective(_method))

@@ -1,0 +1,288 @@
+"""Operations of process groups as their callers hold them: waits that a signal or an abort ends.
+
+torch's `Work.wait` blocks in C++, where neither reaches it. `CollectiveWork` waits in short steps instead; gloo closes
+the connection when a step of a send or a receive runs out, so `PeerWork` begins and awaits those on a side thread.
+
+Who waits for the future of an operation (DDP's backward does) blocks in C++ as well. Such futures are ours: they end
+with the operation, or when the groups are aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from meshbook.collectives import Waiting
+from meshbook.errors import GroupAborted
+from meshbook.whereabouts import users_place
+
+if TYPE_CHECKING:
+    from meshbook.inner_group import InnerGroup
+
+STEP_S = 0.025
+"""How long a wait may last before it looks for signals and aborts."""
+
+EXPLAIN_S = 0.25
+"""After a lost connection: how long the reason may take to arrive from the controller."""
+
+_STEP = timedelta(seconds=STEP_S)
+_NO_TIMEOUT = timedelta(0)
+
+
+class Guard:
+    """What all groups of a rank share: their epoch, whether they were aborted, which thread waits in what."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.reason = ""
+        """Why the groups were aborted; empty while they work."""
+        self.reason_epoch = -1
+        """Groups of up to this epoch are aborted."""
+        self.abandoned = 0
+        self.waits: dict[int, GuardedWork] = {}
+        """By thread."""
+        self.told = threading.Event()
+        """Set while ``reason`` is."""
+
+    def abort(self, epoch: int, reason: str) -> None:
+        self.reason_epoch = max(self.reason_epoch, epoch)
+        self.reason = self.reason or reason
+        self.told.set()
+
+    def renew(self, epoch: int) -> None:
+        """Groups are about to be formed under ``epoch``. Raises: GroupAborted if that was aborted before it began."""
+        if epoch <= self.reason_epoch:
+            raise GroupAborted(self.reason)
+        self.epoch, self.reason, self.abandoned = epoch, "", 0
+        self.told.clear()
+
+    def check(self) -> None:
+        """Raises: GroupAborted while the groups are aborted."""
+        if self.reason:
+            raise GroupAborted(self.reason)
+
+
+def describe_waits(guard: Guard) -> tuple[Waiting, ...]:
+    """What the threads of this process wait in; from any of them."""
+    now, frames = time.monotonic(), sys._current_frames()
+    return tuple(
+        Waiting(
+            work.inner.name, work.operation, work.number, work.peer, users_place(frames.get(thread)), now - work.since
+        )
+        for thread, work in list(guard.waits.items())
+    )
+
+
+class GuardedWork(dist.Work):
+    """One operation. Numbered per group, or per peer and direction."""
+
+    def __init__(self, inner: InnerGroup, operation: str, number: int, peer: int | None = None) -> None:
+        super().__init__()
+        self.inner, self.operation, self.number, self.peer = inner, operation, number, peer
+        self.since = 0.0
+        """When the wait began, monotonic."""
+        self._given_up = False
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the end of the operation.
+
+        Raises: GroupAborted, KeyboardInterrupt; RuntimeError if the operation failed or after ``timeout``.
+        """
+        if self._given_up:
+            raise GroupAborted(self.inner.dead or "this operation was given up")
+        if self._ready():
+            self._finish()
+            return True
+        waits, thread = self.inner.guard.waits, threading.get_ident()
+        self.since = time.monotonic()
+        waits[thread] = self
+        try:
+            self._wait(timeout.total_seconds())
+        except BaseException:
+            if not self.is_completed():
+                self.give_up()
+            raise
+        finally:
+            waits.pop(thread, None)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more, and it may never end."""
+        if not self._given_up:
+            self._given_up = True
+            self.inner.guard.abandoned += 1
+
+    def _ready(self) -> bool:
+        return self.is_completed()
+
+    def _wait(self, timeout_s: float) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def _raise_failed(self, error: BaseException) -> NoReturn:
+        """Raise for a failed operation: the reason of the abort, if there is or soon will be one."""
+        inner = self.inner
+        if not inner.dead and "onnection" in str(error):
+            inner.guard.told.wait(EXPLAIN_S)
+        if reason := inner.dead or inner.guard.reason:
+            raise GroupAborted(reason) from error
+        raise error
+
+
+class CollectiveWork(GuardedWork):
+    """A collective, under way in a thread of gloo or on a CUDA stream."""
+
+    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work, on_stream: bool) -> None:
+        super().__init__(inner, operation, number)
+        self._raw, self._on_stream = raw, on_stream
+        self._future: Any = None
+        self._gate: Any = None
+
+    def is_completed(self) -> bool:
+        return bool(self._raw.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._raw.is_success())
+
+    def exception(self) -> Any:
+        return self._raw.exception()
+
+    def result(self) -> Any:
+        return self._raw.result()
+
+    def block_current_stream(self) -> None:
+        self._raw.block_current_stream()
+
+    def get_future(self) -> Any:
+        """A future of the results that also ends, with an error, when the groups are aborted."""
+        if self._on_stream:
+            return self._raw.get_future()
+        if self._future is None:
+            raw, self._gate = self._raw.get_future(), torch.futures.Future()
+            self._future = self._gate.then(lambda _: self._outcome(raw))
+            self.inner.futures.add(self)
+            raw.add_done_callback(lambda _: self._open_gate())
+            if self.inner.dead:
+                self.fail_future()
+        return self._future
+
+    def fail_future(self) -> None:
+        """The groups were aborted, or the call interrupted: end the future, if the operation has not done it."""
+        if not self.is_completed():
+            self.give_up()
+        self._open_gate()
+
+    def _open_gate(self) -> None:
+        self.inner.futures.discard(self)
+        self.inner.forget_completed()
+        with contextlib.suppress(RuntimeError):  # opened already
+            self._gate.set_result(None)
+
+    def _outcome(self, raw: Any) -> Any:
+        if self._given_up:
+            raise GroupAborted(self.inner.dead or "the operation was interrupted")
+        return raw.value()
+
+    def _ready(self) -> bool:
+        return self._on_stream or self.is_completed()
+
+    def _finish(self) -> None:
+        try:
+            self._raw.wait()
+        except RuntimeError as error:
+            self._raise_failed(error)
+        finally:
+            self.inner.forget_completed()
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = self.since + timeout_s if timeout_s > 0 else None
+        raw, inner = self._raw, self.inner
+        while not inner.dead:
+            try:
+                raw.wait(_STEP)
+            except RuntimeError as error:
+                if raw.is_completed():
+                    inner.forget_completed()
+                    self._raise_failed(error)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise
+            else:
+                inner.forget_completed()
+                return
+        raise GroupAborted(inner.dead)
+
+
+class PeerWork(GuardedWork):
+    """A send, a receive, or a call that blocks in C++: begun and awaited on a side thread."""
+
+    def __init__(
+        self, inner: InnerGroup, operation: str, number: int, peer: int | None, begin: Callable[[], dist.Work | None]
+    ) -> None:
+        super().__init__(inner, operation, number, peer)
+        self._begin: Callable[[], dist.Work | None] | None = begin
+        self._raw: dist.Work | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self.ended = False
+        """Whether C++ is done with it, unlike `is_completed` also after an abort."""
+
+    def run(self) -> None:
+        """On the side thread."""
+        try:
+            begin, self._begin = self._begin, None
+            if begin is not None and not self.inner.dead:
+                self._raw = begin()
+                if self._raw is not None:
+                    self._raw.wait()
+        except BaseException as error:
+            self._error = error
+        self.ended = True
+        self.inner.open_peer_works.discard(self)
+        self._done.set()
+
+    def wake(self) -> None:
+        """The groups were aborted: whoever waits is freed; the side thread follows when the connection is shut."""
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self.ended and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Any:
+        return self._raw.result() if self._raw is not None else []
+
+    def source_rank(self) -> int:
+        return self._source_rank()
+
+    def _source_rank(self) -> int:
+        return int(self._raw._source_rank()) if self._raw is not None else -1
+
+    def _wait(self, timeout_s: float) -> None:
+        if not self._done.wait(timeout_s if timeout_s > 0 else None):
+            raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self.ended:
+            self.give_up()
+            raise GroupAborted(self.inner.dead)
+        if self._error is not None:
+            self._raise_failed(self._error)

@@ -1,0 +1,258 @@
+"""One incarnation of a process group: the C++ group that a `GuardedGroup` speaks through until groups are formed again.
+
+Each gloo group has a device of its own, that is a listening socket and a thread: groups that share one confuse their
+connections when these are made lazily. The device's address is what finds the sockets of a group that was given up.
+
+A group must not be destroyed while an operation is under way: its destructor waits for it. `dispose` ends them first.
+Accepted connections are shut down, which ends what waits for a peer on both sides. What waits for a peer to connect has
+no socket yet: a connection of our own, which greets as that peer would and then ends, takes its place. The listening
+socket is left alone, since gloo ends the process when it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from meshbook.guarded_work import CollectiveWork, Guard, PeerWork
+from meshbook.side_threads import Lane, run_aside
+
+GIVE_UP_AFTER_S = 600.0
+"""Operations that have not ended so long after their group was given up keep it for the life of the process."""
+
+_LOOK_S = 0.01
+_GREETING = struct.Struct("=q")
+_device_lock = threading.Lock()
+
+
+class Recipe(NamedTuple):
+    """All that it takes to make a group again, equal on all members but for ``rank``."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks of the members, in group order."""
+    rank: int
+    """Ours, within the group."""
+    backend: str
+    """As given: ``gloo``, ``cpu:gloo,cuda:nccl``."""
+    timeout_s: float
+    description: str
+    tag: str
+    """As given to torch; empty for the default one."""
+
+    @property
+    def devices(self) -> dict[str, str]:
+        """Kind of device to name of backend."""
+        return dict(c10d.BackendConfig(c10d.Backend(self.backend)).get_device_backend_map())
+
+
+class InnerGroup:
+    """A C++ group with what is under way in it."""
+
+    def __init__(
+        self, recipe: Recipe, store: Store, guard: Guard, options: Any = None, device_id: torch.device | None = None
+    ) -> None:
+        self.guard = guard
+        self.name = recipe.name
+        self.dead = ""
+        """Why nothing more comes of it."""
+        self.futures: set[CollectiveWork] = set()
+        """Whose future somebody holds, and that have not ended."""
+        self.open_peer_works: set[PeerWork] = set()
+        self._size, self._rank = len(recipe.ranks), recipe.rank
+        self._pending: deque[dist.Work] = deque()
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[str, int, int], Lane] = {}
+        self._listening: list[tuple[str, int]] = []
+        self.group = self._build(recipe, store, options, device_id)
+
+    # ---- making -------------------------------------------------------------------------------------------------
+
+    def _build(self, recipe: Recipe, store: Store, options: Any, device_id: torch.device | None) -> Any:
+        devices = recipe.devices
+        kinds = dist.ProcessGroup.BackendType
+        group: Any = dist.ProcessGroup(store, recipe.rank, self._size)
+        group._set_default_backend(kinds.NCCL if "nccl" in devices.values() else kinds.GLOO)
+        if device_id is not None:
+            group.bound_device_id = device_id
+        made: dict[str, Any] = {}
+        for device, name in devices.items():
+            if name not in made:
+                prefixed = PrefixStore(f"{device}/", store)
+                made[name] = self._gloo(recipe, prefixed) if name == "gloo" else self._nccl(recipe, prefixed, options)
+                made[name]._set_sequence_number_for_group()
+            group._register_backend(torch.device(device), kinds.GLOO if name == "gloo" else kinds.NCCL, made[name])
+        group._set_group_name(recipe.name)
+        group._set_group_desc(recipe.description)
+        if device_id is not None and "nccl" in made:
+            made["nccl"].eager_connect_single_device(device_id)
+        return group
+
+    def _gloo(self, recipe: Recipe, store: Store) -> Any:
+        options = vars(dist.ProcessGroupGloo)["_Options"]()  # its name in all versions of torch
+        with _device_lock:
+            before = _descriptors()
+            options._devices = _gloo_devices()
+            self._listening = [name for fd in _descriptors() - before if (name := _listening_at(fd)) is not None]
+        options._timeout = timedelta(seconds=recipe.timeout_s)
+        options.global_ranks_in_group = list(recipe.ranks)
+        options.group_name = recipe.name
+        return dist.ProcessGroupGloo(store, recipe.rank, self._size, options)
+
+    def _nccl(self, recipe: Recipe, store: Store, options: Any) -> Any:
+        if options is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = False
+        options._timeout = timedelta(seconds=recipe.timeout_s)
+        options.global_ranks_in_group = list(recipe.ranks)
+        options.group_name = recipe.name
+        return dist.ProcessGroupNCCL(store, recipe.rank, self._size, options)
+
+    # ---- what is under way --------------------------------------------------------------------------------------
+
+    def add(self, work: dist.Work) -> None:
+        """A collective of C++ is under way."""
+        self._pending.append(work)
+
+    def add_peer_work(self, work: PeerWork, direction: str, peer: int, tag: int) -> None:
+        """Have a side thread run ``work``, after those of the same direction, peer and tag: they match in order."""
+        self.open_peer_works.add(work)
+        lane = self._lanes.get((direction, peer, tag))
+        if lane is None:
+            lane = self._lanes[direction, peer, tag] = Lane()
+        lane.add(work.run)
+
+    def forget_completed(self) -> None:
+        """Let go of operations that have ended: they hold tensors."""
+        with self._lock:
+            pending = self._pending
+            while pending and pending[0].is_completed():
+                pending.popleft()
+
+    def give_up(self, reason: str) -> None:
+        """End all waits; from any thread. The operations themselves go on until `dispose`."""
+        self.dead = self.dead or reason
+        for peer_work in list(self.open_peer_works):
+            peer_work.wake()
+        for work in list(self.futures):
+            work.fail_future()
+
+    def abort_communicators(self) -> None:
+        """Abort what runs on CUDA devices; may block, and frees whoever waits for the device."""
+        for device in self.group._device_types:
+            if device.type == "cuda":
+                self.group._get_backend(device).abort()
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether C++ still works on an operation."""
+        self.forget_completed()
+        return bool(self._pending or self.open_peer_works)
+
+    def end_operations(self) -> None:
+        """Make the operations that are still under way fail."""
+        for fd in _descriptors():
+            _shut_if_bound_to(fd, self._listening)
+        for address in self._listening:
+            for peer in range(self._size):
+                if peer != self._rank:
+                    _greet_and_leave(address, peer)
+
+
+def dispose(groups: Iterable[InnerGroup]) -> None:
+    """Destroy groups whose waits were all ended, aside, as soon as nothing is under way in them."""
+    left = list(groups)
+    for group in left:
+        group.give_up("its process group was given up")
+    if left:
+        run_aside(lambda: _dispose(left))
+
+
+def _dispose(left: list[InnerGroup]) -> None:
+    deadline = time.monotonic() + GIVE_UP_AFTER_S
+    for group in left:
+        if group.busy:
+            group.end_operations()
+    while any(group.busy for group in left) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    _kept_for_ever.extend(group for group in left if group.busy)
+    left.clear()
+
+
+_kept_for_ever: list[InnerGroup] = []
+
+
+def connects_at_once() -> bool:
+    """Whether making a gloo group waits for all its ranks, as the user may ask by a variable of torch."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("1", "true", "yes", "y")
+
+
+# ---- gloo's sockets ------------------------------------------------------------------------------------------------
+
+
+def _gloo_devices() -> list[Any]:
+    """A device per interface, as torch chooses them."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+
+
+def _descriptors() -> set[int]:
+    return {int(entry) for entry in os.listdir("/proc/self/fd")}
+
+
+def _listening_at(fd: int) -> tuple[str, int] | None:
+    """The address that ``fd`` listens at, if it is a socket that does."""
+    with _internet_socket(fd) as sock:
+        listens = sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return sock.getsockname()[:2] if sock is not None and listens else None
+
+
+def _shut_if_bound_to(fd: int, addresses: list[tuple[str, int]]) -> None:
+    """Shut the connection ``fd`` down if one of our listening sockets has accepted it."""
+    with _internet_socket(fd) as sock:
+        if sock is None or sock.getsockname()[:2] not in addresses:
+            return
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            with contextlib.suppress(OSError):  # the peer was quicker
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _internet_socket(fd: int) -> Iterator[socket.socket | None]:
+    """A second descriptor for ``fd``, if that is an internet socket."""
+    try:
+        copy = os.dup(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else -1
+    except OSError:  # closed by now
+        copy = -1
+    if copy < 0:
+        yield None
+        return
+    with socket.socket(fileno=copy) as sock:
+        yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def _greet_and_leave(address: tuple[str, int], peer: int) -> None:
+    """Connect as the group's rank ``peer`` would, and end the connection: whoever waits for that peer fails."""
+    try:
+        with socket.create_connection(address, timeout=1.0) as sock:
+            sock.sendall(_GREETING.pack(peer))
+    except OSError:
+        return  # the group is gone already
