@@ -60,6 +60,8 @@ class Doorkeeper:
         self._missing = 0
         """How many expected lanes are not there."""
         self.is_open = True
+        self.unproven = 0
+        """Connections that ended without a valid message: wrong keys, other protocols, garbage, too slow."""
         self.turned_away = 0
         """Connections that were shut because there were too many strangers."""
 
@@ -70,8 +72,7 @@ class Doorkeeper:
 
     def accepted(self, fd: int) -> None:
         """libzmq has let a connection in, whose handshake begins."""
-        if (address := self._address_of(fd)) is None:
-            return
+        address = self._address_of(fd)
         self._strangers[fd] = _Stranger(address, time.monotonic())
         here = sum(stranger.address == address for stranger in self._strangers.values())
         if here > MAX_PER_ADDRESS + self._missing:
@@ -81,7 +82,8 @@ class Doorkeeper:
 
     def closed(self, fd: int) -> None:
         """A connection has ended."""
-        self._strangers.pop(fd, None)
+        if self._strangers.pop(fd, None) is not None:
+            self.unproven += 1
         for name in [name for name, lane in self._lanes.items() if lane.fd == fd]:
             del self._lanes[name]
 
@@ -111,12 +113,12 @@ class Doorkeeper:
             self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
         self.is_open = wanted
 
-    def _address_of(self, fd: int) -> str | None:
-        """Where a connection to our port comes from; None if ``fd`` is closed, or something else by now."""
-        if (connection := self._borrow(fd)) is None:
-            return None
-        with connection:
-            return str(connection.getpeername()[0])
+    def _address_of(self, fd: int) -> str:
+        """Where a connection to our port comes from; empty if it has ended already."""
+        if (connection := self._borrow(fd)) is not None:
+            with connection, contextlib.suppress(OSError):
+                return str(connection.getpeername()[0])
+        return ""
 
     def _turn_away(self, fd: int) -> None:
         """Reset a connection; libzmq then closes its descriptor."""
@@ -132,11 +134,8 @@ class Doorkeeper:
             connection = socket.socket(fileno=os.dup(fd))
         except OSError:
             return None
-        try:
-            connection.getpeername()
+        with contextlib.suppress(OSError):
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == self._port:
                 return connection
-        except OSError:
-            pass
         connection.close()
         return None

@@ -36,12 +36,6 @@ LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
 HEARTBEAT_S = 1.0
 """How often each side says that it lives."""
 
-_EVENTS = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"meshbook"
 _MAX_FRAME_BYTES = 64 << 20
@@ -72,8 +66,6 @@ class ControllerSocket:
         self._keys: dict[str, str] = {}
         self.rejected = 0
         """Messages and keys that were not let in."""
-        self.garbled = 0
-        """Handshakes at the TCP port that failed otherwise: no ZeroMQ, no CURVE, too slow, broken off."""
         self.door: Doorkeeper | None = None
         """Watches the TCP port, if there is one."""
         self._monitor: zmq.Socket[bytes] | None = None
@@ -116,7 +108,7 @@ class ControllerSocket:
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         listener = socket.create_server((ip.strip("[]"), int(port.replace("*", "0"))), family=family, backlog=BACKLOG)
         self.door = Doorkeeper(listener)
-        self._monitor = self._router.get_monitor_socket(_EVENTS)
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._poller.register(self._monitor, zmq.POLLIN)
         endpoint = f"tcp://{ip}:{listener.getsockname()[1]}"
         self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
@@ -216,10 +208,8 @@ class ControllerSocket:
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self.door.accepted(int(event["value"]))
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self.door.closed(int(event["value"]))
             else:
-                self.garbled += 1
+                self.door.closed(int(event["value"]))
         self.watch_door()
 
     def _answer_handshakes(self) -> None:

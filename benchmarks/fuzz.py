@@ -1,0 +1,393 @@
+"""Does any input bring the controller down, cost it memory or descriptors, or reach a pickle?
+
+    python -m benchmarks.fuzz [--frames N] [--handshakes N] [--seed N]
+
+Three parts, each in this process on the real classes:
+
+    decoders      mutated messages into the codecs, the link layer and the batches
+    authenticated the same, from a peer with a valid key over a real ROUTER into a real switchboard
+    strangers     handshakes that lead nowhere, from many loopback addresses, at a real TCP port
+
+Every frame may be refused by DecodeError or ProtocolError and by nothing else. The report says how many there were, how
+many were refused, and what memory and descriptors did from the first tenth to the end. Exit code 1 if anything else
+was raised, a canary was unpickled, or memory or descriptors grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import pickle
+import random
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from meshbook import wire
+from meshbook.batches import Batch, unbatch
+from meshbook.errors import ProtocolError
+from meshbook.extent import Extent
+from meshbook.frames import FrameReader, pack
+from meshbook.known_host import KnownHost
+from meshbook.known_mesh import KnownMesh
+from meshbook.link import MESSAGE, Link
+from meshbook.store import StoreOp
+from meshbook.switchboard import Switchboard
+from meshbook.transport import LANES, ControllerSocket, routing_id
+
+FRAMES, HANDSHAKES = 1_000_000, 100_000
+MAX_GROWTH_BYTES = 32 << 20
+"""What the allocator may keep."""
+
+REFUSALS = (msgspec.DecodeError, ProtocolError)
+HEADER = struct.Struct("<BxxxIQQ")
+CANARY = Path(f"/tmp/meshbook-canary-{os.getpid()}")
+
+
+class Canary:
+    """Unpickling it writes a file."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (Path.touch, (CANARY,))
+
+
+SEGMENT = wire.SegmentRef(1, 2, 3, 1 << 20, ((0, 100),))
+SEEDS: tuple[wire.FromHost, ...] = (
+    wire.Heartbeat(),
+    wire.Bulk(1, 10, 0, True),
+    wire.SegmentFree(1, 2),
+    wire.Hello(wire.PROTOCOL_VERSION, "host", "name", "machine", 1, 0, 4),
+    wire.MeshReady(1, (wire.WorkerStarted(0, 1, "cpu", "log"),)),
+    wire.SpawnFailed(1, "why"),
+    wire.WorkerExited(1, 0, 1, "killed", "tail"),
+    wire.MeshStopped(1),
+    wire.Replies(1, (wire.RankReply(0, wire.OK, 1, 0.1, SEGMENT, (1, ((0, 10),)), b"x"),)),
+    wire.Replies(2, (wire.RankReply(0, wire.RAISED, 1, 0.1, None, None, pickle.dumps(Canary())),)),
+    wire.Outputs(1, (wire.OutputChunk(0, 1, "stdout", "text" * 10),)),
+    wire.OutputCut(1, 0, 1, 100),
+    wire.Display(1, 0, 1, False, True),
+    wire.StoreRequest(1, 0, 1, StoreOp("set", ("key",), (b"value",))),
+    wire.Logs(1, {0: "text"}),
+)
+
+
+class Mutator:
+    """Makes frames out of valid ones: as they are, flipped, cut, grown, spliced, or nothing but noise."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.headers = [wire.encode(seed) for seed in SEEDS]
+        self.payloads = [b"", pickle.dumps(Canary()), wire.encode({"data": {}, "metadata": {}, "transient": {}})]
+
+    def mutate(self, data: bytes) -> bytes:
+        """``data``, somewhat changed."""
+        choose = self.random
+        changed = bytearray(data)
+        match choose.randrange(7):
+            case 0:
+                return data
+            case 1 | 2:
+                for _ in range(choose.randrange(1, 4)):
+                    if changed:
+                        changed[choose.randrange(len(changed))] = choose.randrange(256)
+            case 3:
+                del changed[choose.randrange(len(changed) + 1) :]
+            case 4:
+                at = choose.randrange(len(changed) + 1)
+                changed[at:at] = choose.randbytes(choose.randrange(1, 16))
+            case 5:
+                other = choose.choice(self.headers)
+                changed[choose.randrange(len(changed) + 1) :] = other[choose.randrange(len(other)) :]
+            case _:
+                return choose.randbytes(choose.randrange(64))
+        return bytes(changed)
+
+    def header(self) -> bytes:
+        """The header of a message, or of a batch of some."""
+        choose = self.random
+        if choose.random() < 0.1:
+            made: list[bytes] = []
+            batch = Batch(lambda header, payload: made.append(header))
+            for _ in range(choose.randrange(2, 5)):
+                batch.add(choose.choice(self.headers))
+            batch.flush()
+            return self.mutate(made[0])
+        return self.mutate(choose.choice(self.headers))
+
+    def frames(self) -> list[bytes]:
+        """A whole message of a link: mostly the next one in order."""
+        choose = self.random
+        if choose.random() < 0.9:
+            link = HEADER.pack(MESSAGE, 1, 1, 0)
+        else:
+            kind, seq, ack = choose.randrange(8), choose.randrange(4), choose.choice((0, 0, 1, 1 << 63))
+            link = HEADER.pack(kind, choose.randrange(3), seq, ack)
+            link = self.mutate(link) if choose.random() < 0.5 else link
+        payload = [self.mutate(choose.choice(self.payloads)) for _ in range(choose.choice((0, 0, 1, 1, 2)))]
+        return [link + self.header(), *payload]
+
+
+class Report(NamedTuple):
+    """What a part did."""
+
+    what: str
+    done: int
+    refused: int
+    crashes: int
+    seconds: float
+    grown_bytes: int
+    grown_descriptors: int
+
+    @property
+    def is_fine(self) -> bool:
+        return not self.crashes and self.grown_bytes < MAX_GROWTH_BYTES and self.grown_descriptors <= 2
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what:14} {self.done:9,} in {self.seconds:5.1f} s, {self.refused:9,} refused, {self.crashes} crashes, "
+            f"memory {self.grown_bytes / (1 << 20):+.1f} MB, descriptors {self.grown_descriptors:+d}"
+        )
+
+
+class Meter:
+    """Memory and descriptors from the end of the first tenth on: what is loaded and pooled once does not count."""
+
+    def __init__(self, total: int) -> None:
+        self.started = time.perf_counter()
+        self._warm_at = total // 10
+        self._rss = self._descriptors = 0
+
+    def at(self, done: int) -> None:
+        if not self._rss and done >= self._warm_at:
+            self._rss, self._descriptors = _rss(), len(os.listdir("/proc/self/fd"))
+
+    def report(self, what: str, done: int, refused: int, crashes: int) -> Report:
+        seconds = time.perf_counter() - self.started
+        descriptors = len(os.listdir("/proc/self/fd"))
+        return Report(what, done, refused, crashes, seconds, _rss() - self._rss, descriptors - self._descriptors)
+
+
+def _rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- decoders --------------------------------------------------------------------------------------------------------
+
+
+def fuzz_decoders(count: int, seed: int) -> Report:
+    """Each frame into every decoder that a peer can reach."""
+    mutator, meter = Mutator(seed), Meter(count)
+    refused = crashes = 0
+    for done in range(count):
+        meter.at(done)
+        frames = mutator.frames()
+        header = frames[0][HEADER.size :]
+        attempts: tuple[Callable[[], object], ...] = (
+            lambda f=frames: Link(1).receive(f),  # type: ignore[misc]
+            lambda h=header: [wire.decode_from_host(each) for each in unbatch(h)],  # type: ignore[misc]
+            lambda h=header: wire.decode_to_host(h),  # type: ignore[misc]
+            lambda h=header: wire.decode_from_worker(h),  # type: ignore[misc]
+            lambda h=header: list(FrameReader().feed(h)),  # type: ignore[misc]
+            lambda f=frames: list(FrameReader().feed(mutator.mutate(pack(f)))),  # type: ignore[misc]
+        )
+        for attempt in attempts:
+            try:
+                attempt()
+            except REFUSALS:
+                refused += 1
+            except Exception:
+                crashes += 1
+                traceback.print_exc()
+    return meter.report("decoders", count, refused, crashes)
+
+
+# ---- a peer with a valid key -----------------------------------------------------------------------------------------
+
+
+class _NoProcess:
+    def failure(self) -> str | None:
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+class _Crashes(io.StringIO):
+    """Stands in for stderr: the switchboard reports there what it did not expect."""
+
+    count = 0
+
+    def write(self, text: str) -> int:
+        self.count += text.startswith("Traceback")
+        return sys.__stdout__.write(text) if sys.__stdout__ else len(text)
+
+
+def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
+    """Frames of a peer with a valid key; whenever they cost it its place it gets a new one."""
+    sock = ControllerSocket()
+    endpoint = sock.bind(f"ipc://{workdir}/fuzz")
+    public, secret = sock.accept("host")
+    board = Switchboard(lambda: None)
+    sender = threading.Thread(
+        target=_send_frames, args=(endpoint, sock.public_key, public, secret, count, seed), name="fuzz"
+    )
+    sender.start()
+    wake, meter = os.eventfd(0), Meter(count)
+    done = refused = crashes = 0
+    stderr = _Crashes()
+    with contextlib.redirect_stderr(stderr):
+        while done < count:
+            sock.poll(wake, 1.0)
+            for host_id, lane, frames in sock.receive():
+                meter.at(done)
+                host = _settle(board, sock, host_id)
+                try:
+                    board.on_frames(host_id, lane, frames)
+                except Exception:
+                    crashes += 1
+                    traceback.print_exc()
+                refused += bool(host.lost)
+                done += 1
+    sender.join()
+    report = meter.report("authenticated", done, refused, crashes + stderr.count)
+    os.close(wake)
+    sock.close()
+    board.payloads.close()
+    return report
+
+
+def _settle(board: Switchboard, sock: ControllerSocket, host_id: str) -> KnownHost:
+    """A host that nobody has wronged yet, with a mesh on it."""
+    host = KnownHost(host_id, 1, _NoProcess(), sock)
+    board.hosts = {host_id: host}
+    board.meshes = {1: KnownMesh(1, "mesh", Extent.of({"gpus": 2}), [host])}
+    return host
+
+
+def _send_frames(endpoint: str, server_key: str, public: str, secret: str, count: int, seed: int) -> None:
+    mutator = Mutator(seed)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    lanes: list[zmq.Socket[bytes]] = []
+    for lane in LANES:
+        sock = context.socket(zmq.DEALER)
+        sock.sndhwm = 1000
+        sock.routing_id = routing_id(public, lane)
+        sock.curve_serverkey = server_key.encode()
+        sock.curve_publickey, sock.curve_secretkey = public.encode(), secret.encode()
+        sock.connect(endpoint)
+        lanes.append(sock)
+    for _ in range(count):
+        lanes[mutator.random.randrange(len(lanes))].send_multipart(mutator.frames())
+    for sock in lanes:
+        sock.close(linger=10_000)
+    context.term()
+
+
+# ---- strangers -------------------------------------------------------------------------------------------------------
+
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_CONNECTIONS = 8
+
+
+def fuzz_handshakes(count: int, seed: int) -> Report:
+    """Handshakes that lead nowhere, `_CONNECTIONS` at a time, while the port is open for a host that does not come."""
+    sock = ControllerSocket()
+    endpoint = sock.bind("tcp://127.0.0.1:*")
+    sock.accept("late")
+    assert sock.door is not None
+    port = int(endpoint.rpartition(":")[2])
+    threads = [
+        threading.Thread(target=_knock, args=(port, count // _CONNECTIONS, seed + index), name="stranger")
+        for index in range(_CONNECTIONS)
+    ]
+    wake, meter = os.eventfd(0), Meter(count)
+    crashes = 0
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or sock.door.strangers:
+        sock.poll(wake, 0.1)
+        crashes += len(list(sock.receive()))  # nobody has a key, so nothing may come
+        meter.at(sock.door.unproven)
+    for thread in threads:
+        thread.join()
+    report = meter.report("handshakes", sock.door.unproven, sock.door.unproven, crashes)
+    os.close(wake)
+    sock.close()
+    return report
+
+
+def _knock(port: int, count: int, seed: int) -> None:
+    choose = random.Random(seed)
+    for _ in range(count):
+        source = f"127.{choose.randrange(1, 255)}.{choose.randrange(256)}.{choose.randrange(1, 255)}"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5, (source, 0)) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leave no TIME_WAIT
+            for piece in _handshake(choose):
+                sock.sendall(piece)
+            sock.settimeout(0.02)
+            while sock.recv(4096):
+                pass
+
+
+def _handshake(choose: random.Random) -> Iterator[bytes]:
+    mechanism = choose.choice((b"NULL", b"PLAIN", b"CURVE", b"CURVE", choose.randbytes(20)))
+    greeting = _SIGNATURE + bytes([choose.choice((1, 2, 3, 3, 3, 255)), 1]) + mechanism.ljust(20, b"\0") + bytes(32)
+    match choose.randrange(5):
+        case 0:
+            yield choose.randbytes(choose.randrange(200))
+        case 1:
+            yield greeting[: choose.randrange(len(greeting))]
+        case 2:
+            name = choose.choice((b"\x05HELLO", b"\x08INITIATE", b"\x05READY", b"\x07MESSAGE", choose.randbytes(4)))
+            yield greeting
+            yield _command(name + choose.randbytes(194), choose)
+        case 3:
+            yield greeting
+            yield b"\x05HELLO\x01\x00".join((b"", bytes(72))) + choose.randbytes(120)
+        case _:
+            yield greeting
+            yield bytes([choose.choice((2, 6))]) + struct.pack(">Q", choose.randrange(1 << 63)) + choose.randbytes(64)
+
+
+def _command(body: bytes, choose: random.Random) -> bytes:
+    size = len(body) if choose.random() < 0.8 else choose.randrange(256)
+    return bytes([4, min(size, 255)]) + body
+
+
+# ---- command ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run the parts and say what came of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--frames", type=int, default=FRAMES, help="for each of the first two parts")
+    parser.add_argument("--handshakes", type=int, default=HANDSHAKES)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as workdir:
+        reports = [
+            fuzz_decoders(args.frames, args.seed),
+            fuzz_authenticated(args.frames, args.seed, Path(workdir)),
+            fuzz_handshakes(args.handshakes, args.seed),
+        ]
+    print("\n".join(map(str, reports)))
+    unpickled = CANARY.exists()
+    print("a canary was unpickled" if unpickled else "no byte reached a pickle")
+    return int(unpickled or not all(report.is_fine for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
