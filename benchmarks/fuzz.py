@@ -31,17 +31,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import zmq
 
 from meshbook import wire
 from meshbook.batches import Batch, unbatch
+from meshbook.calls import OpenCall
 from meshbook.errors import ProtocolError
-from meshbook.extent import Extent
 from meshbook.frames import FrameReader, pack
+from meshbook.future import Future
 from meshbook.known_host import KnownHost
-from meshbook.known_mesh import KnownMesh
+from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.link import MESSAGE, Link
+from meshbook.shape import Extent, Region
 from meshbook.store import StoreOp
 from meshbook.switchboard import Switchboard
 from meshbook.transport import LANES, ControllerSocket, routing_id
@@ -50,7 +51,7 @@ FRAMES, HANDSHAKES = 1_000_000, 100_000
 MAX_GROWTH_BYTES = 32 << 20
 """What the allocator may keep."""
 
-REFUSALS = (msgspec.DecodeError, ProtocolError)
+REFUSALS = (*wire.MALFORMED, ProtocolError)
 HEADER = struct.Struct("<BxxxIQQ")
 CANARY = Path(f"/tmp/meshbook-canary-{os.getpid()}")
 
@@ -155,7 +156,8 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.what:14} {self.done:9,} in {self.seconds:5.1f} s, {self.refused:9,} refused, {self.crashes} crashes, "
+            f"{self.what:14} {self.done:9,} in {self.seconds:5.1f} s, {self.refused:9,} refused, "
+            f"{self.crashes} crashes, "
             f"memory {self.grown_bytes / (1 << 20):+.1f} MB, descriptors {self.grown_descriptors:+d}"
         )
 
@@ -239,6 +241,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     endpoint = sock.bind(f"ipc://{workdir}/fuzz")
     public, secret = sock.accept("host")
     board = Switchboard(lambda: None)
+    board.calls.default_listener = lambda event: None
     sender = threading.Thread(
         target=_send_frames, args=(endpoint, sock.public_key, public, secret, count, seed), name="fuzz"
     )
@@ -268,10 +271,12 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
 
 
 def _settle(board: Switchboard, sock: ControllerSocket, host_id: str) -> KnownHost:
-    """A host that nobody has wronged yet, with a mesh on it."""
+    """A host that nobody has wronged yet, with a mesh on it, and a call that waits for it."""
     host = KnownHost(host_id, 1, _NoProcess(), sock)
     board.hosts = {host_id: host}
-    board.meshes = {1: KnownMesh(1, "mesh", Extent.of({"gpus": 2}), [host])}
+    board.meshes = {1: KnownMesh(1, "mesh", Extent.of({"gpus": 2}), [host, host], Recipe("cpu", (), "/", (), {}))}
+    call: OpenCall = OpenCall(1, 1, "fuzz", Region.of({"gpus": 2}), Future(), fail_fast=True, on_reply=None)
+    board.calls.open(call, None)
     return host
 
 

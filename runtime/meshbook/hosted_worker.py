@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from meshbook import wire
 from meshbook.deaths import OomWatch, describe_end, reap
 from meshbook.errors import PeerProtocolError, ProtocolError
@@ -83,7 +81,7 @@ class Lane:
             try:
                 for frames in self._reader.feed(data):
                     self._on_message(frames)
-            except (msgspec.DecodeError, ProtocolError) as error:
+            except (*wire.MALFORMED, ProtocolError) as error:
                 self.close()  # nothing sensible can follow
                 self._on_nonsense(error)
                 return

@@ -86,7 +86,7 @@ class Switchboard:
                 for each in unbatch(message[0]):
                     self._on_message(host, wire.decode_from_host(each), message[1])
             host.acknowledge(lane)
-        except (msgspec.DecodeError, ProtocolError) as error:
+        except (*wire.MALFORMED, ProtocolError) as error:
             self.impossible += 1
             self._lose(host, f"it sent something impossible: {error}")
         if not self.room.is_set() and host.backlog < MAX_BACKLOG // 2:
@@ -96,7 +96,7 @@ class Switchboard:
         check(host, message, self.meshes)
         try:
             self._dispatch(host, message, payload)
-        except (msgspec.DecodeError, ProtocolError):
+        except (*wire.MALFORMED, ProtocolError):
             raise
         except Exception:
             traceback.print_exc()  # a fault of ours: it costs this message, not the meshes

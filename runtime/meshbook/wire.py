@@ -452,6 +452,9 @@ FromHost: TypeAlias = (
 ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
 
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What the decoders raise for bytes that no peer of ours sends."""
+
 encode = msgspec.msgpack.Encoder().encode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
