@@ -218,6 +218,8 @@ def fuzz_decoders(count: int, seed: int) -> Report:
 
 
 class _NoProcess:
+    pid = 0
+
     def failure(self) -> str | None:
         return None
 

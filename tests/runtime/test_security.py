@@ -218,6 +218,8 @@ def test_what_was_overheard_cannot_be_said_again(front: Front) -> None:
 class NoProcess:
     """What a launcher returns, for a host that the test itself plays."""
 
+    pid = 0
+
     def failure(self) -> str | None:
         return None
 
