@@ -27,6 +27,8 @@ class GroupFactory:
         self.guard = guard
         self.groups: dict[str, GuardedGroup] = {}
         """Living groups by name. Keeps them: C++ keeps only its half, which has no Python methods."""
+        self.base_store: Store | None = None
+        """Where the keys of the next default group go, instead of where torch would put them."""
 
     def install(self) -> None:
         """From now on torch makes guarded groups. Idempotent."""
@@ -69,6 +71,8 @@ class GroupFactory:
             description=group_desc or "undefined",
             tag=pg_tag or "",
         )
+        if is_default and self.base_store is not None:
+            store, self.base_store = self.base_store, None
         prefixed = PrefixStore(f"{group_name}/", store)
         group = self.make(recipe, prefixed, backend_options, device_id)
         if is_default or connects_at_once():

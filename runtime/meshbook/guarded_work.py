@@ -213,10 +213,10 @@ class CollectiveWork(GuardedWork):
         while not inner.dead:
             try:
                 raw.wait(_STEP)
-            except RuntimeError as error:
-                if raw.is_completed():
-                    inner.forget_completed()
-                    self._raise_failed(error)
+            except RuntimeError:
+                if raw.is_completed():  # it failed, or ended just after the step
+                    self._finish()
+                    return
                 if deadline is not None and time.monotonic() > deadline:
                     raise
             else:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -34,11 +35,16 @@ from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshbook import regroup
 from meshbook.collectives import Collectives
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.group_factory import GroupFactory
+from meshbook.guarded_group import GuardedGroup
 from meshbook.guarded_work import Guard, describe_waits
+from meshbook.inner_group import dispose
 from meshbook.link_store import DEFAULT_TIMEOUT_S, LinkStore, Rpc
+from meshbook.module_repair import repair_modules, watch_modules
+from meshbook.regroup import Agreement, Greeting, agree
 from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
 from meshbook.value_broadcast import broadcast_value
 from meshbook.whereabouts import describe_frame
@@ -56,6 +62,13 @@ __all__ = [
 
 FORM_TIMEOUT_S = 120.0
 """How long ranks wait for each other when a group is formed."""
+
+_AXIS_GROUP = "mesh_"
+_DESTROYED = "this process group was destroyed: make it again on all its ranks."
+_OUTGROWN = (
+    "this process group was made for {} ranks, and the mesh has {} now. Make again, on all ranks, what uses it: groups "
+    "(dist.new_group), DeviceMeshes, DTensors, DDP and FSDP modules. The name mesh is bound to the new DeviceMesh."
+)
 
 _torch_init = dist.init_process_group
 _torch_init_signature = inspect.signature(_torch_init)
@@ -79,12 +92,14 @@ class RankGroups:
         self._place: RankPlace | None = None
         self._epoch = -1
         self._link: LinkStore | None = None
-        self._scope = ""
+        self._scope = self._lineage = ""
         self._master = ("", "")
         self._world: object = None
         """The default group that the two caches belong to."""
         self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
         self._axis_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._joined: dict[tuple[int, ...], GuardedGroup] = {}
+        """Groups of the mesh's axes that the others had when this rank joined."""
         self._guard = Guard()
         self._factory = GroupFactory(self._guard)
 
@@ -119,7 +134,10 @@ class RankGroups:
         on_one_host: bool,
         timeout_s: float = FORM_TIMEOUT_S,
     ) -> None:
-        """Form the default group with all other ranks and prove it with a collective; a former group is closed.
+        """Form the default group with all other ranks and prove it with a collective.
+
+        Groups of as many ranks that are there already are formed again in place (`meshbook.regroup`): handles stay.
+        Others are closed, and their handles say what to make again.
 
         rpc: how to reach the runtime's store.
         epoch: the same on all ranks, larger than that of any group before.
@@ -128,66 +146,111 @@ class RankGroups:
         place = RankPlace(
             rank, world_size, local_rank, local_world_size, host_rank, tuple(axes), tuple(sizes), device, on_one_host
         )
-        self._check_newer(epoch)
-        self._guard.renew(epoch)
-        self.close()
-        prefix = self.prepare(rpc, place, epoch=epoch, timeout_s=timeout_s)
-        assert self._link is not None
+        agreement = self._meet(rpc, place, epoch, timeout_s)
         if device.startswith("cuda"):
             torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))
-        self._create(choose_backend(device), PrefixStore(prefix, self._link), rank, world_size)
         try:
+            if rank not in agreement.fresh:
+                regroup.rebuild(self._factory, self._our_link, agreement, rank)
+            else:
+                self._make_anew(place, agreement)
+            self._lineage = agreement.lineage
             self._prove(timeout_s)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if rank in agreement.fresh:
+                self.close()
+            else:
+                self.abort(epoch, f"they could not be formed again: {error}")
             raise
+        repair_modules()
         self.device_mesh(place.axes, place.sizes)
 
-    def prepare(self, rpc: Rpc, place: RankPlace, *, epoch: int, timeout_s: float = FORM_TIMEOUT_S) -> str:
+    def prepare(self, rpc: Rpc, place: RankPlace, *, epoch: int, timeout_s: float = FORM_TIMEOUT_S) -> None:
         """Meet the other ranks and set torchrun's variables, without a group: cells may then make their own.
 
-        Returns: the prefix in the store that was agreed on for a group.
         Raises: SpawnError if not all ranks came within ``timeout_s``.
         """
-        self._check_newer(epoch)
-        if self._guard.epoch != epoch:
-            self._guard.renew(epoch)
+        self.close()
+        self._meet(rpc, place, epoch, timeout_s)
+
+    def _meet(self, rpc: Rpc, place: RankPlace, epoch: int, timeout_s: float) -> Agreement:
+        if epoch <= self._epoch:
+            raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
+        self._guard.renew(epoch)
         self._place, self._epoch, self._scope = place, epoch, f"epoch{epoch}"
-        self._link = LinkStore(rpc, timeout_s)
-        offer = ""
-        if place.rank == 0:
-            offer = " ".join((f"{self._scope}/{uuid.uuid4().hex[:12]}", *choose_master(place.on_one_host)))
+        former, link = self._link, LinkStore(rpc, timeout_s)
+        self._link = link
+
+        def decide(greetings: list[str]) -> str:
+            told = [msgspec.json.decode(text, type=Greeting) for text in greetings]
+            prefix = f"{self._scope}/{uuid.uuid4().hex[:12]}"
+            return msgspec.json.encode(agree(told, prefix, choose_master(place.on_one_host))).decode()
+
+        greeting = msgspec.json.encode(Greeting(self._lineage_for(place))).decode()
         try:
-            agreed = meet(self._link, self._scope, place.rank, place.world_size, offer)
+            agreed = meet(link, self._scope, place.rank, place.world_size, decide, greeting)
         except dist.DistStoreError as error:
             raise SpawnError(f"the process group did not form: {error}") from error
-        self._link.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
-        prefix, address, port = agreed.split(" ")
-        self._master = (address, port)
+        if former is not None:
+            former.abort("the process groups were formed again")
+        link.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
+        agreement = msgspec.json.decode(agreed, type=Agreement)
+        self._master = (agreement.address, agreement.port)
         set_environment(place, self._master)
         self._wrap_init()
         self._factory.install()
-        return prefix
+        watch_modules()
+        return agreement
 
-    def _check_newer(self, epoch: int) -> None:
-        if epoch <= self._epoch:
-            raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
+    def _lineage_for(self, place: RankPlace) -> str:
+        """What our groups go back to, if they can be rebuilt at this place."""
+        world = dist.group.WORLD
+        if not isinstance(world, GuardedGroup):
+            return ""
+        same = (world.recipe.rank, len(world.recipe.ranks)) == (place.rank, place.world_size)
+        return self._lineage if same else ""
 
-    def close(self) -> None:
-        """Destroy the default group and all that is built on it, if there is one."""
+    def _make_anew(self, place: RankPlace, agreement: Agreement) -> None:
+        """Make the default group, or join those that the others have."""
+        link = self._our_link
+        former = dist.get_world_size() if self.formed else place.world_size
+        self.close(_OUTGROWN.format(former, place.world_size) if former != place.world_size else "", keep_link=True)
+        if len(agreement.fresh) == place.world_size:
+            self._create(choose_backend(place.device), PrefixStore(agreement.prefix, link))
+        else:
+            rank, size = place.rank, place.world_size
+            joined = regroup.join(self._factory, link, agreement, rank, size, self._create)
+            self._joined = {group.recipe.ranks: group for group in joined if group.group_desc.startswith(_AXIS_GROUP)}
+
+    @property
+    def _our_link(self) -> LinkStore:
+        assert self._link is not None
+        return self._link
+
+    def close(self, reason: str = "", *, keep_link: bool = False) -> None:
+        """Destroy the default group and all that is built on it, if there is one.
+
+        reason: what the handles that are left then say.
+        """
         if self.formed:
+            groups = list(self._factory.groups.values())
+            dispose([inner for group in groups if (inner := group.retire(reason or _DESTROYED)) is not None])
             dist.destroy_process_group()
         self._forget_groups()
-        if self._link is not None:
+        self._lineage = ""
+        if self._link is not None and not keep_link:
             self._link.close()
             self._link = None
 
-    def _create(self, backend: str, store: Store, rank: int, world_size: int) -> None:
+    def _create(self, backend: str, store: Store) -> None:
+        assert self._place is not None
         hook = sys.excepthook
+        self._factory.base_store = store
         try:
-            _torch_init(backend, store=store, rank=rank, world_size=world_size)
+            _torch_init(backend, store=store, rank=self._place.rank, world_size=self._place.world_size)
         finally:
             sys.excepthook = hook  # torch wraps it once more for every group
+            self._factory.base_store = None
 
     def _prove(self, timeout_s: float) -> None:
         """All-reduce ones: every rank counts every rank, on each device that the group serves."""
@@ -196,11 +259,9 @@ class RankGroups:
         try:
             dist.all_reduce(ones, async_op=True).wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise SpawnError(
-                f"the process group did not form: its first collective took more than {timeout_s:g} s"
-                if "timed out" in str(error)
-                else f"the process group did not form: {error}"
-            ) from None
+            late = "Operation timed out" in str(error)
+            why = f"its first collective took more than {timeout_s:g} s" if late else str(error)
+            raise SpawnError(f"the process group did not form: {why}") from None
         counted = [int(ones.item())]
         if self._place is not None and self._place.device.startswith("cuda"):
             on_device = torch.ones(1, dtype=torch.int64, device="cuda")
@@ -270,8 +331,12 @@ class RankGroups:
             return c10d._get_default_group()
         if rows not in self._axis_groups:
             me = dist.get_rank()
+            mine = next(row for row in rows if me in row)
+            if mine in self._joined:
+                self._axis_groups[rows] = self._joined[mine]
+                return self._axis_groups[rows]
             for row in rows:
-                group = dist.new_group(list(row), group_desc=f"mesh_{axis}")
+                group = dist.new_group(list(row), group_desc=f"{_AXIS_GROUP}{axis}")
                 if me in row:
                     self._axis_groups[rows] = group
         return self._axis_groups[rows]
@@ -280,6 +345,7 @@ class RankGroups:
         self._world = None
         self._meshes.clear()
         self._axis_groups.clear()
+        self._joined.clear()
 
     # ---- init_process_group in cells ----------------------------------------------------------------------------
 
@@ -311,9 +377,10 @@ class RankGroups:
         given = {"rank": wanted.get("rank", -1), "world_size": wanted.get("world_size", -1)}
         rank, world_size = (number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items())
         scope = f"{self._scope}/init{world_size}"
-        prefix = meet(self._link, scope, rank, world_size, f"{scope}/{uuid.uuid4().hex[:12]}")
-        store = PrefixStore(prefix, self._link)
+        prefix = meet(self._link, scope, rank, world_size, lambda _: f"{scope}/{uuid.uuid4().hex[:12]}")
+        self._factory.base_store = store = PrefixStore(prefix, self._link)
         _torch_init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
+        self._lineage = prefix
 
 
 def _check_compatible(wanted: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch.distributed import DistStoreError
@@ -36,28 +37,31 @@ class RankPlace(NamedTuple):
     """All ranks share a host: gloo then uses the loopback interface, which needs no name lookup."""
 
 
-def meet(store: LinkStore, scope: str, rank: int, world_size: int, offer: str) -> str:
-    """Wait until all ranks are here; return what rank 0 offers.
+def meet(
+    store: LinkStore, scope: str, rank: int, world_size: int, decide: Callable[[list[str]], str], greeting: str = ""
+) -> str:
+    """Wait until all ranks are here; return what rank 0 decides, given the greetings of all ranks in order.
 
     Rank 0 answers each rank by the number it came with, so a round that was interrupted leaves nothing that the next
     one could take for its own: a rank that comes again has a new number, and one that gives up withdraws.
     Raises: DistStoreError that names who did not come.
     """
     if world_size == 1:
-        return offer
+        return decide([greeting])
     if rank == 0:
         wanted = {other: f"{scope}/want/{other}" for other in range(1, world_size)}
         try:
-            numbers = store.multi_get(list(wanted.values()))
+            came = [text.decode().partition(" ") for text in store.multi_get(list(wanted.values()))]
         except DistStoreError as error:
             late = [other for other, key in wanted.items() if not store.check([key])]
             raise DistStoreError(f"{name_ranks(late)} did not come ({error})") from None
+        decision = decide([greeting, *(text for _, _, text in came)])
         store.delete_keys(list(wanted.values()))
-        store.multi_set([f"{scope}/go/{number.decode()}" for number in numbers], [offer] * len(numbers))
-        return offer
+        store.multi_set([f"{scope}/go/{number}" for number, _, _ in came], [decision] * len(came))
+        return decision
     number = uuid.uuid4().hex
     try:
-        store.set(f"{scope}/want/{rank}", number)
+        store.set(f"{scope}/want/{rank}", f"{number} {greeting}")
         return store.get(f"{scope}/go/{number}").decode()
     except BaseException:
         store.withdraw(f"{scope}/want/{rank}")
