@@ -218,12 +218,15 @@ def fuzz_decoders(count: int, seed: int) -> Report:
 
 
 class _NoProcess:
-    pid = 0
+    pid = started = 0
 
     def failure(self) -> str | None:
         return None
 
     def close(self, timeout_s: float) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
 

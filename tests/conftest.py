@@ -21,6 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
+os.environ.setdefault("MESHBOOK_LEASE_S", "5")
+"""Agents whose controller a test kills end soon; tests of what outlives a controller say how long."""
+
 PATIENCE_S = 10.0
 """How long a module's leftovers may take to vanish: longer than an agent takes to notice that it is alone."""
 

@@ -16,12 +16,25 @@ from meshbook._version import __version__
 from meshbook.errors import MeshError
 from meshbook.future import Future
 from meshbook.launcher import Launcher, LocalLauncher
-from meshbook.mesh import HostMesh, shutdown, start_hosts, this_host
+from meshbook.mesh import (
+    Attachment,
+    HostMesh,
+    SavedSession,
+    attach,
+    detach,
+    recall,
+    remember,
+    sessions,
+    shutdown,
+    start_hosts,
+    this_host,
+)
 from meshbook.proc_mesh import ProcMesh
 from meshbook.shape import Extent, Point, Slice
 from meshbook.value_mesh import ValueMesh
 
 __all__ = [
+    "Attachment",
     "Extent",
     "Future",
     "HostMesh",
@@ -30,10 +43,16 @@ __all__ = [
     "MeshError",
     "Point",
     "ProcMesh",
+    "SavedSession",
     "Slice",
     "ValueMesh",
     "__version__",
+    "attach",
+    "detach",
     "errors",
+    "recall",
+    "remember",
+    "sessions",
     "shutdown",
     "start_hosts",
     "this_host",

@@ -12,7 +12,7 @@ from typing import Any
 from meshbook import wire
 from meshbook.calls import OpenCall
 from meshbook.console_output import ConsoleOutput
-from meshbook.errors import MeshStoppedError, WorkerLost
+from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
 from meshbook.output_events import OutputEvent, OutputListener, OutputTarget
 from meshbook.pickling import loads
 
@@ -99,6 +99,27 @@ class CallTable:
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
             call.lose(error)
             self.settle_if_done(call)
+
+    def adopt(self, call: OpenCall, listener: OutputListener | None, output: int) -> None:
+        """Expect answers to a call of a former controller, and output of it."""
+        self._calls[call.id] = call
+        if listener is not None:
+            self._listeners.setdefault(output, listener)
+
+    def listener_of(self, output: int) -> OutputListener | None:
+        """Who listens to an output."""
+        return self._listeners.get(output)
+
+    def disown(self, call: OpenCall) -> None:
+        """A call of a former controller which that one had seen to the end."""
+        self._calls.pop(call.id, None)
+        self._failing.pop(call.id, None)
+
+    def leave(self, mesh: int, error: MeshError) -> None:
+        """The mesh goes on without us: its calls have no outcome here."""
+        for call in [call for call in self._calls.values() if call.mesh == mesh]:
+            self.disown(call)
+            call.give_up(error)
 
     def give_up(self, mesh: int, name: str) -> None:
         """The mesh is being stopped: fail its calls."""

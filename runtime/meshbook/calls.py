@@ -161,6 +161,8 @@ def _loader(results: Results, rank: int) -> Callable[[], Any]:
 
 
 def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
+    if reply.status == wire.GONE:
+        return Failure(reply.rank, "", "ResultLost", reply.inline.decode(errors="replace"), (), "")
     if reply.status == wire.DROPPED:
         return Failure(reply.rank, "", "KeyboardInterrupt", "cancelled before it started", (), "")
     return Failure(*_decode_failure(frames[0]), frames[1] if len(frames) > 1 else None)

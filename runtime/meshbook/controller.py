@@ -16,20 +16,21 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from meshbook import wire
+from meshbook.adoption import Adoption
 from meshbook.calls import CallFuture, OpenCall
 from meshbook.errors import Failure, WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh
-from meshbook.launcher import LaunchedHost, Ticket
+from meshbook.launcher import FoundHost, LaunchedHost, Ticket
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
-from meshbook.session_folder import SessionFolder
+from meshbook.session_folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape import Members, Region
 from meshbook.switchboard import MAX_BACKLOG, Switchboard
 from meshbook.transport import HEARTBEAT_S, ControllerSocket
@@ -42,18 +43,22 @@ OutputSource: TypeAlias = Callable[[Any], OutputTarget | None]
 
 
 class Controller:
-    """One per process; `meshbook.mesh` holds it."""
+    """One per session; `meshbook.mesh` holds it."""
 
-    def __init__(self) -> None:
-        self.folder = SessionFolder()
+    def __init__(self, folder: SessionFolder) -> None:
+        """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
+        self.folder, self.epoch = folder, folder.state.epoch
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._save_lock = threading.Lock()
+        self._linger_ms = 0
+        """How long to wait, at the end, for what is still to be sent."""
         self._asleep = False
         self._closing = False
         self._board = Switchboard(self._wake)
         self.output_source: OutputSource | None = None
         """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
         self._tick_at = 0.0
         self._turns = Turns(self._serve, self._wake)
         started: Future[None] = Future()
@@ -64,10 +69,7 @@ class Controller:
             started.get()
         except BaseException:
             os.close(self._wake_fd)
-            self.folder.close()
             raise
-        self.public_key = self._socket.public_key
-        self._endpoints: dict[str, str] = {}
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -89,11 +91,101 @@ class Controller:
             self.submit(lambda: self._socket.watch_end(launched.pid))
         return host
 
+    @property
+    def hosts(self) -> list[KnownHost]:
+        """All hosts, lost ones included."""
+        return list(self._board.hosts.values())
+
     def endpoint(self, address: str) -> str:
         """Listen at ``address`` as well, once; return what to dial."""
-        if address not in self._endpoints:
-            self._endpoints[address] = self.ask(lambda: self._socket.bind(address))
-        return self._endpoints[address]
+        endpoints = self.folder.state.endpoints
+        if address not in endpoints:
+            endpoints[address] = self.ask(lambda: self._socket.bind(address))
+        return endpoints[address]
+
+    # ---- the session, for the next controller -------------------------------------------------------------------
+
+    def save_hosts(self, hosts: Mapping[str, SavedHost]) -> None:
+        """Note hosts that were started."""
+        with self._save_lock:
+            self.folder.state.hosts.update(hosts)
+            self.folder.save()
+
+    def save_mesh(self, mesh: KnownMesh) -> None:
+        """Note a mesh that has come up, or has changed: without this the next controller does not want it."""
+        with self._save_lock:
+            ids = [host.id for host in mesh.hosts]
+            self.folder.state.meshes[mesh.id] = SavedMesh(mesh.name, mesh.extent.sizes, ids, mesh.owns_hosts)
+            self.folder.save()
+
+    def _forget_saved(self, meshes: Iterable[int] = (), hosts: Iterable[str] = ()) -> None:
+        with self._save_lock:
+            for mesh in meshes:
+                self.folder.state.meshes.pop(mesh, None)
+            for host in hosts:
+                self.folder.state.hosts.pop(host, None)
+            self.folder.save()
+
+    def bind_again(self, address: str, endpoint: str) -> None:
+        """Listen where the former controller did. Raises: OSError."""
+        self.ask(lambda: self._socket.bind(endpoint))
+        self.folder.state.endpoints[address] = endpoint
+
+    def find_host(self, id: str, saved: SavedHost) -> KnownHost:
+        """Expect a host of the former controller."""
+        host = KnownHost(id, self.epoch, FoundHost(saved.pid, saved.started), self._socket)
+        host.shares_environment, host.is_found = saved.shares_environment, True
+
+        def readmit() -> None:
+            self._socket.readmit(id, saved.key)
+            self._board.hosts[id] = host
+            if saved.pid:
+                self._socket.watch_end(saved.pid)
+
+        self.ask(readmit)
+        return host
+
+    def adopt(self, hosts: Mapping[str, KnownHost]) -> Adoption:
+        """Expect the reports of ``hosts``."""
+        return self.ask(lambda: Adoption(self._board, hosts, self.folder.state.meshes, self._new_future))
+
+    def leave(self, lease_s: float, timeout_s: float) -> None:
+        """Go, and let everything live on; agents wait ``lease_s`` for the next controller.
+
+        timeout_s: for the hosts to acknowledge what they were sent. Calls that are open end with MeshDetachedError.
+        """
+        if self._closing:
+            return
+        deadline = time.monotonic() + timeout_s
+
+        def is_settled() -> bool:
+            return all(host.has_all for host in self.hosts if not host.lost and host.hello is not None)
+
+        def say() -> None:
+            for host in self.hosts:
+                if not host.lost:
+                    host.send(wire.Leave(lease_s))
+
+        def go() -> None:
+            for host in self.hosts:
+                if not host.lost:
+                    host.knock()  # what has come has come; what comes now is for the next controller
+            self._closing, self._linger_ms = True, 200
+
+        if timeout_s > 0:
+            self.ask(say)
+            while not self.ask(is_settled) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        self.ask(go)
+        self._end_thread()
+        for host in self.hosts:
+            host.launched.release()
+        self._board.leave(self.folder.id)
+        self._board.payloads.close()
+        self.folder.state.lease_s = lease_s
+        self.folder.leave()
+
+    # ---- hosts and calls ----------------------------------------------------------------------------------------
 
     def accept(self, host_id: str) -> tuple[str, str]:
         """A key pair (public, secret) for one host."""
@@ -146,7 +238,7 @@ class Controller:
         """
         mesh.check_usable()
         self._wait_for_room()
-        future: CallFuture[Any] = CallFuture(self.cancel, self.where, self._turns.drive)
+        future = self._new_future()
         call = OpenCall(self.next_id(), mesh.id, what, members, future, fail_fast=fail_fast, on_reply=on_reply)
         future.call = call
         if lost := call.waiting & mesh.lost.keys():
@@ -154,8 +246,9 @@ class Controller:
         head, buffers = pickled
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(
-            call.id, mesh.id, endpoint, members.encode(), output.id if output else 0, inline=head if small else b""
-        )
+            call.id, mesh.id, endpoint, members.encode(), output.id if output else 0,
+            inline=head if small else b"", label=what,
+        )  # fmt: skip
         payload = [] if small else [head]
         segment = self._board.payloads.write(buffers)
 
@@ -167,6 +260,9 @@ class Controller:
 
         self.submit(send)
         return future
+
+    def _new_future(self) -> CallFuture[Any]:
+        return CallFuture(self.cancel, self.where, self._turns.drive)
 
     def cancel(self, id: int) -> None:
         """Interrupt a call where it runs, drop it where it waits."""
@@ -250,6 +346,9 @@ class Controller:
 
     def stop_mesh(self, mesh: KnownMesh, grace_s: float) -> None:
         """Begin to end a mesh: its open calls fail at once; `KnownMesh.stopped` completes when no process is left."""
+        if mesh.detached:
+            return
+        self._forget_saved(meshes=[mesh.id])
 
         def stop() -> None:
             if mesh.phase is MeshPhase.STOPPED:
@@ -276,6 +375,7 @@ class Controller:
         self.submit(say_goodbye)
         for host in hosts:
             host.launched.close(max(0.1, deadline - time.monotonic()))
+        self._forget_saved(hosts=[host.id for host in hosts])
 
     def close(self, timeout_s: float) -> None:
         """End all hosts and the I/O thread. Idempotent."""
@@ -286,18 +386,22 @@ class Controller:
         for host in list(self._board.hosts.values()):
             host.launched.close(max(0.1, deadline - time.monotonic()))
         self._closing = True
+        self._end_thread()
+        self._board.payloads.close()
+        self.folder.close()
+
+    def _end_thread(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=5)
         os.close(self._wake_fd)
-        self._board.payloads.close()
-        self.folder.close()
 
     # ---- I/O thread: the loop -----------------------------------------------------------------------------------
 
     def _run(self, started: Future[None]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
+        state = self.folder.state
         try:
-            sock = ControllerSocket()
+            sock = ControllerSocket((state.public_key, state.secret_key))
         except Exception as error:  # no descriptors, no memory: whoever makes us must not wait for ever
             started.set_exception(error)
             return
@@ -306,11 +410,13 @@ class Controller:
         try:
             self._turns.serve_until(lambda: self._closing)
         finally:
-            sock.close()
+            sock.close(self._linger_ms)
 
     def _serve(self, timeout_s: float | None) -> None:
         """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""
         self._serve_inbox()
+        if self._closing:
+            return
         self._sleep(timeout_s)
         if self._socket.has_ended():
             self._tick_at = 0.0

@@ -9,6 +9,9 @@
     ├── SpawnError              hosts or workers that did not come up
     │   └── DeviceError         fewer devices than ranks
     ├── MeshStoppedError        a call on a mesh that was stopped
+    │   └── MeshDetachedError   a call on a mesh that lives on without this process
+    ├── AttachError             a session that cannot be attached
+    │   └── SessionInUse        another process drives it
     ├── CallError               a call that has no complete answer; carries ``partial``
     │   ├── CallFailed          ranks raised
     │   ├── CallTimeout         ranks were silent at the deadline
@@ -110,6 +113,36 @@ class MeshStoppedError(MeshError):
 
     def __str__(self) -> str:
         return f'mesh "{self.mesh}" was stopped. Start another: %mesh spawn gpus=4, or this_host().spawn_procs(...).'
+
+
+class MeshDetachedError(MeshStoppedError):
+    """A call on a mesh that lives on without this process."""
+
+    def __init__(self, mesh: str, session: str) -> None:
+        super().__init__(mesh)
+        self.args = (mesh, session)
+        self.session = session
+
+    def __str__(self) -> str:
+        return f'mesh "{self.mesh}" was detached. Attach it again: meshbook.attach("{self.session}").'
+
+
+class AttachError(MeshError):
+    """A session that cannot be attached; the message says why and what to do."""
+
+
+class SessionInUse(AttachError):
+    """A session that another process drives."""
+
+    def __init__(self, session: str, owner_pid: int) -> None:
+        super().__init__(session, owner_pid)
+        self.session, self.owner_pid = session, owner_pid
+
+    def __str__(self) -> str:
+        return (
+            f"session {self.session} is driven by process {self.owner_pid}. "
+            "Detach it there (%mesh detach, or meshbook.detach()) or end that process, then attach again."
+        )
 
 
 class Failure(NamedTuple):

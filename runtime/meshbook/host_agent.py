@@ -1,8 +1,8 @@
 """The host agent: one process per host that starts, watches and reaps the workers there, and speaks for them.
 
 Single-threaded, without torch. It dials in to the controller with the ticket it reads from stdin, serves any number of
-meshes, and ends when told to, or when the controller has been gone for the lease: our stdin has ended and nothing is
-heard of it. Its workers never outlive it.
+meshes, and ends when told to, or when the controller has been gone for the lease (`meshbook.lease`). Its workers never
+outlive it.
 
 Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
 """
@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,16 +35,18 @@ from meshbook.frames import Buffer
 from meshbook.hosted_mesh import HostedMesh
 from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
+from meshbook.keeping import Keeping
 from meshbook.launcher import Ticket, decode_ticket
+from meshbook.lease import Lease
 from meshbook.limits import explain
 from meshbook.processes import adopt_orphans, machine_id, reap_strangers
+from meshbook.salvage import salvage
 from meshbook.segments import SegmentPool, map_segment
+from meshbook.sessions import remove_if_last
+from meshbook.succession import FormerControllers, report
 from meshbook.transport import HEARTBEAT_S, LANES, AgentSocket, LaneName
 
 EXIT_LOST, EXIT_REFUSED = 75, 77
-
-MAX_SILENCE_S = 600.0
-"""A controller whose end of our stdin is still open lives: it may be busy in native code, stopped, or asleep."""
 
 MAX_UNSENT_BYTES = 64 << 20
 """With so much waiting for slow workers we stop reading calls, and the controller feels it."""
@@ -68,7 +69,10 @@ class HostAgent:
         self._meshes: dict[int, HostedMesh] = {}
         self._waiting_spawns: list[wire.Spawn] = []
         """They wait for their template to be ready."""
-        self._heard = time.monotonic()
+        self._lease = Lease(self._loop, ticket.lease_s)
+        self.keeping = Keeping()
+        self._welcome: wire.Welcome | None = None
+        self._former = FormerControllers()
         self._pool = SegmentPool()
         self.oom = OomWatch()
         self._bulk_out = BulkSender()
@@ -82,8 +86,20 @@ class HostAgent:
         self._templates[()] = HostedTemplate.start(self._loop)
         for socket_ in self._lanes.values():
             self._loop.watch(socket_.fd, lambda: None)
-        os.set_blocking(0, False)
-        self._lifeline = self._loop.watch(0, self._on_lifeline)
+            socket_.on_newer = self._succeed
+        self._lease.watch_stdin()
+        self._greet()
+        self._beat()
+        while self._exit_code is None:
+            self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
+            self._outbox.flush()
+            self._loop.run_once()
+        self._outbox.flush()
+        for template in self._templates.values():
+            template.close()
+        return self._exit_code
+
+    def _greet(self) -> None:
         self.send_urgent(
             wire.Hello(
                 wire.PROTOCOL_VERSION,
@@ -95,15 +111,6 @@ class HostAgent:
                 count_cores(),
             )
         )
-        self._beat()
-        while self._exit_code is None:
-            self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
-            self._outbox.flush()
-            self._loop.run_once()
-        self._outbox.flush()
-        for template in self._templates.values():
-            template.close()
-        return self._exit_code
 
     # ---- uplink (`meshbook.hosted_mesh.Uplink`) -------------------------------------------------------------------
 
@@ -146,7 +153,7 @@ class HostAgent:
                     continue
                 again = True
                 for header, payload in lane.receive():
-                    self._heard = time.monotonic()
+                    self._hear()
                     for each in unbatch(header):
                         self._dispatch(wire.decode_to_host(each), payload)
         while self._freed:
@@ -170,7 +177,10 @@ class HostAgent:
                 self._bulk_in.receive(message, payload[0])
             case wire.SegmentFree(pid, segment):
                 self._free_in_worker(pid, segment)
-            case wire.StoreRequest() | wire.StoreAnswer() | wire.DropClient() | wire.DropKeys() | wire.StoreLost():
+            case (
+                wire.StoreRequest() | wire.StoreAnswer() | wire.DropClient() | wire.DropKeys() | wire.StoreLost()
+                | wire.AskAgain()
+            ):  # fmt: skip
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     _serve_store(mesh.store, message)
             case wire.Spawn():
@@ -190,7 +200,12 @@ class HostAgent:
                 mesh = self._meshes.get(mesh_id)
                 self.send_urgent(wire.Logs(id, mesh.logs(target, lines) if mesh else {}))
             case wire.Welcome():
-                self._shares_memory = message.shares_memory
+                self._welcome, self._shares_memory = message, message.shares_memory
+                if message.machine == machine_id():
+                    self._lease.watch_process(message.pid, message.started)
+            case wire.Leave(lease_s):
+                self._lease.leave(lease_s)
+                self._beat_once()
             case wire.Refused(reason):
                 print(reason, file=sys.stderr)
                 self._exit_code = EXIT_REFUSED
@@ -236,6 +251,7 @@ class HostAgent:
             host_rank, log_dir = spawn.arrangement.host_rank, Path(self._ticket.log_dir)
             mesh = HostedMesh(spawn.mesh, spawn.name, host_rank, self._loop, self, self._name, log_dir)
             self._meshes[spawn.mesh] = mesh
+        mesh.memory.on_spawn(spawn)
         self._waiting_spawns.append(spawn)
         template.when_ready(lambda: self._start_workers(spawn, template))
 
@@ -280,30 +296,77 @@ class HostAgent:
         for mesh in self._meshes.values():
             for worker in mesh.workers.values():
                 if worker.pid == pid:
+                    worker.lent.discard(segment)
                     mesh.to_worker(worker.rank, wire.SegmentFree(pid, segment))
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        self.send_urgent(wire.Heartbeat())
-        for lane in self._lanes.values():
-            lane.beat()
+        if not self._lease.is_heard and self.keeping.listening:
+            self._pause()
+        if self.keeping.listening:
+            self.send_urgent(wire.Heartbeat())
+            self._beat_once()
+        for pid, segment in self._former.take_freed():
+            self._free_in_worker(pid, segment)
         workers = [worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()]
         self.oom.sample(workers)
         reap_strangers({*workers, *(template.pid for template in self._templates.values())})
-        silence_s = time.monotonic() - self._heard
-        if silence_s > (MAX_SILENCE_S if self._lifeline.active else self._ticket.lease_s):
+        if self._lease.is_over(bool(self._meshes)):
             self._end(EXIT_LOST)
         self._loop.call_later(HEARTBEAT_S, self._beat)
 
-    def _on_lifeline(self) -> None:
-        """Stdin: its end means that our launcher has ended; from then on silence counts against the lease."""
-        try:
-            ended = not os.read(0, 1 << 12)
-        except BlockingIOError:
-            return
-        if ended:
-            self._loop.forget(self._lifeline)
+    def _beat_once(self) -> None:
+        for lane in self._lanes.values():
+            lane.beat()
+
+    # ---- controllers come and go --------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """The controller has spoken."""
+        self._lease.hear()
+        if not self.keeping.listening:
+            self._resume()
+
+    def _pause(self) -> None:
+        """Nobody listens: keep what there is to say."""
+        self._outbox.flush()
+        self.keeping.begin()
+        for lane in self._lanes.values():
+            lane.paused = True
+
+    def _resume(self) -> None:
+        self.keeping.end()
+        for lane in self._lanes.values():
+            lane.paused = False
+        self._beat_once()  # the controller sees what it lacks, and asks for it
+        for mesh in self._meshes.values():
+            mesh.flush_output()
+
+    def _succeed(self, epoch: int) -> None:
+        """A new controller of our session has spoken: tell it everything, then go on as before."""
+        for mesh in self._meshes.values():
+            self._give_up_spawns(mesh.id)
+            mesh.crew.give_up_starting()
+            mesh.flush_replies()
+        self._outbox.flush()
+        kept = {name: lane.restart(epoch) for name, lane in self._lanes.items()}
+        found = salvage(kept["calls"], kept["bulk"])
+        self._lease.hear()
+        self.keeping.end()
+        self._parked.clear()
+        self._bulk_in = BulkReceiver(self._serve_parked)
+        self._greet()
+        hosted, again, unneeded = report(self._meshes.values(), found)
+        self.send(hosted)
+        for message, payload in again:
+            self.send(message, payload)
+        for header, payload in found.pieces:
+            self._lanes["bulk"].send(header, payload)
+        for mesh in self._meshes.values():
+            mesh.flush_output()
+        if self._welcome is not None:
+            self._former.add(self._welcome.pid, self._welcome.started, unneeded)
 
     def _end(self, code: int) -> None:
         meshes = dict(self._meshes)
@@ -321,7 +384,7 @@ class HostAgent:
 
 def _serve_store(
     store: StoreAccess,
-    message: wire.StoreRequest | wire.StoreAnswer | wire.DropClient | wire.DropKeys | wire.StoreLost,
+    message: wire.StoreRequest | wire.StoreAnswer | wire.DropClient | wire.DropKeys | wire.StoreLost | wire.AskAgain,
 ) -> None:
     match message:
         case wire.StoreRequest(_, rank, request, op):
@@ -334,6 +397,8 @@ def _serve_store(
             store.drop_keys(prefix)
         case wire.StoreLost(_, reason):
             store.lose(reason)
+        case wire.AskAgain():
+            store.resend()
 
 
 def main() -> None:
@@ -345,6 +410,8 @@ def main() -> None:
     agent = HostAgent(ticket)
     signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
     code = agent.run()
+    if ticket.session:
+        remove_if_last(Path(ticket.session), os.getpid())
     sys.stdout.flush()
     os._exit(code)
 

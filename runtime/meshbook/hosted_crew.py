@@ -161,6 +161,16 @@ class Crew:
                 self._batches.remove(batch)
                 self._report(wire.MeshReady(batch.spawn.mesh, tuple(map(_describe, batch.workers))))
 
+    def describe(self) -> tuple[wire.WorkerStarted, ...]:
+        """Those that have come up."""
+        return tuple(_describe(worker) for worker in self.workers.values() if worker.phase is WorkerPhase.READY)
+
+    def give_up_starting(self) -> None:
+        """Nobody waits any more for those that are still coming up."""
+        for batch in tuple(self._batches):
+            ranks = tuple(worker.rank for worker in batch.workers)
+            self.retire(wire.Retire(0, batch.spawn.mesh, ranks, 0.0))
+
     # ---- leave --------------------------------------------------------------------------------------------------
 
     def retire(self, retire: wire.Retire) -> list[HostedWorker]:

@@ -23,8 +23,11 @@ from meshbook.frames import Buffer
 from meshbook.hosted_crew import Crew
 from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_worker import HostedWorker
+from meshbook.keeping import Keeping
 from meshbook.lifecycle import WorkerEvent
+from meshbook.mesh_memory import MeshMemory
 from meshbook.rank_output import CRASH_REPORT_LINES, Piece, log_tail
+from meshbook.wording import format_bytes
 
 COMBINE_S = 0.002
 """Answers of one host wait this long for each other; failures do not wait."""
@@ -39,6 +42,7 @@ class Uplink(Protocol):
     """The agent's road to the controller, and the host's shared memory."""
 
     oom: OomWatch
+    keeping: Keeping
 
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None: ...
     def send_urgent(self, message: wire.FromHost) -> None: ...
@@ -66,6 +70,7 @@ class HostedMesh:
         self, id: int, name: str, host_rank: int, loop: EventLoop, uplink: Uplink, host: str, log_dir: Path
     ) -> None:
         self.id = id
+        self.memory = MeshMemory(id, name)
         self._loop, self._uplink = loop, uplink
         self.crew = Crew(loop, self, uplink.send, self._tell_if_stopped, host, log_dir / f"{name}-{id}")
         self._calls: dict[int, _OpenCall] = {}
@@ -90,7 +95,8 @@ class HostedMesh:
         members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
         if not members:
             return
-        self._calls[call.id] = _OpenCall({worker.rank for worker in members}, call.output != 0)
+        open_call = self._calls[call.id] = _OpenCall({worker.rank for worker in members}, call.output != 0)
+        self.memory.on_call(call, open_call.waiting)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
         frames = [wire.encode(call), *payload]
@@ -143,7 +149,10 @@ class HostedMesh:
                 self._on_reply(worker, message, payload)
             case wire.RankDisplay(output, update, is_result):
                 self._send_output(worker, final=True)
-                self._uplink.send(wire.Display(self.id, worker.rank, output, update, is_result), payload)
+                if self._uplink.keeping.output(size := sum(map(len, payload))):
+                    self._uplink.send(wire.Display(self.id, worker.rank, output, update, is_result), payload)
+                else:
+                    self._send_cuts(worker, worker.output.cut(output, size))
             case wire.LateText(output, stream, text):
                 worker.output.add_late(Piece(output, stream, text), time.monotonic())
                 self.on_output(worker)
@@ -164,26 +173,45 @@ class HostedMesh:
         if call.prints:
             self._send_output(worker, final=True)
             worker.output.renew()
+        answer, payload = self._pass_on(worker, reply, payload)
+        call.replies.append(answer)
+        call.frames += payload
+        call.waiting.discard(worker.rank)
+        if not call.waiting or answer.status != wire.OK:
+            self._flush_call(reply.id)
+        elif not self._combining:
+            self._combining = True
+            self._loop.call_later(COMBINE_S, self._flush_partial)
+
+    def _pass_on(
+        self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]
+    ) -> tuple[wire.RankReply, list[bytes]]:
+        """The worker's answer as the controller gets it, and its frames."""
+        size = sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
+        if not self._uplink.keeping.result(size):
+            if reply.segment is not None:
+                self.to_worker(worker.rank, wire.SegmentFree(worker.pid, reply.segment.segment))
+            why = f"its value ({format_bytes(size)}) was not kept: results made while nobody listened were too large"
+            return wire.RankReply(worker.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode()), []
         status, inline, segment, bulk = reply.status, reply.inline, None, None
         try:
             if reply.segment is not None:
                 segment, bulk = self._uplink.export(reply.segment)
         except MeshError as error:
             status, inline, payload = wire.RAISED, b"", [self._explain(worker.rank, error)]
-        call.replies.append(wire.RankReply(worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline))
-        call.frames += payload
-        call.waiting.discard(worker.rank)
-        if not call.waiting or status != wire.OK:
-            self._flush_call(reply.id)
-        elif not self._combining:
-            self._combining = True
-            self._loop.call_later(COMBINE_S, self._flush_partial)
+        if segment is not None:
+            worker.lent.add(segment.segment)
+        return wire.RankReply(worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline), payload
+
+    def flush_replies(self) -> None:
+        """Send the answers that wait for others, now."""
+        for id in [id for id, call in self._calls.items() if call.replies]:
+            self._flush_call(id)
 
     def _flush_partial(self) -> None:
         """Send the answers that have waited for others; one timer serves all calls, and rests when there is none."""
         self._combining = False
-        for id in [id for id, call in self._calls.items() if call.replies]:
-            self._flush_call(id)
+        self.flush_replies()
 
     def _flush_call(self, id: int) -> None:
         call = self._calls.get(id)
@@ -192,8 +220,12 @@ class HostedMesh:
         if not call.waiting:
             del self._calls[id]
         if call.replies:
-            self._uplink.send(wire.Replies(id, tuple(call.replies)), call.frames)
+            replies = wire.Replies(id, tuple(call.replies))
+            self.memory.on_replies(replies, call.frames)
+            self._uplink.send(replies, call.frames)
             call.replies, call.frames = [], []
+        if not call.waiting:
+            self.memory.on_ended(id)
 
     def on_exit(self, worker: HostedWorker, cause: str) -> None:
         """A worker ended: settle its calls and segments, say why."""
@@ -206,7 +238,9 @@ class HostedMesh:
             self._give_back(key)
         if not self.crew.ending and not told:
             tail = last_words(log_tail(worker.output.log.path, CRASH_REPORT_LINES), LOG_TAIL_LINES)
-            self._uplink.send(wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail))
+            exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail)
+            self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
+            self._uplink.send(exited)
             self._forget_rank(worker.rank)
         self._tell_if_stopped()
 
@@ -216,6 +250,7 @@ class HostedMesh:
 
     def retire(self, retire: wire.Retire) -> None:
         """Some workers are to leave; answers that are still due from them will not come."""
+        self.memory.on_retire(retire.ranks)
         for worker in self.crew.retire(retire):
             self._send_output(worker, final=True)
             self.store.drop_client(worker.rank)
@@ -230,6 +265,7 @@ class HostedMesh:
     def renumber(self, renumber: wire.Renumber) -> None:
         """The workers have other ranks from now on; no call is open, and groups will be formed anew."""
         self._calls.clear()
+        self.memory.on_renumber(renumber)
         self.crew.renumber(renumber)
         self.store = self._make_store(renumber.arrangement.host_rank)
 
@@ -241,12 +277,18 @@ class HostedMesh:
 
     def on_output(self, worker: HostedWorker) -> None:
         """Something was printed: send it soon, together with what follows."""
-        if not self._flushing:
+        if not self._flushing and self._uplink.keeping.listening:
             self._flushing = True
             self._loop.call_later(FLUSH_S, self._flush_output)
 
+    def flush_output(self) -> None:
+        """Somebody listens again: send what was printed meanwhile."""
+        self._flush_output()
+
     def _flush_output(self) -> None:
         self._flushing = False
+        if not self._uplink.keeping.listening:
+            return  # it waits, and what is too much is counted and cut
         for worker in self.workers.values():
             self._send_output(worker)
         if any(worker.output.waiting for worker in self.workers.values()):
@@ -257,11 +299,17 @@ class HostedMesh:
         if final:
             worker.drain()
         pieces, cuts = worker.output.take(time.monotonic(), final=final)
-        for output, size in cuts.items():
-            self._uplink.send(wire.OutputCut(self.id, worker.rank, output, size))
+        for piece in pieces if not self._uplink.keeping.output(sum(len(piece.text) for piece in pieces)) else ():
+            cuts.update(worker.output.cut(piece.output, len(piece.text)))
+            pieces = []
+        self._send_cuts(worker, cuts)
         if pieces:
             chunks = tuple(wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces))
             self._uplink.send(wire.Outputs(self.id, chunks))
+
+    def _send_cuts(self, worker: HostedWorker, cuts: dict[int, int]) -> None:
+        for output, size in cuts.items():
+            self._uplink.send(wire.OutputCut(self.id, worker.rank, output, size))
 
     def logs(self, target: wire.Target, lines: int) -> dict[int, str]:
         """The last lines that each member here wrote; also of members that have ended."""

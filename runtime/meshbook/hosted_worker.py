@@ -132,6 +132,8 @@ class HostedWorker:
         self.phase = WorkerPhase.FORKING
         self.segments: set[tuple[int, int]] = set()
         """(owner pid, segment) of payloads that the worker may still have mapped."""
+        self.lent: set[int] = set()
+        """Segments of the worker's own that its controller looks at."""
         self.output = RankOutput(marker, RankLog(log), now)
         self._loop, self._owner = loop, owner
         self._nonsense = ""

@@ -13,7 +13,7 @@ from meshbook.bulk import BulkReceiver, BulkSender
 from meshbook.frames import Buffer
 from meshbook.future import Future
 from meshbook.launcher import LaunchedHost
-from meshbook.link import Link
+from meshbook.link import Link, epoch_of
 from meshbook.transport import LANES, ControllerSocket, LaneName
 
 MAX_SILENCE_S = 10.0
@@ -33,6 +33,10 @@ class KnownHost:
         self.heard = time.monotonic()
         self.lost = ""
         """Why it is lost; empty while it lives."""
+        self.is_found = False
+        """It was started by a former controller."""
+        self.usurper = 0
+        """The epoch of a controller that has taken the host from us."""
         self.bulk_out = BulkSender()
         self.bulk_in = BulkReceiver(self._serve_parked)
         self.parked: deque[tuple[wire.Replies, list[bytes]]] = deque()
@@ -67,7 +71,10 @@ class KnownHost:
     def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
         """Take frames from the wire: the message they carry, if it is new and next in order."""
         self.heard = time.monotonic()
-        return self._links[lane].receive(frames)
+        link = self._links[lane]
+        if (epoch := epoch_of(frames)) > link.epoch:
+            self.usurper = epoch
+        return link.receive(frames)
 
     def acknowledge(self, lane: LaneName) -> None:
         """Send what the link owes the peer, and what its acknowledgements have made room for."""
@@ -81,8 +88,17 @@ class KnownHost:
     def beat(self) -> None:
         """Once per heartbeat: how far each lane is."""
         self.send_urgent(wire.Heartbeat())
+        self.knock()
+
+    def knock(self) -> None:
+        """Say on every lane that we are there and how far we are."""
         for lane, link in self._links.items():
             self._sock.send(self.id, lane, link.heartbeat())
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the host has acknowledged all that we have sent."""
+        return not any(self._backlogs.values()) and all(link.unacked_bytes == 0 for link in self._links.values())
 
     def park(self, replies: wire.Replies, frames: list[bytes]) -> bool:
         """Keep replies back while their payload is still on its way; True when kept."""

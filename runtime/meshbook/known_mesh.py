@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshbook import wire
-from meshbook.errors import DeviceError, MeshStoppedError, SpawnError, WorkerLost
+from meshbook.errors import DeviceError, MeshDetachedError, MeshStoppedError, SpawnError, WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
@@ -77,6 +77,10 @@ class KnownMesh:
         self.stopped: Future[None] = Future()
         self.owns_hosts = False
         """Whether the hosts were started for this mesh alone, and end with it."""
+        self.detached = ""
+        """The session in which it lives on without us."""
+        self.is_whole = True
+        """False while a former controller's mesh is being taken over, and not all of its hosts have told of it."""
         self.recruits: Recruits | None = None
         self._hosts_stopping: set[KnownHost] = set()
 
@@ -110,7 +114,9 @@ class KnownMesh:
         self.phase = advance(MESH_NEXT, self.phase, event)
 
     def check_usable(self) -> None:
-        """Raises: MeshStoppedError once the mesh was stopped."""
+        """Raises: MeshStoppedError once the mesh was stopped, MeshDetachedError once it was detached."""
+        if self.detached:
+            raise MeshDetachedError(self.name, self.detached)
         if self.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             raise MeshStoppedError(self.name)
 
@@ -178,6 +184,13 @@ class KnownMesh:
     def on_lost(self, error: WorkerLost) -> None:
         """A worker ended without being told to."""
         self.lost[error.rank] = error
+
+    def detach(self, session: str) -> None:
+        """It lives on without us; for us it is as good as stopped."""
+        self.detached = session
+        self.stop()
+        self.advance(MeshEvent.ENDED)
+        self.stopped.set_result(None)
 
     def stop(self) -> None:
         """Its hosts are being told to end it."""

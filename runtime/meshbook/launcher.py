@@ -16,7 +16,7 @@ from typing import IO, Protocol
 import msgspec
 
 from meshbook.deaths import last_words
-from meshbook.processes import describe_exit
+from meshbook.processes import describe_exit, end_process, is_same_process, start_time
 from meshbook.rank_output import CRASH_REPORT_LINES, log_tail
 
 
@@ -33,9 +33,11 @@ class Ticket(msgspec.Struct, frozen=True):
     epoch: int
     """Which controller of the session this is; frames of an older one are ignored."""
     lease_s: float
-    """How long the agent lives on once its stdin has ended and nothing is heard of its controller."""
+    """How long the agent and its meshes wait for the next controller once theirs has ended (`meshbook.lease`)."""
     shares_memory: bool = True
     """False makes an agent behave as on another machine, whatever machine it is on."""
+    session: str = ""
+    """The session's folder, which the last agent removes when there is no controller; empty on other machines."""
 
 
 encode_ticket = msgspec.json.Encoder().encode
@@ -47,12 +49,17 @@ class LaunchedHost(Protocol):
 
     pid: int
     """Of the process here whose end is the agent's end; 0 when there is none."""
+    started: int
+    """Its start time; 0 when there is none."""
 
     def failure(self) -> str | None:
         """Why it ended, or None while it runs (or while nobody can tell)."""
 
     def close(self, timeout_s: float) -> None:
         """Wait for it to end, and end it by force after ``timeout_s``."""
+
+    def release(self) -> None:
+        """Let it live on without us."""
 
 
 class Launcher(Protocol):
@@ -91,6 +98,7 @@ class LocalLauncher:
 
 
 def _start(ticket: Ticket, log: Path) -> LocalHost:
+    _reap()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "meshbook.host_agent"],
@@ -111,7 +119,7 @@ class LocalHost:
 
     def __init__(self, process: subprocess.Popen[bytes], lifeline: IO[bytes], log: Path) -> None:
         self._process, self._lifeline, self._log = process, lifeline, log
-        self.pid = process.pid
+        self.pid, self.started = process.pid, start_time(process.pid) or 0
 
     def failure(self) -> str | None:
         """Exit status in words, with the end of the agent's own log; None while it runs."""
@@ -129,3 +137,36 @@ class LocalHost:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def release(self) -> None:
+        """Close the lifeline. It stays our child until it ends, and is reaped when another one is started."""
+        self._lifeline.close()
+        _released.append(self._process)
+
+
+class FoundHost:
+    """A host agent that another controller has started, on this machine or elsewhere."""
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid, self.started = pid, started
+
+    def failure(self) -> str | None:
+        """That it has ended; None while it runs, and where that cannot be seen."""
+        gone = self.pid and not is_same_process(self.pid, self.started)
+        return f"the host agent (process {self.pid}) has ended" if gone else None
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for its end, then kill exactly the process that was recorded."""
+        if self.pid:
+            end_process(self.pid, self.started, timeout_s)
+        _reap()
+
+    def release(self) -> None:
+        pass  # it has nothing of ours
+
+
+_released: list[subprocess.Popen[bytes]] = []
+
+
+def _reap() -> None:
+    _released[:] = [process for process in _released if process.poll() is None]

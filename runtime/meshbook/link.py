@@ -23,7 +23,7 @@ acknowledged; without traffic the other way an ACK is due after 64 messages or 8
 without effect is asked again at the next heartbeat, or at the second one if the first may have crossed it.
 
 ``epoch`` tells incarnations of a peer apart. Frames of another epoch are ignored; whoever learns that a peer
-has started anew begins a new `Link`.
+has started anew (`epoch_of`) begins a new `Link`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ MESSAGE, ACK, BEAT, REPLAY = range(1, 5)
 _HEAD = struct.Struct("<BxxxIQQ")
 _SIZE = _HEAD.size
 _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
+
+
+def epoch_of(frames: Sequence[Buffer]) -> int:
+    """The epoch of a message as it came; 0 if it is none."""
+    return _unpack(frames[0])[1] if frames and len(frames[0]) >= _SIZE else 0
 
 
 class Link:
@@ -136,6 +141,10 @@ class Link:
             messages.append(self._status(ACK))
         self._ask_due = self._replay_due = False
         return messages
+
+    def unacknowledged(self) -> list[tuple[bytes, list[Buffer]]]:
+        """(header, payload) of each message that the peer may not have, in order."""
+        return [(bytes(frames[0])[_SIZE:], frames[1:]) for frames, _ in self._unacked]
 
     def heartbeat(self) -> list[Buffer]:
         """Return frames that say how far we are in both directions; to be sent at regular times."""

@@ -8,13 +8,17 @@ import os
 import threading
 from collections.abc import Mapping
 
+from meshbook.attachment import Attachment, attach_session, find_session, new_controller
 from meshbook.controller import Controller, OutputSource
 from meshbook.errors import HostLost, SpawnError, UsageError
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
+from meshbook.lease import default_lease_s
 from meshbook.limits import explain
 from meshbook.proc_mesh import ProcMesh
+from meshbook.session_folder import SavedHost
+from meshbook.sessions import SavedSession, sessions
 from meshbook.shape import Extent, Region
 
 HOST_TIMEOUT_S = 60.0
@@ -23,12 +27,16 @@ HOST_TIMEOUT_S = 60.0
 SPAWN_TIMEOUT_S = 120.0
 """How long workers may take to answer, imports of ``preload`` included."""
 
-LEASE_S = 5.0
-"""How long agents and workers outlive a controller that has gone silent."""
+DETACH_TIMEOUT_S = 5.0
+"""How long hosts may take to acknowledge what they were sent before we go."""
 
-_EPOCH = 1
+ATTACH_TIMEOUT_S = 10.0
+"""How long hosts may take to answer a new controller."""
+
 _lock = threading.RLock()
 _controller: Controller | None = None
+_attached: list[Controller] = []
+"""Of sessions that were attached while this process had one already."""
 _this_host: HostMesh | None = None
 _output_source: OutputSource | None = None
 
@@ -88,6 +96,7 @@ class HostMesh:
                     f"not every worker answered within {SPAWN_TIMEOUT_S:g} s; see {self._controller.folder.logs}"
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
+        self._controller.save_mesh(mesh)
         return procs
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -111,7 +120,7 @@ def this_host() -> HostMesh:
     global _this_host
     with _lock:
         if _this_host is None or _this_host._hosts[0].lost:
-            _this_host = start_hosts({}, LocalLauncher())
+            _this_host = _start_hosts({}, LocalLauncher(), serves_all=True)
         return _this_host
 
 
@@ -120,35 +129,45 @@ def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
 
     Raises: SpawnError if the launcher cannot start them.
     """
+    return _start_hosts(sizes, launcher)
+
+
+def _start_hosts(sizes: Mapping[str, int], launcher: Launcher, *, serves_all: bool = False) -> HostMesh:
     controller = _the_controller()
     extent = Extent.of(sizes)
-    address = "tcp://127.0.0.1:*" if launcher.transport == "tcp" else f"ipc://{controller.folder.sockets}/control"
+    address = "tcp://127.0.0.1:*" if launcher.transport == "tcp" else f"ipc://{controller.folder.path}/control"
     endpoint = controller.endpoint(address)
     tickets = [
         _ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}")
         for _ in range(math.prod(extent.sizes.values()))
     ]
-    hosts = []
+    hosts, saved = [], {}
     try:
         started = launcher.launch(tickets)
     except OSError as error:
         raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
     for ticket, launched in zip(tickets, started, strict=True):
         hosts.append(controller.expect_host(ticket, launched, launcher.shares_environment))
+        saved[ticket.host_id] = SavedHost(
+            ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all
+        )
+    controller.save_hosts(saved)
     return HostMesh(controller, hosts, extent)
 
 
 def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
     public, secret = controller.accept(host_id)
+    state = controller.folder.state
     return Ticket(
         host_id=host_id,
         endpoint=endpoint,
-        controller_key=controller.public_key,
+        controller_key=state.public_key,
         public_key=public,
         secret_key=secret,
         log_dir=str(controller.folder.logs),
-        epoch=_EPOCH,
-        lease_s=LEASE_S,
+        epoch=controller.epoch,
+        lease_s=state.lease_s,
+        session=str(controller.folder.path),
     )
 
 
@@ -159,8 +178,8 @@ def set_output_source(source: OutputSource | None) -> None:
     """
     global _output_source
     _output_source = source
-    if _controller is not None:
-        _controller.output_source = source
+    for controller in _controllers():
+        controller.output_source = source
 
 
 def prewarm() -> None:
@@ -169,12 +188,76 @@ def prewarm() -> None:
 
 
 def shutdown(timeout_s: float = 5.0) -> None:
-    """Stop every mesh and host of this process; no process is left behind. The next spawn starts afresh. Idempotent."""
+    """Stop every mesh and host of this process; no process is left behind. The next spawn starts afresh. Idempotent.
+
+    Runs at exit. Meshes that were detached live on.
+    """
+    for controller in _take_controllers():
+        controller.close(timeout_s)
+
+
+def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
+    """Drive a session that another process has left, or died in: its meshes with their state, its open calls.
+
+    session: one of `sessions`, its id, or the name of one of its meshes. Hosts that do not answer within ``timeout_s``
+    count as lost. When this process has no meshes of its own yet, later spawns join the session.
+    Raises: SessionInUse if a living process drives it, AttachError if it has ended or cannot be reached.
+    """
+    global _controller, _this_host
+    saved = find_session(session)
+    with _lock:
+        attachment = attach_session(saved, timeout_s, _prepare)
+        controller = attachment.controller
+        atexit.register(shutdown)
+        if _controller is not None:
+            _attached.append(controller)
+            return attachment
+        _controller = controller
+        serving = {id for id, host in controller.folder.state.hosts.items() if host.serves_all}
+        for host in controller.hosts:
+            if host.id in serving and not host.lost:
+                _this_host = HostMesh(controller, [host], Extent.of({}))
+        return attachment
+
+
+def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S) -> list[str]:
+    """Leave all meshes of this process to the next controller, and let them live on; returns their sessions' ids.
+
+    Calls go on; what they print and return meanwhile is kept, within bounds. lease_s: how long the meshes wait for
+    `attach` before they end; 10 minutes by default. A session without meshes is stopped.
+    """
+    left = []
+    for controller in _take_controllers():
+        if controller.folder.state.meshes:
+            left.append(controller.folder.id)
+            controller.leave(default_lease_s() if lease_s is None else lease_s, timeout_s)
+        else:
+            controller.close(timeout_s)
+    return left
+
+
+def remember(key: str, value: bytes) -> None:
+    """Keep ``value`` with the session of this process, for later controllers. Raises: UsageError for an odd key."""
+    _the_controller().folder.remember(key, value)
+
+
+def recall(key: str) -> bytes | None:
+    """What was remembered under ``key`` in the session of this process."""
+    return None if _controller is None else _controller.folder.recall(key)
+
+
+def _controllers() -> list[Controller]:
+    return [*([_controller] if _controller is not None else []), *_attached]
+
+
+def _take_controllers() -> list[Controller]:
+    """All of them; from now on this process has none."""
     global _controller, _this_host
     with _lock:
-        controller, _controller, _this_host = _controller, None, None
-    if controller is not None:
-        controller.close(timeout_s)
+        taken = _controllers()
+        _controller = _this_host = None
+        _attached.clear()
+        return taken
 
 
 def _the_controller() -> Controller:
@@ -182,21 +265,40 @@ def _the_controller() -> Controller:
     with _lock:
         if _controller is None:
             try:
-                _controller = Controller()
+                _controller = new_controller()
             except OSError as error:
                 raise SpawnError(f"this process cannot make what its meshes need: {explain(error)}.") from error
-            _controller.output_source = _output_source
+            _prepare(_controller)
             atexit.register(shutdown)
         return _controller
+
+
+def _prepare(controller: Controller) -> None:
+    controller.output_source = _output_source
 
 
 def _forget_in_child() -> None:
     """A fork of this process (a DataLoader worker, say) must not speak for its parent."""
     global _controller, _this_host, _lock
     _controller = _this_host = None
+    _attached.clear()
     _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
-__all__ = ["HostMesh", "prewarm", "set_output_source", "shutdown", "start_hosts", "this_host"]
+__all__ = [
+    "Attachment",
+    "HostMesh",
+    "SavedSession",
+    "attach",
+    "detach",
+    "prewarm",
+    "recall",
+    "remember",
+    "sessions",
+    "set_output_source",
+    "shutdown",
+    "start_hosts",
+    "this_host",
+]

@@ -57,6 +57,16 @@ class ProcMesh(Arranged):
     def name(self) -> str:
         return self._mesh.name
 
+    @property
+    def id(self) -> int:
+        """Names the mesh in its session, also for later controllers; views of a mesh have the same."""
+        return self._mesh.id
+
+    @property
+    def session(self) -> str:
+        """The session that it belongs to: what another process attaches."""
+        return self._controller.folder.id
+
     def base(self) -> ProcMesh:
         """The whole mesh that this is a view of."""
         return self._part(Region.of(self._mesh.extent.sizes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -55,6 +56,25 @@ def is_same_process(pid: int, started: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat[0] != b"Z" and int(stat[19]) == started
+
+
+def end_process(pid: int, started: int, grace_s: float) -> None:
+    """Wait until the process that was recorded has ended; kill it after ``grace_s``. Never another one of its pid."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        if not is_same_process(pid, started) or poll.poll(grace_s * 1000):
+            return
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        poll.poll(5000)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def kill_session(pid: int) -> None:

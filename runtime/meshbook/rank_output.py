@@ -200,6 +200,11 @@ class RankOutput:
         self._cut_news.clear()
         return pieces, cuts
 
+    def cut(self, output: int, size_bytes: int) -> dict[int, int]:
+        """So much more of ``output`` will not be shown; returns its total, as `take` does."""
+        self._cut[output] = self._cut.get(output, 0) + size_bytes
+        return {output: self._cut[output]}
+
     def renew(self) -> None:
         """A cell has ended: what it printed must not silence the next one."""
         self._budget = float(BURST_BYTES)

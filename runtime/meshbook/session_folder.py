@@ -1,74 +1,206 @@
-"""Where a controller keeps its sockets and logs: private to the user, gone when the session is.
+"""Where a session keeps its sockets, keys and logs: private to the user, gone when the session is.
 
-<runtime dir>/meshbook-<uid>/<session>/    0700: the ipc socket and `owner` (pid and start time)
-<state dir>/meshbook/logs/<session>/       0700: logs of agents and ranks, kept for the last sessions
+    <runtime dir>/meshbook-<uid>/<session>/     0700
+        lock, owner     who owns it (`meshbook.ownership`)
+        state           keys, endpoints, hosts and meshes (`SessionState`): all that the next controller needs
+        memory/<key>    what the notebook wants remembered
+        control         the ipc socket
+    <state dir>/meshbook/logs/<session>/        0700: logs of agents and ranks, kept for the last sessions
+
+A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,
+one more than the one before. Whoever is the last to leave removes the folder: the controller that stops it, the last
+agent whose lease is over, or the next controller that looks around (`meshbook.sessions.sweep`).
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import secrets
 import shutil
 import tempfile
+import threading
+import time
 from pathlib import Path
 
-from meshbook.errors import SpawnError
-from meshbook.processes import is_same_process, start_time
+import msgspec
+
+from meshbook import ownership
+from meshbook.errors import UsageError
+from meshbook.private_files import private_folder, read_private, write_private
+from meshbook.processes import is_same_process
 
 KEPT_LOG_SESSIONS = 20
 
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+class SavedHost(msgspec.Struct):
+    """A host agent that may dial in."""
+
+    key: str
+    """Its public CURVE key."""
+    pid: int = 0
+    started: int = 0
+    """Start time of ``pid``; both 0 for an agent on another machine."""
+    shares_environment: bool = True
+    serves_all: bool = False
+    """Whether it is the one agent of this machine that serves whoever asks for ``this_host``."""
+
+    @property
+    def runs(self) -> bool | None:
+        """Whether the agent lives; None where that cannot be seen from here."""
+        return is_same_process(self.pid, self.started) if self.pid else None
+
+
+class SavedMesh(msgspec.Struct):
+    """A mesh of the session, for lists; its agents know more."""
+
+    name: str
+    sizes: dict[str, int]
+    hosts: list[str]
+    """Host ids, in rank order."""
+    owns_hosts: bool = False
+
+
+class SessionState(msgspec.Struct):
+    """What the next controller of a session needs."""
+
+    public_key: str
+    secret_key: str
+    created: float
+    """Seconds since 1970."""
+    lease_s: float
+    epoch: int = 1
+    endpoints: dict[str, str] = {}
+    """What was asked for (``tcp://127.0.0.1:*``), and what it became."""
+    hosts: dict[str, SavedHost] = {}
+    meshes: dict[int, SavedMesh] = {}
+    left_at: float = 0.0
+    """When its controller left or was found dead, on the boot clock; 0 while it is there."""
+
+    @property
+    def waits_s(self) -> float | None:
+        """How long it has waited for a controller, where that is known."""
+        waits_s = boot_clock() - self.left_at
+        return None if not self.left_at else math.inf if waits_s < 0 else waits_s  # the machine has booted since
+
+
+encode_state = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(SessionState).decode
+
 
 class SessionFolder:
-    """The folders of one controller."""
+    """The folders of a session that this process owns. Methods may be called by any thread."""
 
-    def __init__(self) -> None:
-        self.id = secrets.token_hex(4)
-        base = _runtime_base()
-        sweep(base)
-        self.sockets = base / self.id
-        self.sockets.mkdir(mode=0o700)
-        (self.sockets / "owner").write_text(f"{os.getpid()} {start_time(os.getpid())}")
-        logs = _log_base()
-        _trim_logs(logs)
-        self.logs = logs / self.id
-        self.logs.mkdir(mode=0o700)
+    def __init__(self, path: Path, state: SessionState) -> None:
+        self.path, self.id, self.state = path, path.name, state
+        self.logs = private_folder(log_base() / self.id)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(cls, public_key: str, secret_key: str, lease_s: float) -> SessionFolder:
+        """Begin a session. Raises: SpawnError if the folders are not ours alone."""
+        id = secrets.token_hex(4)
+        base = runtime_base()
+        path, new = base / id, base / f".{id}"
+        new.mkdir(mode=0o700)
+        ownership.take(new, new=True)
+        ownership.sign(new)
+        (new / "memory").mkdir(mode=0o700)
+        state = SessionState(public_key, secret_key, time.time(), lease_s)
+        write_private(new / "state", encode_state(state))
+        ownership.rename(new, path)
+        _trim_logs(log_base())
+        return cls(path, state)
+
+    @classmethod
+    def take_over(cls, path: Path) -> SessionFolder | None:
+        """Own the next epoch of a session; None if it has an owner or is gone."""
+        if not ownership.take(path):
+            return None
+        state = read_state(path)
+        if state is None:
+            ownership.give_up(path)
+            return None
+        ownership.sign(path)
+        folder = cls(path, state)
+        folder.state.epoch += 1
+        folder.state.left_at = 0.0
+        folder.save()
+        return folder
+
+    def save(self) -> None:
+        """Write ``state``, which only its owner changes."""
+        with self._lock:
+            if not self._closed:
+                write_private(self.path / "state", encode_state(self.state))
+
+    def remember(self, key: str, value: bytes) -> None:
+        """Keep ``value`` as long as the session. Raises: UsageError for a key that cannot be a file name."""
+        if not _KEY.fullmatch(key):
+            raise UsageError(f'"{key}" cannot name what is remembered: letters, digits, ".", "_" and "-" only.')
+        with self._lock:
+            if not self._closed:
+                write_private(self.path / "memory" / key, value)
+
+    def recall(self, key: str) -> bytes | None:
+        """What was remembered under ``key``, by this controller or one before."""
+        return recall(self.path, key)
+
+    def leave(self) -> None:
+        """Own it no more: another controller may. Idempotent."""
+        self.state.left_at = boot_clock()
+        self.save()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                ownership.unsign(self.path)
+                ownership.give_up(self.path)
 
     def close(self) -> None:
-        """Remove the sockets; logs stay until newer sessions push them out. Idempotent."""
-        shutil.rmtree(self.sockets, ignore_errors=True)
+        """End the session; logs stay until newer sessions push them out. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                shutil.rmtree(self.path, ignore_errors=True)
+                ownership.give_up(self.path)
 
 
-def sweep(base: Path) -> None:
-    """Remove what dead sessions left, by recorded pid and start time; their agents end by themselves."""
-    for folder in base.iterdir():
-        try:
-            pid, started = map(int, (folder / "owner").read_text().split())
-        except (OSError, ValueError):
-            continue
-        if not is_same_process(pid, started):
-            shutil.rmtree(folder, ignore_errors=True)
+def read_state(path: Path) -> SessionState | None:
+    """The state of any session of ours; None when there is none or it cannot be read."""
+    try:
+        return _decode(read_private(path / "state") or b"")
+    except msgspec.DecodeError:
+        return None
 
 
-def _runtime_base() -> Path:
+def recall(path: Path, key: str) -> bytes | None:
+    """What a session remembers under ``key``."""
+    return read_private(path / "memory" / key) if _KEY.fullmatch(key) else None
+
+
+def boot_clock() -> float:
+    """Seconds since boot, time asleep included: no change of the wall clock moves it."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def runtime_base() -> Path:
+    """Where the sessions of this user are."""
     parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    return _private(parent / f"meshbook-{os.getuid()}")
+    return private_folder(parent / f"meshbook-{os.getuid()}")
 
 
-def _log_base() -> Path:
+def log_base() -> Path:
+    """Where their logs are."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return _private(state / "meshbook" / "logs")
-
-
-def _private(folder: Path) -> Path:
-    """Make ``folder`` for us alone; refuse one that another user has prepared."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise SpawnError(f"{folder} must be a folder of yours with mode 0700. Remove it, or run chmod 700 on it.")
-    return folder
+    return private_folder(state / "meshbook" / "logs")
 
 
 def _trim_logs(base: Path) -> None:
     sessions = sorted(base.iterdir(), key=lambda folder: folder.lstat().st_mtime)
     for folder in sessions[: max(0, len(sessions) - KEPT_LOG_SESSIONS)]:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (runtime_base() / folder.name).exists():
+            shutil.rmtree(folder, ignore_errors=True)

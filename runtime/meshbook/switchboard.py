@@ -6,6 +6,7 @@ Nothing here waits or locks: all of it runs under the turn of `meshbook.turns`.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import traceback
@@ -19,14 +20,22 @@ from meshbook import wire
 from meshbook.batches import unbatch
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
-from meshbook.errors import HostLost, MeshError, MeshStoppedError, ProtocolError, SpawnError, WorkerLost
+from meshbook.errors import (
+    HostLost,
+    MeshDetachedError,
+    MeshError,
+    MeshStoppedError,
+    ProtocolError,
+    SpawnError,
+    WorkerLost,
+)
 from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, StreamText
 from meshbook.payloads import Payloads, Unavailable
 from meshbook.peer_checks import check, check_ranks, check_replies, only_frame
-from meshbook.processes import machine_id
+from meshbook.processes import machine_id, start_time
 from meshbook.transport import LaneName
 
 MAX_BACKLOG = 50_000
@@ -54,6 +63,8 @@ class Switchboard:
         self.room = threading.Event()
         """Cleared while so much waits for slow hosts that new calls should wait too."""
         self.room.set()
+        self.on_hosted: Callable[[KnownHost, wire.Hosted], None] = lambda host, message: None
+        """Called with what a host has of a former controller."""
         self.impossible = 0
         """Messages that no host of ours sends; each cost its host."""
 
@@ -86,6 +97,8 @@ class Switchboard:
                 for each in unbatch(message[0]):
                     self._on_message(host, wire.decode_from_host(each), message[1])
             host.acknowledge(lane)
+            if host.usurper:
+                self._lose(host, "another controller has taken over its meshes; what runs there is that one's now")
         except (*wire.MALFORMED, ProtocolError) as error:
             self.impossible += 1
             self._lose(host, f"it sent something impossible: {error}")
@@ -119,16 +132,18 @@ class Switchboard:
                 )  # fmt: skip
                 self.calls.tell(message.output, event)
             case wire.StoreRequest(mesh_id):
-                if (mesh := self.meshes.get(mesh_id)) is not None:
+                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
                     self._to_store(mesh, message)
             case wire.StoreAnswer(mesh_id, rank):
-                if (mesh := self.meshes.get(mesh_id)) is not None and not mesh.host_of(rank).lost:
+                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole and not mesh.host_of(rank).lost:
                     mesh.host_of(rank).send_urgent(message)
-            case wire.SegmentFree(_, segment):
-                if host.shares_memory:
+            case wire.SegmentFree(pid, segment):
+                if host.shares_memory and pid == os.getpid():  # else it was a former controller's
                     self.payloads.on_free(segment)
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(payload))
+            case wire.Hosted():
+                self.on_hosted(host, message)
             case wire.Hello():
                 self._on_hello(host, message)
             case wire.MeshReady(mesh_id):
@@ -154,13 +169,15 @@ class Switchboard:
     def _on_hello(self, host: KnownHost, hello: wire.Hello) -> None:
         if hello.version != wire.PROTOCOL_VERSION:
             reason = f"it speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}; install one version"
-            host.send_urgent(wire.Refused(reason))
+            if not host.is_found:  # a controller of its own version may come for what it holds
+                host.send_urgent(wire.Refused(reason))
             self._lose(host, reason)
             return
         host.hello, host.name = hello, hello.name
         host.shares_memory = hello.machine == self.machine
         host.on_whole = lambda replies, frames: self._on_replies(host, replies, frames)
-        host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory))
+        me = os.getpid()
+        host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, me, start_time(me) or 0))
         host.ready.set_result(host)
 
     def _on_replies(self, host: KnownHost, message: wire.Replies, frames: list[bytes]) -> None:
@@ -225,6 +242,8 @@ class Switchboard:
         self.calls.lose(mesh.id, error)
 
     def _lose(self, host: KnownHost, reason: str) -> None:
+        if host.lost:
+            return
         host.lost = reason
         host.ready.set_exception(HostLost(host.name, reason))
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
@@ -248,6 +267,17 @@ class Switchboard:
             host.send_urgent(wire.Goodbye())
             self._lose(host, "it was stopped")
         self.hosts.pop(host.id, None)
+
+    def lose(self, host: KnownHost, reason: str) -> None:
+        """Nothing more is expected of a host."""
+        self._lose(host, reason)
+
+    def leave(self, session: str) -> None:
+        """The meshes live on without us."""
+        for mesh in self.meshes.values():
+            mesh.detach(session)
+            self.calls.leave(mesh.id, MeshDetachedError(mesh.name, session))
+        self.meshes.clear()
 
     def say_goodbye(self) -> None:
         for mesh in list(self.meshes.values()):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import zmq
@@ -28,7 +28,7 @@ from meshbook.doorkeeper import BACKLOG, Doorkeeper
 from meshbook.frames import Buffer
 from meshbook.launcher import Ticket
 from meshbook.limits import check_descriptors
-from meshbook.link import Link
+from meshbook.link import Link, epoch_of
 
 LaneName = Literal["urgent", "calls", "bulk"]
 LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
@@ -50,18 +50,24 @@ def _configure(sock: zmq.Socket[bytes]) -> None:
     sock.sndhwm = sock.rcvhwm = 0  # the link layer bounds what is under way, in bytes
     sock.handshake_ivl = 5000
     sock.reconnect_ivl = 100
-    sock.reconnect_ivl_max = 2000
+    sock.reconnect_ivl_max = 500
     sock.copy_threshold = _COPY_BELOW_BYTES
+
+
+def new_keys() -> tuple[str, str]:
+    """A CURVE key pair: public, secret."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
 class ControllerSocket:
     """The controller's end of all lanes of all hosts. Raises: OSError if the system has no sockets for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: tuple[str, str] | None = None) -> None:
+        """keys: the public and the secret CURVE key of a session that exists; new ones by default."""
         check_descriptors(_NEEDED_FILES)
+        self.public_key, self._secret = keys or new_keys()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        public, self._secret = zmq.curve_keypair()
-        self.public_key = public.decode()
         self._accepted: dict[bytes, str] = {}
         self._keys: dict[str, str] = {}
         self.rejected = 0
@@ -73,12 +79,12 @@ class ControllerSocket:
         """pidfds of processes whose end `poll` waits for."""
         self._ended = False
         try:
-            self._open(public)
+            self._open()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from error
 
-    def _open(self, public: bytes) -> None:
+    def _open(self) -> None:
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.linger = 0
         self._zap.bind(_ZAP_ENDPOINT)
@@ -87,7 +93,8 @@ class ControllerSocket:
         self._router.router_mandatory = True
         self._router.router_handover = True
         self._router.curve_server = True
-        self._router.curve_publickey, self._router.curve_secretkey = public, self._secret
+        self._router.curve_publickey = self.public_key.encode()
+        self._router.curve_secretkey = self._secret.encode()
         self._router.zap_domain = _ZAP_DOMAIN
         self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._poller = zmq.Poller()
@@ -124,11 +131,15 @@ class ControllerSocket:
 
     def accept(self, host_id: str) -> tuple[str, str]:
         """Make a key pair (public, secret) that lets ``host_id`` in, and nobody else."""
-        public, secret = zmq.curve_keypair()
-        self._accepted[z85.decode(public)] = host_id
-        self._keys[host_id] = public.decode()
+        public, secret = new_keys()
+        self.readmit(host_id, public)
+        return public, secret
+
+    def readmit(self, host_id: str, public_key: str) -> None:
+        """Let ``host_id`` in with the key pair that it has."""
+        self._accepted[z85.decode(public_key.encode())] = host_id
+        self._keys[host_id] = public_key
         self.watch_door()
-        return public.decode(), secret.decode()
 
     def revoke(self, host_id: str) -> None:
         """Let ``host_id`` in no more."""
@@ -192,14 +203,14 @@ class ControllerSocket:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
-    def close(self) -> None:
-        """Close everything; what was not sent is dropped."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Close everything; what cannot be sent within ``linger_ms`` is dropped."""
         if self.door is not None:
             self._router.disable_monitor()
             self.door.close()
         for fd in tuple(self._ends):
             self._forget_end(fd)
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=linger_ms)
 
     def _watch_connections(self) -> None:
         assert self._monitor is not None
@@ -247,6 +258,10 @@ class AgentSocket:
         self._sock.curve_secretkey = ticket.secret_key.encode()
         self._sock.connect(ticket.endpoint)
         self.link = Link(ticket.epoch)
+        self.paused = False
+        """Send nothing, but keep it: nobody listens."""
+        self.on_newer: Callable[[int], None] = lambda epoch: None
+        """Called with the epoch of a controller that is newer than ours, before its first message is read."""
 
     @property
     def fd(self) -> int:
@@ -260,9 +275,20 @@ class AgentSocket:
         """Yield (header, payload) of each new message, in order, once."""
         while self.readable():
             frames = self._sock.recv_multipart(zmq.NOBLOCK)
+            epoch = epoch_of(frames)
+            if epoch > self.link.epoch:
+                self.on_newer(epoch)
+            elif 0 < epoch < self.link.epoch:
+                self.beat()  # so that the former controller learns that it is the former
             if (message := self.link.receive(frames)) is not None:
                 yield message
         self._send_all(self.link.pending())
+
+    def restart(self, epoch: int) -> list[tuple[bytes, list[Buffer]]]:
+        """Speak with the controller of ``epoch`` from now on; returns what the former one has not acknowledged."""
+        kept, self.link = self.link.unacknowledged(), Link(epoch)
+        self.paused = False
+        return kept
 
     def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Send a message; it is kept until acknowledged."""
@@ -273,7 +299,7 @@ class AgentSocket:
         self._send_all([self.link.heartbeat()])
 
     def _send_all(self, messages: Sequence[Sequence[Buffer]]) -> None:
-        for frames in messages:
+        for frames in () if self.paused else messages:
             try:
                 self._sock.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:

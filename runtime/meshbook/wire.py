@@ -108,6 +108,10 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
     version: int
     shares_memory: bool
+    machine: str
+    """As in `Hello`. On the same one the agent watches the controller's process."""
+    pid: int
+    started: int
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -164,6 +168,8 @@ class Call(_Message, frozen=True, tag="call"):
     """(payload, spans) of large buffers that arrive as `Bulk`."""
     inline: bytes = b""
     """The pickle head, where it is small: one frame costs half as much as two."""
+    label: str = ""
+    """What a person calls it, for the next controller."""
 
 
 class Query(_Message, frozen=True, tag="query"):
@@ -236,6 +242,18 @@ class ReadLogs(_Message, frozen=True, tag="logs"):
     mesh: int
     target: Target
     lines: int
+
+
+class AskAgain(_Message, frozen=True, tag="askagain"):
+    """To hosts that do not keep the store: a new controller passes questions on from now on, so ask what is open."""
+
+    mesh: int
+
+
+class Leave(_Message, frozen=True, tag="leave"):
+    """The controller goes, the meshes stay: wait so long for the next one. After everything else that it sends."""
+
+    lease_s: float
 
 
 class Goodbye(_Message, frozen=True, tag="bye"):
@@ -315,8 +333,9 @@ class RankReply(NamedTuple):
 INLINE_MAX_BYTES = 1 << 14
 """Pickle heads up to this size travel inside their header."""
 
-OK, RAISED, INTERRUPTED, DROPPED = range(4)
-"""Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before."""
+OK, RAISED, INTERRUPTED, DROPPED, GONE = range(5)
+"""Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before, a value that was
+not kept while there was no controller (``inline`` says why)."""
 
 
 class Replies(_Message, frozen=True, tag="replies"):
@@ -324,6 +343,52 @@ class Replies(_Message, frozen=True, tag="replies"):
 
     id: int
     replies: tuple[RankReply, ...]
+
+
+class LostRank(NamedTuple):
+    rank: int
+    cause: str
+    log_tail: str
+
+
+class CallState(NamedTuple):
+    """A call of a former controller, on one host."""
+
+    id: int
+    label: str
+    target: Target
+    output: int
+    waiting: tuple[int, ...]
+    """Ranks that are at it."""
+    answered: tuple[int, ...]
+    """Ranks whose answers follow."""
+    is_due: bool
+    """Whether the former controller has not had everything from here."""
+
+
+class HostedState(NamedTuple):
+    """A mesh on one host."""
+
+    mesh: int
+    name: str
+    arrangement: Arrangement
+    device: str | None
+    preload: tuple[str, ...]
+    cwd: str | None
+    sys_path: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """All that have their place here."""
+    workers: tuple[WorkerStarted, ...]
+    """Those that have come up, the dead included."""
+    lost: tuple[LostRank, ...]
+    """The dead whose end the former controller knew; of the others it is told next."""
+    calls: tuple[CallState, ...]
+
+
+class Hosted(_Message, frozen=True, tag="hosted"):
+    """To a new controller, after `Hello` and before all that the former one has not acknowledged."""
+
+    meshes: tuple[HostedState, ...]
 
 
 class OutputChunk(NamedTuple):
@@ -443,10 +508,11 @@ class RankStored(_Message, frozen=True, tag="rstored"):
 
 ToHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups | StoreRequest
-    | StoreAnswer | DropClient | DropKeys | StoreLost | Retire | Renumber | StopMesh | ReadLogs | Goodbye
+    | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh | ReadLogs | Leave
+    | Goodbye
 )  # fmt: skip
 FromHost: TypeAlias = (
-    Heartbeat | Bulk | SegmentFree | Hello | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
+    Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
     | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs
 )  # fmt: skip
 ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored

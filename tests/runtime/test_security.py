@@ -44,7 +44,7 @@ class Front:
         self.socket = self.controller._socket
         assert self.socket.door is not None
         self.door = self.socket.door
-        (self.endpoint,) = self.controller._endpoints.values()
+        (self.endpoint,) = self.controller.folder.state.endpoints.values()
         self.port = int(self.endpoint.rpartition(":")[2])
 
     @contextlib.contextmanager
@@ -419,7 +419,7 @@ def _family() -> list[psutil.Process]:
 
 def _secrets(front: Front) -> set[str]:
     """All keys that the session keeps to itself."""
-    secret = front.socket._secret.decode()
+    secret = front.socket._secret
     keys = set(front.socket._keys.values())
     assert len(keys) >= 2
     return {secret, *keys}
@@ -435,7 +435,7 @@ def test_no_secret_is_in_command_lines_environments_or_logs(front: Front, mesh4:
             assert not [secret for secret in secrets if secret in content], process
             seen += len(content)
     folder = front.controller.folder
-    for path in [*folder.logs.rglob("*"), *folder.sockets.rglob("*")]:
+    for path in [*folder.logs.rglob("*"), *folder.path.rglob("*")]:
         if path.is_file():
             content = path.read_bytes()
             assert not [secret for secret in secrets if secret in content] or path.stat().st_mode & 0o077 == 0, path
@@ -449,7 +449,7 @@ def test_no_secret_is_in_command_lines_environments_or_logs(front: Front, mesh4:
 def test_files_are_the_users_own(front: Front, mesh4: ProcMesh) -> None:
     mesh4.run("print(1)").get(20)
     folder = front.controller.folder
-    for root in (folder.logs, folder.sockets):
+    for root in (folder.logs, folder.path):
         assert root.stat().st_mode & 0o777 == 0o700
         for path in root.rglob("*"):
             mode = path.stat().st_mode & 0o777
@@ -510,11 +510,11 @@ def test_other_users_find_nothing(front: Front, mesh4: ProcMesh) -> None:
     mesh4.run("x = 1").get(20)
     folder = front.controller.folder
     pids = ",".join(str(process.pid) for process in _family()[1:])
-    ipc = next((str(path) for path in folder.sockets.iterdir() if path.is_socket()), str(folder.sockets / "control"))
+    ipc = next((str(path) for path in folder.path.iterdir() if path.is_socket()), str(folder.path / "control"))
     if (python := shutil.which("python3", path="/usr/bin:/bin")) is None:
         pytest.skip("there is no Python in reach of other users")
     looked = subprocess.run(
-        [python, "-c", LOOK_AROUND, pids, ipc, str(folder.sockets), str(folder.logs)],
+        [python, "-c", LOOK_AROUND, pids, ipc, str(folder.path), str(folder.logs)],
         user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert looked.stdout == "looked\n", looked

@@ -1,0 +1,185 @@
+"""Meshes and calls of a former controller, put together from what the hosts report. I/O thread only.
+
+Each host reports its part (`wire.Hosted`), then sends what the former controller did not acknowledge. A mesh takes
+calls when all its hosts have reported or are given up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshbook import wire
+from meshbook.adopted_call import AdoptedCall, WaitingEvents
+from meshbook.calls import CallFuture, OpenCall
+from meshbook.errors import PeerProtocolError, WorkerLost
+from meshbook.future import Future
+from meshbook.known_host import KnownHost
+from meshbook.known_mesh import KnownMesh, Recipe, Worker
+from meshbook.lifecycle import MeshEvent
+from meshbook.session_folder import SavedMesh
+from meshbook.shape import Extent, Members, Region
+from meshbook.switchboard import Switchboard
+
+NOT_KEPT = "its answer went to the controller that ended, or the call never reached it"
+
+
+class _Call:
+    """One call, as the hosts tell of it."""
+
+    def __init__(self, adopted: AdoptedCall, call: OpenCall) -> None:
+        self.adopted, self.call = adopted, call
+        self.told: set[int] = set()
+        """Ranks that are at it, or whose answers are on their way."""
+        self.is_due = False
+
+
+class Adoption:
+    """Of all meshes of a session. ``done`` completes when every host has reported or is given up."""
+
+    def __init__(
+        self,
+        board: Switchboard,
+        hosts: Mapping[str, KnownHost],
+        saved: Mapping[int, SavedMesh],
+        new_future: Callable[[], CallFuture[Any]],
+    ) -> None:
+        self.meshes: dict[int, KnownMesh] = {}
+        self.calls: list[AdoptedCall] = []
+        self.done: Future[None] = Future()
+        self._board, self._hosts, self._saved, self._new_future = board, hosts, saved, new_future
+        self._expected = set(hosts.values())
+        self._host_ranks: dict[int, dict[KnownHost, int]] = defaultdict(dict)
+        self._found: dict[int, _Call] = {}
+        board.on_hosted = self._on_hosted
+
+    @property
+    def silent(self) -> list[KnownHost]:
+        """The hosts that have not reported."""
+        return [host for host in self._expected if not host.lost]
+
+    def give_up(self, host: KnownHost, reason: str) -> None:
+        """A host will not report."""
+        self._board.lose(host, reason)
+        self._settle(host)
+
+    # ---- reports ------------------------------------------------------------------------------------------------
+
+    def _on_hosted(self, host: KnownHost, message: wire.Hosted) -> None:
+        if host not in self._expected:
+            raise PeerProtocolError("it reported its meshes twice")
+        for state in message.meshes:
+            saved = self._saved.get(state.mesh)
+            if saved is None:  # its controller ended before it was ready, or while it was being stopped
+                host.send(wire.StopMesh(state.mesh, 0.0))
+            else:
+                self._take_part(host, state, saved)
+        self._settle(host)
+
+    def _take_part(self, host: KnownHost, state: wire.HostedState, saved: SavedMesh) -> None:
+        mesh = self.meshes.get(state.mesh)
+        if mesh is None:
+            mesh = self._make_mesh(host, state, saved)
+        placement = list(mesh.placement)
+        for rank in state.ranks:
+            if not 0 <= rank < len(placement):
+                raise PeerProtocolError(f"it reported rank {rank} of {len(placement)}")
+            placement[rank] = host
+        mesh.placement = tuple(placement)
+        self._host_ranks[mesh.id][host] = state.arrangement.host_rank
+        for worker in state.workers:
+            mesh.workers[worker.rank] = Worker(worker.rank, host, worker.pid, worker.device, worker.log_path)
+        for lost in state.lost:
+            mesh.lost[lost.rank] = WorkerLost(lost.rank, host.name, lost.cause, lost.log_tail)
+        for rank in state.ranks:
+            if rank not in mesh.workers and rank not in mesh.lost:
+                mesh.lost[rank] = WorkerLost(rank, host.name, "it was starting when its controller ended")
+        for call in state.calls:
+            self._take_call(mesh, call)
+
+    def _make_mesh(self, host: KnownHost, state: wire.HostedState, saved: SavedMesh) -> KnownMesh:
+        extent = Extent(state.arrangement.axes, state.arrangement.sizes)
+        recipe = Recipe(state.device, state.preload, state.cwd or os.getcwd(), state.sys_path, dict(os.environ))
+        mesh = KnownMesh(state.mesh, state.name, extent, [host] * len(extent), recipe)
+        mesh.owns_hosts = saved.owns_hosts
+        mesh.is_whole = False
+        self.meshes[mesh.id] = self._board.meshes[mesh.id] = mesh
+        return mesh
+
+    def _take_call(self, mesh: KnownMesh, state: wire.CallState) -> None:
+        found = self._found.get(state.id)
+        if found is None:
+            found = self._found[state.id] = self._make_call(mesh, state)
+        found.told.update(state.waiting, state.answered)
+        found.is_due = found.is_due or state.is_due
+
+    def _make_call(self, mesh: KnownMesh, state: wire.CallState) -> _Call:
+        future = self._new_future()
+        members = _members(mesh, state.target)
+        call = OpenCall(state.id, mesh.id, state.label or "a call", members, future, fail_fast=False, on_reply=None)
+        future.call = call
+        events = self._board.calls.listener_of(state.output) if state.output else None
+        if not isinstance(events, WaitingEvents):
+            events = WaitingEvents()
+        adopted = AdoptedCall(call, future, state.output, events)
+        self._board.calls.adopt(call, events if state.output else None, state.output)
+        return _Call(adopted, call)
+
+    # ---- when all have reported -----------------------------------------------------------------------------------
+
+    def _settle(self, host: KnownHost) -> None:
+        self._expected.discard(host)
+        if self._expected or self.done.done():
+            return
+        for mesh in self.meshes.values():
+            self._complete(mesh)
+        for found in self._found.values():
+            self._conclude(found)
+        self.calls.sort(key=lambda call: call.id)
+        self.done.set_result(None)
+
+    def _complete(self, mesh: KnownMesh) -> None:
+        reported = self._host_ranks[mesh.id]
+        gone = [self._hosts[id] for id in self._saved[mesh.id].hosts if id in self._hosts]
+        gone = [host for host in gone if host not in reported]
+        told = mesh.workers.keys() | mesh.lost.keys()
+        missing = [rank for rank in range(len(mesh.extent)) if rank not in told]
+        placement = list(mesh.placement)
+        for index, rank in enumerate(missing):
+            host = gone[index * len(gone) // len(missing)] if gone else placement[rank]
+            placement[rank] = host
+            mesh.lost[rank] = WorkerLost(rank, host.name, f"its host is lost: {host.lost or 'it knows nothing of it'}")
+        mesh.placement = tuple(placement)
+        order = {host: rank for rank, host in enumerate(dict.fromkeys(placement))} | reported
+        mesh.hosts = sorted(dict.fromkeys(placement), key=lambda host: order[host])
+        mesh.is_whole = True
+        mesh.advance(MeshEvent.STARTED)
+        for host in mesh.hosts[1:]:
+            if mesh.store_host.lost:
+                host.send_urgent(wire.StoreLost(mesh.id, f"host {mesh.store_host.name} is lost"))
+            else:
+                host.send_urgent(wire.AskAgain(mesh.id))
+
+    def _conclude(self, found: _Call) -> None:
+        call, calls = found.call, self._board.calls
+        if not found.is_due:
+            calls.disown(call)
+            return
+        mesh = self.meshes[call.mesh]
+        for rank in sorted(call.waiting - found.told):
+            if rank in mesh.lost:
+                call.lose(mesh.lost[rank])
+            else:
+                call.answer(wire.RankReply(rank, wire.GONE, 0, 0.0, None, inline=NOT_KEPT.encode()), (), ())
+        if calls.find(call.id) is not None:
+            calls.settle_if_done(call)
+        self.calls.append(found.adopted)
+
+
+def _members(mesh: KnownMesh, target: wire.Target) -> Members:
+    """The ranks of a call. How the caller had arranged a part of the mesh is not known any more."""
+    ranks = [rank for part in target for rank in part.ranks()]
+    whole = Region.of(mesh.extent.sizes)
+    return whole if ranks == list(whole.ranks()) else whole.select(ranks)
