@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: setup fix check test notebooks bench bench-peers demo lab
+.PHONY: setup fix check test notebooks bench bench-peers faults demo lab
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -37,6 +37,9 @@ bench: $(READY)
 
 bench-peers: $(READY)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+faults: $(READY)
+	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb

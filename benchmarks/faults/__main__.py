@@ -1,0 +1,115 @@
+"""`python -m benchmarks.faults`: hurt a mesh under load and report what came of it; 1 when anything did.
+
+The short form takes about a minute and is part of `make test`; `--long` takes most of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import machine
+from benchmarks.faults.checks import Held, mark_ourselves, orphans, shared_memory_names, thread_names
+from benchmarks.faults.document import write
+from benchmarks.faults.endurance import run_calls, run_flood
+from benchmarks.faults.faults import Campaign
+from benchmarks.faults.findings import Findings
+from benchmarks.faults.links import run_links
+from benchmarks.faults.plan import make_plan
+from meshbook import shutdown, this_host
+
+
+class Sizes(NamedTuple):
+    """How much of everything."""
+
+    faults: int
+    ranks: int
+    links: int
+    calls: int
+    flood_bytes: int
+    seconds: float
+    """After so long the random faults stop."""
+
+
+SHORT = Sizes(faults=40, ranks=4, links=6, calls=5_000, flood_bytes=20_000_000, seconds=60)
+LONG = Sizes(faults=1_000, ranks=4, links=60, calls=1_000_000, flood_bytes=5_000_000_000, seconds=3600)
+
+NAMES = ("faults", "links", "calls", "flood")
+
+
+def campaigns(sizes: Sizes, seed: int) -> dict[str, Callable[[], Findings]]:
+    """By name, in the order in which they run."""
+    plan = make_plan(seed, sizes.faults, sizes.ranks)
+    size = f"{sizes.faults:,} into {sizes.ranks} ranks, seed {seed}"
+    return {
+        "faults": lambda: Campaign(sizes.ranks, size).run(plan, time.monotonic() + sizes.seconds),
+        "links": lambda: run_links(seed, sizes.links),
+        "calls": lambda: run_calls(sizes.calls),
+        "flood": lambda: run_flood(sizes.flood_bytes),
+    }
+
+
+def run(names: Sequence[str], sizes: Sizes, seed: int) -> list[Findings]:
+    """Run campaigns, and after each look for what it left: processes, files, threads, names in /dev/shm."""
+    mark = mark_ourselves()
+    with this_host().spawn_procs({"gpus": 1}, name="warm", device="cpu"):
+        pass
+    shutdown()
+    findings = []
+    for name in names:
+        before, shared, threads = Held.of(os.getpid()), shared_memory_names(), thread_names()
+        found = campaigns(sizes, seed)[name]()
+        shutdown()
+        found.left += [f"process {pid}" for pid in orphans(mark)]
+        after = Held.of(os.getpid())
+        found.notes.append(f"this process, afterwards: {after.since(before)}")
+        if after.files > before.files or after.memory_files > before.memory_files:
+            found.left.append(f"in this process: {after.since(before)}")
+        found.left += [f"thread {thread}" for thread in thread_names() if thread not in threads]
+        found.left += [f"/dev/shm/{entry}" for entry in shared_memory_names() - shared]
+        print("\n".join(found.lines()), flush=True)
+        findings.append(found)
+    return findings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run from the command line; 1 when anything hung, was wrong or was left."""
+    options = _parse(argv)
+    machine.forget_test_settings()
+    print(machine.describe(), flush=True)
+    sizes = (LONG if options.long else SHORT)._replace(
+        **{name: value for name in Sizes._fields if (value := getattr(options, name)) is not None}
+    )
+    findings = run(options.only, sizes, options.seed)
+    if options.write:
+        command = f"python -m benchmarks.faults {shlex.join(argv if argv is not None else sys.argv[1:])}"
+        write(options.write, command.strip(), findings)
+    return 0 if all(found.ok for found in findings) else 1
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser.add_argument("--long", action="store_true", help="the long form")
+    parser.add_argument("--only", type=_names, default=NAMES, metavar=",".join(NAMES), help="which, in this order")
+    parser.add_argument("--seed", type=int, default=1, help="of the plan")
+    for name in Sizes._fields:
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=float if name == "seconds" else int)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the figures into this document")
+    return parser.parse_args(argv)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split(",")))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"no campaign is called {unknown[0]}; there are {', '.join(NAMES)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

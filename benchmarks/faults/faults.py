@@ -1,0 +1,206 @@
+"""Random faults into a mesh under load: every call ends, every result is right, everybody comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from benchmarks.faults import on_rank
+from benchmarks.faults.checks import Held
+from benchmarks.faults.findings import Findings
+from benchmarks.faults.load import Load, Printed, Watched
+from benchmarks.faults.plan import DEADLY, Fault
+from meshbook import ProcMesh, errors, this_host
+
+DEADLINE_S = 15.0
+"""What is not over by then counts as a hang."""
+SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "exit": signal.SIGUSR2}
+STOPPED_S = 0.1
+FREES = hasattr(ProcMesh, "abort_groups")
+
+
+class Campaign:
+    """A mesh that is hurt again and again, and mended in between."""
+
+    def __init__(self, ranks: int, size: str) -> None:
+        self.ranks = ranks
+        self.findings = Findings("random faults", size)
+        self.mesh = self._spawn()
+        self._agent: tuple[int, Held] | None = None
+
+    def run(self, plan: Sequence[Fault], until: float = float("inf")) -> Findings:
+        """Serve the plan, or as much of it as fits before ``until``, a monotonic time."""
+        started = time.monotonic()
+        for fault in plan:
+            if time.monotonic() > until:
+                self.findings.notes.append(f"stopped by the clock before {fault}")
+                break
+            try:
+                self._serve(fault)
+            except (errors.MeshError, TimeoutError) as error:
+                self._give_up(fault, error)
+            self._weigh_agent()
+        self.mesh.stop()
+        self.findings.seconds = time.monotonic() - started
+        return self.findings
+
+    # ---- one fault ----------------------------------------------------------------------------------------------
+
+    def _serve(self, fault: Fault) -> None:
+        self.findings.count(fault.kind)
+        self.mesh.run("ledger = []").get(DEADLINE_S)
+        load = Load(self.mesh, collectives=FREES or fault.kind in ("stop", "interrupt"))
+        load.send(fault.calls)
+        time.sleep(fault.delay_s)
+        held, seen = self._hold(fault, load) or (None, None)
+        pids = {status.rank: status.pid for status in self.mesh.status()} if fault.kind != "raise" else {}
+        hurt_at = time.monotonic()
+        self._hurt(fault, held, pids)
+        deadline = time.monotonic() + DEADLINE_S
+        if held is not None and seen is not None and fault.kind in DEADLY:
+            if seen.wait_for_end(fault.rank, deadline):
+                self.findings.time("death of a rank: known to the caller", seen.ended_at[fault.rank] - hurt_at)
+            if not _in_collective(fault):
+                held.future.cancel()
+        late = [watched for watched in load.watched if not watched.wait(deadline)]
+        self.findings.hangs += [f"{fault}: {watched.sort} {watched.number}" for watched in late]
+        if late:
+            self._replace()
+            return
+        if held is not None:
+            self.findings.time(f"{_sort_of(fault)}: its cell over on all ranks", held.ended_at - hurt_at)
+        self._judge(fault, load, held)
+        self._check_ledgers(fault, load)
+        self._mend(fault)
+
+    def _hold(self, fault: Fault, load: Load) -> tuple[Watched, Printed] | None:
+        """Something that is under way when the fault comes, so that it has somebody to tell."""
+        if fault.kind == "raise":
+            return None
+        if fault.kind == "stop":
+            load.send(1)
+            return None
+        code = on_rank.HOLD_IN_COLLECTIVE if _in_collective(fault) else on_rank.HOLD
+        return load.hold(on_rank.HOLD_AND_EXIT if fault.kind == "exit" else code, rank=fault.rank)
+
+    def _hurt(self, fault: Fault, held: Watched | None, pids: dict[int, int]) -> None:
+        kind = fault.kind
+        if kind in SIGNALS:
+            os.kill(pids[fault.rank], SIGNALS[kind])
+        elif kind == "stop":
+            os.kill(pids[fault.rank], signal.SIGSTOP)
+            time.sleep(STOPPED_S)
+            os.kill(pids[fault.rank], signal.SIGCONT)
+        elif kind == "agent":
+            os.kill(self._agent_pid(), signal.SIGKILL)
+        elif kind == "interrupt":
+            assert held is not None
+            held.future.cancel()
+
+    def _judge(self, fault: Fault, load: Load, held: Watched | None) -> None:
+        wrong = self.findings.wrong
+        for watched in load.watched:
+            self.findings.count("calls")
+            error = watched.error
+            if error is None:
+                wrong += [f"{fault}: {line}" for line in watched.wrong_results()]
+                if watched is held:
+                    wrong.append(f"{fault}: the held cell ended without an error")
+                continue
+            self.findings.count("calls that failed")
+            if not self._fits(fault, error, watched is held):
+                wrong.append(f"{fault}: {watched.sort} {watched.number} failed with {type(error).__name__}: {error}")
+        wrong += [f"{fault}: {line}" for line in load.wrong_output()]
+
+    def _fits(self, fault: Fault, error: BaseException, is_held: bool) -> bool:
+        """Whether this fault may end a call with this error."""
+        if fault.kind in DEADLY:
+            return isinstance(error, errors.WorkerLost) and error.ranks == (fault.rank,)
+        if fault.kind == "agent":
+            return isinstance(error, errors.WorkerLost)
+        if fault.kind == "interrupt" and is_held:
+            return isinstance(error, errors.CallInterrupted | errors.CallFailed)
+        return False
+
+    def _check_ledgers(self, fault: Fault, load: Load) -> None:
+        """Each acknowledged call ran once, and all in the order in which they were sent."""
+        living = [rank for rank in self.mesh.ranks if rank not in self.mesh.lost]
+        if not living:
+            return
+        part = self.mesh.select(living)
+        for rank, ledger in zip(living, part.pull("ledger").get(DEADLINE_S).values(), strict=True):
+            if ledger != sorted(set(ledger)):
+                self.findings.wrong.append(f"{fault}: rank {rank} ran calls twice or out of order: {ledger}")
+            missing = {w.number for w in load.watched if rank in w.results() and w.expected is not None} - set(ledger)
+            if missing:
+                self.findings.wrong.append(f"{fault}: rank {rank} answered calls that it has not run: {missing}")
+
+    # ---- mending ------------------------------------------------------------------------------------------------
+
+    def _mend(self, fault: Fault) -> None:
+        """Bring everybody back, and prove it with a collective."""
+        started = time.monotonic()
+        if fault.kind == "raise":
+            if FREES:
+                self._raise_in_collective(fault)
+        elif fault.kind == "agent":
+            self._replace()
+        elif self.mesh.lost:
+            heal = getattr(self.mesh, "heal", None)
+            heal() if heal is not None else self._replace()
+        proof = self.mesh.run(on_rank.PROVE).get(DEADLINE_S).values()
+        if proof != [self.ranks] * self.ranks:
+            self.findings.wrong.append(f"{fault}: the group counts {proof} afterwards")
+        self.findings.time(f"{_sort_of(fault)}: mended, with a proof", time.monotonic() - started)
+
+    def _raise_in_collective(self, fault: Fault) -> None:
+        started = time.monotonic()
+        cell = Watched(
+            self.mesh.run(on_rank.RAISE.format(rank=fault.rank, number=fault.number)), 0, "raising cell", None
+        )
+        if not cell.wait(started + DEADLINE_S):
+            self.findings.hangs.append(f"{fault}: the others were not freed")
+            self._replace()
+            return
+        error = cell.error
+        self.findings.time("raise: all ranks freed", cell.ended_at - started)
+        raised = [f for f in error.failures if f.ename == "ValueError"] if isinstance(error, errors.CallFailed) else []
+        if [failure.rank for failure in raised] != [fault.rank]:
+            self.findings.wrong.append(f"{fault}: the cell ended with {type(error).__name__}: {error}")
+
+    def _replace(self) -> None:
+        self.mesh.stop()
+        self.mesh = self._spawn()
+
+    def _give_up(self, fault: Fault, error: Exception) -> None:
+        kind = self.findings.hangs if isinstance(error, TimeoutError) else self.findings.wrong
+        kind.append(f"{fault}: {type(error).__name__}: {error}")
+        self._replace()
+
+    def _spawn(self) -> ProcMesh:
+        return this_host().spawn_procs({"gpus": self.ranks}, name="hurt", device="cpu")
+
+    def _agent_pid(self) -> int:
+        hello = self.mesh._mesh.hosts[0].hello
+        assert hello is not None
+        return hello.pid
+
+    def _weigh_agent(self) -> None:
+        """Remember what an agent held when we first saw it, and tell of the last one."""
+        pid = self._agent_pid()
+        held = Held.of(pid)
+        if self._agent is None or self._agent[0] != pid:
+            self._agent = (pid, held)
+            self.findings.counts["agents"] = self.findings.counts.get("agents", 0) + 1
+        self.agent_delta = held.since(self._agent[1])
+
+
+def _in_collective(fault: Fault) -> bool:
+    """Whether the others wait in a collective for the rank that is hurt."""
+    return FREES and fault.number % 2 == 0 and fault.kind != "exit"
+
+
+def _sort_of(fault: Fault) -> str:
+    return "death of a rank" if fault.kind in DEADLY else fault.kind

@@ -1,0 +1,87 @@
+"""The road to a host breaks and falls silent while calls are under way: each runs once, in order, and is answered."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+
+from benchmarks.faults import on_rank
+from benchmarks.faults.findings import Findings
+from benchmarks.faults.load import Watched
+from benchmarks.faults.relay import Relay
+from meshbook import LocalLauncher, ProcMesh, start_hosts
+from meshbook.launcher import LaunchedHost, Ticket
+
+DEADLINE_S = 30.0
+RESETS_OF_10 = 7
+"""So many of ten faults reset all connections; the others are silence."""
+LONGEST_SILENCE_S = 3.0
+"""Shorter than the silence after which a host counts as lost."""
+CALLS_PER_FAULT = 200
+
+
+class RelayedLauncher(LocalLauncher):
+    """Agents that dial in through a relay."""
+
+    def __init__(self) -> None:
+        super().__init__(separate_hosts=True)
+        self.relay: Relay | None = None
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        host, _, port = tickets[0].endpoint.removeprefix("tcp://").partition(":")
+        self.relay = Relay((host, int(port)))
+        endpoint = f"tcp://127.0.0.1:{self.relay.port}"
+        return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
+
+
+def run_links(seed: int, faults: int) -> Findings:
+    """``faults`` resets and silences, with calls and payloads under way all the time."""
+    findings = Findings("links", f"{faults} resets and silences")
+    launcher = RelayedLauncher()
+    started = time.monotonic()
+    mesh = start_hosts({}, launcher).spawn_procs({"gpus": 2}, name="far", device="cpu", owns_hosts=True)
+    relay = launcher.relay
+    assert relay is not None
+    try:
+        mesh.run("ledger = []").get(DEADLINE_S)
+        watched = _break(mesh, relay, random.Random(seed), faults, findings)
+        deadline = time.monotonic() + DEADLINE_S
+        findings.hangs += [f"call {each.number}" for each in watched if not each.wait(deadline)]
+        if not findings.hangs:
+            _judge(mesh, watched, findings)
+    finally:
+        mesh.stop()
+        relay.close()
+    findings.seconds = time.monotonic() - started
+    return findings
+
+
+def _break(mesh: ProcMesh, relay: Relay, draw: random.Random, faults: int, findings: Findings) -> list[Watched]:
+    watched: list[Watched] = []
+    for _ in range(faults):
+        for _ in range(CALLS_PER_FAULT):
+            number = len(watched) + 1
+            watched.append(Watched(mesh.execute(on_rank.note, number), number, "call", number))
+        if draw.randrange(10) < RESETS_OF_10:
+            findings.count("connections reset", relay.cut())
+        else:
+            findings.count("silences")
+            relay.silence(draw.uniform(0.2, LONGEST_SILENCE_S))
+        broken_at = time.monotonic()
+        if watched[-1].wait(broken_at + DEADLINE_S):
+            findings.time("all answered after a fault", time.monotonic() - broken_at)
+    return watched
+
+
+def _judge(mesh: ProcMesh, watched: list[Watched], findings: Findings) -> None:
+    findings.count("calls", len(watched))
+    for each in watched:
+        if each.error is not None:
+            findings.wrong.append(f"call {each.number} failed with {each.error!r}")
+        findings.wrong += each.wrong_results()
+    expected = list(range(1, len(watched) + 1))
+    for rank, ledger in enumerate(mesh.pull("ledger").get(DEADLINE_S).values()):
+        if ledger != expected:
+            findings.wrong.append(f"rank {rank} ran {len(ledger)} calls of {len(expected)}, or out of order")
