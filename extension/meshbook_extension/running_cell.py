@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import CallError, CallFailed, CallInterrupted, CallTimeout, WorkerLost, group_failures
 from meshbook.lost_ranks import describe_deaths, next_steps
 from meshbook.wording import name_ranks
 from meshbook_extension.failure_view import INTERRUPT, headline
+from meshbook_extension.labels import format_seconds
 from meshbook_extension.waiting import wait_until_done
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 STILL_RUNNING_S = 2.0
 """So long after a rank failed, the person is told who still runs."""
+WAITS_S = 1.5
+"""So long after a cell was sent, the person is told what it waits behind."""
 
 
 class CellTimeout(CallTimeout):
@@ -29,19 +34,15 @@ class CellTimeout(CallTimeout):
         what: str,
         timeout_s: float,
         silent: tuple[int, ...],
-        stuck: dict[int, str],
+        interrupted: CallInterrupted,
         partial: Any = None,
     ) -> None:
         super().__init__(what, timeout_s, silent, partial=partial)
-        self.args = (what, timeout_s, silent, stuck)
-        self.stuck = dict(stuck)
+        self.args = (what, timeout_s, silent, interrupted)
+        self.interrupted = interrupted
 
     def __str__(self) -> str:
-        interrupted = CallInterrupted([rank for rank in self.silent if rank not in self.stuck], self.stuck)
-        first, *rest = str(interrupted).splitlines()
-        return "\n".join(
-            [f"{self.what} took more than {self.timeout_s:g} s on {name_ranks(self.silent)}; {first}", *rest]
-        )
+        return f"{self.what} took more than {self.timeout_s:g} s on {name_ranks(self.silent)}; {self.interrupted}"
 
 
 class RunningCell:
@@ -52,6 +53,8 @@ class RunningCell:
         self.ranks = procs.ranks
         self._tell_at: float | None = None
         self._told = False
+        self._awaits_return = False
+        self._tell_ahead_at: float | None = None
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -66,7 +69,7 @@ class RunningCell:
         """
         error: CallError
         try:
-            if wait_until_done(self.run.future, timeout_s, self._tell_who_still_runs):
+            if wait_until_done(self.run.future, timeout_s, self._look_after):
                 return self.outcome()
             error = self._stop_late(timeout_s or 0.0)
         except KeyboardInterrupt:
@@ -83,14 +86,40 @@ class RunningCell:
         raise self._presentable(error) from None
 
     def interrupt(self) -> CallInterrupted:
-        """Interrupt the ranks; returns who obeyed within a moment, and where the others are."""
+        """Interrupt the ranks; returns who obeyed within a moment, and where the others are and why."""
         self.output.hide_interrupts = True
-        return self.run.interrupt()
+        pressed = time.monotonic()
+        report = self.run.interrupt()
+        if report.stuck and not self._awaits_return:
+            self._awaits_return = True
+            self.run.future.add_done_callback(lambda _future: self._tell_who_is_back(report.stuck, pressed))
+        return report
+
+    def _tell_who_is_back(self, stuck: Collection[int], since: float) -> None:
+        """On the thread that completes the future."""
+        if isinstance(self.run.future.exception(0), CallFailed):
+            after = format_seconds(time.monotonic() - since)
+            self.output.note(f"{name_ranks(stuck)} came back {after} after the interrupt; usable again")
 
     def _stop_late(self, timeout_s: float) -> CellTimeout:
         silent = self.waiting
         interrupted = self.interrupt()
-        return CellTimeout(self.what, timeout_s, silent, interrupted.stuck, partial=interrupted.partial)
+        return CellTimeout(self.what, timeout_s, silent, interrupted, partial=interrupted.partial)
+
+    def _look_after(self) -> None:
+        """While the person waits."""
+        self._tell_who_is_ahead()
+        self._tell_who_still_runs()
+
+    def _tell_who_is_ahead(self) -> None:
+        """The cell waits behind another one: say so, once."""
+        now = time.monotonic()
+        if self._tell_ahead_at is None:
+            self._tell_ahead_at = now + WAITS_S
+        elif now >= self._tell_ahead_at:
+            self._tell_ahead_at = math.inf
+            if ahead := self.run.describe_wait():
+                self.output.note(f"{ahead}\n  {self.what} waits for that; an interrupt drops it")
 
     def _tell_who_still_runs(self) -> None:
         """A rank failed and others go on, perhaps for ever: say where they are, once."""
@@ -123,7 +152,10 @@ class RunningCell:
         """The error as the notebook should get it: what was shown already is not shown again."""
         if isinstance(error, CallFailed):
             if all(failure.ename == INTERRUPT for failure in error.failures):
-                return CallInterrupted(error.ranks, {}, partial=error.partial)
+                dropped = self.run.dropped
+                return CallInterrupted(
+                    set(error.ranks) - dropped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial
+                )
             show_as(error, [*brief(error), *_others(error)])
         elif isinstance(error, WorkerLost):
             show_as(error, [*_brief_deaths(error), *next_steps(error.ranks, self._survivors()), *_others(error)])

@@ -47,12 +47,17 @@ class BulkReceiver:
         self._on_whole = on_whole
         self._parts: dict[int, bytearray] = {}
         self._whole: dict[int, bytearray] = {}
+        self._unwanted: set[int] = set()
 
     def receive(self, piece: wire.Bulk, data: Buffer) -> None:
         """Take a piece; tells ``on_whole`` when its payload is complete.
 
         Raises: PeerProtocolError for a size or an offset that cannot be.
         """
+        if piece.payload in self._unwanted:
+            if piece.last:
+                self._unwanted.discard(piece.payload)
+            return
         end = piece.offset + len(data)
         if piece.size_bytes > MAX_PAYLOAD_BYTES or end > piece.size_bytes or piece.last != (end == piece.size_bytes):
             raise PeerProtocolError(f"a piece at {piece.offset} does not fit a payload of {piece.size_bytes} bytes")
@@ -66,6 +71,12 @@ class BulkReceiver:
 
     def has(self, payload: int) -> bool:
         return payload in self._whole
+
+    def discard(self, payload: int) -> None:
+        """Nobody will take this payload: forget it, and what is still to come of it."""
+        if self._whole.pop(payload, None) is None:
+            self._parts.pop(payload, None)
+            self._unwanted.add(payload)
 
     def take(self, payload: int, spans: Spans) -> list[memoryview]:
         """Return the buffers of a whole payload, and forget it."""

@@ -46,6 +46,10 @@ class CallTable:
     def find(self, id: int) -> OpenCall | None:
         return self._calls.get(id)
 
+    def all(self) -> list[OpenCall]:
+        """Those that some rank has not answered, oldest first; from any thread."""
+        return list(self._calls.values())
+
     def ask(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
         """Expect answers to a query: ``on_answer(rank, value)``."""
         self._queries[id] = on_answer

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -20,14 +22,15 @@ from meshbook.errors import (
     WorkerLost,
 )
 from meshbook.future import Future
+from meshbook.interruption import Interrupter, describe_wait, interrupt
 from meshbook.pickling import loads
 from meshbook.shape import Members
 from meshbook.value_mesh import ValueMesh
 
 T = TypeVar("T")
 
-INTERRUPT_GRACE_S = 0.8
-"""How long an interrupted call waits for its ranks to obey before it gives the prompt back."""
+WAIT_NOTE_S = 1.5
+"""A wait that takes longer says what it waits for, when that is a rank that did not stop at an interrupt."""
 
 _decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str]).decode
 _NOTHING = object()
@@ -65,11 +68,13 @@ class OpenCall:
     """Owned by the controller's I/O thread; others read it to tell who is silent."""
 
     __slots__ = (
-        "_ended",
+        "_on_end",
+        "dropped",
         "fail_fast",
         "failures",
         "future",
         "id",
+        "interrupts",
         "lost",
         "members",
         "mesh",
@@ -93,7 +98,11 @@ class OpenCall:
         self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
         self.fail_fast, self.on_reply = fail_fast, on_reply
         self.waiting = set(members.ranks())
-        self._ended: Future[None] | None = None
+        self.interrupts = 0
+        """How often it was interrupted (`meshbook.interruption`)."""
+        self.dropped: set[int] = set()
+        """Ranks that never began it."""
+        self._on_end: deque[Callable[[], object]] | None = None
         self.results = Results()
         self.failures: list[Failure] = []
         self.lost: list[WorkerLost] = []
@@ -107,6 +116,8 @@ class OpenCall:
         else:
             failure = _failure_of(reply, frames)
             self.failures.append(failure)
+            if reply.status == wire.DROPPED:
+                self.dropped.add(reply.rank)
         if self.on_reply is not None:
             self.on_reply(reply.rank, failure is None, reply.duration_s, failure)
 
@@ -144,16 +155,21 @@ class OpenCall:
     def end(self) -> None:
         """No rank is at it any more. Lets go of the future, which holds us: the collector need not come for the two."""
         self.future = _NOBODY
-        if self._ended is not None:
-            self._ended.set_result(None)
+        if self._on_end:
+            self._run_on_end()
 
-    def wait_for_end(self, timeout_s: float) -> None:
-        """On a user's thread: wait until no rank is at it, which may be later than the future's outcome."""
-        ended: Future[None] = Future()
-        self._ended = ended
-        if self.future is not _NOBODY:
-            with contextlib.suppress(TimeoutError):
-                ended.get(timeout_s)
+    def when_ended(self, callback: Callable[[], object]) -> None:
+        """From any thread: call ``callback`` when no rank is at it, which may be later than the future's outcome."""
+        if self._on_end is None:
+            self._on_end = deque()
+        self._on_end.append(callback)
+        if self.future is _NOBODY:
+            self._run_on_end()
+
+    def _run_on_end(self) -> None:
+        while self._on_end:
+            with contextlib.suppress(IndexError):  # the other thread was quicker
+                self._on_end.popleft()()
 
 
 def _loader(results: Results, rank: int) -> Callable[[], Any]:
@@ -168,19 +184,21 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
     return Failure(*_decode_failure(frames[0]), frames[1] if len(frames) > 1 else None)
 
 
+class CallControl(Interrupter, Protocol):
+    """What the future of a call needs of the controller."""
+
+    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
+
+
 class CallFuture(Future[T], Generic[T]):
     """The future of a call: an interrupt while waiting reaches the ranks, a timeout names the silent ones."""
 
     call: OpenCall
 
-    def __init__(
-        self,
-        cancel: Callable[[int], None],
-        where: Callable[[int, Iterable[int]], dict[int, str]],
-        drive: Callable[[Callable[[], bool], float | None], None],
-    ) -> None:
+    def __init__(self, control: CallControl) -> None:
         super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
-        self._cancel_on_ranks, self._where, self._drive = cancel, where, drive
+        self._control = control
 
     def get(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return their values.
@@ -189,9 +207,7 @@ class CallFuture(Future[T], Generic[T]):
         """
         try:
             if not self.done():
-                started = time.monotonic()
-                self._drive(self.done, timeout)
-                timeout = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+                timeout = self._wait_in_turn(timeout)
             return super().get(timeout)
         except CallInterrupted:
             raise
@@ -199,16 +215,34 @@ class CallFuture(Future[T], Generic[T]):
             raise self.interrupt() from None
 
     def interrupt(self) -> CallInterrupted:
-        """Interrupt the call on its ranks; returns who obeyed within the grace time, and where the others are."""
-        waiting = set(self.call.waiting)
-        self._cancel_on_ranks(self.call.id)
-        self.call.wait_for_end(INTERRUPT_GRACE_S)
-        stuck = set(self.call.waiting)
-        places = self._where(self.call.mesh, stuck) if stuck else {}
-        return CallInterrupted(waiting - stuck, places, partial=self.call.results)
+        """Interrupt the call on its ranks, more insistently each time (`meshbook.interruption`).
+
+        Returns: who obeyed within the grace time, and where the others are and why; in less than a second.
+        """
+        while True:
+            try:
+                return interrupt(self._control, [self.call])
+            except KeyboardInterrupt:  # pressed again just before or after presses are noticed
+                continue
+
+    def describe_wait(self) -> str:
+        """Whom the call waits behind, ``rank 3 is still in cell 7: ...``; empty when it runs everywhere."""
+        return describe_wait(self._control, self.call)
+
+    def _wait_in_turn(self, timeout: float | None) -> float | None:
+        """Serve the sockets while waiting; returns what is left of the timeout."""
+        started = time.monotonic()
+        if timeout is None or timeout > WAIT_NOTE_S:
+            self._control.drive(self.done, WAIT_NOTE_S)
+            if not self.done() and (note := describe_wait(self._control, self.call, only_stuck=True)):
+                print(f"{note}\n  {self.call.what} waits for that; an interrupt drops it", file=sys.stderr)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+        if not self.done():
+            self._control.drive(self.done, left)
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
     def _cancel(self) -> None:
-        self._cancel_on_ranks(self.call.id)
+        self._control.cancel(self.call.id)
 
     def _timed_out(self, timeout_s: float) -> BaseException:
         return CallTimeout(self.call.what, timeout_s, self.call.waiting, partial=self.call.results)

@@ -49,6 +49,15 @@ class CellRun:
         """Interrupt, wait a moment, and return who obeyed and where the others are stuck."""
         return self.future.interrupt()
 
+    @property
+    def dropped(self) -> frozenset[int]:
+        """The ranks that never began it."""
+        return frozenset(self.future.call.dropped)
+
+    def describe_wait(self) -> str:
+        """Whom the cell waits behind, a line per place; empty when it runs everywhere."""
+        return self.future.describe_wait()
+
     def on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None) -> None:
         """What the controller tells as each rank ends; on its I/O thread."""
         self.durations_s[rank] = duration_s

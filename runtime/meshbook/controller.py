@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from meshbook import wire
@@ -30,6 +30,7 @@ from meshbook.launcher import FoundHost, LaunchedHost, Ticket
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
+from meshbook.questions import look
 from meshbook.session_folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape import Members, Region
 from meshbook.switchboard import MAX_BACKLOG, Switchboard
@@ -262,20 +263,37 @@ class Controller:
         return future
 
     def _new_future(self) -> CallFuture[Any]:
-        return CallFuture(self.cancel, self.where, self._turns.drive)
+        return CallFuture(self)
 
-    def cancel(self, id: int) -> None:
-        """Interrupt a call where it runs, drop it where it waits."""
+    def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
+        """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them.
+
+        insist: see `meshbook.interruption`.
+        """
 
         def send() -> None:
-            if (call := self._board.calls.find(id)) is not None and (
-                mesh := self._board.meshes.get(call.mesh)
-            ) is not None:
-                message = wire.Cancel(mesh.id, id, call.members.encode())
-                for host in mesh.hosts:
-                    host.send_urgent(message)
+            call = self._board.calls.find(id)
+            mesh = self._board.meshes.get(call.mesh) if call is not None else None
+            if call is None or mesh is None:
+                return
+            meant = call.members
+            if ranks is not None:
+                meant = Region.of(mesh.extent.sizes).select(sorted(call.waiting.intersection(ranks)))
+            for host in mesh.hosts:
+                host.send_urgent(wire.Cancel(mesh.id, id, meant.encode(), insist))
 
         self.submit(send)
+
+    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Serve the sockets while the main thread waits (`meshbook.turns`)."""
+        self._turns.drive(done, timeout_s)
+
+    def open_calls(self, mesh_id: int) -> list[OpenCall]:
+        """The calls that some rank has not answered, oldest first."""
+        return [call for call in self._board.calls.all() if call.mesh == mesh_id]
+
+    def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
+        """Abort the process groups that ``ranks`` wait in."""
 
     def query(self, mesh_id: int, endpoint: str, members: Members, timeout_s: float) -> dict[int, Any]:
         """Ask the control threads of ``members``; returns what came in time."""
@@ -307,13 +325,30 @@ class Controller:
         return dict(answers)
 
     def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
-        """What the main threads of ``ranks`` are doing; those that do not answer are said to hold the GIL."""
-        ranks = sorted(ranks)
+        """What the main threads of ``ranks`` are doing; of those that cannot answer, why."""
+        return self._look(mesh_id, ranks, "where", 0.5)
+
+    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
+        """The same, and how each rank takes the interrupt that was sent to it."""
+        return self._look(mesh_id, ranks, "reaction", timeout_s)
+
+    def _look(self, mesh_id: int, ranks: Iterable[int], endpoint: str, timeout_s: float) -> dict[int, str]:
         mesh = self._board.meshes.get(mesh_id)
         if mesh is None:
             return dict.fromkeys(ranks, "its mesh was stopped")
-        answers = self.query(mesh_id, "where", Region.of(mesh.extent.sizes).select(ranks), timeout_s=0.5)
-        return {rank: answers.get(rank, "no answer within 0.5 s: native code holds the GIL") for rank in ranks}
+        return look(self, mesh, ranks, endpoint, timeout_s)
+
+    def statuses(self, mesh: KnownMesh, ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
+        """What each rank tells of itself; where it does not answer, a text that says why."""
+        return look(self, mesh, ranks, "status", timeout_s)
+
+    def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
+        """Under the turn: have answers to question ``id`` handed to ``on_answer``, until `end_query`."""
+        self._board.calls.ask(id, on_answer)
+
+    def end_query(self, id: int) -> None:
+        """Under the turn: later answers are dropped."""
+        self._board.calls.end_query(id)
 
     def read_logs(self, mesh: KnownMesh, members: Members, lines: int, timeout_s: float) -> dict[int, str]:
         """The last ``lines`` lines of each member's log."""

@@ -20,6 +20,7 @@ from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
+from meshbook.silence import STOPPED
 from meshbook.whereabouts import users_place
 from meshbook.wording import did_you_mean
 
@@ -178,6 +179,26 @@ def collectives(worker: Worker) -> Collectives:
     return worker.groups.collectives(current[0] if current else 0)
 
 
+def reaction(worker: Worker) -> str:
+    """`where`, and how the running call takes an interrupt that was sent to it."""
+    place = where(worker)
+    if worker.current is None:
+        return place
+    if not worker.gate.is_open:
+        return STOPPED
+    if not worker.gate.meant:
+        return place
+    if worker.gate.unheard:
+        return f"{place}; native code there does not look at interrupts"
+    if place.startswith("in the runtime"):
+        return STOPPED
+    handled: Any = sys._current_exceptions().get(worker.main_thread)
+    handled = handled[1] if isinstance(handled, tuple) else handled  # until Python 3.11
+    if isinstance(handled, KeyboardInterrupt):
+        return f"{place}; it is still cleaning up after KeyboardInterrupt"
+    return f"{place}; it caught KeyboardInterrupt and goes on"
+
+
 def status(worker: Worker) -> dict[str, object]:
     """What `%mesh` shows of a rank."""
     current = worker.current
@@ -190,5 +211,5 @@ def status(worker: Worker) -> dict[str, object]:
 
 
 QUERIES: dict[str, Callable[[Worker], object]] = {
-    function.__name__: function for function in (where, status, collectives)
+    function.__name__: function for function in (where, reaction, status, collectives)
 }

@@ -239,25 +239,51 @@ class CallTimeout(CallError, TimeoutError):
 
 
 class CallInterrupted(CallError, KeyboardInterrupt):
-    """The person pressed interrupt; says who obeyed and who did not within the grace time."""
+    """The person pressed interrupt; says who obeyed and who did not within the grace time.
+
+    stuck: rank to where it is and why it did not stop. stage: 1, or more when the person insisted.
+    skipping: ranks that had not begun, and never will, to what they are busy with instead (may be empty).
+    """
 
     def __init__(
-        self, obeyed: Iterable[int], stuck: Mapping[int, str], partial: Mapping[int, Any] | None = None
+        self,
+        obeyed: Iterable[int],
+        stuck: Mapping[int, str],
+        stage: int = 1,
+        skipping: Mapping[int, str] | None = None,
+        partial: Mapping[int, Any] | None = None,
     ) -> None:
         self.obeyed, self.stuck = tuple(sorted(obeyed)), dict(stuck)
-        super().__init__(self.obeyed, self.stuck, partial=partial)
+        self.stage, self.skipping = stage, dict(skipping or {})
+        super().__init__(self.obeyed, self.stuck, self.stage, self.skipping, partial=partial)
 
     def __str__(self) -> str:
-        lines = ["interrupted"]
-        if self.obeyed:
-            lines[0] += f": {name_ranks(self.obeyed)} stopped, all variables kept"
-        by_place: dict[str, list[int]] = {}
-        for rank, place in self.stuck.items():
-            by_place.setdefault(place, []).append(rank)
-        lines += [f"  {name_ranks(ranks)} did not stop: {place}" for place, ranks in sorted(by_place.items())]
-        if self.stuck:
-            lines += ["  calls to them wait until they come back; give them up with: %mesh stop"]
+        parts = [f"{name_ranks(self.obeyed)} stopped, all variables kept"] if self.obeyed else []
+        if self.skipping:
+            one = len(self.skipping) == 1
+            parts.append(f"{name_ranks(self.skipping)} had not begun and skip{'s' if one else ''} it")
+        lines = [f"interrupted: {'; '.join(parts)}" if parts else "interrupted"]
+        still = "still does not" if self.stage > 1 else "did not"
+        stills = "still do not" if self.stage > 1 else "did not"
+        for place, ranks in _by_text(self.stuck):
+            lines.append(f"  {name_ranks(ranks)} {still if len(ranks) == 1 else stills} stop: {place}")
+        for place, ranks in _by_text(self.skipping):
+            if place and not self.stuck.keys() & set(ranks):
+                lines.append(f"  {name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still in {place}")
+        if self.stuck and self.stage == 1:
+            lines.append("  insist: interrupt once more, or %mesh interrupt")
+        elif self.stuck:
+            respawn = f"%mesh respawn rank={format_ranks(self.stuck)}"
+            lines.append(f"  replace: {respawn}    end the mesh: %mesh stop    or wait: usable again once back")
         return "\n".join(lines)
+
+
+def _by_text(places: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Texts with the ranks that share them, by the first rank."""
+    grouped: dict[str, list[int]] = {}
+    for rank in sorted(places):
+        grouped.setdefault(places[rank], []).append(rank)
+    return list(grouped.items())
 
 
 class WorkerLost(CallError):

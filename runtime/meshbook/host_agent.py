@@ -32,6 +32,7 @@ from meshbook.devices import count_cores, count_cuda_devices
 from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
+from meshbook.hosted_cancels import dropped_replies, states_of, take_parked
 from meshbook.hosted_mesh import HostedMesh
 from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
@@ -170,9 +171,15 @@ class HostAgent:
             case wire.Query():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.query(message)
-            case wire.Cancel() | wire.AbortGroups():
+            case wire.Cancel():
+                if (mesh := self._meshes.get(message.mesh)) is not None and not self._drop_parked(mesh, message):
+                    mesh.cancel(message)
+            case wire.AbortGroups():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
-                    mesh.forward(message)
+                    mesh.abort_groups(message)
+            case wire.AskProcesses(id, mesh_id, target):
+                mesh = self._meshes.get(mesh_id)
+                self.send_urgent(wire.Processes(id, states_of(mesh.workers.values(), target) if mesh else {}))
             case wire.Bulk():
                 self._bulk_in.receive(message, payload[0])
             case wire.SegmentFree(pid, segment):
@@ -231,6 +238,18 @@ class HostAgent:
                 return
             call = msgspec.structs.replace(call, segment=segment, bulk=None)
         mesh.call(call, payload)
+
+    def _drop_parked(self, mesh: HostedMesh, cancel: wire.Cancel) -> bool:
+        """Answer for a call that waits for its payload; the payload is thrown away. False if there is none."""
+        found = take_parked(self._parked, cancel, mesh.workers)
+        if found is None:
+            return False
+        call, members = found
+        self.send(dropped_replies(call.id, members))
+        if call.bulk is not None:
+            self._bulk_in.discard(call.bulk[0])
+        self._serve_parked()
+        return True
 
     def _serve_parked(self) -> None:
         """A payload is whole: pass on the calls that waited for it, in their order."""

@@ -20,6 +20,7 @@ from meshbook.deaths import OomWatch, last_words
 from meshbook.errors import Failure, MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
+from meshbook.hosted_cancels import EarlyCancels, dropped_replies, wake_stopped
 from meshbook.hosted_crew import Crew
 from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_worker import HostedWorker
@@ -74,6 +75,7 @@ class HostedMesh:
         self._loop, self._uplink = loop, uplink
         self.crew = Crew(loop, self, uplink.send, self._tell_if_stopped, host, log_dir / f"{name}-{id}")
         self._calls: dict[int, _OpenCall] = {}
+        self._early_cancels = EarlyCancels()
         self._segments: dict[tuple[int, int], int] = {}
         self._flushing = self._combining = False
         self._on_stopped: Callable[[], None] = lambda: None
@@ -95,8 +97,13 @@ class HostedMesh:
         members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
         if not members:
             return
-        open_call = self._calls[call.id] = _OpenCall({worker.rank for worker in members}, call.output != 0)
-        self.memory.on_call(call, open_call.waiting)
+        ranks = {worker.rank for worker in members}
+        self._calls[call.id] = _OpenCall(ranks, call.output != 0)
+        self.memory.on_call(call, ranks)
+        dropped = self._early_cancels.take(call.id, ranks)
+        if dropped:
+            members = [worker for worker in members if worker.rank not in dropped]
+            self._answer_dropped(call.id, dropped)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
         frames = [wire.encode(call), *payload]
@@ -122,11 +129,37 @@ class HostedMesh:
         for worker in members:
             worker.urgent.send([wire.encode(query)])
 
-    def forward(self, message: wire.Cancel | wire.AbortGroups) -> None:
-        """Pass an urgent message on to its members here."""
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
+        call = self._calls.get(cancel.call)
+        if call is None:
+            self._early_cancels.add(cancel)
+            return
+        members = [
+            worker
+            for worker in self.workers.values()
+            if worker.rank in call.waiting and wire.target_has(cancel.target, worker.rank)
+        ]
+        for worker in members:
+            worker.urgent.send([wire.encode(cancel)])
+        if cancel.insist:
+            wake_stopped(members)
+
+    def abort_groups(self, abort: wire.AbortGroups) -> None:
+        """Pass it on to its members here."""
         for worker in self.workers.values():
-            if wire.target_has(message.target, worker.rank):
-                worker.urgent.send([wire.encode(message)])
+            if wire.target_has(abort.target, worker.rank):
+                worker.urgent.send([wire.encode(abort)])
+
+    def _answer_dropped(self, id: int, ranks: set[int]) -> None:
+        call = self._calls[id]
+        call.waiting -= ranks
+        replies = dropped_replies(id, ranks)
+        self.memory.on_replies(replies, [])
+        self._uplink.send(replies)
+        if not call.waiting:
+            del self._calls[id]
+            self.memory.on_ended(id)
 
     def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
         """Send an urgent message to one worker, if it lives here; whether it does."""
@@ -168,7 +201,7 @@ class HostedMesh:
 
     def _on_reply(self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]) -> None:
         call = self._calls.get(reply.id)
-        if call is None or worker in self.crew.leaving:
+        if call is None or worker in self.crew.leaving or worker.rank not in call.waiting:
             return
         if call.prints:
             self._send_output(worker, final=True)
@@ -325,6 +358,9 @@ class HostedMesh:
     # ---- shared memory ------------------------------------------------------------------------------------------
 
     def _lend(self, key: tuple[int, int], members: Sequence[HostedWorker]) -> None:
+        if not members:
+            self._uplink.segment_unused(*key)
+            return
         self._segments[key] = len(members)
         for worker in members:
             worker.segments.add(key)

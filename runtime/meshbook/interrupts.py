@@ -3,52 +3,113 @@
 The control thread receives a `Cancel` and sends SIGINT to the main thread, which wakes it from system calls, locks and
 sleeps. Between the two the call may have ended, so the handler raises only while the very call that was cancelled runs,
 and never inside our own critical sections (a half-written message would break the stream).
+
+Whoever insists gets more: for `INSIST_S` KeyboardInterrupt is raised again and again, and code that catches it and goes
+on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after the ``except`` block
+(`meshbook.caught`): outside of the ``try`` that would catch it once more. ``finally`` and ``with`` blocks run as ever.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
+
+from meshbook.caught import CaughtWatch
+
+REPEAT_S = 0.02
+"""How often an interrupt is repeated until the main thread has noticed it."""
+REPEAT_LATER_S = 0.25
+"""The same when it has not noticed for a second: it is in native code that does not look."""
+INSIST_S = 0.7
+"""How long an insistent interrupt is raised anew; less than the caller waits for it."""
+INSIST_EVERY_S = 0.1
+"""Clean-up code has so long between two of them."""
 
 
 class InterruptGate:
-    """Owns SIGINT on the main thread. ``target`` is set by the control thread, all else by the main thread."""
+    """Owns SIGINT on the main thread. The control thread says what is meant, all else is the main thread's."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
         self._running = 0
+        self._meant = 0
+        self._meant_at = self._insist_until = self._again_at = 0.0
         self._target = 0
         self._held_back = False
+        self._caught = CaughtWatch()
+        self.raised = 0
+        """How often KeyboardInterrupt was raised in the running call."""
         self.shield = _Shield(self)
         """``with gate.shield:`` an interrupt that arrives inside is raised at the end. No-op on other threads."""
         signal.signal(signal.SIGINT, self._on_sigint)
 
-    def interrupt(self, call: int) -> None:
-        """From the control thread: raise KeyboardInterrupt in ``call`` if it still runs."""
-        self._target = call
+    # ---- control thread -----------------------------------------------------------------------------------------
+
+    def interrupt(self, call: int, *, insist: bool = False) -> None:
+        """Raise KeyboardInterrupt in ``call`` if it still runs; `tend` sees that it is heard."""
+        now = time.monotonic()
+        self._meant, self._meant_at = call, now
+        self._insist_until = now + INSIST_S if insist else 0.0
+        self._raise_again(now)
+
+    def tend(self) -> float | None:
+        """Repeat what was not heard, or is insisted on; returns when to call again, None when there is nothing to do.
+
+        A signal that arrives between the last look of the interpreter and the start of a system call is only noticed at
+        the end of that call: so it is repeated.
+        """
+        call, now = self._meant, time.monotonic()
+        if not call or self._running not in (0, call) or (not self._running and now > self._meant_at + 1):
+            self._meant = 0
+            return None
+        if self._target == call:
+            signal.pthread_kill(self._main, signal.SIGINT)
+            return REPEAT_S if now < max(self._meant_at + 1, self._insist_until) else REPEAT_LATER_S
+        if now < self._insist_until:
+            if now >= self._again_at:
+                self._raise_again(now)
+            return REPEAT_S
+        return None
+
+    def _raise_again(self, now: float) -> None:
+        self._again_at = now + INSIST_EVERY_S
+        self._target = self._meant
         signal.pthread_kill(self._main, signal.SIGINT)
 
     @property
-    def unheard(self) -> bool:
-        """Whether the call that was meant still runs and has not noticed: then `interrupt` it again.
+    def meant(self) -> bool:
+        """Whether the call that runs was interrupted."""
+        return self._meant != 0 and self._meant == self._running
 
-        A signal that arrives between the last look of the interpreter and the start of a system call is only noticed at
-        the end of that call.
-        """
+    @property
+    def unheard(self) -> bool:
+        """Whether the call that was meant still runs and the main thread has not looked at its signals since."""
         return self._target != 0 and self._target == self._running
 
-    def repeat(self) -> None:
-        """From the control thread: the same once more."""
-        signal.pthread_kill(self._main, signal.SIGINT)
+    # ---- main thread --------------------------------------------------------------------------------------------
 
     def open(self, call: int) -> None:
         """User code of ``call`` runs from here."""
-        self._running, self._held_back = call, False
+        self._held_back, self.raised = False, 0
+        self._running = call
+
+    @property
+    def is_open(self) -> bool:
+        """Whether user code runs."""
+        return self._running != 0
+
+    def is_meant(self, call: int) -> bool:
+        """Whether an interrupt of ``call`` has come before it was opened."""
+        return self._meant == call
 
     def close(self) -> None:
         """No user code runs any more: nothing is raised."""
-        self._running = 0
+        call, self._running = self._running, 0
+        self._caught.end()
+        if self._meant == call:
+            self._meant = 0
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         if not self._running or self._target != self._running:
@@ -56,12 +117,16 @@ class InterruptGate:
         self._target = 0
         if self.shield.depth:
             self._held_back = True
-        else:
-            raise KeyboardInterrupt
+            return
+        self.raised += 1
+        if self._insist_until and self.raised > 1:
+            self._caught.begin(frame)
+        raise KeyboardInterrupt
 
     def _raise_held_back(self) -> None:
         if self._held_back and self._running:
             self._held_back = False
+            self.raised += 1
             raise KeyboardInterrupt
 
 

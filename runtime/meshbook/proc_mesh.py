@@ -10,8 +10,9 @@ from meshbook import partition
 from meshbook.arranged import Arranged
 from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
-from meshbook.errors import LayoutError, SerializationError
+from meshbook.errors import CallInterrupted, LayoutError, SerializationError
 from meshbook.future import Future
+from meshbook.interruption import interrupt
 from meshbook.joined_futures import MappedFuture, join_futures
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
@@ -36,10 +37,10 @@ class RankStatus(NamedTuple):
     pid: int
     device: str
     state: str
-    """``idle``, ``busy``, ``silent`` (its control thread did not answer in time) or ``dead``."""
+    """``idle``, ``busy``, ``stopped`` (by SIGSTOP, say), ``silent`` (its control thread did not answer) or ``dead``."""
     busy_s: float
     where: str
-    """What a busy rank is doing; why a dead one ended."""
+    """What a busy rank is doing; why a dead one ended, or a silent one does not answer."""
     rss_bytes: int
 
 
@@ -100,7 +101,7 @@ class ProcMesh(Arranged):
             "run_cell",
             self._members,
             dumps(((code, cell_number, line_offset, forbid_collectives), {}), what="the cell"),
-            what="the cell",
+            what=f"cell {cell_number}" if cell_number else "the cell",
             output=OutputTarget(run.id, on_output),
             on_reply=run.on_reply,
             fail_fast=False,
@@ -248,19 +249,30 @@ class ProcMesh(Arranged):
     def status(self) -> list[RankStatus]:
         """Each member's state, now."""
         self._mesh.check_usable()
-        answers = self._controller.query(self._mesh.id, "status", self._members, timeout_s=0.5)
-        return [self._status_of(rank, answers.get(rank)) for rank in self._members.ranks()]
+        answers = self._controller.statuses(self._mesh, self._members.ranks(), timeout_s=0.5)
+        return [self._status_of(rank, answers[rank]) for rank in self._members.ranks()]
 
-    def _status_of(self, rank: int, answer: Mapping[str, Any] | None) -> RankStatus:
+    def _status_of(self, rank: int, answer: Mapping[str, Any] | str) -> RankStatus:
+        """answer: a text says why there is none."""
         worker, lost = self._mesh.workers.get(rank), self._mesh.lost.get(rank)
         host, pid, device = (worker.host.name, worker.pid, worker.device) if worker else ("?", 0, "?")
         point = self._members.point(rank)
         if lost is not None:
             return RankStatus(rank, point, host, pid, device, "dead", 0.0, lost.cause, 0)
-        if answer is None:
-            return RankStatus(rank, point, host, pid, device, "silent", 0.0, "no answer within 0.5 s", 0)
+        if isinstance(answer, str):
+            state = "stopped" if answer.startswith("stopped") else "silent"
+            return RankStatus(rank, point, host, pid, device, state, 0.0, answer, 0)
         state = "busy" if answer["busy"] else "idle"
         return RankStatus(rank, point, host, pid, device, state, answer["busy_s"], answer["where"], answer["rss_bytes"])
+
+    def interrupt(self) -> CallInterrupted:
+        """Interrupt all that runs or waits on these ranks, whoever started it; the second time more insistently.
+
+        Returns in less than a second: who obeyed, and where the others are and why (`meshbook.interruption`).
+        """
+        ranks = set(self._members.ranks())
+        calls = [call for call in self._controller.open_calls(self._mesh.id) if not ranks.isdisjoint(call.waiting)]
+        return interrupt(self._controller, calls, ranks)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End every process of the mesh, views included; returns when none is left. Idempotent."""

@@ -49,6 +49,30 @@ def start_time(pid: int) -> int | None:
     return int(stat.rpartition(b")")[2].split()[19])
 
 
+def process_state(pid: int) -> str:
+    """The state of the main thread of ``pid`` in one letter, as proc(5) has it; empty when it is gone.
+
+    R runs, S sleeps, D sleeps in uninterruptible I/O, T was stopped by a signal, t by a debugger, Z has ended.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(b")")[2].split()[0].decode()
+
+
+def descendants(pid: int) -> list[int]:
+    """``pid`` and all that it and its children have started and that lives; parents first."""
+    pids = [pid]
+    for parent in pids:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                pids += map(int, children.read_text().split())
+            except OSError:
+                pass
+    return pids
+
+
 def is_same_process(pid: int, started: int) -> bool:
     """Whether ``pid`` still is the process that was recorded with start time ``started``, and no zombie."""
     try:

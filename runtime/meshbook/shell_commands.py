@@ -7,13 +7,15 @@ import signal
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 from typing import IO
 
-from meshbook.processes import is_same_process, start_time
+from meshbook.processes import descendants, is_same_process, start_time
 
 PATIENCE_S = 0.5
 """How long an interrupted command may take to obey SIGINT, and then SIGTERM."""
+
+OURS: set[int] = set()
+"""Commands that run now; this module tells them of interrupts itself."""
 
 
 def run_command(command: str, *, capture: bool = False) -> tuple[int, str]:
@@ -48,6 +50,7 @@ def run_script(interpreter: str, script: str) -> int:
 def _finish(process: subprocess.Popen[bytes], pipe: IO[bytes] | None) -> bytes:
     """Wait for the process and read its pipe; on an interrupt end it."""
     output = b""
+    OURS.add(process.pid)
     try:
         if pipe is not None:
             with pipe:
@@ -57,12 +60,14 @@ def _finish(process: subprocess.Popen[bytes], pipe: IO[bytes] | None) -> bytes:
     except KeyboardInterrupt:
         _end(process)
         raise
+    finally:
+        OURS.discard(process.pid)
     return output
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the command and its descendants: SIGINT as Ctrl-C would, then SIGTERM, then SIGKILL."""
-    tree = {pid: started for pid in _tree(process.pid) if (started := start_time(pid)) is not None}
+    tree = {pid: started for pid in descendants(process.pid) if (started := start_time(pid)) is not None}
     try:
         for signum in (signal.SIGINT, signal.SIGTERM):
             _signal(tree, signum)
@@ -86,15 +91,3 @@ def _signal(tree: dict[int, int], signum: signal.Signals) -> None:
             os.kill(pid, signum)
         except ProcessLookupError:
             pass
-
-
-def _tree(pid: int) -> list[int]:
-    """``pid`` and all of its living descendants."""
-    pids = [pid]
-    for parent in pids:
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            try:
-                pids += map(int, children.read_text().split())
-            except OSError:
-                pass
-    return pids

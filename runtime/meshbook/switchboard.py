@@ -159,6 +159,8 @@ class Switchboard:
             case wire.MeshStopped(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
                     mesh.on_stopped(host, lambda: self.forget(mesh))
+            case wire.Processes(id, states):
+                self.calls.answer_query(id, 0, states)
             case wire.Logs(id, texts):
                 self.calls.answer_query(id, 0, texts)
             case wire.Heartbeat():

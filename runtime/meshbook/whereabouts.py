@@ -28,7 +28,7 @@ def describe_frame(frame: FrameType | None) -> str:
     be named, ``in the runtime (form)`` where no code of the user's runs, ``idle`` for no frame at all.
     """
     called: list[FrameType] = []
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None and not is_users_code(frame.f_code):
         called.append(frame)
         frame = frame.f_back
     collective = _name_collective(called)
@@ -41,7 +41,7 @@ def describe_frame(frame: FrameType | None) -> str:
 
 def users_place(frame: FrameType | None) -> str:
     """The innermost line of the user's own code: ``cell 7, line 5``; nothing where none runs."""
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None and not is_users_code(frame.f_code):
         frame = frame.f_back
     return "" if frame is None else name_place(frame.f_code.co_filename, frame.f_lineno)
 
@@ -51,7 +51,8 @@ def name_place(filename: str, line: int) -> str:
     return name_line(filename, line) or f"{Path(filename).name}:{line}"
 
 
-def _is_users(code: CodeType) -> bool:
+def is_users_code(code: CodeType) -> bool:
+    """Whether the code stands in a cell or in a file of the user's: not in Python's, ours, or an installed package."""
     filename = code.co_filename
     if cell_label(filename) is not None:
         return True

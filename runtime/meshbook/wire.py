@@ -182,10 +182,22 @@ class Query(_Message, frozen=True, tag="query"):
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
-    """Drop call ``call`` where it has not started; raise KeyboardInterrupt in it where it runs."""
+    """Drop call ``call`` where it has not started; raise KeyboardInterrupt in it where it runs.
+
+    insist: continue stopped processes, and raise again for a while where it was caught.
+    """
 
     mesh: int
     call: int
+    target: Target
+    insist: bool = False
+
+
+class AskProcesses(_Message, frozen=True, tag="ps?"):
+    """Ask the agents themselves for the process state of each rank; answered also when no thread of a rank can."""
+
+    id: int
+    mesh: int
     target: Target
 
 
@@ -422,6 +434,13 @@ class Display(_Message, frozen=True, tag="display"):
     is_result: bool
 
 
+class Processes(_Message, frozen=True, tag="ps"):
+    """Rank to its state as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``."""
+
+    id: int
+    states: dict[int, str]
+
+
 class Logs(_Message, frozen=True, tag="loglines"):
     id: int
     texts: dict[int, str]
@@ -510,10 +529,12 @@ ToHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups | StoreRequest
     | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh | ReadLogs | Leave
     | Goodbye
+    | AskProcesses
 )  # fmt: skip
 FromHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
     | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs
+    | Processes
 )  # fmt: skip
 ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree

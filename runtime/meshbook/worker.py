@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from meshbook import wire
+from meshbook.call_children import interrupt_children
 from meshbook.endpoints import CALLS, QUERIES, Answer
 from meshbook.errors import Failure
 from meshbook.frames import Buffer, FrameSocket
@@ -46,8 +47,11 @@ EXCEPTION_MAX_BYTES = 1 << 16
 IDLE_S = 0.5
 """How often the control thread looks after things that nobody tells it."""
 
-REPEAT_S = 0.02
-"""How often an interrupt is repeated until the main thread has noticed it."""
+LONG_CALL_S = 0.02
+"""Behind a call that took longer, others may wait, and may have been cancelled meanwhile."""
+
+KEPT_FINISHED = 1024
+"""Ended calls that are remembered, for cancels that come too late."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -89,9 +93,16 @@ class Worker:
         self._segments = SegmentPool()
         self._freed: deque[tuple[int, int]] = deque()
         self._cancelled: set[int] = set()
+        """Calls that were dropped, and answered for, by the control thread; they must not run when they come."""
+        self._finished: deque[int] = deque(maxlen=KEPT_FINISHED)
+        self._claims = threading.Lock()
+        """Held to decide whether a call starts or is dropped."""
+        self._hearing = threading.Lock()
+        """Held by the control thread while it handles a message."""
         self._waiting: dict[int, queue.SimpleQueue[StoreResult]] = {}
         self._request_ids = itertools.count(os.getpid() << 32)  # never those of a process that had our rank
         self._output = -1
+        self._was_long = False
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -149,26 +160,47 @@ class Worker:
     # ---- calls --------------------------------------------------------------------------------------------------
 
     def _run_call(self, call: wire.Call, frames: list[bytes]) -> None:
-        if call.id in self._cancelled:
-            self._cancelled.discard(call.id)
-            self.calls.send(wire.Reply(call.id, wire.DROPPED, 0.0))
+        if not self._start(call):
             return
         self._mark_output(call.output)
         started = time.monotonic()
-        self.current = (call.id, call.endpoint, started)
         try:
             answer = self._answer(call, frames)
         finally:
+            self._finished.append(call.id)
             self.current = None
-        self._cancelled.discard(call.id)
         self.shell.flush()
-        self._reply(call.id, answer, time.monotonic() - started)
+        duration_s = time.monotonic() - started
+        self._was_long = duration_s > LONG_CALL_S
+        self._reply(call.id, answer, duration_s)
+
+    def _start(self, call: wire.Call) -> bool:
+        """Whether the call is to run; when it was dropped, let go of its payload."""
+        if self._was_long:
+            self._hear_cancels()
+        with self._claims:
+            if call.id not in self._cancelled:
+                self.current = (call.id, call.endpoint, time.monotonic())
+                return True
+            self._cancelled.discard(call.id)
+        if call.segment is not None:
+            self._freed.append((call.segment.pid, call.segment.segment))
+            self._tell_freed()
+        return False
+
+    def _hear_cancels(self) -> None:
+        """Let the control thread read what has come while native code kept it from running."""
+        deadline = time.monotonic() + 1
+        while self.urgent.wait(0) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        with self._hearing:
+            pass
 
     def _answer(self, call: wire.Call, frames: list[bytes]) -> Answer:
         try:
             self.gate.open(call.id)
             try:
-                if call.id in self._cancelled:
+                if self.gate.is_meant(call.id):
                     raise KeyboardInterrupt
                 args, kwargs = self._load(call, frames)
                 return CALLS[call.endpoint](self, call, *args, **kwargs)
@@ -263,36 +295,48 @@ class Worker:
     def _control(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
-            while not self.urgent.wait(timeout_s=REPEAT_S if self.gate.unheard else IDLE_S):
+            while not self.urgent.wait(timeout_s=self.gate.tend() or IDLE_S):
                 self._tell_freed()
-                if self.gate.unheard:
-                    self.gate.repeat()
                 if self.current is not None:
                     self.shell.flush_text()  # the start of a line, a prompt or a progress bar, shows before its end
-            if (received := self.urgent.receive()) is None:
-                break
-            match received[0]:
-                case wire.RankStored(request, result):
-                    if (waiting := self._waiting.get(request)) is not None:
-                        waiting.put(result)
-                case wire.Cancel(call=call):
-                    self._cancel(call)
-                case wire.AbortGroups(epoch=epoch, reason=reason):
-                    self.groups.abort(epoch, reason)
-                case wire.SegmentFree(segment=segment):
-                    self._segments.release(segment)
-                case wire.Query() as query:
-                    self._answer_query(query)
-                case other:
-                    raise AssertionError(f"{other!r} does not belong on the urgent socket")
+            with self._hearing:
+                if (received := self.urgent.receive()) is None:
+                    break
+                self._hear(received[0])
         time.sleep(5)  # the agent is gone: the main thread has this long to end by itself
         os._exit(1)
 
-    def _cancel(self, call: int) -> None:
-        self._cancelled.add(call)
-        current = self.current
-        if current is not None and current[0] == call:
-            self.gate.interrupt(call)
+    def _hear(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.RankStored(request, result):
+                if (waiting := self._waiting.get(request)) is not None:
+                    waiting.put(result)
+            case wire.Cancel():
+                self._cancel(message)
+            case wire.AbortGroups(epoch=epoch, reason=reason):
+                self.groups.abort(epoch, reason)
+            case wire.SegmentFree(segment=segment):
+                self._segments.release(segment)
+            case wire.Query() as query:
+                self._answer_query(query)
+            case other:
+                raise AssertionError(f"{other!r} does not belong on the urgent socket")
+
+    def _cancel(self, cancel: wire.Cancel) -> None:
+        """Interrupt the call if it runs; drop it, and say so, if it waits; nothing if it has ended."""
+        call = cancel.call
+        with self._claims:
+            current = self.current
+            runs = current is not None and current[0] == call
+            if not runs and (call in self._finished or call in self._cancelled):
+                return
+            if not runs:
+                self._cancelled.add(call)
+        if runs and current is not None:
+            self.gate.interrupt(call, insist=cancel.insist)
+            interrupt_children(since=current[2])
+        else:
+            self.urgent.send(wire.Reply(call, wire.DROPPED, 0.0))
 
     def _answer_query(self, query: wire.Query) -> None:
         try:

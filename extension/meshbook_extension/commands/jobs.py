@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from meshbook.errors import MeshError
-from meshbook.wording import name_ranks
+from meshbook.errors import CallInterrupted, MeshError
 from meshbook_extension.commands import command
 from meshbook_extension.jobs import Job
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
-from meshbook_extension.running_cell import interrupted
+from meshbook_extension.running_cell import interrupted, show_as
 from meshbook_extension.session import Session
+from meshbook_extension.targets import FORMS
 from meshbook_extension.waiting import wait_until_done
 
 
@@ -63,32 +63,57 @@ def _wait_for(job: Job, timeout_s: float | None) -> bool:
 @command(
     Grammar(
         name="%mesh cancel",
-        summary="Interrupt a job on its ranks.",
+        summary="Interrupt a job on its ranks; once more: insist.",
         words="ID",
         count=(1, 1),
         examples=("%mesh cancel 1",),
     )
 )
 def cancel(session: Session, arguments: Arguments) -> None:
-    """Interrupt it and say who obeyed."""
+    """Interrupt it and say who obeyed; an error if not all did."""
     job = session.jobs.find(arguments.words[0])
     if job.state != "running":
         print(f"job {job.number} has ended: {job.state} after {format_seconds(job.duration_s)}")
         return
-    print(f"job {job.number} {job.cell.interrupt()}")
+    _tell([(f"job {job.number} ", job.cell.interrupt())])
 
 
 @command(
     Grammar(
         name="%mesh interrupt",
-        summary="Interrupt every cell that runs on a mesh, jobs too; for a front end that can send it meanwhile.",
-        examples=("%mesh interrupt",),
+        summary="Interrupt all that runs or waits on the ranks, also what did not stop before; once more: insist.",
+        words="[SLICE]",
+        count=(0, 1),
+        pairs="[AXIS=.. ...]",
+        examples=("%mesh interrupt", "%mesh interrupt gpus=3"),
+        notes=f"""
+{FORMS}
+No target means every mesh. It also works while a cell runs, from a front end that can send it meanwhile.
+The first time each rank gets a KeyboardInterrupt. The second time process groups are aborted, stopped processes
+continued, and KeyboardInterrupt is raised again where it was caught. Ranks that then still do not move are named.""",
     )
 )
 def interrupt(session: Session, arguments: Arguments) -> None:
-    """Interrupt all."""
-    cells = [*session.foreground, *(job.cell for job in session.jobs.running())]
-    for cell in cells:
-        cell.run.cancel()
-    ranks = {rank for cell in cells for rank in cell.waiting}
-    print(f"interrupted {name_ranks(ranks)}" if ranks else "no cell is running")
+    """Interrupt all, and say who obeyed; an error if not all did."""
+    if arguments.words or arguments.pairs:
+        views = [session.target(arguments.words, arguments.pairs)]
+    else:
+        views = [procs.base() for procs in session.meshes.values() if procs.alive]
+    for cell in session.foreground:
+        cell.output.hide_interrupts = True
+    reports = [(f'mesh "{view.name}" ' if len(views) > 1 else "", view.interrupt()) for view in views]
+    reports = [(prefix, report) for prefix, report in reports if report.obeyed or report.stuck or report.skipping]
+    if not reports:
+        print("nothing runs on the ranks")
+    _tell(reports)
+
+
+def _tell(reports: list[tuple[str, CallInterrupted]]) -> None:
+    """Print them; raise them as one error when ranks did not stop, so that a run of all cells does."""
+    text = "\n".join(f"{prefix}{report}" for prefix, report in reports)
+    stuck = [report for _, report in reports if report.stuck]
+    if stuck:
+        show_as(stuck[0], f"{type(stuck[0]).__name__}: {text}".splitlines())
+        raise stuck[0]
+    if text:
+        print(text)

@@ -1,0 +1,74 @@
+"""What ranks are doing, asked of their control threads; and of their agents, where those threads do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from meshbook import wire
+from meshbook.future import Future
+from meshbook.known_host import KnownHost
+from meshbook.known_mesh import KnownMesh
+from meshbook.shape import Members, Region
+from meshbook.silence import describe_silence
+
+STATES_TIMEOUT_S = 0.15
+"""Agents answer at once."""
+
+
+class Asker(Protocol):
+    """What questions need of the controller."""
+
+    def submit(self, action: Callable[[], None]) -> None: ...
+    def next_id(self) -> int: ...
+    def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None: ...
+    def end_query(self, id: int) -> None: ...
+    def query(self, mesh_id: int, endpoint: str, members: Members, timeout_s: float) -> dict[int, Any]: ...
+
+
+def look(asker: Asker, mesh: KnownMesh, ranks: Iterable[int], endpoint: str, timeout_s: float) -> dict[int, Any]:
+    """The answers of all ``ranks`` to a query; of those that do not answer in time, why they do not."""
+    ranks = sorted(ranks)
+    if not ranks:
+        return {}
+    answers = asker.query(mesh.id, endpoint, Region.of(mesh.extent.sizes).select(ranks), timeout_s)
+    return {**answers, **explain_silence(asker, mesh, [rank for rank in ranks if rank not in answers])}
+
+
+def explain_silence(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict[int, str]:
+    """Why the control threads of ``ranks`` do not answer."""
+    states = process_states(asker, mesh, ranks := list(ranks))
+    return {rank: describe_silence(states.get(rank), mesh.lost.get(rank)) for rank in ranks}
+
+
+def process_states(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict[int, str]:
+    """Rank to the state of its process (`meshbook.wire.Processes`), as far as the agents answer."""
+    ranks = sorted(ranks)
+    hosts: set[KnownHost] = {mesh.host_of(rank) for rank in ranks}
+    states: dict[int, str] = {}
+    if not ranks:
+        return states
+    members = Region.of(mesh.extent.sizes).select(ranks).encode()
+    waiting = [host for host in hosts if not host.lost]
+    done: Future[None] = Future()
+    id = asker.next_id()
+
+    def on_answer(_host: int, answer: Any) -> None:
+        states.update(answer)
+        waiting.pop()
+        if not waiting:
+            done.set_result(None)
+
+    def send() -> None:
+        asker.expect_answers(id, on_answer)
+        for host in tuple(waiting):
+            host.send_urgent(wire.AskProcesses(id, mesh.id, members))
+
+    asker.submit(send)
+    try:
+        done.get(STATES_TIMEOUT_S)
+    except TimeoutError:
+        pass
+    finally:
+        asker.submit(lambda: asker.end_query(id))
+    return dict(states)
