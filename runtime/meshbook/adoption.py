@@ -17,8 +17,9 @@ from meshbook.calls import CallFuture, OpenCall
 from meshbook.errors import PeerProtocolError, WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
-from meshbook.known_mesh import KnownMesh, Recipe, Worker
+from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.lifecycle import MeshEvent
+from meshbook.recruits import Worker
 from meshbook.session_folder import SavedMesh
 from meshbook.shape import Extent, Members, Region
 from meshbook.switchboard import Switchboard
@@ -87,7 +88,7 @@ class Adoption:
             if not 0 <= rank < len(placement):
                 raise PeerProtocolError(f"it reported rank {rank} of {len(placement)}")
             placement[rank] = host
-        mesh.placement = tuple(placement)
+        mesh.place(placement)
         self._host_ranks[mesh.id][host] = state.arrangement.host_rank
         for worker in state.workers:
             mesh.workers[worker.rank] = Worker(worker.rank, host, worker.pid, worker.device, worker.log_path)
@@ -103,7 +104,8 @@ class Adoption:
         extent = Extent(state.arrangement.axes, state.arrangement.sizes)
         recipe = Recipe(state.device, state.preload, state.cwd or os.getcwd(), state.sys_path, dict(os.environ))
         mesh = KnownMesh(state.mesh, state.name, extent, [host] * len(extent), recipe)
-        mesh.owns_hosts = saved.owns_hosts
+        mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
+        mesh.host_axes = tuple(saved.host_axes)
         mesh.is_whole = False
         self.meshes[mesh.id] = self._board.meshes[mesh.id] = mesh
         return mesh
@@ -151,7 +153,8 @@ class Adoption:
             host = gone[index * len(gone) // len(missing)] if gone else placement[rank]
             placement[rank] = host
             mesh.lost[rank] = WorkerLost(rank, host.name, f"its host is lost: {host.lost or 'it knows nothing of it'}")
-        mesh.placement = tuple(placement)
+        mesh.place(placement)
+        mesh.joined = not mesh.lost
         order = {host: rank for rank, host in enumerate(dict.fromkeys(placement))} | reported
         mesh.hosts = sorted(dict.fromkeys(placement), key=lambda host: order[host])
         mesh.is_whole = True

@@ -50,6 +50,10 @@ class CallTable:
         """Those that some rank has not answered, oldest first; from any thread."""
         return list(self._calls.values())
 
+    def busy_on(self, mesh: int) -> set[int]:
+        """The ranks of ``mesh`` that have a call to answer."""
+        return {rank for call in self._calls.values() if call.mesh == mesh for rank in call.waiting}
+
     def ask(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
         """Expect answers to a query: ``on_answer(rank, value)``."""
         self._queries[id] = on_answer

@@ -241,6 +241,11 @@ class CallFuture(Future[T], Generic[T]):
             self._control.drive(self.done, left)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
+    def end_on_ranks(self, timeout_s: float) -> None:
+        """Interrupt the ranks that are still at it, whatever the outcome was, and wait until none is."""
+        self._cancel_on_ranks(self.call.id)
+        self.call.wait_for_end(timeout_s)
+
     def _cancel(self) -> None:
         self._control.cancel(self.call.id)
 

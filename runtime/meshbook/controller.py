@@ -25,12 +25,13 @@ from meshbook.calls import CallFuture, OpenCall
 from meshbook.errors import Failure, WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
-from meshbook.known_mesh import KnownMesh
+from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.launcher import FoundHost, LaunchedHost, Ticket
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
 from meshbook.questions import look
+from meshbook.recruits import Recruits
 from meshbook.session_folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape import Members, Region
 from meshbook.switchboard import MAX_BACKLOG, Switchboard
@@ -116,7 +117,9 @@ class Controller:
         """Note a mesh that has come up, or has changed: without this the next controller does not want it."""
         with self._save_lock:
             ids = [host.id for host in mesh.hosts]
-            self.folder.state.meshes[mesh.id] = SavedMesh(mesh.name, mesh.extent.sizes, ids, mesh.owns_hosts)
+            self.folder.state.meshes[mesh.id] = SavedMesh(
+                mesh.name, mesh.extent.sizes, ids, mesh.owns_hosts, mesh.grouped, list(mesh.host_axes)
+            )
             self.folder.save()
 
     def _forget_saved(self, meshes: Iterable[int] = (), hosts: Iterable[str] = ()) -> None:
@@ -205,20 +208,32 @@ class Controller:
         self.submit(run)
         return future.get(10.0)
 
+    def ask_board(self, action: Callable[[Switchboard], T]) -> T:
+        """Have the I/O thread look at, or change, what the controller knows, and return what ``action`` finds."""
+        return self.ask(lambda: action(self._board))
+
+    def tell_board(self, action: Callable[[Switchboard], object]) -> None:
+        """The same without waiting for it."""
+
+        def tell() -> None:
+            action(self._board)
+
+        self.submit(tell)
+
     def next_id(self) -> int:
         """A number that this controller never uses twice."""
         return next(self._ids)
 
-    def recruit(self, mesh: KnownMesh, ranks: Iterable[int]) -> Future[None]:
-        """Have the hosts of ``ranks`` start their workers. The future fails with SpawnError, or DeviceError."""
-        done: Future[None] = Future()
+    def recruit(self, mesh: KnownMesh) -> Recruits:
+        """Have the hosts of a new mesh start its workers."""
+        recruits = Recruits(self.next_id(), mesh.seats_of(range(len(mesh.extent))))
 
         def ask() -> None:
             self._board.meshes[mesh.id] = mesh
-            mesh.recruit(ranks, done)
+            mesh.ask_for(recruits)
 
         self.submit(ask)
-        return done
+        return recruits
 
     def call(
         self,
@@ -238,6 +253,7 @@ class Controller:
         rather than when every rank has ended. Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
         mesh.check_usable()
+        generation = mesh.generation
         self._wait_for_room()
         future = self._new_future()
         call = OpenCall(self.next_id(), mesh.id, what, members, future, fail_fast=fail_fast, on_reply=on_reply)
@@ -254,7 +270,9 @@ class Controller:
         segment = self._board.payloads.write(buffers)
 
         def send() -> None:
-            if (hosts := self._board.open(mesh, call, output)) is not None:
+            if mesh.generation != generation:
+                call.give_up(stale_view(mesh))
+            elif (hosts := self._board.open(mesh, call, output)) is not None:
                 self._board.payloads.send(hosts, message, payload, segment, buffers)
                 if any(host.backlog > MAX_BACKLOG for host in hosts):
                     self._board.room.clear()

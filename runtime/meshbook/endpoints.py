@@ -117,6 +117,7 @@ def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -
         device=begin.device,
         on_one_host=on_one_host,
     )
+    os.environ["GROUP_WORLD_SIZE"] = str(begin.hosts)
     return set_axes(worker, call, begin.axes, begin.sizes)
 
 
@@ -135,6 +136,7 @@ def prepare_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool
         on_one_host,
     )
     worker.groups.prepare(worker.store_rpc, place, epoch=epoch)
+    os.environ["GROUP_WORLD_SIZE"] = str(begin.hosts)  # ranks may be more on one host than on another
     return _ok()
 
 

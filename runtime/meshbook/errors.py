@@ -7,7 +7,8 @@
     │   └── LayoutError         a view that no (offset, sizes, strides) can describe
     ├── UsageError              a command or an argument that makes no sense as given
     ├── SpawnError              hosts or workers that did not come up
-    │   └── DeviceError         fewer devices than ranks
+    │   ├── DeviceError         fewer devices than ranks
+    │   └── CrashLoopError      a rank that ends again and again
     ├── MeshStoppedError        a call on a mesh that was stopped
     │   └── MeshDetachedError   a call on a mesh that lives on without this process
     ├── AttachError             a session that cannot be attached
@@ -101,6 +102,28 @@ class DeviceError(SpawnError):
         return (
             f"{self.wanted} ranks were asked for on {self.host}, which has {self.found} CUDA "
             f'device{"" if self.found == 1 else "s"}. {fewer} --device cpu (device="cpu" in Python).'
+        )
+
+
+class CrashLoopError(SpawnError):
+    """A rank ended so often within ``window_s`` that it is not started again unless somebody insists."""
+
+    def __init__(self, rank: int, host: str, cause: str, log_tail: str, times: int, window_s: float) -> None:
+        super().__init__(rank, host, cause, log_tail, times, window_s)
+        self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
+        self.times, self.window_s = times, window_s
+
+    def __str__(self) -> str:
+        often = f"ended {self.times} times within {self.window_s:g} s and is not started again"
+        last = describe_deaths([Death(self.rank, self.host, self.cause, self.log_tail)])
+        return "\n".join(
+            [
+                f"rank {self.rank} on {self.host} {often}",
+                f"  the last time: {self.cause}",
+                *last[1:],
+                f"  all of its log: %mesh logs rank={self.rank}    "
+                f"try all the same: %mesh respawn rank={self.rank} --force    go on without: %mesh shrink",
+            ]
         )
 
 

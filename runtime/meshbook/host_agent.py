@@ -263,7 +263,7 @@ class HostAgent:
             if template is None or template.failure:
                 template = self._templates[spawn.preload] = self._make_template(spawn)
         except OSError as error:
-            self.send(wire.SpawnFailed(spawn.mesh, f"the workers' template could not be started: {explain(error)}"))
+            self.send(_template_failed(spawn, f"the workers' template could not be started: {explain(error)}"))
             return
         mesh = self._meshes.get(spawn.mesh)
         if mesh is None:
@@ -286,7 +286,7 @@ class HostAgent:
         self._waiting_spawns.remove(spawn)
         mesh = self._meshes[spawn.mesh]
         if template.failure:
-            self.send(wire.SpawnFailed(spawn.mesh, f"the workers' template failed:\n{template.failure}"))
+            self.send(_template_failed(spawn, f"the workers' template failed:\n{template.failure}"))
         elif template.problem:
             mesh.crew.start(spawn, self._templates[()], import_in_workers=True)
         else:
@@ -399,6 +399,10 @@ class HostAgent:
 
         for mesh_id, mesh in tuple(meshes.items()):
             mesh.stop(GOODBYE_GRACE_S, functools.partial(stopped, mesh_id))
+
+
+def _template_failed(spawn: wire.Spawn, reason: str) -> wire.SpawnFailed:
+    return wire.SpawnFailed(spawn.mesh, reason, request=spawn.request)
 
 
 def _serve_store(

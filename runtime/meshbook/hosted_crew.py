@@ -18,7 +18,7 @@ from meshbook.errors import DeviceError
 from meshbook.event_loop import EventLoop
 from meshbook.hosted_template import HostedTemplate
 from meshbook.hosted_worker import HostedWorker, Owner
-from meshbook.lifecycle import WorkerPhase
+from meshbook.lifecycle import WorkerEvent, WorkerPhase
 from meshbook.limits import explain
 from meshbook.processes import kill_session
 
@@ -67,7 +67,7 @@ class Crew:
         try:
             plan = plan_devices(max(slots) + 1, spawn.device, self.host)
         except DeviceError as error:
-            self._report(wire.SpawnFailed(spawn.mesh, str(error), error.wanted, error.found))
+            self._report(wire.SpawnFailed(spawn.mesh, str(error), error.wanted, error.found, spawn.request))
             return
         batch = _Batch(spawn)
         self._batches.append(batch)
@@ -75,6 +75,7 @@ class Crew:
             self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             for seat, slot in zip(spawn.seats, slots, strict=True):
                 worker = self._make_worker(seat.known_as, f"cuda:{slot}" if plan.device == "cuda" else "cpu", slot)
+                worker.request = spawn.request
                 batch.workers.append(worker)
                 begin = self._begin(spawn, seat, worker, plan.environments[slot], import_in_workers)
                 worker.calls.send([wire.encode(begin)])
@@ -151,7 +152,7 @@ class Crew:
             if self.workers.get(worker.rank) is worker:
                 del self.workers[worker.rank]
             self.left(worker)
-        self._report(wire.SpawnFailed(batch.spawn.mesh, reason))
+        self._report(wire.SpawnFailed(batch.spawn.mesh, reason, request=batch.spawn.request))
         self._on_gone()
 
     def report_ready(self) -> None:
@@ -159,7 +160,9 @@ class Crew:
         for batch in tuple(self._batches):
             if all(worker.phase is WorkerPhase.READY and worker.pid for worker in batch.workers):
                 self._batches.remove(batch)
-                self._report(wire.MeshReady(batch.spawn.mesh, tuple(map(_describe, batch.workers))))
+                self._report(
+                    wire.MeshReady(batch.spawn.mesh, tuple(map(_describe, batch.workers)), batch.spawn.request)
+                )
 
     def describe(self) -> tuple[wire.WorkerStarted, ...]:
         """Those that have come up."""
@@ -177,6 +180,7 @@ class Crew:
         """Tell workers to leave, and return them. Their end is told to the controller when the last one has gone."""
         workers = [self.workers.pop(rank) for rank in retire.ranks if rank in self.workers]
         for worker in workers:
+            worker.advance(WorkerEvent.DISMISSED)
             self.leaving[worker] = retire.id
             if retire.grace_s > 0:
                 worker.calls.end_writing()

@@ -271,7 +271,7 @@ class HostedMesh:
             self._give_back(key)
         if not self.crew.ending and not told:
             tail = last_words(log_tail(worker.output.log.path, CRASH_REPORT_LINES), LOG_TAIL_LINES)
-            exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail)
+            exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request)
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)
             self._forget_rank(worker.rank)

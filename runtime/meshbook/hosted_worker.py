@@ -126,6 +126,8 @@ class HostedWorker:
 
     def __init__(self, loop: EventLoop, owner: Owner, rank: int, device: str, marker: bytes, log: Path, now: float):
         self.rank, self.device = rank, device
+        self.request = 0
+        """Which `Spawn` asked for it."""
         self.slot = 0
         """Which of the mesh's devices on this host it has; other than ``rank`` it never changes."""
         self.pid = 0
@@ -178,7 +180,7 @@ class HostedWorker:
             self._read_pipe(stream)
 
     def kill(self) -> None:
-        if self.pid and self.phase is not WorkerPhase.DEAD:
+        if self.pid and self.phase is not WorkerPhase.DEAD:  # not reaped yet, so the pid is still its own
             kill_session(self.pid)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from meshbook import wire
 from meshbook.batches import Batch
 from meshbook.bulk import BulkReceiver, BulkSender
+from meshbook.errors import HostLost, SpawnError
 from meshbook.frames import Buffer
 from meshbook.future import Future
 from meshbook.launcher import LaunchedHost
@@ -27,6 +28,9 @@ class KnownHost:
         self.id, self.name = id, id
         self.launched = launched
         self.shares_environment = True
+        self.launch_another: Callable[[], KnownHost] | None = None
+        """Start one more host of the same kind."""
+        self._successor: KnownHost | None = None
         self.ready: Future[KnownHost] = Future()
         self.hello: wire.Hello | None = None
         self.shares_memory = False
@@ -46,6 +50,32 @@ class KnownHost:
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
         self._outbox = Batch(functools.partial(self._send_or_wait, "calls"))
         self._backlogs: dict[LaneName, deque[tuple[bytes, Sequence[Buffer]]]] = {lane: deque() for lane in LANES}
+
+    def present(self) -> KnownHost:
+        """This host, or the one that has taken its place."""
+        return self if self._successor is None else self._successor.present()
+
+    def replace(self) -> KnownHost:
+        """The host in the place of this one, started if there is none that lives; it may not have dialled in yet.
+
+        Raises: SpawnError.
+        """
+        last = self.present()
+        if not last.lost:
+            return last
+        if last.launch_another is None:
+            raise SpawnError(f"host {last.name} is lost ({last.lost}), and nobody here knows how to start it again.")
+        last._successor = last.launch_another()
+        return last._successor
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it has dialled in. Raises: SpawnError."""
+        try:
+            self.ready.get(timeout_s)
+        except HostLost as error:
+            raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
+        except TimeoutError:
+            raise SpawnError(f"host {self.name} did not dial in within {timeout_s:g} s.") from None
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane of calls, when `flush` is called; waits in our backlog while the host is slow."""

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from meshbook import wire
-from meshbook.errors import DeviceError, MeshDetachedError, MeshStoppedError, SpawnError, WorkerLost
+from meshbook.crash_loops import CrashLoops
+from meshbook.errors import (
+    DeviceError,
+    LayoutError,
+    MeshDetachedError,
+    MeshStoppedError,
+    SpawnError,
+    UsageError,
+    WorkerLost,
+)
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
+from meshbook.recruits import Recruits, Worker
 from meshbook.shape import Extent
-
-
-class Worker(NamedTuple):
-    rank: int
-    host: KnownHost
-    pid: int
-    device: str
-    log_path: str
 
 
 class Recipe(NamedTuple):
@@ -40,26 +43,6 @@ class Recipe(NamedTuple):
         return cls(device, preload, str(Path.cwd()), tuple(sys.path), dict(os.environ))
 
 
-class Recruits:
-    """Workers that were asked for, until all of them have answered."""
-
-    def __init__(self, known_as: Iterable[int], on_complete: Callable[[Recruits], None], done: Future[None]) -> None:
-        self.waiting = set(known_as)
-        self.workers: dict[int, Worker] = {}
-        """By what messages call them."""
-        self.done = done
-        self._on_complete = on_complete
-
-    def come(self, worker: Worker) -> None:
-        """One has answered."""
-        if worker.rank in self.waiting:
-            self.waiting.discard(worker.rank)
-            self.workers[worker.rank] = worker
-            if not self.waiting:
-                self._on_complete(self)
-                self.done.set_result(None)
-
-
 class KnownMesh:
     """Written by the I/O thread; its plain fields may be read by any."""
 
@@ -67,11 +50,16 @@ class KnownMesh:
         """placement: the host of each rank."""
         self.id, self.name, self.extent, self.recipe = id, name, extent, recipe
         self.phase = MeshPhase.STARTING
-        self.placement = tuple(placement)
-        self.hosts = list(dict.fromkeys(placement))
+        self._given: dict[KnownHost, set[int]] = {}
+        self.store_hosts: set[KnownHost] = set()
+        """Those that keep the store of the process groups, or did."""
+        self.hosts: list[KnownHost] = []
         """Those of the placement, by host rank."""
+        self.place(placement)
         self.generation = 0
         """Goes up when ranks get other numbers: views made before name other processes, or none."""
+        self.changed = ""
+        """How it went up last: ``grew to gpus=6``."""
         self.workers: dict[int, Worker] = {}
         self.lost: dict[int, WorkerLost] = {}
         self.stopped: Future[None] = Future()
@@ -81,10 +69,32 @@ class KnownMesh:
         """The session in which it lives on without us."""
         self.is_whole = True
         """False while a former controller's mesh is being taken over, and not all of its hosts have told of it."""
+        self.host_axes: tuple[str, ...] = ()
+        """The axes that count hosts, by the names that they had at first."""
         self.recruits: Recruits | None = None
+        self.crash_loops = CrashLoops()
+        self.grouped = True
+        """Whether its ranks form a process group, rather than make their own."""
+        self.joined = False
+        """Whether all ranks have met since the last one came or went: form_group or prepare_group has ended well."""
+        self.axes: dict[str, int] = extent.sizes
+        """As `mesh` and `point` on the ranks have them: those of the extent, until they are split or renamed."""
+        self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[KnownHost] = set()
 
     # ---- arrangement ------------------------------------------------------------------------------------------
+
+    def place(self, placement: Sequence[KnownHost]) -> None:
+        """The ranks live on these hosts from now on."""
+        self.placement = tuple(placement)
+        self.hosts = list(dict.fromkeys(placement))
+        self.store_hosts.add(self.store_host)
+        for rank, host in enumerate(placement):
+            self._given.setdefault(host, set()).add(rank)
+
+    def ever_gave(self, host: KnownHost, rank: int) -> bool:
+        """Whether ``host`` may speak of ``rank``: what it says can be older than the ranks are now."""
+        return rank in self._given.get(host, ())
 
     def host_of(self, rank: int) -> KnownHost:
         return self.placement[rank]
@@ -95,14 +105,7 @@ class KnownMesh:
 
     def arrangement_on(self, host: KnownHost) -> wire.Arrangement:
         """What ``host`` needs to know of all ranks."""
-        return wire.Arrangement(
-            axes=self.extent.labels,
-            sizes=self.extent.shape,
-            world_size=len(self.extent),
-            host_rank=self.hosts.index(host),
-            hosts=len(self.hosts),
-            local_world_size=len(self.ranks_on(host)),
-        )
+        return arrangement_of(self.extent, self.placement, host)
 
     @property
     def store_host(self) -> KnownHost:
@@ -120,50 +123,131 @@ class KnownMesh:
         if self.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             raise MeshStoppedError(self.name)
 
+    # ---- repair -------------------------------------------------------------------------------------------------
+
+    def begin_repair(self, who: threading.Thread) -> None:
+        """Nobody but ``who`` repairs it until `end_repair`. Raises: UsageError, MeshStoppedError."""
+        self.check_usable()
+        other = self._repairer
+        if other is not None and other is not who and other.is_alive():  # our own was interrupted before its end
+            raise UsageError(f'mesh "{self.name}" is {self.phase.value} already; wait until that has ended.')
+        self._repairer = who
+        if self.phase is not MeshPhase.REPAIRING:
+            self.advance(MeshEvent.REPAIR)
+
+    def end_repair(self, who: threading.Thread) -> None:
+        """Well or not."""
+        if self._repairer is who:
+            self._repairer = None
+            self.advance(MeshEvent.REPAIRED)
+
+    def replace_host(self, lost: KnownHost, host: KnownHost) -> None:
+        """``host`` has taken the place of ``lost``, without any worker yet."""
+        if host in self.hosts:
+            return
+        was_store_host = self.store_host is lost
+        self.place([host if here is lost else here for here in self.placement])
+        if was_store_host:  # an identical arrangement, for them to find the new one
+            for other in self.hosts:
+                if other is not host and not other.lost:
+                    other.send(wire.Renumber(self.id, self.seats_on(other), self.arrangement_on(other)))
+
+    def by_host(self, ranks: Iterable[int]) -> dict[KnownHost, list[int]]:
+        """The ranks, put together by where they live."""
+        here: dict[KnownHost, list[int]] = {}
+        for rank in sorted(ranks):
+            here.setdefault(self.placement[rank], []).append(rank)
+        return here
+
+    def seats_on(self, host: KnownHost) -> tuple[wire.Seat, ...]:
+        """Who the ranks of ``host`` are."""
+        return seats_on(self.placement, host, {})
+
+    def renumber(
+        self,
+        extent: Extent,
+        placement: Sequence[KnownHost],
+        moved: Mapping[int, int],
+        recruits: Recruits | None,
+        why: str,
+    ) -> None:
+        """Ranks have other numbers, on the hosts too; who is not in ``moved`` has left. No call is open.
+
+        recruits: get the ranks of their seats. why: as in ``it grew to gpus=6``, for views that are of no use any more.
+        """
+        known_as = {after: before for before, after in moved.items()}
+        workers = {moved[rank]: worker for rank, worker in self.workers.items() if rank in moved}
+        if recruits is not None:
+            self.recruits, recruits.adopted = None, True
+            for seat in (seat for here in recruits.seats.values() for seat in here):
+                known_as[seat.rank] = seat.known_as
+                workers[seat.rank] = recruits.workers[seat.known_as]
+        self.extent, self.axes = extent, extent.sizes
+        self.place(placement)
+        self.workers = {rank: worker.become(rank) for rank, worker in workers.items()}
+        self.lost = {moved[rank]: error for rank, error in self.lost.items() if rank in moved}
+        self.crash_loops.renumber(moved)
+        self.generation += 1
+        self.changed, self.joined = why, False
+        for host in self.hosts:
+            if not host.lost:
+                seats = seats_on(self.placement, host, known_as)
+                host.send(wire.Renumber(self.id, seats, self.arrangement_on(host)))
+
     # ---- workers come up ----------------------------------------------------------------------------------------
 
-    def recruit(self, ranks: Iterable[int], done: Future[None]) -> None:
-        """Ask the hosts of ``ranks`` for their workers; ``done`` when all have answered."""
-        recruits = self.recruits = Recruits(ranks, self._adopt, done)
-        for host in self.hosts:
-            here = self.ranks_on(host)
-            seats = tuple(wire.Seat(rank, rank, here.index(rank)) for rank in here if rank in recruits.waiting)
-            if seats:
-                host.send(self.spawn_message(host, seats, self.arrangement_on(host)))
-
-    def spawn_message(self, host: KnownHost, seats: tuple[wire.Seat, ...], arrangement: wire.Arrangement) -> wire.Spawn:
-        """The request for workers on ``host``."""
+    def ask_for(self, recruits: Recruits, arrangements: Mapping[KnownHost, wire.Arrangement] | None = None) -> None:
+        """Ask hosts for workers. arrangements: for those that are to be numbered anew; else as the ranks are now."""
+        self.recruits = recruits
         device, preload, cwd, sys_path, environment = self.recipe
-        here = host.shares_environment
-        return wire.Spawn(
-            mesh=self.id,
-            name=self.name,
-            seats=seats,
-            arrangement=arrangement,
-            device=device,
-            preload=preload,
-            cwd=cwd if here else None,
-            sys_path=sys_path if here else (),
-            environment=dict(environment) if here else {},
-        )
+        for host, seats in recruits.seats.items():
+            self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
+            here = host.shares_environment
+            host.send(
+                wire.Spawn(
+                    request=recruits.id,
+                    mesh=self.id,
+                    name=self.name,
+                    seats=seats,
+                    arrangement=arrangements[host] if arrangements else self.arrangement_on(host),
+                    device=device,
+                    preload=preload,
+                    cwd=cwd if here else None,
+                    sys_path=sys_path if here else (),
+                    environment=dict(environment) if here else {},
+                )
+            )
+
+    def seats_of(self, ranks: Iterable[int]) -> dict[KnownHost, list[wire.Seat]]:
+        """Who ``ranks`` are, by host."""
+        wanted = set(ranks)
+        return {host: [seat for seat in self.seats_on(host) if seat.rank in wanted] for host in self.hosts}
 
     def on_ready(self, host: KnownHost, ready: wire.MeshReady) -> None:
         """Workers of one host answered."""
+        recruits = self.recruits
+        if recruits is None or recruits.id != ready.request:
+            return  # those that were given up meanwhile
         for worker in ready.workers:
-            if self.recruits is not None:
-                self.recruits.come(Worker(worker.rank, host, worker.pid, worker.device, worker.log_path))
+            recruits.come(host, worker)
+        if not recruits.waiting:
+            if not recruits.apart:
+                self.adopt(recruits, recruits.workers)
+            recruits.done.set_result(None)
 
-    def _adopt(self, recruits: Recruits) -> None:
-        """All recruits are there: they are the workers of their ranks now."""
-        self.recruits = None
-        self.workers.update(recruits.workers)
-        for rank in recruits.workers:
+    def adopt(self, recruits: Recruits, workers: Mapping[int, Worker]) -> None:
+        """They are ``workers`` of these ranks from now on."""
+        self.recruits, recruits.adopted = None, True
+        self.workers.update(workers)
+        for rank in workers:
             self.lost.pop(rank, None)
         if self.phase in (MeshPhase.STARTING, MeshPhase.STOPPING):
             self.advance(MeshEvent.STARTED)
 
     def on_spawn_failed(self, host: str, failed: wire.SpawnFailed) -> None:
         """A host could not start its workers."""
+        if self.recruits is None or self.recruits.id != failed.request:
+            return
         if failed.found_devices >= 0:
             self.fail_recruits(DeviceError(failed.wanted_devices, failed.found_devices, host))
         else:
@@ -172,8 +256,16 @@ class KnownMesh:
     def fail_recruits(self, error: SpawnError) -> None:
         """Those that were asked for will not all come."""
         if self.recruits is not None:
-            recruits, self.recruits = self.recruits, None
-            recruits.done.set_exception(error)
+            self.recruits.fail(error)
+
+    def on_recruit_lost(self, request: int, error: WorkerLost, now: float) -> None:
+        """One that was asked for ended before all had answered."""
+        if self.recruits is None or self.recruits.id != request:
+            return
+        self.crash_loops.record(error.rank, now)
+        if error.rank in self.lost:
+            self.lost[error.rank] = error
+        self.fail_recruits(SpawnError(f"a worker ended while it was starting: {error}"))
 
     # ---- workers end --------------------------------------------------------------------------------------------
 
@@ -184,6 +276,7 @@ class KnownMesh:
     def on_lost(self, error: WorkerLost) -> None:
         """A worker ended without being told to."""
         self.lost[error.rank] = error
+        self.joined = False
 
     def detach(self, session: str) -> None:
         """It lives on without us; for us it is as good as stopped."""
@@ -205,3 +298,30 @@ class KnownMesh:
             self.advance(MeshEvent.ENDED)
             forget()
             self.stopped.set_result(None)
+
+
+def stale_view(mesh: KnownMesh) -> LayoutError:
+    """For a view that was made before ranks got other numbers."""
+    return LayoutError(
+        f'mesh "{mesh.name}" {mesh.changed} since this view of it was made, and its ranks have other numbers now. '
+        "Take the mesh as it is, by base() of any view of it, and slice that; or: %mesh use NAME --out VAR"
+    )
+
+
+def seats_on(placement: Sequence[KnownHost], host: KnownHost, known_as: Mapping[int, int]) -> tuple[wire.Seat, ...]:
+    """Who the ranks of ``host`` are. known_as: what messages call some of them until they hear of it."""
+    ranks = [rank for rank, here in enumerate(placement) if here is host]
+    return tuple(wire.Seat(known_as.get(rank, rank), rank, index) for index, rank in enumerate(ranks))
+
+
+def arrangement_of(extent: Extent, placement: Sequence[KnownHost], host: KnownHost) -> wire.Arrangement:
+    """What ``host`` needs to know of ranks that are placed like this."""
+    hosts = list(dict.fromkeys(placement))
+    return wire.Arrangement(
+        axes=extent.labels,
+        sizes=extent.shape,
+        world_size=len(extent),
+        host_rank=hosts.index(host),
+        hosts=len(hosts),
+        local_world_size=sum(here is host for here in placement),
+    )

@@ -18,12 +18,15 @@ class MeshPhase(enum.Enum):
 
     STARTING = "starting"  # hosts have been asked for workers
     READY = "ready"  # every worker has answered
+    REPAIRING = "repairing"  # workers are started again, join or leave; the others can be called
     STOPPING = "stopping"  # workers have been told to end
     STOPPED = "stopped"  # no process is left
 
 
 class MeshEvent(enum.Enum):
     STARTED = "all workers answered"
+    REPAIR = "repair"
+    REPAIRED = "repair ended"  # well or not: who is dead is told apart
     STOP = "stop"
     ENDED = "all workers ended"
 
@@ -32,6 +35,11 @@ MESH_NEXT: Mapping[tuple[MeshPhase, MeshEvent], MeshPhase] = {
     (MeshPhase.STARTING, MeshEvent.STARTED): MeshPhase.READY,
     (MeshPhase.STARTING, MeshEvent.STOP): MeshPhase.STOPPING,
     (MeshPhase.READY, MeshEvent.STOP): MeshPhase.STOPPING,
+    (MeshPhase.READY, MeshEvent.REPAIR): MeshPhase.REPAIRING,
+    (MeshPhase.REPAIRING, MeshEvent.REPAIRED): MeshPhase.READY,
+    (MeshPhase.REPAIRING, MeshEvent.STOP): MeshPhase.STOPPING,
+    (MeshPhase.STOPPING, MeshEvent.REPAIRED): MeshPhase.STOPPING,
+    (MeshPhase.STOPPED, MeshEvent.REPAIRED): MeshPhase.STOPPED,
     (MeshPhase.STOPPING, MeshEvent.STOP): MeshPhase.STOPPING,
     (MeshPhase.STOPPING, MeshEvent.STARTED): MeshPhase.STOPPING,
     (MeshPhase.STOPPING, MeshEvent.ENDED): MeshPhase.STOPPED,
@@ -45,12 +53,14 @@ class WorkerPhase(enum.Enum):
     FORKING = "forking"  # the template has been asked
     STARTING = "starting"  # it has a pid, and was told who it is
     READY = "ready"  # it has answered; from here on it is idle or busy
+    LEAVING = "leaving"  # it was told to end: nothing reaches it, its rank may be another's
     DEAD = "dead"  # its pidfd says so, and it was reaped
 
 
 class WorkerEvent(enum.Enum):
     FORKED = "forked"
     BEGUN = "said who it is"
+    DISMISSED = "told to leave"
     EXITED = "exited"
 
 
@@ -59,6 +69,12 @@ WORKER_NEXT: Mapping[tuple[WorkerPhase, WorkerEvent], WorkerPhase] = {
     (WorkerPhase.FORKING, WorkerEvent.BEGUN): WorkerPhase.READY,  # its word may come before the template's
     (WorkerPhase.STARTING, WorkerEvent.BEGUN): WorkerPhase.READY,
     (WorkerPhase.READY, WorkerEvent.FORKED): WorkerPhase.READY,  # the late word
+    (WorkerPhase.FORKING, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
+    (WorkerPhase.STARTING, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
+    (WorkerPhase.READY, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
+    (WorkerPhase.LEAVING, WorkerEvent.FORKED): WorkerPhase.LEAVING,
+    (WorkerPhase.LEAVING, WorkerEvent.BEGUN): WorkerPhase.LEAVING,
+    (WorkerPhase.LEAVING, WorkerEvent.EXITED): WorkerPhase.DEAD,
     (WorkerPhase.STARTING, WorkerEvent.EXITED): WorkerPhase.DEAD,
     (WorkerPhase.READY, WorkerEvent.EXITED): WorkerPhase.DEAD,
 }

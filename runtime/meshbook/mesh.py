@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshbook.attachment import Attachment, attach_session, find_session, new_controller
 from meshbook.controller import Controller, OutputSource
-from meshbook.errors import HostLost, SpawnError, UsageError
+from meshbook.errors import SpawnError, UsageError
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
 from meshbook.lease import default_lease_s
 from meshbook.limits import explain
 from meshbook.proc_mesh import ProcMesh
+from meshbook.repair import Repaired
 from meshbook.session_folder import SavedHost
 from meshbook.sessions import SavedSession, sessions
 from meshbook.shape import Extent, Region
@@ -77,13 +79,13 @@ class HostMesh:
             raise UsageError(f"the hosts have the axes {list(self.extent.sizes)} already; name the others otherwise.")
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
-        self._await_hosts()
-        placement = [host for host in self._hosts for _ in range(math.prod(per_host.values()))]
+        hosts = self._await_hosts()
+        placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
         mesh = KnownMesh(self._controller.next_id(), name, extent, placement, Recipe.here(device, preload))
-        mesh.owns_hosts = owns_hosts
+        mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group, self.extent.labels
         procs = ProcMesh(self._controller, mesh, Region.of(extent.sizes))
         try:
-            self._controller.recruit(mesh, range(len(extent))).get(SPAWN_TIMEOUT_S)
+            self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
             (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
@@ -96,31 +98,35 @@ class HostMesh:
                     f"not every worker answered within {SPAWN_TIMEOUT_S:g} s; see {self._controller.folder.logs}"
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
+        mesh.joined = not mesh.lost
         self._controller.save_mesh(mesh)
         return procs
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the host agents, and with them every mesh on these hosts."""
-        self._controller.stop_hosts(self._hosts, timeout_s)
+        self._controller.stop_hosts(self._present(), timeout_s)
 
-    def _await_hosts(self) -> None:
-        for host in self._hosts:
-            try:
-                host.ready.get(HOST_TIMEOUT_S)
-            except HostLost as error:
-                raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
-            except TimeoutError:
-                raise SpawnError(f"host {host.name} did not dial in within {HOST_TIMEOUT_S:g} s.") from None
+    def _present(self) -> list[KnownHost]:
+        """The hosts, or those that have taken the places of lost ones."""
+        return [host.present() for host in self._hosts]
+
+    def _await_hosts(self) -> list[KnownHost]:
+        hosts = self._present()
+        for host in hosts:
+            host.wait_ready(HOST_TIMEOUT_S)
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
+        return hosts
 
 
 def this_host() -> HostMesh:
     """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
     global _this_host
     with _lock:
-        if _this_host is None or _this_host._hosts[0].lost:
+        if _this_host is None:
             _this_host = _start_hosts({}, LocalLauncher(), serves_all=True)
+        else:
+            _this_host._hosts[0].replace()  # where it was lost
         return _this_host
 
 
@@ -135,24 +141,27 @@ def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
 def _start_hosts(sizes: Mapping[str, int], launcher: Launcher, *, serves_all: bool = False) -> HostMesh:
     controller = _the_controller()
     extent = Extent.of(sizes)
+    return HostMesh(controller, _launch(controller, launcher, math.prod(extent.shape), serves_all), extent)
+
+
+def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[KnownHost]:
     address = "tcp://127.0.0.1:*" if launcher.transport == "tcp" else f"ipc://{controller.folder.path}/control"
     endpoint = controller.endpoint(address)
-    tickets = [
-        _ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}")
-        for _ in range(math.prod(extent.sizes.values()))
-    ]
+    tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
     hosts, saved = [], {}
     try:
         started = launcher.launch(tickets)
     except OSError as error:
         raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
     for ticket, launched in zip(tickets, started, strict=True):
-        hosts.append(controller.expect_host(ticket, launched, launcher.shares_environment))
+        host = controller.expect_host(ticket, launched, launcher.shares_environment)
+        host.launch_another = lambda: _launch(controller, launcher, 1, serves_all)[0]
+        hosts.append(host)
         saved[ticket.host_id] = SavedHost(
             ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all
         )
     controller.save_hosts(saved)
-    return HostMesh(controller, hosts, extent)
+    return hosts
 
 
 def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
@@ -169,6 +178,11 @@ def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
         lease_s=state.lease_s,
         session=str(controller.folder.path),
     )
+
+
+def heal_mesh(mesh: ProcMesh, setup: Sequence[str] = ()) -> Repaired:
+    """Start the ranks of ``mesh`` that ended again, and form its process groups with all ranks; see `ProcMesh.heal`."""
+    return mesh.heal(setup)
 
 
 def set_output_source(source: OutputSource | None) -> None:
@@ -213,11 +227,21 @@ def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) 
             _attached.append(controller)
             return attachment
         _controller = controller
+        for host in controller.hosts:
+            host.launch_another = functools.partial(_launch_like, controller, host)
         serving = {id for id, host in controller.folder.state.hosts.items() if host.serves_all}
         for host in controller.hosts:
             if host.id in serving and not host.lost:
                 _this_host = HostMesh(controller, [host], Extent.of({}))
         return attachment
+
+
+def _launch_like(controller: Controller, host: KnownHost) -> KnownHost:
+    """A host in the place of one that a former controller started; so far local ones are the only kind."""
+    known = controller.folder.state.hosts.get(host.id)
+    shares_memory = any(other.shares_memory for other in controller.hosts if not other.lost)
+    launcher = LocalLauncher(separate_hosts=not (shares_memory or (known is not None and known.serves_all)))
+    return _launch(controller, launcher, 1, known is not None and known.serves_all)[0]
 
 
 def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S) -> list[str]:
@@ -293,6 +317,7 @@ __all__ = [
     "SavedSession",
     "attach",
     "detach",
+    "heal_mesh",
     "prewarm",
     "recall",
     "remember",

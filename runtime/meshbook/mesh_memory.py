@@ -62,7 +62,9 @@ class MeshMemory:
 
     def on_spawn(self, spawn: wire.Spawn) -> None:
         """Workers are asked for."""
-        self.spawn, self.arrangement = spawn, spawn.arrangement
+        self.spawn = spawn
+        if self.arrangement is None or all(seat.known_as == seat.rank for seat in spawn.seats):
+            self.arrangement = spawn.arrangement  # else it is one that the mesh is to have, if all goes well
         for seat in spawn.seats:
             self._lost.pop(seat.known_as, None)
 

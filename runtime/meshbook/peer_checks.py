@@ -17,7 +17,7 @@ from meshbook.known_mesh import KnownMesh
 def check_ranks(host: KnownHost, mesh: KnownMesh, ranks: Sequence[int]) -> None:
     """Raises: PeerProtocolError unless all ``ranks`` of ``mesh`` live on ``host``."""
     for rank in ranks:
-        if not 0 <= rank < len(mesh.extent) or mesh.host_of(rank) is not host:
+        if not mesh.ever_gave(host, rank):
             raise PeerProtocolError(f'it spoke for rank {rank} of mesh "{mesh.name}", which is not its own')
 
 
@@ -49,7 +49,7 @@ def check(host: KnownHost, message: wire.FromHost, meshes: Mapping[int, KnownMes
             if (mesh := meshes.get(mesh_id)) is not None:
                 check_ranks(host, mesh, [rank])
         case wire.StoreAnswer(mesh_id, rank):
-            if (mesh := meshes.get(mesh_id)) is not None and mesh.store_host is not host:
+            if (mesh := meshes.get(mesh_id)) is not None and host not in mesh.store_hosts:
                 raise PeerProtocolError(f'it answered for the store of mesh "{mesh.name}", which it does not keep')
         case _:
             pass

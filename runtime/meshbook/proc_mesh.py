@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,14 +10,16 @@ from meshbook import partition
 from meshbook.arranged import Arranged
 from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
+from meshbook.elastic import Change, Elastic
 from meshbook.errors import CallInterrupted, LayoutError, SerializationError
 from meshbook.future import Future
 from meshbook.interruption import interrupt
 from meshbook.joined_futures import MappedFuture, join_futures
-from meshbook.known_mesh import KnownMesh
+from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputListener, OutputTarget
 from meshbook.pickling import dumps
+from meshbook.repair import Note, Repair, Repaired
 from meshbook.shape import Choice, Members, Point, Region
 from meshbook.value_mesh import ValueMesh
 from meshbook.wording import format_sizes
@@ -53,6 +55,7 @@ class ProcMesh(Arranged):
     def __init__(self, controller: Controller, mesh: KnownMesh, members: Members) -> None:
         super().__init__(members)
         self._controller, self._mesh = controller, mesh
+        self._generation = mesh.generation
 
     @property
     def name(self) -> str:
@@ -70,16 +73,31 @@ class ProcMesh(Arranged):
 
     def base(self) -> ProcMesh:
         """The whole mesh that this is a view of."""
-        return self._part(Region.of(self._mesh.extent.sizes))
+        return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.extent.sizes))
+
+    def as_on_ranks(self) -> ProcMesh:
+        """The whole mesh with the axes that `mesh` and `point` have on the ranks; see `set_axes`."""
+        return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.axes))
 
     def _part(self, members: Members) -> ProcMesh:
-        return ProcMesh(self._controller, self._mesh, members)
+        part = ProcMesh(self._controller, self._mesh, members)
+        part._generation = self._generation
+        return part
+
+    def _present(self) -> ProcMesh:
+        """Raises: LayoutError if ranks have got other numbers since this view was made."""
+        if self._generation != self._mesh.generation:
+            raise stale_view(self._mesh)
+        return self
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
-    def run(self, code: str) -> Future[ValueMesh[Any]]:
-        """Run ``code`` as an IPython cell on every member; the values are those of its last expression."""
-        return self._call("run_cell", (code,), what="the cell", fail_fast=False)
+    def run(self, code: str, *, forbid_collectives: bool = False) -> Future[ValueMesh[Any]]:
+        """Run ``code`` as an IPython cell on every member; the values are those of its last expression.
+
+        forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
+        """
+        return self._call("run_cell", (code, None, 0, forbid_collectives), what="the cell", fail_fast=False)
 
     def start_cell(
         self,
@@ -95,6 +113,7 @@ class ProcMesh(Arranged):
         cell_number, line_offset: how tracebacks name the cell, and how many of its lines stand above ``code``.
         forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
         """
+        self._present()
         run = CellRun(self.new_output_id(), on_output)
         future = self._controller.call(
             self._mesh,
@@ -164,17 +183,63 @@ class ProcMesh(Arranged):
         """Rebind ``mesh`` and ``point`` on the ranks to the axes of this view, which must cover the whole mesh."""
         if self.ranks != tuple(range(len(self._mesh.extent))):
             raise LayoutError("only a view of the whole mesh, in rank order, can become the ranks' axes.")
+        self._mesh.axes = self.sizes
         return self._call("set_axes", (tuple(self.sizes), tuple(self.sizes.values())), what="the axes")
 
     def form_group(self) -> Future[ValueMesh[None]]:
         """Form the default process group and prove it with a collective."""
-        on_one_host = len(self._mesh.hosts) == 1
-        return self._call("form_group", (self._controller.next_id(), on_one_host), what="the process group")
+        return self._call("form_group", self._meeting(), what="the process group")
 
     def prepare_group(self) -> Future[ValueMesh[None]]:
         """Set torchrun's variables on the ranks without forming a group: cells may then make their own."""
-        on_one_host = len(self._mesh.hosts) == 1
-        return self._call("prepare_group", (self._controller.next_id(), on_one_host), what="the ranks' variables")
+        return self._call("prepare_group", self._meeting(), what="the ranks' variables")
+
+    def _meeting(self) -> tuple[int, bool]:
+        return self._controller.next_id(), len(self._mesh.hosts) == 1
+
+    # ---- repair -------------------------------------------------------------------------------------------------
+
+    def heal(self, setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None) -> Repaired:
+        """Start the ranks that ended again, with new agents where theirs are lost, and form the groups with all ranks.
+
+        The others keep their state; the new ones have none. They run the cells ``setup``, alone.
+        force: also a rank that ends again and again. note: is told, once, what takes long.
+        Raises: CrashLoopError, SpawnError; KeyboardInterrupt, and then it can be healed again.
+        """
+        return Repair(self._controller, self._mesh, self.base(), note).heal(setup, force=force)
+
+    def respawn(
+        self, ranks: int | Iterable[int], setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None
+    ) -> Repaired:
+        """End ``ranks``, busy or not, and start them again in their places, as `heal` does with all that ended."""
+        chosen = [ranks] if isinstance(ranks, int) else list(ranks)
+        for rank in chosen:
+            self._present().members.point(rank)
+        return Repair(self._controller, self._mesh, self.base(), note).respawn(chosen, setup, force=force)
+
+    def grow(self, **more: int) -> ProcMesh:
+        """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.
+
+        Who is there keeps its process, its state, and its rank unless new ones come before it. New ranks have no state.
+        Along an axis that counts hosts new hosts are started, if the mesh has hosts of its own.
+        Raises: UsageError while a cell runs, UnknownAxisError, DeviceError, SpawnError: then the mesh is as it was.
+        """
+        return self.change(grow=more).procs
+
+    def shrink(self, **fewer: int) -> ProcMesh:
+        """Remove indices of axes: ``shrink(gpus=1)``, those of dead ranks first, then from the end; see `grow`."""
+        return self.change(shrink=fewer).procs
+
+    def change(
+        self,
+        *,
+        grow: Mapping[str, int] | None = None,
+        shrink: Mapping[str, int] | None = None,
+        note: Note | None = None,
+    ) -> Change:
+        """As `grow` or `shrink`, one of the two; says also which rank became which."""
+        elastic = Elastic(self._controller, self._mesh, self._present(), note)
+        return elastic.grow(grow) if grow is not None else elastic.shrink(shrink or {})
 
     def _call(
         self,
@@ -186,6 +251,7 @@ class ProcMesh(Arranged):
         roots: Mapping[str, object] | None = None,
         fail_fast: bool = True,
     ) -> Future[Any]:
+        self._present()
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
         source = self._controller.output_source
         return self._controller.call(
@@ -240,15 +306,18 @@ class ProcMesh(Arranged):
 
     def logs(self, lines: int = 20) -> dict[int, str]:
         """The last lines that each member wrote, also of members that have ended."""
+        self._present()
         return self._controller.read_logs(self._mesh, self._members, lines, timeout_s=5.0)
 
     def where(self) -> dict[int, str]:
         """What each member's main thread is doing, busy or not."""
+        self._present()
         return self._controller.where(self._mesh.id, self._members.ranks())
 
     def status(self) -> list[RankStatus]:
         """Each member's state, now."""
         self._mesh.check_usable()
+        self._present()
         answers = self._controller.statuses(self._mesh, self._members.ranks(), timeout_s=0.5)
         return [self._status_of(rank, answers[rank]) for rank in self._members.ranks()]
 

@@ -148,7 +148,8 @@ class RankGroups:
         )
         agreement = self._meet(rpc, place, epoch, timeout_s)
         if device.startswith("cuda"):
-            torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1))
+            index = torch.device(device).index  # which need not be the local rank once ranks have come and gone
+            torch.cuda.set_device(min(local_rank if index is None else index, torch.cuda.device_count() - 1))
         try:
             if rank not in agreement.fresh:
                 regroup.rebuild(self._factory, self._our_link, agreement, rank)

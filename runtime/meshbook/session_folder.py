@@ -62,6 +62,8 @@ class SavedMesh(msgspec.Struct):
     hosts: list[str]
     """Host ids, in rank order."""
     owns_hosts: bool = False
+    grouped: bool = True
+    host_axes: list[str] = []
 
 
 class SessionState(msgspec.Struct):

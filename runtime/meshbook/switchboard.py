@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from meshbook.errors import (
     SpawnError,
     WorkerLost,
 )
+from meshbook.future import Future
 from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
@@ -146,11 +147,11 @@ class Switchboard:
                 self.on_hosted(host, message)
             case wire.Hello():
                 self._on_hello(host, message)
-            case wire.MeshReady(mesh_id):
-                if (mesh := self.meshes.get(mesh_id)) is not None:
+            case wire.MeshReady():
+                if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_ready(host, message)
-            case wire.SpawnFailed(mesh_id):
-                if (mesh := self.meshes.get(mesh_id)) is not None:
+            case wire.SpawnFailed():
+                if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_spawn_failed(host.name, message)
             case wire.WorkerExited():
                 self._on_exited(host, message)
@@ -227,17 +228,37 @@ class Switchboard:
 
     # ---- loss and end -------------------------------------------------------------------------------
 
+    def retire(
+        self, mesh: KnownMesh, leaving: Mapping[KnownHost, Sequence[int]], grace_s: float, id: int
+    ) -> Future[None]:
+        """End processes, by what messages call them. Done when none is left; nothing else is told of them any more."""
+        gone: Future[None] = Future()
+        waiting = {host for host in leaving if not host.lost}
+
+        def on_answer(_: int, host: KnownHost | None) -> None:
+            waiting.difference_update({host, *(host for host in waiting if host.lost)})
+            if not waiting:
+                self.calls.end_query(id)
+                gone.set_result(None)
+
+        self.calls.ask(id, on_answer)
+        for host in waiting:
+            host.send(wire.Retire(id, mesh.id, tuple(leaving[host]), grace_s))
+        on_answer(0, None)
+        return gone
+
     def _on_exited(self, host: KnownHost, exited: wire.WorkerExited) -> None:
         if (mesh := self.meshes.get(exited.mesh)) is None:
             return
         rank = mesh.rank_of(host, exited.pid)
         if rank is not None and rank not in mesh.lost:
-            self._lose_worker(mesh, WorkerLost(rank, host.name, exited.cause, exited.log_tail))
-        elif rank is None and mesh.recruits is not None:
+            mesh.crash_loops.record(rank, time.monotonic())
+            self.lose_worker(mesh, WorkerLost(rank, host.name, exited.cause, exited.log_tail))
+        elif rank is None:
             lost = WorkerLost(exited.rank, host.name, exited.cause, exited.log_tail)
-            mesh.fail_recruits(SpawnError(f"a worker ended while it was starting: {lost}"))
+            mesh.on_recruit_lost(exited.request, lost, time.monotonic())
 
-    def _lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
+    def lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
         mesh.on_lost(error)
         if mesh.host_of(error.rank) is not mesh.store_host:
             self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
@@ -251,7 +272,7 @@ class Switchboard:
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
             for rank in mesh.ranks_on(host):
                 if rank not in mesh.lost:
-                    self._lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
+                    self.lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
             if host is mesh.store_host:
                 for other in mesh.hosts:
                     if not other.lost:

@@ -142,6 +142,8 @@ class Arrangement(NamedTuple):
 class Spawn(_Message, frozen=True, tag="spawn"):
     """Start workers of a mesh; they join those that the host has of it. Answered by `MeshReady` or `SpawnFailed`."""
 
+    request: int
+    """Named in the answer, and wherever one of the workers ends."""
     mesh: int
     name: str
     seats: tuple[Seat, ...]
@@ -298,6 +300,7 @@ class MeshReady(_Message, frozen=True, tag="ready"):
 
     mesh: int
     workers: tuple[WorkerStarted, ...]
+    request: int = 0
 
 
 class SpawnFailed(_Message, frozen=True, tag="nospawn"):
@@ -306,6 +309,7 @@ class SpawnFailed(_Message, frozen=True, tag="nospawn"):
     wanted_devices: int = -1
     found_devices: int = -1
     """For too few devices: how many were wanted, and how many there are."""
+    request: int = 0
 
 
 class WorkerExited(_Message, frozen=True, tag="exited"):
@@ -316,6 +320,7 @@ class WorkerExited(_Message, frozen=True, tag="exited"):
     pid: int
     cause: str
     log_tail: str
+    request: int = 0
 
 
 class Retired(_Message, frozen=True, tag="retired"):
