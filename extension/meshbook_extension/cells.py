@@ -18,6 +18,7 @@ from meshbook_extension.options import Arguments, Grammar, Option, parse
 from meshbook_extension.publish import parent_of, sink_for
 from meshbook_extension.running_cell import RunningCell
 from meshbook_extension.session import Session, check_identifier
+from meshbook_extension.setups import Setup
 from meshbook_extension.syntax import check_syntax
 from meshbook_extension.targets import FORMS
 
@@ -40,6 +41,7 @@ MESH_CELL = Grammar(
         Option("--timeout", "interrupt the ranks after so many seconds", float, "S"),
         Option("--no-collective", "a collective in the cell raises, rather than wait for ranks outside of the target"),
         Option("--time", "say how long the ranks took"),
+        Option("--setup", "%mesh heal runs it again on ranks that it starts, in the order of these cells"),
     ),
     examples=(
         "%%mesh",
@@ -49,6 +51,7 @@ MESH_CELL = Grammar(
         "%%mesh --async --out losses",
         "%%mesh --timeout 30",
         "%%mesh --group rank",
+        "%%mesh --setup",
     ),
     notes=f"""
 {FORMS}
@@ -79,11 +82,17 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     line_offset = _lines_above(session, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
+    if arguments.flag("--setup") and (arguments.flag("--async") or arguments.words):
+        other = "--async" if arguments.flag("--async") else "the name of a slice; write its axes"
+        raise MESH_CELL.refuse(f"--setup does not go with {other}.", "--setup")
     cell = start(session, procs, code, arguments, cell_number=cell_number, line_offset=line_offset)
     if arguments.flag("--async"):
         _leave_running(session, cell, arguments)
-    else:
-        wait_for(session, cell, out=out, timeout_s=arguments.number("--timeout"), show_time=arguments.flag("--time"))
+        return
+    wait_for(session, cell, out=out, timeout_s=arguments.number("--timeout"), show_time=arguments.flag("--time"))
+    if arguments.flag("--setup"):
+        cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
+        session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
 
 
 def start(

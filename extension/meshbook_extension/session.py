@@ -10,6 +10,7 @@ from meshbook.errors import MeshStoppedError, UsageError
 from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.jobs import Jobs
 from meshbook_extension.publish import Publisher
+from meshbook_extension.setups import Setups
 from meshbook_extension.targets import choose
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class NamedSlice(NamedTuple):
 
     mesh: str
     view: ProcMesh
+    pairs: Mapping[str, str] | None = None
+    """How it was cut, so that it can be cut again when the mesh has changed."""
 
 
 class Session:
@@ -35,6 +38,7 @@ class Session:
         self.shell = shell
         self.publisher = Publisher()
         self.jobs = Jobs()
+        self.setups = Setups()
         self.foreground: list[RunningCell] = []
         """Cells that a magic waits for; one, unless subshells run some too."""
         self.meshes: dict[str, ProcMesh] = {}
@@ -47,7 +51,7 @@ class Session:
         """Go on with the meshes, slices and jobs of a session that was closed."""
         if earlier is not None:
             self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
-            self.jobs = earlier.jobs
+            self.jobs, self.setups = earlier.jobs, earlier.setups
 
     def open(self) -> None:
         """From now on prints of calls made in cells go to those cells."""
@@ -93,6 +97,7 @@ class Session:
     def add(self, procs: ProcMesh) -> None:
         """Know a mesh and make it the current one."""
         self._drop_slices(procs.name)
+        self.setups.forget(procs.name)
         self.meshes[procs.name] = procs
         self.current = procs.name
 
@@ -100,6 +105,7 @@ class Session:
         """The mesh was stopped. Another one, if there is one, becomes the current one."""
         self.meshes.pop(name, None)
         self._drop_slices(name)
+        self.setups.forget(name)
         self._stopped = name
         if self.current == name:
             self.current = next(reversed(self.meshes), None)

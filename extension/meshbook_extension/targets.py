@@ -87,11 +87,11 @@ def choose(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
     chosen = {axis: parse_selector(axis, text, sizes[axis]) for axis, text in pairs.items() if axis != RANK}
     part = view.pick(**chosen) if chosen else view
     if RANK in pairs:
-        part = part.select(_base_ranks(part.ranks, view.ranks, pairs[RANK]))
+        part = part.select(base_ranks(part.ranks, view.ranks, pairs[RANK]))
     return part
 
 
-def _base_ranks(members: tuple[int, ...], all_members: tuple[int, ...], text: str) -> list[int]:
+def base_ranks(members: tuple[int, ...], all_members: tuple[int, ...], text: str) -> list[int]:
     """The base ranks that ``rank=text`` names; those named singly must be members."""
     size = max(all_members) + 1
     selector = parse_selector(RANK, text, size)

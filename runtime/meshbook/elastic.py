@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook import wire
 from meshbook.controller import Controller
-from meshbook.elastic_plan import NewHost, Plan, check_steps, describe_moves, plan_growth, plan_shrinkage
+from meshbook.elastic_plan import NewHost, Plan, check_steps, describe_moves, plan_growth, plan_shrinkage, without
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
@@ -98,6 +98,7 @@ class Elastic:
     def shrink(self, fewer: Mapping[str, int]) -> Change:
         """See `ProcMesh.shrink`."""
         mesh = self._mesh
+        fewer = fewer or without(self._extent, mesh.lost)
         check_steps(self._extent, fewer, "shrink")
         with self._repair.exclusive():
             plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))

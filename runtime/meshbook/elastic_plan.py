@@ -101,6 +101,21 @@ def plan_shrinkage(
     return Plan(then, tuple(placement[rank] for rank in kept), {rank: at for at, rank in enumerate(kept)})
 
 
+def without(extent: Extent, dead: Collection[int]) -> dict[str, int]:
+    """The axis, and how many of its indices, to remove so that no dead rank and as many others as possible are left.
+
+    Empty without dead ranks. Raises: UsageError where nothing would be left.
+    """
+    if not dead:
+        return {}
+    hit = {axis: len({extent.point(rank)[axis] for rank in dead}) for axis in extent.labels}
+    left = {axis: extent.size(axis) - count for axis, count in hit.items()}
+    best = max(left, key=lambda axis: left[axis] / extent.size(axis))
+    if not left[best]:
+        raise UsageError("there is no part of the mesh without a rank that ended. Repair it: %mesh heal")
+    return {best: hit[best]}
+
+
 def check_steps(extent: Extent, steps: Mapping[str, int], verb: str) -> None:
     """Raises: UnknownAxisError, UsageError."""
     example = f"{next(iter(extent.labels), 'gpus')}=1"

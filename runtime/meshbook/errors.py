@@ -373,7 +373,7 @@ class HostLost(MeshError):
         self.host, self.cause = host, cause
 
     def __str__(self) -> str:
-        return f"host {self.host} is lost: {self.cause}. Its workers ended. Start again: %mesh stop, %mesh spawn."
+        return f"host {self.host} is lost: {self.cause}. Its workers ended. Start them again: %mesh heal."
 
 
 class SerializationError(MeshError):

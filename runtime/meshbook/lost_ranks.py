@@ -40,15 +40,15 @@ def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) 
     """
     lines = []
     if survivors is None:
-        lines.append("  the other ranks keep their state: name them to go on, as in %%mesh rank=...")
+        lines.append("  the other ranks keep their state    repair: %mesh heal    go on without: %mesh shrink")
     elif survivors:
         whose = "its" if len(lost) == 1 else "their"
         lines.append(
             f"  {name_ranks(survivors)} keep{'s its' if len(survivors) == 1 else ' their'} state; {whose} calls failed"
-            f"    go on: %%mesh rank={format_ranks(survivors)}"
+            f"    repair: %mesh heal    go on without: %mesh shrink"
         )
     whose = "its log" if len(lost) == 1 else "their logs"
-    lines.append(f"  all of {whose}: %mesh logs rank={format_ranks(lost)}    start over: %mesh stop, %mesh spawn")
+    lines.append(f"  all of {whose}: %mesh logs rank={format_ranks(lost)}")
     return lines
 
 

@@ -227,7 +227,10 @@ class ProcMesh(Arranged):
         return self.change(grow=more).procs
 
     def shrink(self, **fewer: int) -> ProcMesh:
-        """Remove indices of axes: ``shrink(gpus=1)``, those of dead ranks first, then from the end; see `grow`."""
+        """Remove indices of axes: ``shrink(gpus=1)``, those of dead ranks first, then from the end; see `grow`.
+
+        Without an axis: go on without the dead ranks, along the axis that loses the fewest others.
+        """
         return self.change(shrink=fewer).procs
 
     def change(

@@ -175,8 +175,8 @@ def await_dead_or_replaced(mesh: ProcMesh, pid: int) -> None:
 
 
 def test_an_interrupt_leaves_a_mesh_that_can_be_healed(mesh4: ProcMesh) -> None:
-    for delay_s in (0.0, 0.02, 0.1):
-        kill(mesh4, 2)
+    for rank, delay_s in ((0, 0.0), (1, 0.02), (3, 0.1)):
+        kill(mesh4, rank)
         assert interrupt_heal(mesh4, delay_s) < 5
         mesh4.heal()
         assert mesh4.run(SUM).get(30).values() == [4] * 4

@@ -53,7 +53,7 @@ def name_slice(session: Session, arguments: Arguments) -> None:
         example = f"{next(iter(procs.sizes), RANK)}=0"
         raise UsageError(f"say which part.\n  for example: %mesh slice {name} {example}")
     view = session.target((), arguments.pairs)
-    session.slices[name] = NamedSlice(procs.name, view)
+    session.slices[name] = NamedSlice(procs.name, view, dict(arguments.pairs))
     print(f'slice "{name}": {name_ranks(view.ranks)} ({format_sizes(view.sizes)}); use it: %%mesh {name}')
 
 
