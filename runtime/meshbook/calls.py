@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -243,8 +244,10 @@ class CallFuture(Future[T], Generic[T]):
 
     def end_on_ranks(self, timeout_s: float) -> None:
         """Interrupt the ranks that are still at it, whatever the outcome was, and wait until none is."""
-        self._cancel_on_ranks(self.call.id)
-        self.call.wait_for_end(timeout_s)
+        ended = threading.Event()
+        self.call.when_ended(ended.set)
+        self._control.cancel(self.call.id)
+        ended.wait(timeout_s)
 
     def _cancel(self) -> None:
         self._control.cancel(self.call.id)

@@ -231,12 +231,9 @@ class Repair:
         try:
             future.get(PATIENCE_S)
             return
-        except CallTimeout as error:
-            places = self._controller.where(self._mesh.id, error.silent)
-        busy = {rank: place for rank, place in places.items() if place != "idle"}
-        if busy:
-            where = next(iter(busy.values()))
-            self.note(f"waiting for {name_ranks(busy)}: {where}; interrupt ends the wait, not the rank")
+        except CallTimeout:
+            if waits := future.describe_wait():
+                self.note(f"{waits}; an interrupt ends the wait")
         future.get(JOIN_TIMEOUT_S)
 
     def run_setup(self, ranks: Sequence[int], setup: Sequence[str]) -> None:

@@ -137,7 +137,9 @@ def test_a_dead_rank_fails_the_cell_and_others_keep_their_state(empty_notebook) 
         notebook.run("%%mesh\nkept = rank")
         text = notebook.fail("%%mesh\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
         assert "rank 1 on " in text and "killed by SIGKILL" in text
-        assert "  rank 0 keeps its state; its calls failed    repair: %mesh heal    go on without: %mesh shrink\n" in text
+        assert (
+            "  rank 0 keeps its state; its calls failed    repair: %mesh heal    go on without: %mesh shrink\n" in text
+        )
         notebook.run("%%mesh gpus=0\nkept")
         assert notebook["_mesh"].values() == [0]
         assert "dead" in notebook.run("%mesh").stdout
