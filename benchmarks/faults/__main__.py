@@ -20,6 +20,7 @@ from benchmarks.faults.document import write
 from benchmarks.faults.endurance import run_calls, run_flood
 from benchmarks.faults.faults import Campaign
 from benchmarks.faults.findings import Findings
+from benchmarks.faults.kernels import run_kernels
 from benchmarks.faults.links import run_links
 from benchmarks.faults.plan import make_plan
 from meshbook import shutdown, this_host
@@ -30,6 +31,7 @@ class Sizes(NamedTuple):
 
     faults: int
     ranks: int
+    kernels: int
     links: int
     calls: int
     flood_bytes: int
@@ -37,10 +39,10 @@ class Sizes(NamedTuple):
     """After so long the random faults stop."""
 
 
-SHORT = Sizes(faults=40, ranks=4, links=6, calls=5_000, flood_bytes=20_000_000, seconds=60)
-LONG = Sizes(faults=1_000, ranks=4, links=60, calls=1_000_000, flood_bytes=5_000_000_000, seconds=3600)
+SHORT = Sizes(faults=40, ranks=4, kernels=6, links=6, calls=5_000, flood_bytes=20_000_000, seconds=60)
+LONG = Sizes(faults=1_000, ranks=4, kernels=200, links=60, calls=1_000_000, flood_bytes=5_000_000_000, seconds=3600)
 
-NAMES = ("faults", "links", "calls", "flood")
+NAMES = ("faults", "kernels", "links", "calls", "flood")
 
 
 def campaigns(sizes: Sizes, seed: int) -> dict[str, Callable[[], Findings]]:
@@ -49,6 +51,7 @@ def campaigns(sizes: Sizes, seed: int) -> dict[str, Callable[[], Findings]]:
     size = f"{sizes.faults:,} into {sizes.ranks} ranks, seed {seed}"
     return {
         "faults": lambda: Campaign(sizes.ranks, size).run(plan, time.monotonic() + sizes.seconds),
+        "kernels": lambda: run_kernels(seed, sizes.kernels),
         "links": lambda: run_links(seed, sizes.links),
         "calls": lambda: run_calls(sizes.calls),
         "flood": lambda: run_flood(sizes.flood_bytes),

@@ -16,11 +16,24 @@ from benchmarks.faults.plan import DEADLY, WEIGHTS, make_plan
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_nothing_hangs_and_nothing_is_lost() -> None:
-    sizes = ["--faults", "14", "--seconds", "45", "--links", "2", "--calls", "3000", "--flood-bytes", "10000000"]
+    sizes = [
+        "--faults",
+        "14",
+        "--kernels",
+        "2",
+        "--seconds",
+        "45",
+        "--links",
+        "2",
+        "--calls",
+        "3000",
+        "--flood-bytes",
+        "10000000",
+    ]
     command = [sys.executable, "-m", "benchmarks.faults", *sizes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
 
 
