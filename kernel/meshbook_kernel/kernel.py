@@ -6,12 +6,16 @@ also while a cell blocks the main one, so that a shutdown or a restart never wai
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from ipykernel._version import __version__ as ipykernel_version
@@ -65,6 +69,20 @@ class MeshbookKernel(IPythonKernel):
         if inspect.isawaitable(reply):
             reply = await reply
         return dict(reply)
+
+    @contextlib.contextmanager
+    def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
+        """Around a cell that awaits. ipykernel's handler of interrupts does not wake the loop; this one does."""
+        loop = asyncio.get_running_loop()
+        with super()._cancel_on_sigint(future):
+            cancel: Any = signal.getsignal(signal.SIGINT)
+
+            def cancel_and_wake(signum: int, frame: FrameType | None) -> None:
+                cancel(signum, frame)
+                loop.call_soon_threadsafe(lambda: None)
+
+            signal.signal(signal.SIGINT, cancel_and_wake)
+            yield
 
     def _load_extension(self) -> None:
         assert self.shell is not None

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -214,6 +214,24 @@ class CallFuture(Future[T], Generic[T]):
             raise
         except KeyboardInterrupt:
             raise self.interrupt() from None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait without blocking the running asyncio loop; an interrupt reaches the ranks, as with `get`.
+
+        Other cancellations of the task end the wait, not the work. Raises: as `get`; CancelledError in place of
+        CallInterrupted in a task that is not a notebook's cell.
+        """
+        try:
+            return (yield from super().__await__())
+        except BaseException as error:
+            from meshbook.awaiting import in_a_cell, pressed_lately
+
+            if type(error).__name__ != "CancelledError" or not pressed_lately():
+                raise
+            interrupted = self.interrupt()
+            if not in_a_cell():
+                raise
+            raise interrupted from None
 
     def interrupt(self) -> CallInterrupted:
         """Interrupt the call on its ranks, more insistently each time (`meshbook.interruption`).

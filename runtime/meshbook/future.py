@@ -100,6 +100,8 @@ class Future(Generic[T]):
         if not self._final:
             import asyncio  # only here: who awaits has it, workers and agents start faster without
 
+            from meshbook.awaiting import interruptible
+
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
 
@@ -111,7 +113,8 @@ class Future(Generic[T]):
 
             self.add_done_callback(wake)
             try:
-                yield from waiter
+                with interruptible():
+                    yield from waiter
             finally:
                 _discard(self._callbacks, wake)
         return self.get()

@@ -291,3 +291,56 @@ def test_an_interrupt_of_a_call_in_python_reaches_the_ranks(kernel: Kernel) -> N
     assert (
         kernel.run("procs.run('rank').get().values()").of("execute_result")[0]["data"]["text/plain"] == "[0, 1, 2, 3]"
     )
+
+
+def test_an_interrupt_of_an_awaited_call_reaches_the_ranks_at_once(kernel: Kernel) -> None:
+    kernel.run("%mesh use main --out procs")
+    request = kernel.send("await procs.run('import time; time.sleep(60)')")
+    kernel.listen(1.5)
+    pressed = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    reply = kernel.wait(request).reply
+    assert time.monotonic() - pressed < 3
+    assert reply["ename"] == "CallInterrupted" and "ranks 0-3 stopped, all variables kept" in reply["evalue"]
+    after = kernel.run("(await procs.run('rank')).values()")
+    assert after.of("execute_result")[0]["data"]["text/plain"] == "[0, 1, 2, 3]"
+
+
+def test_an_interrupt_of_calls_that_are_awaited_together_reaches_all_of_them(kernel: Kernel) -> None:
+    kernel.run("%mesh use main --out procs")
+    request = kernel.send(
+        "import asyncio\nslow = [procs.select([rank]).run('import time; time.sleep(60)') for rank in procs.ranks]\n"
+        "await asyncio.gather(*slow)"
+    )
+    kernel.listen(1.5)
+    pressed = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    assert kernel.wait(request).reply["status"] == "error"
+    assert time.monotonic() - pressed < 4
+    assert kernel.run("procs.run('rank').get().values()").reply["status"] == "ok"
+
+
+def test_a_cell_behind_a_stuck_rank_says_what_it_waits_for_and_is_dropped_by_an_interrupt(kernel: Kernel) -> None:
+    kernel.run("%mesh use main --out procs")
+    stuck = kernel.send(
+        "%%mesh\nimport time\nend = time.monotonic() + 8\n"
+        "while rank == 3 and time.monotonic() < end:\n    try:\n        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n        end = time.monotonic() + 8; time.sleep(8)"
+    )
+    kernel.listen(1.5)
+    kernel.manager.interrupt_kernel()
+    first = kernel.wait(stuck).reply
+    number = first["execution_count"]
+    assert "rank 3 did not stop: in time.sleep (cell " in first["evalue"]
+    waiting = kernel.send("%%mesh\nran = True")
+    kernel.listen(4)
+    assert f"rank 3 is still in cell {number}: in time.sleep (cell {number}, line " in waiting.text("stderr")
+    assert f"cell {number + 1} waits for that; an interrupt drops it" in waiting.text("stderr")
+    pressed = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    second = kernel.wait(waiting).reply
+    assert time.monotonic() - pressed < 3
+    assert second["ename"] == "CallInterrupted" and second["status"] == "error"
+    kernel.run("procs.run('rank').get()")
+    ran = kernel.run("procs.run(\"'ran' in globals()\").get().values()").of("execute_result")[0]["data"]["text/plain"]
+    assert ran == "[True, True, True, False]"

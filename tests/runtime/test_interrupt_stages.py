@@ -8,13 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from collector import Collector
 
-from meshbook import ProcMesh, errors
+from meshbook import ProcMesh, errors, this_host
 from meshbook.cell_run import CellRun
 from meshbook.processes import descendants, is_same_process, start_time
+from meshbook.silence import describe_silence
 
 PROMPT_S = 1.0
 """Each stage gives the prompt back within a second; a test machine that is busy gets twice that."""
@@ -284,3 +287,122 @@ def test_input_on_a_rank_is_an_error_that_says_what_to_do(mesh2: ProcMesh) -> No
                 future.get(10)
     with pytest.raises(errors.CallFailed, match="EOFError"):
         mesh2.run("import warnings, getpass\nwarnings.simplefilter('ignore')\ngetpass.getpass()").get(10)
+
+
+# ---- calls that wait -------------------------------------------------------------------------------------------
+
+
+def test_a_call_behind_a_stuck_rank_is_dropped_where_it_waits(mesh2: ProcMesh) -> None:
+    stuck = start(mesh2, "import time\nif rank == 0: time.sleep(60)\n" + HOLD_GIL.format(microseconds=4_000_000))
+    assert interrupt(stuck).stuck == {1: "native code holds the GIL"}
+    queued = mesh2.start_cell("ran = True", on_output=Collector(), cell_number=8)
+    mesh2.select([0]).run("pass").get(30)
+    assert queued.describe_wait() == "rank 1 is still in cell 7: native code holds the GIL"
+    report = interrupt(queued)
+    assert report.stuck == {1: "cell 7: native code holds the GIL"} and report.stage == 2
+    assert mesh2.run("globals().get('ran')").get(30).values() == [True, None]
+
+
+def test_a_call_behind_a_long_one_leaves_that_alone(mesh2: ProcMesh) -> None:
+    long = start(mesh2, "import time\ntime.sleep(4)")
+    queued = mesh2.start_cell("ran = True", on_output=Collector(), cell_number=8)
+    report = interrupt(queued)
+    assert str(report).splitlines() == [
+        "interrupted: ranks 0,1 had not begun and skip it",
+        "  ranks 0,1 are still in cell 7: in time.sleep (cell 7, line 2)",
+    ]
+    assert isinstance(queued.future.exception(5), errors.CallFailed)
+    assert long.waiting == (0, 1) and long.future.exception(30) is None
+    assert mesh2.run("'ran' in globals()").get(30).values() == [False, False]
+
+
+def test_waiting_behind_a_stuck_rank_says_so(mesh2: ProcMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    stuck = start(mesh2, "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    time.sleep(4)")
+    assert interrupt(stuck).stuck
+    assert mesh2.run("rank").get(30).values() == [0, 1]
+    place = "in time.sleep (cell 7, line 5); it is still cleaning up after KeyboardInterrupt"
+    assert capsys.readouterr().err == (
+        f"ranks 0,1 are still in cell 7: {place}\n  the cell waits for that; an interrupt drops it\n"
+    )
+
+
+def test_a_cancel_that_overtakes_its_call_drops_it(mesh4: ProcMesh) -> None:
+    for _ in range(50):
+        future = mesh4.run("rank")
+        future.cancel()
+        future.exception(10)
+    assert works(mesh4)
+
+
+def test_a_call_that_waits_for_its_payload_is_dropped_at_once(mesh2x2: ProcMesh) -> None:
+    mesh2x2.run("big = None").get(30)
+    future: Any = mesh2x2.push({"big": torch.zeros(10_000_000)})
+    began = time.monotonic()
+    report = future.interrupt()
+    assert time.monotonic() - began < 2 * PROMPT_S
+    assert not report.stuck and sorted((*report.skipping, *report.obeyed)) == [0, 1, 2, 3]
+    assert mesh2x2.run("rank, big is None").get(30).values() == [(rank, True) for rank in range(4)]
+    mesh2x2.push({"big": torch.ones(100_000)}).get(30)
+    assert mesh2x2.run("int(big.sum())").get(30).values() == [100_000] * 4
+
+
+def test_a_push_on_one_host_is_interrupted_anywhere(mesh4: ProcMesh) -> None:
+    big = bytes(300_000_000)
+    for delay_s in (0.02, 0.1, 0.3):
+        with pressing(delay_s), contextlib.suppress(KeyboardInterrupt):
+            while True:
+                mesh4.push({"big": big}).get(60)
+        assert works(mesh4)
+    mesh4.push({"big": None}).get(30)
+
+
+# ---- nothing runs, or not yet ----------------------------------------------------------------------------------
+
+
+def test_an_interrupt_of_idle_ranks_hurts_nobody(mesh4: ProcMesh) -> None:
+    for _ in range(3):
+        report = mesh4.interrupt()
+        assert (report.obeyed, report.stuck, report.skipping) == ((), {}, {})
+        assert mesh4.run("sum(range(100000))").get(30).values() == [4999950000] * 4
+
+
+def test_a_mesh_can_be_interrupted_as_a_whole_and_in_part(mesh4: ProcMesh) -> None:
+    left, right = mesh4.select([0, 1]), mesh4.select([2, 3])
+    runs = [start(mesh4.select([rank]), "import time; time.sleep(60)") for rank in range(3)]
+    assert left.interrupt().obeyed == (0, 1)
+    assert [run.waiting for run in runs] == [(), (), (2,)]
+    assert right.interrupt().obeyed == (2,)
+    assert works(mesh4)
+
+
+def test_presses_in_quick_succession_end_one_call_and_nothing_else(mesh4: ProcMesh) -> None:
+    for _ in range(3):
+        future = mesh4.execute(time.sleep, 60)
+        with pressing(0.3, 0.31, 0.32, 0.33):
+            try:
+                future.get(30)
+            except KeyboardInterrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # as ipykernel does between cells
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert works(mesh4)
+
+
+def test_an_interrupted_spawn_leaves_nothing(mesh4: ProcMesh) -> None:
+    before = set(descendants(os.getpid()))
+    for delay_s in (0.02, 0.15):
+        began = time.monotonic()
+        with pressing(delay_s), contextlib.suppress(KeyboardInterrupt):
+            this_host().spawn_procs({"gpus": 2}, name="never").stop()
+        assert time.monotonic() - began < 10
+    deadline = time.monotonic() + 20
+    while set(descendants(os.getpid())) - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_why_a_rank_is_silent_is_told_by_the_state_of_its_process() -> None:
+    assert describe_silence("R") == describe_silence("S") == "native code holds the GIL"
+    assert describe_silence("T") == "stopped by SIGSTOP"
+    assert describe_silence("t") == "stopped by a debugger"
+    assert "state D" in describe_silence("D")
+    assert describe_silence(None) == "its host does not answer"
