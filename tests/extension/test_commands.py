@@ -33,7 +33,8 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh wait 1", "no job yet. Start one: %%mesh --async above a cell"),
         ("%mesh spwan gpus=4", 'unknown command "spwan". Did you mean "spawn"?\n  for example: %mesh spawn gpus=4'),
         ("%mesh gpus=4", 'unknown command "gpus=4". Did you mean %mesh spawn gpus=4, or %%mesh gpus=4 above a cell?'),
-        ("%mesh heal", 'unknown command "heal".'),
+        ("%mesh heal", "no mesh yet. Start one: %mesh spawn gpus=4"),
+        ("%mesh profile", 'unknown command "profile".'),
         ("%mesh spawn", "say how many ranks, along an axis that you name."),
         ("%mesh spawn gpus", '"gpus" has no size; write it as gpus=4.'),
         ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
@@ -57,8 +58,8 @@ def test_without_a_mesh_each_mistake_is_answered_on_one_screen(empty_notebook, c
 
 def test_commands_of_later_days_are_not_listed(empty_notebook) -> None:
     text = empty_notebook.run("%mesh help").stdout
-    assert "%mesh spawn" in text and "%mesh scatter" in text
-    for name in ("heal", "respawn", "grow", "pdb", "postmortem", "export", "profile", "attach"):
+    assert "%mesh spawn" in text and "%mesh heal" in text
+    for name in ("pdb", "postmortem", "export", "profile"):
         assert f"%mesh {name}" not in text
 
 
