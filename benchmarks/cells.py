@@ -48,7 +48,7 @@ class WatchedCell:
         """
         deadline = time.monotonic() + TIMEOUT_S
         with self._condition:
-            while len(heard := {seen.event.rank for seen in self._seen}) < ranks:
+            while len(heard := {rank for seen in self._seen if (rank := getattr(seen.event, "rank", -1)) >= 0}) < ranks:
                 if not self._condition.wait(deadline - time.monotonic()):
                     raise TimeoutError(f"only ranks {sorted(heard)} were heard within {TIMEOUT_S:.0f} s")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import random
@@ -245,7 +246,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     sock = ControllerSocket()
     endpoint = sock.bind(f"ipc://{workdir}/fuzz")
     public, secret = sock.accept("host")
-    board = Switchboard(lambda: None)
+    board = Switchboard(lambda: None, itertools.count(1).__next__)
     board.calls.default_listener = lambda event: None
     sender = threading.Thread(
         target=_send_frames, args=(endpoint, sock.public_key, public, secret, count, seed), name="fuzz"

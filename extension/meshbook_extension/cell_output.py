@@ -10,9 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import NamedTuple
 
-from meshbook.output_events import DisplayData, OutputCut, OutputEvent, RankDone, StreamText
+from meshbook.output_events import DisplayData, Notice, OutputCut, OutputEvent, RankDone, StreamText
 from meshbook_extension.budget import Budget
 from meshbook_extension.collapse import Grouping, Piece
 from meshbook_extension.failure_view import INTERRUPT, FailureView
@@ -26,12 +25,6 @@ FIRST_DELAY_S = 0.02
 COUNT_INTERVAL_S = 5.0
 """Between counts of what is not shown, once the cell has ended."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-
-
-class Note(NamedTuple):
-    """Something that the extension itself says in the output of a cell."""
-
-    text: str
 
 
 class CellOutput:
@@ -53,7 +46,7 @@ class CellOutput:
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
-        self._events: deque[tuple[float, OutputEvent | Note]] = deque()
+        self._events: deque[tuple[float, OutputEvent]] = deque()
         self._labeller = Labeller()
         self._texts: list[Text] = []
         self._notes: list[str] = []
@@ -84,7 +77,7 @@ class CellOutput:
     def note(self, text: str) -> None:
         """Say something in the cell's output, on a line of its own; from any thread."""
         now = time.monotonic()
-        self._events.append((now, Note(text + "\n")))
+        self._events.append((now, Notice(text, 0)))
         self._publisher.schedule(self, now)
 
     def finish(self, timeout_s: float = 5.0) -> None:
@@ -141,7 +134,7 @@ class CellOutput:
             times.append(self._next_count_at)
         return min((at for at in times if at is not None), default=None)
 
-    def _take(self, at: float, event: OutputEvent | Note) -> None:
+    def _take(self, at: float, event: OutputEvent) -> None:
         if isinstance(event, StreamText):
             self._take_text(event, at)
         elif isinstance(event, DisplayData):
@@ -155,7 +148,7 @@ class CellOutput:
             if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
                 self._failures.add(failure, at)
         else:
-            self._notes.append(event.text)
+            self._notes.append(f"{event.text}\n")
 
     def _take_text(self, event: StreamText, at: float) -> None:
         if self._budget.exceeded and "\r" not in event.text:

@@ -16,7 +16,7 @@ from meshbook_extension.jobs import Job
 from meshbook_extension.labels import format_seconds, label
 from meshbook_extension.options import Arguments, Grammar, Option, parse
 from meshbook_extension.publish import parent_of, sink_for
-from meshbook_extension.running_cell import RunningCell
+from meshbook_extension.running_cell import RunningCell, verdict
 from meshbook_extension.session import Session, check_identifier
 from meshbook_extension.setups import Setup
 from meshbook_extension.syntax import check_syntax
@@ -182,7 +182,9 @@ def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) ->
     if error is None:
         session.keep_result(future.result(0), out)
     why = f": {error}" if isinstance(error, MeshError) and not isinstance(error, CallFailed) else ""
-    job.cell.output.note(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}")
+    freed = [f"\n{line}" for line in verdict(error)] if isinstance(error, CallFailed) else []
+    text = f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}{''.join(freed)}"
+    job.cell.output.note(text)
     if show_time and job.cell.run.durations_s:
         job.cell.output.note(describe_durations(job.cell.run.durations_s))
 

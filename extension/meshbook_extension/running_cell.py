@@ -153,12 +153,14 @@ class RunningCell:
         if isinstance(error, CallFailed):
             if all(failure.ename == INTERRUPT for failure in error.failures):
                 dropped = self.run.dropped
-                return CallInterrupted(
-                    set(error.ranks) - dropped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial
-                )
-            show_as(error, [*brief(error), *_others(error)])
+                stopped = {*error.ranks, *error.freed} - dropped
+                interrupted = CallInterrupted(stopped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial)
+                interrupted.groups = error.groups
+                return interrupted
+            show_as(error, [*brief(error), *_others(error), *verdict(error)])
         elif isinstance(error, WorkerLost):
-            show_as(error, [*_brief_deaths(error), *next_steps(error.ranks, self._survivors()), *_others(error)])
+            steps = next_steps(error.ranks, self._survivors())
+            show_as(error, [*_brief_deaths(error), *verdict(error, again=False), *steps, *_others(error)])
         return error
 
 
@@ -169,6 +171,12 @@ def brief(error: CallFailed) -> list[str]:
     ]
     shown = lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
     return [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
+
+
+def verdict(error: CallError, *, again: bool = True) -> list[str]:
+    """Who was freed, and on the process groups where they are not back; nothing where there is nothing to say."""
+    lines = [f"  {line}" for line in error.verdict()]
+    return lines + (["  again: run the cell again"] if again and error.freed and not error.groups else [])
 
 
 def _brief_deaths(error: WorkerLost) -> list[str]:

@@ -30,6 +30,8 @@ class CallTable:
     def __init__(self) -> None:
         self.default_listener: OutputListener = ConsoleOutput()
         """Gets what belongs to no cell."""
+        self.watch: Callable[[OpenCall], bool] = lambda call: False
+        """Told of each answer to a call; True when a call that has ended everywhere is to wait for `complete`."""
         self._calls: dict[int, OpenCall] = {}
         self._failing: dict[int, float] = {}
         self._queries: dict[int, Callable[[int, Any], None]] = {}
@@ -39,6 +41,7 @@ class CallTable:
         """Expect answers to ``call``."""
         self._calls[call.id] = call
         if output is not None:
+            call.output = output.id
             self._listeners[output.id] = output.listener
             if len(self._listeners) > KEPT_LISTENERS:
                 self._listeners.popitem(last=False)
@@ -83,13 +86,23 @@ class CallTable:
 
     def settle_if_done(self, call: OpenCall) -> None:
         """Complete the call's future as soon as its policy allows; forget the call when all have answered."""
+        later = self.watch(call)
         if not call.waiting:
-            call.settle()
-            self._calls.pop(call.id, None)
-            self._failing.pop(call.id, None)
-            call.end()
+            if not later:
+                self.complete(call)
         elif call.fail_fast and call.failed and not call.future.done():
             self._failing.setdefault(call.id, time.monotonic() + FAILURE_GRACE_S)
+
+    def complete(self, call: OpenCall) -> None:
+        """All ranks have answered: hand out the outcome, and forget the call."""
+        if self._calls.pop(call.id, None) is not None:
+            self._failing.pop(call.id, None)
+            call.settle()
+            call.end()
+
+    def running(self, mesh: int) -> list[OpenCall]:
+        """The calls that some rank of the mesh has not answered."""
+        return [call for call in self._calls.values() if call.mesh == mesh and call.waiting]
 
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""

@@ -19,6 +19,7 @@ from meshbook.errors import (
     CallInterrupted,
     CallTimeout,
     Failure,
+    GroupAborted,
     MeshError,
     WorkerLost,
 )
@@ -70,16 +71,24 @@ class OpenCall:
 
     __slots__ = (
         "_on_end",
+        "aborted",
+        "cancelled",
         "dropped",
         "fail_fast",
+        "failed_at",
         "failures",
+        "freed",
+        "freed_s",
         "future",
+        "groups",
         "id",
         "interrupts",
         "lost",
         "members",
         "mesh",
         "on_reply",
+        "output",
+        "places",
         "results",
         "waiting",
         "what",
@@ -107,6 +116,18 @@ class OpenCall:
         self.results = Results()
         self.failures: list[Failure] = []
         self.lost: list[WorkerLost] = []
+        self.output = 0
+        """The id that its output goes to."""
+        self.cancelled = False
+        """Somebody asked for its end."""
+        self.aborted = False
+        """The process groups were aborted under it: `places` says who waited where."""
+        self.places: dict[int, str] = {}
+        self.freed: list[Failure] = []
+        """The ranks that came back from an operation that was aborted."""
+        self.failed_at = self.freed_s = 0.0
+        self.groups = ""
+        """Why the process groups are not back when the call completes."""
 
     def answer(self, reply: wire.RankReply, frames: Sequence[bytes], buffers: Sequence[Any]) -> None:
         """Take one rank's answer."""
@@ -116,21 +137,33 @@ class OpenCall:
             self.results.add(reply.rank, frames[0] if frames else reply.inline, buffers)
         else:
             failure = _failure_of(reply, frames)
-            self.failures.append(failure)
+            self.failed_at = self.failed_at or time.monotonic()
+            if self.aborted and failure.ename == GroupAborted.__name__ and self._has_cause:
+                self.freed.append(failure)
+                self.freed_s = time.monotonic() - self.failed_at
+                failure = None  # it did nothing wrong
+            else:
+                self.failures.append(failure)
             if reply.status == wire.DROPPED:
                 self.dropped.add(reply.rank)
         if self.on_reply is not None:
-            self.on_reply(reply.rank, failure is None, reply.duration_s, failure)
+            self.on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure)
 
     def lose(self, error: WorkerLost) -> None:
         """A member ended."""
         if error.rank in self.waiting:
             self.waiting.discard(error.rank)
             self.lost.append(error)
+            self.failed_at = self.failed_at or time.monotonic()
             if self.on_reply is not None:
                 last_lines = tuple(error.log_tail.splitlines())
                 lost = Failure(error.rank, error.host, "WorkerLost", error.cause, last_lines, "")
                 self.on_reply(error.rank, False, 0.0, lost)
+
+    @property
+    def _has_cause(self) -> bool:
+        """Whether it is known why groups were aborted under it."""
+        return bool(self.lost) or self.cancelled or any(f.ename != GroupAborted.__name__ for f in self.failures)
 
     @property
     def failed(self) -> bool:
@@ -139,12 +172,21 @@ class OpenCall:
     def settle(self) -> None:
         """Complete the future with what has come in."""
         if self.lost:
-            self.future.set_exception(WorkerLost.of(self.lost, partial=self.results))
+            self._fail(WorkerLost.of(self.lost, partial=self.results))
         elif self.failures:
-            self.future.set_exception(CallFailed(self.failures, partial=self.results))
+            self._fail(CallFailed(self.failures, partial=self.results))
+        elif self.freed:  # by an interrupt
+            stopped = [freed._replace(ename="KeyboardInterrupt", evalue="", exception=None) for freed in self.freed]
+            self._fail(CallFailed(stopped, partial=self.results))
         else:
             loaders = [_loader(self.results, rank) for rank in self.members.ranks()]
             self.future.set_result(ValueMesh.lazy(self.members, loaders))
+
+    def _fail(self, error: CallError) -> None:
+        if self.failures or self.lost:
+            error.freed = {failure.rank: self.places.get(failure.rank, _some(failure)) for failure in self.freed}
+        error.freed_s, error.groups = self.freed_s, self.groups
+        self.future.set_exception(error)
 
     def give_up(self, error: MeshError) -> None:
         """Complete the future with an error that is not the ranks' own."""
@@ -171,6 +213,11 @@ class OpenCall:
         while self._on_end:
             with contextlib.suppress(IndexError):  # the other thread was quicker
                 self._on_end.popleft()()
+
+
+def _some(failure: Failure) -> str:
+    """Where a rank was that was not seen waiting."""
+    return f"a collective ({failure.where})" if failure.where else "a collective"
 
 
 def _loader(results: Results, rank: int) -> Callable[[], Any]:

@@ -32,6 +32,7 @@ from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
 from meshbook.questions import look
 from meshbook.recruits import Recruits
+from meshbook.rescue import forming_call
 from meshbook.session_folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape import Members, Region
 from meshbook.switchboard import MAX_BACKLOG, Switchboard
@@ -57,10 +58,10 @@ class Controller:
         """How long to wait, at the end, for what is still to be sent."""
         self._asleep = False
         self._closing = False
-        self._board = Switchboard(self._wake)
+        self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
+        self._board = Switchboard(self._wake, self.next_id)
         self.output_source: OutputSource | None = None
         """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
-        self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
         self._tick_at = 0.0
         self._turns = Turns(self._serve, self._wake)
         started: Future[None] = Future()
@@ -273,9 +274,16 @@ class Controller:
             if mesh.generation != generation:
                 call.give_up(stale_view(mesh))
             elif (hosts := self._board.open(mesh, call, output)) is not None:
-                self._board.payloads.send(hosts, message, payload, segment, buffers)
-                if any(host.backlog > MAX_BACKLOG for host in hosts):
-                    self._board.room.clear()
+                self._board.groups_of(mesh).send(call, lambda: transmit(hosts))
+
+        def transmit(hosts: list[KnownHost]) -> None:
+            if mesh.generation != generation:  # it queued while ranks got other numbers
+                self._board.calls.disown(call)
+                call.give_up(stale_view(mesh))
+                return
+            self._board.payloads.send(hosts, message, payload, segment, buffers)
+            if any(host.backlog > MAX_BACKLOG for host in hosts):
+                self._board.room.clear()
 
         self.submit(send)
         return future
@@ -294,6 +302,8 @@ class Controller:
             mesh = self._board.meshes.get(call.mesh) if call is not None else None
             if call is None or mesh is None:
                 return
+            if self._board.groups_of(mesh).cancel(call):
+                return
             meant = call.members
             if ranks is not None:
                 meant = Region.of(mesh.extent.sizes).select(sorted(call.waiting.intersection(ranks)))
@@ -311,7 +321,14 @@ class Controller:
         return [call for call in self._board.calls.all() if call.mesh == mesh_id]
 
     def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
-        """Abort the process groups that ``ranks`` wait in."""
+        """Abort the process groups that ``ranks`` wait in; ranks that are busy otherwise keep theirs for now."""
+        wanted = set(ranks)
+
+        def abort() -> None:
+            if (mesh := self._board.meshes.get(mesh_id)) is not None:
+                self._board.groups_of(mesh).abort("the person insisted on an interrupt", wanted)
+
+        self.submit(abort)
 
     def query(self, mesh_id: int, endpoint: str, members: Members, timeout_s: float) -> dict[int, Any]:
         """Ask the control threads of ``members``; returns what came in time."""
@@ -397,6 +414,20 @@ class Controller:
         """Delete the keys under ``prefix`` in the mesh's store, which its agent on host 0 keeps."""
         self.submit(lambda: self._board.drop_keys(mesh, prefix))
 
+    def form_groups(self, mesh: KnownMesh) -> CallFuture[Any]:
+        """Form the process groups of a mesh, anew and in place if there are some."""
+        mesh.check_usable()
+        future = self._new_future()
+        members = Region.of(mesh.extent.sizes)
+        future.call = call = forming_call(self.next_id(), mesh.id, members, future)
+        self.submit(lambda: self._board.groups_of(mesh).form(call))
+        return future
+
+    def abort_groups(self, mesh: KnownMesh, reason: str) -> None:
+        """Free all ranks that wait in operations of the mesh's process groups, which are formed again after."""
+        mesh.check_usable()
+        self.submit(lambda: self._board.groups_of(mesh).abort(reason))
+
     def stop_mesh(self, mesh: KnownMesh, grace_s: float) -> None:
         """Begin to end a mesh: its open calls fail at once; `KnownMesh.stopped` completes when no process is left."""
         if mesh.detached:
@@ -407,6 +438,7 @@ class Controller:
             if mesh.phase is MeshPhase.STOPPED:
                 return
             mesh.stop()
+            self._board.groups_of(mesh).stop()
             self._board.calls.give_up(mesh.id, mesh.name)
             for host in mesh.hosts:
                 if host.lost:
@@ -475,7 +507,7 @@ class Controller:
             self._tick_at = 0.0
         for host_id, lane, frames in self._socket.receive():
             self._board.on_frames(host_id, lane, frames)
-        self._board.calls.expire()
+        self._board.expire()
         if time.monotonic() >= self._tick_at:
             self._tick_at = time.monotonic() + HEARTBEAT_S
             self._board.tick()
@@ -483,7 +515,7 @@ class Controller:
 
     def _sleep(self, timeout_s: float | None) -> None:
         self._asleep = True  # from here on `submit` wakes us
-        left = max(0.0, min(self._tick_at, self._board.calls.next_deadline()) - time.monotonic())
+        left = max(0.0, min(self._tick_at, self._board.next_deadline) - time.monotonic())
         self._socket.poll(self._wake_fd, 0 if self._inbox else left if timeout_s is None else min(left, timeout_s))
         self._asleep = False
         try:

@@ -213,9 +213,29 @@ class CallError(MeshError):
     def __init__(self, *args: Any, partial: Mapping[int, Any] | None = None) -> None:
         super().__init__(*args)
         self.partial: Mapping[int, Any] = {} if partial is None else partial
+        self.freed: Mapping[int, str] = {}
+        """Ranks that waited for others in vain and were freed, with what they waited in."""
+        self.freed_s = 0.0
+        """From the first failure until the last of them was free."""
+        self.groups = ""
+        """Why the process groups are not back; empty when nothing is wrong with them."""
+
+    def verdict(self) -> list[str]:
+        """Lines on who was freed, and on the process groups where they are not back."""
+        places: dict[str, list[int]] = {}
+        for rank, place in self.freed.items():
+            places.setdefault(place, []).append(rank)
+        lines = [
+            f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} waiting in {place}"
+            for place, ranks in sorted(places.items(), key=lambda item: min(item[1]))
+        ]
+        if lines:
+            lines[-1] += f"; freed after {self.freed_s:.2g} s, all variables kept"
+        return lines + ([self.groups] if self.groups else [])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), self.args, {"partial": dict(self.partial)})
+        told = {"freed": dict(self.freed), "freed_s": self.freed_s, "groups": self.groups}
+        return (type(self), self.args, {"partial": dict(self.partial), **told})
 
 
 class CallFailed(CallError):
@@ -231,11 +251,12 @@ class CallFailed(CallError):
         return tuple(sorted(failure.rank for failure in self.failures))
 
     def __str__(self) -> str:
-        return "\n".join(
+        lines = [
             f"{name_ranks(f.rank for f in group)} raised {group[0].ename}: {group[0].evalue}"
             + (f" ({group[0].where})" if group[0].where else "")
             for group in group_failures(self.failures)
-        )
+        ]
+        return "\n".join([*lines, *(f"  {line}" for line in self.verdict())])
 
     def _render_traceback_(self) -> list[str]:
         lines: list[str] = []
@@ -244,7 +265,7 @@ class CallFailed(CallError):
             lines += group[0].traceback
         if self.partial:
             lines += [f"  {name_ranks(self.partial)} finished; their results are kept (error.partial, _mesh)"]
-        return lines
+        return lines + [f"  {line}" for line in self.verdict()]
 
 
 class CallTimeout(CallError, TimeoutError):
@@ -298,6 +319,7 @@ class CallInterrupted(CallError, KeyboardInterrupt):
         elif self.stuck:
             respawn = f"%mesh respawn rank={format_ranks(self.stuck)}"
             lines.append(f"  replace: {respawn}    end the mesh: %mesh stop    or wait: usable again once back")
+        lines += [f"  {line}" for line in self.verdict()]
         return "\n".join(lines)
 
 
@@ -346,7 +368,8 @@ class WorkerLost(CallError):
         return tuple(death.rank for death in self.deaths)
 
     def __str__(self) -> str:
-        return "\n".join([*describe_deaths(self.deaths), *next_steps(self.ranks)])
+        verdict = (f"  {line}" for line in self.verdict())
+        return "\n".join([*describe_deaths(self.deaths), *verdict, *next_steps(self.ranks)])
 
 
 class GroupAborted(MeshError):

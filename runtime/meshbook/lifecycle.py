@@ -80,6 +80,37 @@ WORKER_NEXT: Mapping[tuple[WorkerPhase, WorkerEvent], WorkerPhase] = {
 }
 
 
+class GroupPhase(enum.Enum):
+    """The process groups of a mesh, seen from its controller."""
+
+    NONE = "none"  # the controller has formed none; cells may have made their own
+    FORMING = "forming"  # the ranks have been asked to form them, under a new epoch
+    FORMED = "formed"  # all ranks have counted each other
+    ABORTED = "aborted"  # every wait and every operation on the ranks raises GroupAborted
+
+
+class GroupEvent(enum.Enum):
+    FOUND = "ranks have some"
+    FORM = "form"
+    FORMED = "all ranks counted each other"
+    FAILED = "a rank could not"
+    ABORT = "abort"
+
+
+GROUP_NEXT: Mapping[tuple[GroupPhase, GroupEvent], GroupPhase] = {
+    (GroupPhase.NONE, GroupEvent.FORM): GroupPhase.FORMING,
+    (GroupPhase.NONE, GroupEvent.FOUND): GroupPhase.FORMED,  # cells, or an earlier controller, have made them
+    (GroupPhase.FORMING, GroupEvent.FORM): GroupPhase.FORMING,  # under a newer epoch still
+    (GroupPhase.FORMING, GroupEvent.FORMED): GroupPhase.FORMED,
+    (GroupPhase.FORMING, GroupEvent.FAILED): GroupPhase.ABORTED,
+    (GroupPhase.FORMING, GroupEvent.ABORT): GroupPhase.ABORTED,  # a rank ended meanwhile
+    (GroupPhase.FORMED, GroupEvent.FORM): GroupPhase.FORMING,
+    (GroupPhase.FORMED, GroupEvent.ABORT): GroupPhase.ABORTED,
+    (GroupPhase.ABORTED, GroupEvent.FORM): GroupPhase.FORMING,
+    (GroupPhase.ABORTED, GroupEvent.ABORT): GroupPhase.ABORTED,
+}
+
+
 _Phase = TypeVar("_Phase", bound=enum.Enum)
 _Event = TypeVar("_Event", bound=enum.Enum)
 

@@ -39,7 +39,7 @@ class DisplayData(NamedTuple):
 
 
 class RankDone(NamedTuple):
-    """The rank has ended the cell; ``failure`` tells why when it was not ``ok``."""
+    """The rank has ended the cell; ``failure`` tells why when it was not ``ok``: None for one that was freed."""
 
     rank: int
     ok: bool
@@ -48,7 +48,14 @@ class RankDone(NamedTuple):
     cell_id: int
 
 
-OutputEvent: TypeAlias = StreamText | OutputCut | DisplayData | RankDone
+class Notice(NamedTuple):
+    """Something that the controller has to say while the cell runs."""
+
+    text: str
+    cell_id: int
+
+
+OutputEvent: TypeAlias = StreamText | OutputCut | DisplayData | RankDone | Notice
 OutputListener: TypeAlias = Callable[[OutputEvent], None]
 """Called on the thread that serves the sockets: it must not block."""
 

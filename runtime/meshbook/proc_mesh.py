@@ -187,8 +187,19 @@ class ProcMesh(Arranged):
         return self._call("set_axes", (tuple(self.sizes), tuple(self.sizes.values())), what="the axes")
 
     def form_group(self) -> Future[ValueMesh[None]]:
-        """Form the default process group and prove it with a collective."""
-        return self._call("form_group", self._meeting(), what="the process group")
+        """Form the default process group of the whole mesh and prove it with a collective."""
+        return self._controller.form_groups(self._mesh)
+
+    def abort_groups(self, reason: str) -> None:
+        """Free all ranks of the mesh that wait in collectives: they raise GroupAborted. Does not wait.
+
+        The groups are formed again when the calls that run now have ended. reason: what the ranks' errors say.
+        """
+        self._controller.abort_groups(self._mesh, reason)
+
+    def rebuild_groups(self) -> Future[ValueMesh[None]]:
+        """Form the process groups again, in place: DeviceMeshes, DTensors and modules made before work on."""
+        return self._controller.form_groups(self._mesh)
 
     def prepare_group(self) -> Future[ValueMesh[None]]:
         """Set torchrun's variables on the ranks without forming a group: cells may then make their own."""

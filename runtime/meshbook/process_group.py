@@ -275,7 +275,7 @@ class RankGroups:
 
     def abort(self, epoch: int, reason: str) -> None:
         """End all waits in groups of up to ``epoch`` with GroupAborted, and later operations; from any thread."""
-        if epoch < self._epoch:
+        if epoch < max(self._epoch, self._guard.epoch):  # of the past: they are being formed again already
             return
         self._guard.abort(epoch, reason)
         if (link := self._link) is not None:

@@ -37,6 +37,7 @@ from meshbook.output_events import DisplayData, OutputCut, OutputTarget, StreamT
 from meshbook.payloads import Payloads, Unavailable
 from meshbook.peer_checks import check, check_ranks, check_replies, only_frame
 from meshbook.processes import machine_id, start_time
+from meshbook.rescue import GroupRescue
 from meshbook.transport import LaneName
 
 MAX_BACKLOG = 50_000
@@ -55,11 +56,14 @@ _decode_display = msgspec.msgpack.Decoder(_Bundle).decode
 class Switchboard:
     """Hosts, meshes and calls; `on_frames` is fed from the socket, `tick` by the clock."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], next_id: Callable[[], int]) -> None:
+        self._next_id = next_id
         self.machine = machine_id()
         self.hosts: dict[str, KnownHost] = {}
         self.meshes: dict[int, KnownMesh] = {}
         self.calls = CallTable()
+        self.calls.watch = self._watch
+        self._rescues: dict[int, GroupRescue] = {}
         self.payloads = Payloads(wake)
         self.room = threading.Event()
         """Cleared while so much waits for slow hosts that new calls should wait too."""
@@ -86,6 +90,30 @@ class Switchboard:
                     self._lose(host, f"no sign of life for {MAX_SILENCE_S:g} s")
             if not host.lost and (reason := host.launched.failure()):
                 self._lose(host, reason)
+
+    def groups_of(self, mesh: KnownMesh) -> GroupRescue:
+        """Who looks after the process groups of a mesh."""
+        if mesh.id not in self._rescues:
+            drop_keys = functools.partial(self.drop_keys, mesh)
+            self._rescues[mesh.id] = GroupRescue(mesh, self.calls, self._next_id, drop_keys)
+        return self._rescues[mesh.id]
+
+    def _watch(self, call: OpenCall) -> bool:
+        mesh = self.meshes.get(call.mesh)
+        return mesh is not None and self.groups_of(mesh).watch(call)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `expire` wants to be called, on the monotonic clock; infinity if never."""
+        return min([self.calls.next_deadline(), *(rescue.due for rescue in self._rescues.values())])
+
+    def expire(self) -> None:
+        """Do what is due by now."""
+        self.calls.expire()
+        now = time.monotonic()
+        for rescue in list(self._rescues.values()):
+            if rescue.due <= now:
+                rescue.expire(now)
 
     # ---- messages -----------------------------------------------------------------------------------
 
@@ -262,6 +290,8 @@ class Switchboard:
         mesh.on_lost(error)
         if mesh.host_of(error.rank) is not mesh.store_host:
             self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
+        if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):
+            self.groups_of(mesh).on_lost(error)
         self.calls.lose(mesh.id, error)
 
     def _lose(self, host: KnownHost, reason: str) -> None:
@@ -283,6 +313,7 @@ class Switchboard:
 
     def forget(self, mesh: KnownMesh) -> None:
         self.meshes.pop(mesh.id, None)
+        self._rescues.pop(mesh.id, None)
 
     def dismiss(self, host: KnownHost) -> None:
         """Tell a host to end, and forget it: what is still open on it counts as lost."""
@@ -298,6 +329,7 @@ class Switchboard:
     def leave(self, session: str) -> None:
         """The meshes live on without us."""
         for mesh in self.meshes.values():
+            self.groups_of(mesh).stop()
             mesh.detach(session)
             self.calls.leave(mesh.id, MeshDetachedError(mesh.name, session))
         self.meshes.clear()
@@ -305,6 +337,7 @@ class Switchboard:
     def say_goodbye(self) -> None:
         for mesh in list(self.meshes.values()):
             mesh.stop()
+            self.groups_of(mesh).stop()
             self.calls.give_up(mesh.id, mesh.name)
         for host in self.hosts.values():
             if not host.lost:

@@ -1,0 +1,94 @@
+"""Asking all ranks of a mesh how far their process groups are; one question at a time. Under the turn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple
+
+from meshbook import wire
+from meshbook.call_table import CallTable
+from meshbook.calls import OpenCall
+from meshbook.collectives import Collectives
+from meshbook.known_mesh import KnownMesh
+from meshbook.shape import Region
+
+ANSWER_S = 0.25
+"""How long ranks may take to answer; native code may hold the GIL."""
+
+PATIENCE_S = 2.0
+"""The same on a machine that is slow to answer: the time doubles while answers are missing."""
+
+
+class Look(NamedTuple):
+    """What was known when the question was sent, and what ranks have answered since."""
+
+    id: int
+    until: float
+    ended: dict[int, frozenset[int]]
+    """Per call that was open then: the ranks that had ended it."""
+    idle: frozenset[int]
+    """Ranks that ran nothing then."""
+    asked: frozenset[int]
+    answers: dict[int, Collectives]
+
+    def missing(self, dead: Collection[int]) -> set[int]:
+        """The living ranks that have not answered."""
+        return {*self.asked} - self.answers.keys() - set(dead)
+
+
+class Looks:
+    """``on_complete(look)`` is called when all living ranks have answered, or had `ANSWER_S` to."""
+
+    def __init__(
+        self, mesh: KnownMesh, calls: CallTable, next_id: Callable[[], int], on_complete: Callable[[Look], None]
+    ) -> None:
+        self._mesh, self._calls, self._next_id, self._on_complete = mesh, calls, next_id, on_complete
+        self._look: Look | None = None
+        self._answer_s = ANSWER_S
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers are awaited."""
+        return self._look is not None
+
+    @property
+    def due(self) -> float:
+        """When `expire` wants to be called."""
+        return self._look.until if self._look is not None else math.inf
+
+    def ask(self, calls: list[OpenCall]) -> None:
+        """Ask all living ranks. calls: those that are open, or have just ended."""
+        mesh = self._mesh
+        alive = frozenset(range(len(mesh.extent))) - mesh.lost.keys()
+        ended = {call.id: frozenset(call.members.ranks()) - call.waiting for call in calls}
+        idle = alive.difference(*(call.waiting for call in calls))
+        look = self._look = Look(self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {})
+        self._calls.ask(look.id, partial(self._on_answer, look))
+        query = wire.Query(look.id, mesh.id, "collectives", Region.of(mesh.extent.sizes).encode())
+        for host in mesh.hosts:
+            if not host.lost:
+                host.send_urgent(query)
+
+    def expire(self, now: float) -> None:
+        """Go on with what has come in, when the time is over; ``now`` may be infinity."""
+        if self._look is not None and self._look.until <= now:
+            self._complete(self._look)
+
+    def give_up(self) -> None:
+        """The mesh ends."""
+        if self._look is not None:
+            self._calls.end_query(self._look.id)
+            self._look = None
+
+    def _on_answer(self, look: Look, rank: int, told: Collectives) -> None:
+        look.answers[rank] = told
+        if look is self._look and not look.missing(self._mesh.lost):
+            self._complete(look)
+
+    def _complete(self, look: Look) -> None:
+        self.give_up()
+        self._answer_s = min(2 * self._answer_s, PATIENCE_S) if look.missing(self._mesh.lost) else ANSWER_S
+        self._on_complete(look)

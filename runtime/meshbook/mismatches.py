@@ -1,0 +1,81 @@
+"""Calls whose ranks wait for others that never come though nobody failed: said once, and left to the person. Pure.
+
+Such a call has ranks that ended it long before the others, or was never sent to all ranks of the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from meshbook.calls import OpenCall
+from meshbook.looks import Look
+from meshbook.stuck import Stuck, find_stuck, where_stuck
+from meshbook.wording import name_ranks
+
+TELL_S = 2.0
+"""So long a call may be uneven before the ranks are asked."""
+
+SELDOM_S = 30.0
+"""They are asked again less and less often, in the end once in so many seconds."""
+
+
+class Mismatches:
+    """The uneven calls of one mesh."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[OpenCall, float, float]] = {}
+        """With the time of the next question, and the pause before it."""
+        self.due = math.inf
+        """When the ranks should be asked; may be too early, see `is_due`."""
+
+    def suspect(self, call: OpenCall, now: float) -> None:
+        """Ranks of the call may wait in vain from now on; again is no news."""
+        if call.id not in self._calls:
+            self._calls[call.id] = (call, now + TELL_S, TELL_S)
+            self.due = min(self.due, now + TELL_S)
+
+    def forget(self, call: OpenCall) -> None:
+        """It has ended, or failed, which is looked after elsewhere."""
+        self._calls.pop(call.id, None)
+
+    def is_due(self, now: float) -> bool:
+        """Whether the ranks should be asked now."""
+        if self.due > now:
+            return False
+        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+        return self.due <= now
+
+    def find(self, look: Look, dead: Collection[int], now: float) -> list[tuple[OpenCall, str]]:
+        """The calls that have something to be said of; once for each."""
+        found = []
+        for call, due, pause_s in list(self._calls.values()):
+            if due > now or call.id not in look.ended:
+                continue
+            ended = look.ended[call.id]
+            stuck = find_stuck(look.answers, ended, dead) or find_stuck(look.answers, ended | look.idle, dead)
+            stuck = {rank: each for rank, each in stuck.items() if rank in call.waiting}
+            pause_s = math.inf if stuck else min(2 * pause_s, SELDOM_S)
+            self._calls[call.id] = (call, now + pause_s, pause_s)
+            if stuck:
+                found.append((call, describe(stuck, call, ended)))
+        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+        return found
+
+
+def describe(stuck: Mapping[int, Stuck], call: OpenCall, ended: Collection[int]) -> str:
+    """``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``"""
+    by_place: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, place in where_stuck(stuck.items()).items():
+        by_place.setdefault((place, stuck[rank].absent), []).append(rank)
+    lines = []
+    for (place, absent), ranks in sorted(by_place.items(), key=lambda item: item[1]):
+        one = len(absent) == 1
+        why = ""
+        if all(rank in ended for rank in absent):
+            why = f": {'it has' if one else 'they have'} ended {call.what}"
+        elif not any(call.members.has(rank) for rank in absent):
+            why = f": {'it does' if one else 'they do'} not run {call.what}"
+        verb = "waits" if len(ranks) == 1 else "wait"
+        lines.append(f"{name_ranks(ranks)} {verb} in {place}, which {name_ranks(absent)} never entered{why}")
+    return "\n".join([*lines, "  stop: interrupt"])

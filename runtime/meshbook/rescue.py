@@ -1,0 +1,453 @@
+"""The process groups of a mesh, as its controller looks after them: freed when ranks are stuck, formed again after.
+
+A rank that raises leaves others waiting for it. While a call has a failed or lost rank, or was interrupted, the ranks
+are asked how far their groups are (`meshbook.collectives`), first after `FIRST_LOOK_S`, then less and less often. When
+`meshbook.stuck` proves that some can never be served, the groups are aborted: those ranks come back with GroupAborted,
+which is not their failure. When the call has ended everywhere, groups that were aborted, or that are not equally far on
+all members, are formed again under a new epoch, in place: all handles stay good. The call completes after that, or at
+`DEADLINE_S` with a word on why the groups are not back.
+
+    a call fails on a rank ──> look, look, ... ──proof──> abort ──> all ranks ended ──> form ──> the call completes
+                                      └── all ended ──> compare ──equal──> the call completes
+                                                           └──not equal──> abort ──> form ──> ...
+
+Ranks that run other calls, and are not stuck themselves, keep the old groups until those calls have ended; the groups
+are formed again after that. A call that is made meanwhile and shares ranks with the failed one queues here, not on the
+ranks: one that has failed already would begin it, and its collectives would meet those of the others' old call.
+
+A dead rank aborts the groups at once; they come back when it has been replaced (`GroupRescue.form`).
+
+Nothing here waits or locks: all of it runs under the turn of `meshbook.turns`. Nothing is asked while nothing failed,
+but for calls that are uneven though nobody failed (`meshbook.mismatches`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from meshbook import wire
+from meshbook.call_table import CallTable
+from meshbook.calls import OpenCall
+from meshbook.errors import MeshStoppedError, WorkerLost
+from meshbook.future import Future
+from meshbook.known_mesh import KnownMesh
+from meshbook.lifecycle import GROUP_NEXT, GroupEvent, GroupPhase, MeshPhase, advance
+from meshbook.looks import Look, Looks
+from meshbook.mismatches import Mismatches
+from meshbook.output_events import Notice
+from meshbook.pickling import dumps
+from meshbook.shape import Region
+from meshbook.stuck import Stuck, differing_groups, find_stuck, where_stuck
+from meshbook.wording import name_ranks
+
+FIRST_LOOK_S = 0.025
+"""So long after a rank failed, the others are asked; most failures have ended everywhere by then."""
+
+SELDOM_LOOK_S = 0.25
+"""They are asked again less and less often, in the end once in so many seconds."""
+
+DEADLINE_S = 2.0
+"""A failed call waits so long for its groups to come back."""
+
+LATE_S = 1.0
+"""When forming takes longer than this, the ranks are asked who has not come."""
+
+FORM_S = 10.0
+"""Ranks have so long to form them again; then they are asked to give up."""
+
+REPAIR = "repair: %mesh heal (heal_mesh(mesh) in Python)    without it: %mesh shrink"
+
+
+class GroupRescue:
+    """The groups of one mesh."""
+
+    def __init__(
+        self, mesh: KnownMesh, calls: CallTable, next_id: Callable[[], int], drop_keys: Callable[[str], None]
+    ) -> None:
+        self._mesh, self._calls, self._next_id, self._drop_prefix = mesh, calls, next_id, drop_keys
+        self.phase = GroupPhase.NONE
+        self._why = ""
+        """Why the groups are not there, while they are aborted."""
+        self._wanted = ""
+        """Why they are to be aborted, until it is known whether there are any."""
+        self._unsure = False
+        """Some could not be compared, since ranks ran other calls."""
+        self._unanswered = False
+        """A call has completed though they could not be compared, since ranks did not answer."""
+        self._failing: dict[int, OpenCall] = {}
+        self._ended: dict[int, tuple[OpenCall, float]] = {}
+        """Calls that all ranks have ended, with the time at which they complete whatever has come of the groups."""
+        self._held: dict[int, tuple[OpenCall, Callable[[], None]]] = {}
+        self._forming: OpenCall | None = None
+        self._naming: OpenCall | None = None
+        self._give_up_at = math.inf
+        self._late: set[int] = set()
+        """Ranks that have not come, when forming takes long."""
+        self._epochs: set[int] = set()
+        """Those that may have left keys in the store."""
+        self._looks = Looks(mesh, calls, next_id, self._on_look)
+        self._mismatches = Mismatches()
+        self._look_at = math.inf
+        self._pause_s = FIRST_LOOK_S
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def send(self, call: OpenCall, transmit: Callable[[], None]) -> None:
+        """Send a new call to the ranks now, or when those that it shares with a failed call are back."""
+        if len(call.members) < len(self._mesh.extent):
+            self._mismatches.suspect(call, time.monotonic())
+        if self._must_queue(call, self._held):
+            self._held[call.id] = (call, transmit)
+        else:
+            transmit()
+
+    def cancel(self, call: OpenCall) -> bool:
+        """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
+        call.cancelled = True
+        if self._forming is not None and self._give_up_at - FORM_S + DEADLINE_S < time.monotonic():
+            self._cancel_forming()  # what was cancelled waits behind it
+        if self._held.pop(call.id, None) is None:
+            self._watch_running(call)
+            return False
+        for rank in tuple(call.waiting):
+            call.answer(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None), (), ())
+        self._calls.settle_if_done(call)
+        return True
+
+    def watch(self, call: OpenCall) -> bool:
+        """A rank has answered, or was lost; True when a call that has ended everywhere completes later."""
+        if call is self._forming:
+            self._watch_forming(call)
+            return False
+        if call is self._naming:
+            return False
+        later = False
+        if not call.waiting:
+            later = self._watch_ended(call)
+        elif call.id not in self._held:
+            self._watch_running(call)
+        if self._held:
+            self._release()
+        return later
+
+    def _watch_running(self, call: OpenCall) -> None:
+        now = time.monotonic()
+        if not call.waiting or call is self._forming:
+            return
+        if not (call.failed or call.cancelled):
+            self._mismatches.suspect(call, now)
+        elif call.id not in self._failing:
+            self._failing[call.id] = call
+            self._mismatches.forget(call)
+            self._pause_s = FIRST_LOOK_S
+            self._look_at = min(self._look_at, now + FIRST_LOOK_S)
+
+    def _watch_ended(self, call: OpenCall) -> bool:
+        self._failing.pop(call.id, None)
+        self._mismatches.forget(call)
+        trouble = call.failed or bool(call.freed) or call.cancelled or (self._unsure and not self._running())
+        if trouble and not self._mesh.lost and self.phase is not GroupPhase.FORMING:
+            self._ended[call.id] = (call, time.monotonic() + DEADLINE_S)
+        if self.phase is GroupPhase.ABORTED:
+            self._form_if_free()
+        elif call.id in self._ended and not self._looks.busy:
+            self._ask()
+        return call.id in self._ended
+
+    def _must_queue(self, call: OpenCall, before: Mapping[int, tuple[OpenCall, Any]]) -> bool:
+        if self._ended and self.phase in (GroupPhase.FORMED, GroupPhase.NONE):
+            return True  # its groups are being compared
+        ahead = [*self._failing.values(), *(held for held, _ in before.values())]
+        return any(call.waiting & other.waiting for other in ahead)
+
+    def _release(self) -> None:
+        held, self._held = self._held, {}
+        for id, (call, transmit) in held.items():
+            if self._must_queue(call, self._held):
+                self._held[id] = (call, transmit)
+            elif call.waiting:
+                transmit()
+
+    # ---- looking --------------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> float:
+        """When `expire` wants to be called."""
+        due = self._looks.due if self._looks.busy else min(self._look_at, self._mismatches.due)
+        return min(due, self._give_up_at, *(deadline for _, deadline in self._ended.values()))
+
+    def expire(self, now: float) -> None:
+        """Do what is due."""
+        self._looks.expire(now)
+        if not self._looks.busy and (self._mismatches.is_due(now) or self._look_at <= now):
+            self._ask()
+        if self._give_up_at <= now:
+            self._cancel_forming()
+        for id in [id for id, (_, deadline) in self._ended.items() if deadline <= now]:
+            self._looks.expire(math.inf)  # for the names of those that hold it up
+            if id not in self._ended:
+                continue
+            call, _ = self._ended.pop(id)
+            call.groups = self._not_back()
+            self._unanswered = self._unanswered or self.phase in (GroupPhase.FORMED, GroupPhase.NONE)
+            self._calls.complete(call)
+        if self._unanswered and not self._looks.busy:
+            self._look_at = min(self._look_at, now + SELDOM_LOOK_S)
+        if self._held:
+            self._release()
+
+    def _ask(self) -> None:
+        self._look_at = math.inf
+        self._looks.ask([*self._running(), *(call for call, _ in self._ended.values())])
+
+    def _on_look(self, look: Look) -> None:
+        """All have answered, or had the time to."""
+        self._epochs.update(told.epoch for told in look.answers.values() if told.epoch >= 0)
+        if self.phase is GroupPhase.NONE and any(told.groups for told in look.answers.values()):
+            self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FOUND)
+        if self._wanted and self.phase is GroupPhase.FORMED:
+            self._abort(self._wanted, {}, spare=set())
+        self._wanted = ""
+        if self.phase in (GroupPhase.FORMED, GroupPhase.ABORTED):
+            self._free_stuck(look)
+        elif self._forming is not None:
+            here = {rank for rank, told in look.answers.items() if told.call == self._forming.id}
+            self._late = self._forming.waiting - here
+        compared = [id for id in self._ended if id in look.ended]
+        if (compared or self._unanswered) and self.phase in (GroupPhase.FORMED, GroupPhase.NONE):
+            self._compare(look, compared)
+        for call, text in self._mismatches.find(look, self._mesh.lost, time.monotonic()):
+            self._calls.tell(call.output, Notice(text, call.output))
+        if self.phase is GroupPhase.ABORTED:
+            self._form_if_free()
+        self._plan_next_look()
+        self._release()
+
+    def _plan_next_look(self) -> None:
+        unsettled = self.phase is GroupPhase.ABORTED and self._running()
+        if self._failing or unsettled:
+            self._look_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, SELDOM_LOOK_S)
+        elif self._unanswered or (self._ended and self.phase in (GroupPhase.FORMED, GroupPhase.NONE)):
+            self._look_at = time.monotonic() + (SELDOM_LOOK_S if self._unanswered else 0.0)
+
+    def _free_stuck(self, look: Look) -> None:
+        causes = [(_cause(call), look.ended.get(call.id, ())) for call in self._failing.values()]
+        if self.phase is GroupPhase.ABORTED:
+            causes.append((self._why, ()))  # ranks that were spared may wait for those that were not
+        for reason, ended in causes:
+            if stuck := find_stuck(look.answers, ended, self._mesh.lost):
+                spare = {rank for rank, call in self._current().items() if call.id not in self._failing}
+                self._abort(reason, stuck, spare - stuck.keys())
+
+    def _compare(self, look: Look, compared: Collection[int]) -> None:
+        self._unsure = any(told.call for told in look.answers.values())
+        late, missing = self._unanswered, look.missing(self._mesh.lost)
+        if reasons := differing_groups(look.answers):
+            innocent = {rank for rank, call in self._current().items() if call.id not in self._failing}
+            self._abort(reasons[0], {}, () if late else innocent)  # late: who came since uses broken groups
+        elif missing:
+            self._why = f"{name_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer"
+        else:
+            self._unanswered, self._why = False, ""
+            for id in compared:
+                self._calls.complete(self._ended.pop(id)[0])
+
+    # ---- aborting -------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str, ranks: Collection[int] | None = None) -> None:
+        """Abort the groups of all ranks; they are formed again when the calls that run have ended.
+
+        ranks: other ones that run calls keep theirs until then.
+        """
+        if self.phase is GroupPhase.NONE:
+            self._wanted = reason
+            if not self._looks.busy:
+                self._ask()
+            return
+        self._abort(reason, {}, () if ranks is None else self._current().keys() - set(ranks))
+        self._form_if_free()
+        self._plan_next_look()
+
+    def on_lost(self, error: WorkerLost) -> None:
+        """A rank ended: nothing that includes it can be served any more. `KnownMesh.lost` has it already."""
+        lost = self._mesh.lost
+        reason = f"{name_ranks(lost)} ended\n  {REPAIR}"
+        for call, _ in list(self._ended.values()):
+            self._calls.complete(call)
+        self._ended.clear()
+        if self.phase is GroupPhase.NONE:
+            self.abort(reason)
+            return
+        innocent = {rank for rank, call in self._current().items() if not any(call.members.has(each) for each in lost)}
+        self._abort(reason, {}, innocent)
+
+    def _abort(self, reason: str, stuck: Mapping[int, Stuck], spare: Collection[int]) -> None:
+        """spare: ranks that keep their groups for now, for the sake of the calls that they run."""
+        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.ABORT)
+        self._why, self._unanswered = reason, False
+        places = where_stuck(stuck.items())
+        for call in self._running():
+            call.aborted = True
+            call.places.update({rank: place for rank, place in places.items() if rank in call.waiting})
+        if self._forming is not None:
+            self._forming.aborted = True
+        self._tell_to_abort(reason, spare)
+        if not spare:
+            self._drop_keys(self._epochs)
+
+    def _tell_to_abort(self, reason: str, spare: Collection[int]) -> None:
+        mesh = self._mesh
+        target = [rank for rank in range(len(mesh.extent)) if rank not in mesh.lost and rank not in spare]
+        if target:
+            encoded = Region.of(mesh.extent.sizes).select(target).encode()
+            self._send_urgent(wire.AbortGroups(mesh.id, encoded, self._next_id(), reason))
+
+    # ---- forming --------------------------------------------------------------------------------------------------
+
+    def form(self, call: OpenCall, give_up_at: float = math.inf) -> None:
+        """Form the groups under a new epoch, in place where there are some; ``call`` is what the caller waits for."""
+        mesh = self._mesh
+        if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+            call.give_up(MeshStoppedError(mesh.name))
+            return
+        if mesh.lost:
+            call.give_up(WorkerLost.of(mesh.lost.values()))
+            return
+        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORM)
+        epoch = self._next_id()
+        self._epochs.add(epoch)
+        self._forming, self._give_up_at, self._late = call, give_up_at, set()
+        self._look_at = time.monotonic() + LATE_S
+        call.future.add_done_callback(lambda _: self._on_formed(call, epoch))
+        self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1))
+        if mesh.axes != mesh.extent.sizes and math.prod(mesh.axes.values()) == len(mesh.extent):
+            self._name_axes(Region.of(mesh.extent.sizes))
+        self._release()
+
+    def _form_if_free(self) -> None:
+        """Form the groups again, once no rank runs anything that was begun before."""
+        if self._forming is None and not self._mesh.lost and not self._running():
+            members = Region.of(self._mesh.extent.sizes)
+            future: Future[Any] = Future()
+            call = forming_call(self._next_id(), self._mesh.id, members, future)
+            self.form(call, time.monotonic() + FORM_S)
+
+    def _name_axes(self, members: Region) -> None:
+        """Forming binds ``mesh`` and ``point`` to the mesh's own axes: back to those that the person chose."""
+        future: Future[Any] = Future()
+        self._naming = call = forming_call(self._next_id(), self._mesh.id, members, future)
+        axes = self._mesh.axes
+        self._transmit(call, "set_axes", (tuple(axes), tuple(axes.values())))
+
+    def _transmit(self, call: OpenCall, endpoint: str, args: tuple[Any, ...]) -> None:
+        self._calls.open(call, None)
+        pickled, _ = dumps((args, {}), what=call.what)
+        message = wire.Call(call.id, self._mesh.id, endpoint, call.members.encode(), inline=pickled, label=call.what)
+        for host in self._mesh.hosts:
+            host.send(message)
+
+    def _watch_forming(self, call: OpenCall) -> None:
+        if call.failed and call.waiting and not call.aborted:  # the others wait for it
+            call.aborted = True
+            self._tell_to_abort(_cause(call), ())
+            self._drop_keys(self._epochs)
+
+    def _cancel_forming(self) -> None:
+        if self._forming is not None:
+            self._give_up_at = math.inf
+            self._why = f"{name_ranks(self._late or self._forming.waiting)} did not come"
+            self._send_urgent(wire.Cancel(self._mesh.id, self._forming.id, self._forming.members.encode()))
+
+    def _on_formed(self, call: OpenCall, epoch: int) -> None:
+        if call is not self._forming:
+            return  # there is a newer attempt
+        self._forming, self._give_up_at = None, math.inf
+        if not self._failing:
+            self._look_at = math.inf
+        error = call.future.exception(0)
+        if self.phase is not GroupPhase.FORMING:  # aborted meanwhile
+            self._form_if_free()
+            return
+        if error is None:
+            self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORMED)
+            self._why, self._unsure = "", False
+            self._drop_keys({old for old in self._epochs if old < epoch})
+        else:
+            self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FAILED)
+            again = "try again: %mesh heal (procs.rebuild_groups() in Python)"
+            self._why = f"forming them again failed: {self._why or error}\n  {again}"
+        for ended, _ in list(self._ended.values()):
+            ended.groups = self._not_back()
+            self._calls.complete(ended)
+        self._ended.clear()
+
+    def _drop_keys(self, epochs: Collection[int]) -> None:
+        """Drop what the store keeps for these; ranks that wait there are answered with an error."""
+        for epoch in sorted(epochs):
+            self._drop_prefix(f"epoch{epoch}/")
+        self._epochs = self._epochs.difference(epochs)
+
+    # ---- end ------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """The mesh is being stopped."""
+        for call, _ in list(self._ended.values()):
+            self._calls.complete(call)
+        self._ended.clear()
+        self._failing.clear()
+        self._held.clear()
+        self._looks.give_up()
+        self._look_at = self._give_up_at = math.inf
+        self._mismatches = Mismatches()
+
+    # ---- within ---------------------------------------------------------------------------------------------------
+
+    def _running(self) -> list[OpenCall]:
+        """The calls that ranks are at, or will be next; in the order in which they were sent."""
+        return [
+            call
+            for call in self._calls.running(self._mesh.id)
+            if call.id not in self._held and call is not self._forming and call is not self._naming
+        ]
+
+    def _current(self) -> dict[int, OpenCall]:
+        """What each rank that is not idle runs now."""
+        return {rank: call for call in reversed(self._running()) for rank in call.waiting}
+
+    def _send_urgent(self, message: wire.ToHost) -> None:
+        for host in self._mesh.hosts:
+            if not host.lost:
+                host.send_urgent(message)
+
+    def _not_back(self) -> str:
+        why = self._why
+        if self._forming is not None:
+            why = f"{name_ranks(self._late or self._forming.waiting)} did not come within {DEADLINE_S:g} s"
+        elif running := self._running():
+            ranks = set().union(*(call.waiting for call in running))
+            has = "has" if len(ranks) == 1 else "have"
+            why = f"they are formed again when {name_ranks(ranks)} {has} ended {running[0].what}"
+        if not why:
+            return ""
+        known = self.phase in (GroupPhase.FORMING, GroupPhase.ABORTED)
+        return f"the process groups {'are not back yet' if known else 'could not be compared'}: {why}"
+
+
+def forming_call(id: int, mesh: int, members: Region, future: Future[Any]) -> OpenCall:
+    """The call of `GroupRescue.form`."""
+    return OpenCall(id, mesh, "the process groups", members, future, fail_fast=False, on_reply=None)
+
+
+def _cause(call: OpenCall) -> str:
+    if call.lost:
+        return f"{name_ranks(error.rank for error in call.lost)} ended"
+    if not call.failures:
+        return f"{call.what} was interrupted"
+    first = call.failures[0]
+    if first.ename == "KeyboardInterrupt":
+        return f"rank {first.rank} was interrupted"
+    return f"rank {first.rank} raised {first.ename}"
