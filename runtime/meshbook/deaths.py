@@ -133,5 +133,6 @@ def _frames(report: list[str]) -> list[str]:
     """The innermost frames, and then those of cells; without those of ours and of IPython."""
     frames = [found for line in report if (found := _FRAME.fullmatch(line)) is not None]
     package = str(Path(__file__).parent)
-    foreign = [f for f in frames if not f["file"].startswith(package) and "/IPython/" not in f["file"]]
+    ours = (package, "<frozen ")
+    foreign = [f for f in frames if not f["file"].startswith(ours) and "/IPython/" not in f["file"]]
     return [f"  {f['file']}, line {f['line']}, in {f['function']}" for f in foreign[:_CRASH_FRAMES]]

@@ -270,7 +270,9 @@ class HostedMesh:
         for key in worker.segments:
             self._give_back(key)
         if not self.crew.ending and not told:
-            tail = last_words(log_tail(worker.output.log.path, CRASH_REPORT_LINES), LOG_TAIL_LINES)
+            tail = last_words(
+                log_tail(worker.output.log.path, CRASH_REPORT_LINES, worker.output.log.begin), LOG_TAIL_LINES
+            )
             exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request)
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)

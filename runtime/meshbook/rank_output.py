@@ -39,12 +39,12 @@ class Piece(NamedTuple):
     text: str
 
 
-def log_tail(path: Path, lines: int) -> str:
-    """The last ``lines`` lines of a log, within its last 256 kB; empty when there is none."""
+def log_tail(path: Path, lines: int, begin: int = 0) -> str:
+    """The last ``lines`` lines of a log, within its last 256 kB and beyond ``begin``; empty when there is none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - (256 << 10)))
+            file.seek(max(begin, size - (256 << 10), 0))
             return b"\n".join(file.read().splitlines()[-lines:]).decode(errors="backslashreplace")
     except OSError:  # there is none, or no descriptor is left to open it
         return ""
@@ -59,6 +59,8 @@ class RankLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.begin = os.fstat(self._fd).st_size
+        """Where this process's part begins; what stands before is of one that had the rank earlier."""
         self._written = 0
         self._missing = 0
         self._why = ""

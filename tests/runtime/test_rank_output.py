@@ -84,6 +84,7 @@ def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "none", 5) == ""
     (tmp_path / "log").write_text("a\nb\nc\n")
     assert log_tail(tmp_path / "log", 2) == "b\nc"
+    assert log_tail(tmp_path / "log", 9, begin=4) == "c"
 
 
 def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: Path) -> None:
