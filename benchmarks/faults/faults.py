@@ -18,7 +18,6 @@ DEADLINE_S = 15.0
 """What is not over by then counts as a hang."""
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "exit": signal.SIGUSR2}
 STOPPED_S = 0.1
-FREES = hasattr(ProcMesh, "abort_groups")
 
 
 class Campaign:
@@ -51,11 +50,13 @@ class Campaign:
     def _serve(self, fault: Fault) -> None:
         self.findings.count(fault.kind)
         self.mesh.run("ledger = []").get(DEADLINE_S)
-        load = Load(self.mesh, collectives=FREES or fault.kind in ("stop", "interrupt"))
+        load = Load(self.mesh)
         load.send(fault.calls)
         time.sleep(fault.delay_s)
         held, seen = self._hold(fault, load) or (None, None)
         pids = {status.rank: status.pid for status in self.mesh.status()} if fault.kind != "raise" else {}
+        if fault.kind == "exit" and seen is not None:
+            seen.wait_for_text(fault.rank, time.monotonic() + DEADLINE_S)
         hurt_at = time.monotonic()
         self._hurt(fault, held, pids)
         deadline = time.monotonic() + DEADLINE_S
@@ -143,13 +144,11 @@ class Campaign:
         """Bring everybody back, and prove it with a collective."""
         started = time.monotonic()
         if fault.kind == "raise":
-            if FREES:
-                self._raise_in_collective(fault)
+            self._raise_in_collective(fault)
         elif fault.kind == "agent":
             self._replace()
         elif self.mesh.lost:
-            heal = getattr(self.mesh, "heal", None)
-            heal() if heal is not None else self._replace()
+            self.mesh.heal(force=True)
         proof = self.mesh.run(on_rank.PROVE).get(DEADLINE_S).values()
         if proof != [self.ranks] * self.ranks:
             self.findings.wrong.append(f"{fault}: the group counts {proof} afterwards")
@@ -199,7 +198,7 @@ class Campaign:
 
 def _in_collective(fault: Fault) -> bool:
     """Whether the others wait in a collective for the rank that is hurt."""
-    return FREES and fault.number % 2 == 0 and fault.kind != "exit"
+    return fault.number % 2 == 0 and fault.kind != "exit"
 
 
 def _sort_of(fault: Fault) -> str:

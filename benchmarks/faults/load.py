@@ -68,29 +68,35 @@ class Printed:
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}
         self.ended_at: dict[int, float] = {}
-        self._ended = threading.Condition()
+        self._changed = threading.Condition()
 
     def wait_for_end(self, rank: int, deadline: float) -> bool:
         """Whether ``rank`` has ended by ``deadline``, a monotonic time."""
-        with self._ended:
-            return self._ended.wait_for(lambda: rank in self.ended_at, max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            return self._changed.wait_for(lambda: rank in self.ended_at, max(0.0, deadline - time.monotonic()))
+
+    def wait_for_text(self, rank: int, deadline: float) -> bool:
+        """Whether ``rank`` has printed something by ``deadline``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: rank in self.texts, max(0.0, deadline - time.monotonic()))
 
     def __call__(self, event: OutputEvent) -> None:
         if isinstance(event, RankDone):
-            with self._ended:
+            with self._changed:
                 self.ended_at[event.rank] = time.monotonic()
-                self._ended.notify_all()
+                self._changed.notify_all()
         elif isinstance(event, StreamText) and event.stream == "stdout":
-            self.texts[event.rank] = self.texts.get(event.rank, "") + event.text
+            with self._changed:
+                self.texts[event.rank] = self.texts.get(event.rank, "") + event.text
+                self._changed.notify_all()
 
 
 class Load:
     """Sends calls to a mesh and remembers them."""
 
-    def __init__(self, mesh: ProcMesh, *, collectives: bool = True) -> None:
+    def __init__(self, mesh: ProcMesh) -> None:
         self.mesh = mesh
         self.watched: list[Watched] = []
-        self._collectives = collectives
         self._printed: dict[int, Printed] = {}
 
     def send(self, each: int) -> None:
@@ -99,8 +105,7 @@ class Load:
             self._watch("call", lambda number: self.mesh.execute(on_rank.note, number))
             self._watch("cell", self._start_cell)
             self._watch("payload", self._send_payload)
-            if self._collectives:
-                self._watch("collective", lambda n: self.mesh.run(on_rank.COLLECTIVE.format(number=n)))
+            self._watch("collective", lambda number: self.mesh.run(on_rank.COLLECTIVE.format(number=number)))
 
     def hold(self, code: str, **fields: int) -> tuple[Watched, Printed]:
         """Start a cell that lasts until something ends it."""

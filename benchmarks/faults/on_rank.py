@@ -22,6 +22,7 @@ import os, signal, time
 ledger.append({number})
 if rank == {rank}:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    print("held", flush=True)
     signal.sigwait([signal.SIGUSR2])
     os._exit(3)
 time.sleep(60)
