@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 0.55
 """How long a stage waits for ranks to obey before it looks where the others are."""
-INSIST_GRACE_S = 0.75
+INSIST_GRACE_S = 0.65
 """The same for whoever insists."""
-LOOK_S = 0.2
+LOOK_S = 0.25
 """How long it looks; together they stay below a second."""
 
 

@@ -22,7 +22,7 @@ REPEAT_S = 0.02
 """How often an interrupt is repeated until the main thread has noticed it."""
 REPEAT_LATER_S = 0.25
 """The same when it has not noticed for a second: it is in native code that does not look."""
-INSIST_S = 0.7
+INSIST_S = 0.55
 """How long an insistent interrupt is raised anew; less than the caller waits for it."""
 INSIST_EVERY_S = 0.1
 """Clean-up code has so long between two of them."""
@@ -105,11 +105,13 @@ class InterruptGate:
         return self._meant == call
 
     def close(self) -> None:
-        """No user code runs any more: nothing is raised."""
-        call, self._running = self._running, 0
+        """No user code runs any more: nothing is raised, once this has returned."""
+        while self._running:
+            try:
+                self._running = self._meant = 0
+            except KeyboardInterrupt:  # it came at the last moment
+                continue
         self._caught.end()
-        if self._meant == call:
-            self._meant = 0
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         if not self._running or self._target != self._running:

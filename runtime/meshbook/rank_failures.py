@@ -64,6 +64,8 @@ def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
     try:
         if hasattr(error, "_render_traceback_"):
             return list(error._render_traceback_())
+        if isinstance(error, KeyboardInterrupt):  # seldom looked at, and IPython's drawing takes up to a second
+            return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
         if isinstance(error, IPythonUsageError):
             return [f"UsageError: {error}"]
         if isinstance(error, SyntaxError):

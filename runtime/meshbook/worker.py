@@ -207,6 +207,7 @@ class Worker:
             finally:
                 self.gate.close()
         except BaseException as error:  # whatever user code raises, SystemExit included, becomes the reply
+            self.gate.close()  # the interrupt may have come just before it was
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
             return Answer(status, failure=self.shell.describe(error))
 
