@@ -42,6 +42,8 @@ class Sizes(NamedTuple):
 SHORT = Sizes(faults=40, ranks=4, kernels=6, links=6, calls=5_000, flood_bytes=20_000_000, seconds=60)
 LONG = Sizes(faults=1_000, ranks=4, kernels=200, links=60, calls=1_000_000, flood_bytes=5_000_000_000, seconds=3600)
 
+LEASE_S = 60
+"""So long what we started outlives us, should we be killed."""
 NAMES = ("faults", "kernels", "links", "calls", "flood")
 
 
@@ -85,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run from the command line; 1 when anything hung, was wrong or was left."""
     options = _parse(argv)
     machine.forget_test_settings()
+    os.environ.setdefault("MESHBOOK_LEASE_S", str(LEASE_S))
     print(machine.describe(), flush=True)
     sizes = (LONG if options.long else SHORT)._replace(
         **{name: value for name in Sizes._fields if (value := getattr(options, name)) is not None}

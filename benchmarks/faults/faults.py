@@ -28,6 +28,7 @@ class Campaign:
         self.findings = Findings("random faults", size)
         self.mesh = self._spawn()
         self._agent: tuple[int, Held] | None = None
+        self._agent_grew = ""
 
     def run(self, plan: Sequence[Fault], until: float = float("inf")) -> Findings:
         """Serve the plan, or as much of it as fits before ``until``, a monotonic time."""
@@ -42,6 +43,7 @@ class Campaign:
                 self._give_up(fault, error)
             self._weigh_agent()
         self.mesh.stop()
+        self.findings.notes.append(f"the last agent, since its first fault: {self._agent_grew}")
         self.findings.seconds = time.monotonic() - started
         return self.findings
 
@@ -193,7 +195,7 @@ class Campaign:
         if self._agent is None or self._agent[0] != pid:
             self._agent = (pid, held)
             self.findings.counts["agents"] = self.findings.counts.get("agents", 0) + 1
-        self.agent_delta = held.since(self._agent[1])
+        self._agent_grew = held.since(self._agent[1])
 
 
 def _in_collective(fault: Fault) -> bool:
