@@ -49,6 +49,8 @@ from meshbook.switchboard import Switchboard
 from meshbook.transport import LANES, ControllerSocket, routing_id
 
 FRAMES, HANDSHAKES = 1_000_000, 100_000
+UNDER_WAY = 2000
+"""Frames that wait in ZeroMQ's queues, whose memory is not what is measured."""
 MAX_GROWTH_BYTES = 32 << 20
 """What the allocator may keep."""
 
@@ -248,8 +250,9 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     public, secret = sock.accept("host")
     board = Switchboard(lambda: None, itertools.count(1).__next__)
     board.calls.default_listener = lambda event: None
+    window = threading.Semaphore(UNDER_WAY)
     sender = threading.Thread(
-        target=_send_frames, args=(endpoint, sock.public_key, public, secret, count, seed), name="fuzz"
+        target=_send_frames, args=(endpoint, sock.public_key, public, secret, count, seed, window), name="fuzz"
     )
     sender.start()
     wake, meter = os.eventfd(0), Meter(count)
@@ -268,6 +271,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
                     traceback.print_exc()
                 refused += bool(host.lost)
                 done += 1
+                window.release()
     sender.join()
     report = meter.report("authenticated", done, refused, crashes + stderr.count)
     os.close(wake)
@@ -286,7 +290,9 @@ def _settle(board: Switchboard, sock: ControllerSocket, host_id: str) -> KnownHo
     return host
 
 
-def _send_frames(endpoint: str, server_key: str, public: str, secret: str, count: int, seed: int) -> None:
+def _send_frames(
+    endpoint: str, server_key: str, public: str, secret: str, count: int, seed: int, window: threading.Semaphore
+) -> None:
     mutator = Mutator(seed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     lanes: list[zmq.Socket[bytes]] = []
@@ -299,6 +305,7 @@ def _send_frames(endpoint: str, server_key: str, public: str, secret: str, count
         sock.connect(endpoint)
         lanes.append(sock)
     for _ in range(count):
+        window.acquire()
         lanes[mutator.random.randrange(len(lanes))].send_multipart(mutator.frames())
     for sock in lanes:
         sock.close(linger=10_000)
