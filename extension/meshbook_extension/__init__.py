@@ -14,6 +14,7 @@ _SESSION = "_meshbook_session"
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
+    from meshbook_extension.comeback import Comeback
     from meshbook_extension.input_lines import TRANSFORMERS
     from meshbook_extension.magics import MeshMagics
     from meshbook_extension.session import Session
@@ -25,6 +26,9 @@ def load_ipython_extension(shell: Any) -> None:
     session.take_over(earlier)
     session.open()
     setattr(shell, _SESSION, session)
+    if earlier is None:
+        session.comeback = Comeback(session)
+        session.comeback.start()
     MeshMagics(shell, session).register()
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
     if earlier is None:

@@ -169,9 +169,15 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
     out = arguments.text("--out")
     timeout_s = arguments.number("--timeout")
     print(f"job {job.number} runs on {name_ranks(cell.ranks)}; wait for it: %mesh wait {job.number}")
-    cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, arguments.flag("--time")))
+    follow(session, job, out, show_time=arguments.flag("--time"))
+    session.keeper.save()
     if timeout_s is not None:
         session.publisher.schedule(_Deadline(job, timeout_s), time.monotonic() + timeout_s)
+
+
+def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
+    """Keep the result of a job and tell of its end, in the output of its cell."""
+    job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
 
 
 def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:

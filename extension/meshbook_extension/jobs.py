@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshbook.errors import UsageError
+from meshbook.errors import MeshDetachedError, UsageError
 from meshbook.wording import name_ranks
 from meshbook_extension.failure_view import INTERRUPT
 from meshbook_extension.labels import format_seconds
@@ -30,11 +30,13 @@ class Job:
 
     @property
     def state(self) -> str:
-        """``running``, ``done``, ``failed`` or ``cancelled``."""
+        """``running``, ``done``, ``failed``, ``cancelled``, or ``left running`` on a mesh that was detached."""
         if not self.cell.run.future.done():
             return "running"
         if self.cell.run.future.exception(0) is None:
             return "done"
+        if isinstance(self.cell.run.future.exception(0), MeshDetachedError):
+            return "left running"
         failures = [done.failure for done in self.cell.output.done.values() if done.failure is not None]
         stopped = bool(failures) and all(failure.ename == INTERRUPT for failure in failures)
         return "cancelled" if stopped else "failed"
@@ -61,15 +63,24 @@ class Jobs:
         self._jobs: dict[int, Job] = {}
         self._next = 1
 
-    def add(self, cell: RunningCell, mesh: str) -> Job:
-        """Give a running cell a number."""
-        job = Job(self._next, cell, mesh)
-        self._next += 1
+    @property
+    def next_number(self) -> int:
+        """What the next job will be called."""
+        return self._next
+
+    def add(self, cell: RunningCell, mesh: str, number: int | None = None) -> Job:
+        """Give a running cell a number: the next one, or the one that it had in an earlier kernel."""
+        job = Job(self._next if number is None else number, cell, mesh)
+        self.count_from(job.number + 1)
         self._jobs[job.number] = job
         ended = [number for number, old in self._jobs.items() if old.ended is not None]
         for number in ended[:-KEPT]:
             del self._jobs[number]
         return job
+
+    def count_from(self, number: int) -> None:
+        """Numbers below ``number`` are taken."""
+        self._next = max(self._next, number)
 
     def all(self) -> list[Job]:
         """Every job, oldest first."""

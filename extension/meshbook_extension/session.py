@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshbook.errors import MeshStoppedError, UsageError
 from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.jobs import Jobs
+from meshbook_extension.keepsake import Keeper, notebook_key
 from meshbook_extension.publish import Publisher
 from meshbook_extension.setups import Setups
 from meshbook_extension.targets import choose
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
+    from meshbook_extension.comeback import Comeback
     from meshbook_extension.running_cell import RunningCell
 
 DEFAULT_NAME = "main"
@@ -45,13 +47,17 @@ class Session:
         """Name to the mesh as it is arranged now: `split`, `rename` and `flatten` put another view here."""
         self.slices: dict[str, NamedSlice] = {}
         self.current: str | None = None
+        self.returned: set[str] = set()
+        """Meshes that an earlier kernel of this notebook has spawned."""
+        self.keeper = Keeper(self, notebook_key(shell))
+        self.comeback: Comeback | None = None
         self._stopped = ""
 
     def take_over(self, earlier: Session | None) -> None:
         """Go on with the meshes, slices and jobs of a session that was closed."""
         if earlier is not None:
             self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
-            self.jobs, self.setups = earlier.jobs, earlier.setups
+            self.jobs, self.setups, self.returned = earlier.jobs, earlier.setups, earlier.returned
 
     def open(self) -> None:
         """From now on prints of calls made in cells go to those cells."""
@@ -61,6 +67,7 @@ class Session:
         self._calls = CallOutput(self)
         set_output_source(self._calls.target)
         self.shell.events.register("post_run_cell", self._calls.finish)
+        self.shell.events.register("post_run_cell", self.keeper.save)
 
     def close(self) -> None:
         """End the publisher. The meshes run on, until they are stopped or the process ends."""
@@ -68,6 +75,7 @@ class Session:
 
         set_output_source(None)
         self.shell.events.unregister("post_run_cell", self._calls.finish)
+        self.shell.events.unregister("post_run_cell", self.keeper.save)
         self.publisher.stop()
 
     # ---- meshes ----------------------------------------------------------------------------------------------
@@ -106,6 +114,7 @@ class Session:
         self.meshes.pop(name, None)
         self._drop_slices(name)
         self.setups.forget(name)
+        self.returned.discard(name)
         self._stopped = name
         if self.current == name:
             self.current = next(reversed(self.meshes), None)

@@ -23,10 +23,14 @@ from ipykernel.ipkernel import IPythonKernel
 from IPython.core import release
 
 from meshbook import __version__, mesh
+from meshbook_kernel.jupyter_server import JupyterServer
 
 EXTENSION = "meshbook_extension"
 SHUTDOWN_TIMEOUT_S = 1.5
 """How long a shutdown may take to stop the meshes; Jupyter kills a kernel that takes over 2.5 s to end."""
+
+LEAVE_TIMEOUT_S = 1.0
+"""How long hosts may take to acknowledge what they were sent; what they have not had is lost with this kernel."""
 
 SWITCH_INTERVAL_S = 1e-4
 """How soon a busy cell hands Python's lock to the thread that serves the mesh.
@@ -54,6 +58,7 @@ class MeshbookKernel(IPythonKernel):
     def start(self) -> None:
         """Load the extension, begin to serve the front end, and warm the local host up behind its back."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._server = JupyterServer.find()
         self._load_extension()
         super().start()
         if os.environ.get("MESHBOOK_PREWARM", "1") != "0":
@@ -61,8 +66,14 @@ class MeshbookKernel(IPythonKernel):
             threading.Thread(target=self._prewarm, name="meshbook.prewarm", daemon=True).start()
 
     async def do_shutdown(self, restart: bool) -> dict[str, Any]:
-        """Stop the meshes, then the running cell, then IPython; on the Control thread."""
-        self._stop_meshes()
+        """Stop the meshes or leave them, then end the running cell, then IPython; on the Control thread.
+
+        A restart leaves them to the next kernel, and so does the end of the Jupyter server itself.
+        """
+        if restart or (self._server is not None and self._server.is_going_down()):
+            self._leave_meshes()
+        else:
+            self._stop_meshes()
         # Outside a cell ipykernel ignores SIGINT, so this ends what runs and nothing else.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         reply = super().do_shutdown(restart)
@@ -108,10 +119,19 @@ class MeshbookKernel(IPythonKernel):
         events.register("pre_run_cell", show)
 
     def _prewarm(self) -> None:
+        session = getattr(self.shell, "_meshbook_session", None)
+        if session is not None and session.comeback is not None:
+            session.comeback.wait()  # a mesh that comes back brings its host
         try:
             mesh.prewarm()
         except Exception:
             self.log.warning("The local host could not be warmed up; a spawn will tell why.", exc_info=True)
+
+    def _leave_meshes(self) -> None:
+        try:
+            mesh.detach(timeout_s=LEAVE_TIMEOUT_S)
+        except Exception:
+            self.log.exception("The meshes were not left in order; the next kernel takes them over all the same.")
 
     def _stop_meshes(self) -> None:
         try:

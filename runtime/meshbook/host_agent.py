@@ -332,6 +332,8 @@ class HostAgent:
         self.oom.sample(workers)
         reap_strangers({*workers, *(template.pid for template in self._templates.values())})
         if self._lease.is_over(bool(self._meshes)):
+            if self._meshes:
+                print(f"no controller came within the lease of {self._lease.lease_s:g} s", file=sys.stderr, flush=True)
             self._end(EXIT_LOST)
         self._loop.call_later(HEARTBEAT_S, self._beat)
 

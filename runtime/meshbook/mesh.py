@@ -19,7 +19,7 @@ from meshbook.lease import default_lease_s
 from meshbook.limits import explain
 from meshbook.proc_mesh import ProcMesh
 from meshbook.repair import Repaired
-from meshbook.session_folder import SavedHost
+from meshbook.session_folder import SavedHost, SessionFolder
 from meshbook.sessions import SavedSession, sessions
 from meshbook.shape import Extent, Region
 
@@ -268,6 +268,11 @@ def remember(key: str, value: bytes) -> None:
 def recall(key: str) -> bytes | None:
     """What was remembered under ``key`` in the session of this process."""
     return None if _controller is None else _controller.folder.recall(key)
+
+
+def own_sessions() -> list[SessionFolder]:
+    """The sessions that this process drives, whose folders are its own."""
+    return [controller.folder for controller in _controllers()]
 
 
 def _controllers() -> list[Controller]:

@@ -20,7 +20,7 @@ from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputListener, OutputTarget
 from meshbook.pickling import dumps
 from meshbook.repair import Note, Repair, Repaired
-from meshbook.shape import Choice, Members, Point, Region
+from meshbook.shape import Choice, Extent, Members, Point, Region, arrange
 from meshbook.value_mesh import ValueMesh
 from meshbook.wording import format_sizes
 
@@ -78,6 +78,10 @@ class ProcMesh(Arranged):
     def as_on_ranks(self) -> ProcMesh:
         """The whole mesh with the axes that `mesh` and `point` have on the ranks; see `set_axes`."""
         return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.axes))
+
+    def arrange(self, sizes: Mapping[str, int], ranks: Sequence[int]) -> ProcMesh:
+        """A view of ``ranks`` (distinct base ranks, in C order) laid out along axes of these sizes."""
+        return self._part(arrange(Extent.of(sizes), ranks))
 
     def _part(self, members: Members) -> ProcMesh:
         part = ProcMesh(self._controller, self._mesh, members)

@@ -17,7 +17,7 @@ from meshbook_extension.session import Session
 
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
-MODULES = ("meshes", "views", "values", "jobs", "recovery", "looking", "mode")
+MODULES = ("meshes", "persistence", "views", "values", "jobs", "recovery", "looking", "mode")
 
 
 class Command(NamedTuple):

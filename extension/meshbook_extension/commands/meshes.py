@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from meshbook.errors import UsageError
 from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.commands import command
+from meshbook_extension.commands.persistence import describe_others
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.running_cell import interrupted
@@ -62,6 +63,8 @@ def spawn(session: Session, arguments: Arguments) -> None:
     sizes = _read_sizes(arguments.pairs)
     hosts = sizes.pop(HOSTS, None)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
+    if _has_returned(session, name, {**({HOSTS: hosts} if hosts is not None else {}), **sizes}, arguments):
+        return
     session.check_name_is_free(name)
     began = time.monotonic()
     grouped = not arguments.flag("--no-group")
@@ -80,6 +83,26 @@ def spawn(session: Session, arguments: Arguments) -> None:
     if out is not None:
         session.bind(out, procs)
     print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
+
+
+def _has_returned(session: Session, name: str, sizes: dict[str, int], arguments: Arguments) -> bool:
+    """Whether the mesh that is asked for is there from before the kernel was restarted: a notebook that is run again
+    from its top goes on with it."""
+    procs = session.meshes.get(name)
+    if name not in session.returned or procs is None or not procs.alive or procs.base().sizes != sizes or procs.lost:
+        return False
+    if arguments.text("--device") not in (None, procs.device) or any(
+        job.mesh == name for job in session.jobs.running()
+    ):
+        return False
+    session.add(procs.base())
+    if (out := arguments.text("--out")) is not None:
+        session.bind(out, procs.base())
+    print(
+        f'mesh "{name}": {format_sizes(sizes)}, {procs.device}; here from before the restart, with its state\n'
+        f"  afresh: %mesh stop {name}, then spawn again"
+    )
+    return True
 
 
 def _read_sizes(pairs: Mapping[str, str]) -> dict[str, int]:
@@ -118,13 +141,14 @@ def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
 @command(
     Grammar(
         name="%mesh list",
-        summary="All meshes and named slices.",
+        summary="All meshes and named slices; what other kernels have, and what waits to be attached.",
         examples=("%mesh list",),
     )
 )
 def list_meshes(session: Session, arguments: Arguments) -> None:
-    """One line per mesh, its slices below it."""
-    if not session.meshes:
+    """One line per mesh, its slices below it; then what other kernels have."""
+    others = describe_others()
+    if not session.meshes and not others:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
     for name, procs in session.meshes.items():
         mark = "*" if name == session.current else " "
@@ -133,6 +157,8 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
         for slice_name, named in session.slices.items():
             if named.mesh == name:
                 print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
+    for line in others:
+        print(line)
 
 
 @command(

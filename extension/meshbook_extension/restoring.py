@@ -1,0 +1,135 @@
+"""A session that was attached becomes the notebook's own again: names, views, jobs, and what happened meanwhile."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
+from meshbook.wording import format_ranks, format_sizes, name_ranks
+from meshbook_extension.cell_output import CellOutput
+from meshbook_extension.cells import follow, partial_result
+from meshbook_extension.collapse import grouping_for
+from meshbook_extension.keepsake import KEY, Keepsake, decode
+from meshbook_extension.publish import sink_for
+from meshbook_extension.running_cell import RunningCell, brief
+from meshbook_extension.session import NamedSlice, Session
+
+if TYPE_CHECKING:
+    from meshbook.adopted_call import AdoptedCall
+    from meshbook.attachment import Attachment
+    from meshbook.proc_mesh import ProcMesh
+
+_CELL = re.compile(r"cell \d+")
+_NOTHING = Keepsake("", None, {}, {}, {}, 1)
+
+
+def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
+    """Know the meshes of ``attachment``, say so, and show what came of its calls; while a cell runs.
+
+    again: an earlier kernel of this notebook had them.
+    """
+    keepsake = decode(attachment.recall(KEY)) or _NOTHING
+    session.jobs.count_from(keepsake.next_job)
+    for mesh in attachment.meshes:
+        session.add(_arranged(mesh, keepsake))
+        if again:
+            session.returned.add(mesh.name)
+    if keepsake.current in session.meshes:
+        session.current = keepsake.current
+    gone = _restore_slices(session, attachment, keepsake)
+    ended: list[tuple[AdoptedCall, ProcMesh]] = []
+    for mesh in attachment.meshes:
+        running = [call for call in attachment.calls_of(mesh) if not call.future.done()]
+        ended += [(call, mesh) for call in attachment.calls_of(mesh) if call.future.done()]
+        told = [_adopt(session, call, mesh, keepsake) for call in running]
+        print("; ".join([_headline(session.meshes[mesh.name], again=again), *told]))
+        for line in _describe_lost(mesh):
+            print(f"  {line}")
+    if gone:
+        print(f"  slices that name other ranks by now are gone: {', '.join(gone)}")
+    sys.stdout.flush()
+    for call, mesh in sorted(ended, key=lambda each: each[0].id):
+        _show_ended(session, call, mesh, keepsake)
+
+
+def _headline(procs: ProcMesh, *, again: bool) -> str:
+    return f'attached to mesh "{procs.name}"{" again" if again else ""}: {format_sizes(procs.sizes)}, {procs.device}'
+
+
+def _arranged(mesh: ProcMesh, keepsake: Keepsake) -> ProcMesh:
+    view = keepsake.meshes.get(mesh.name)
+    return (view and view.restore(mesh)) or mesh
+
+
+def _restore_slices(session: Session, attachment: Attachment, keepsake: Keepsake) -> list[str]:
+    """Returns the names of those that cannot be made again."""
+    meshes = {mesh.name: mesh for mesh in attachment.meshes}
+    gone = []
+    for name, (mesh, saved) in keepsake.slices.items():
+        view = saved.restore(meshes[mesh]) if mesh in meshes else None
+        if view is None:
+            gone.append(name)
+        else:
+            session.slices[name] = NamedSlice(mesh, view)
+    return gone
+
+
+def _describe_lost(mesh: ProcMesh) -> list[str]:
+    lost = mesh.lost
+    if not lost:
+        return []
+    whose = "its" if len(lost) == 1 else "their"
+    return [f"{name_ranks(lost)} ended; why: %mesh status, {whose} last lines: %mesh logs rank={format_ranks(lost)}"]
+
+
+def _cell_of(session: Session, call: AdoptedCall, mesh: ProcMesh) -> RunningCell:
+    from meshbook.cell_run import CellRun
+
+    procs = mesh.arrange({"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
+    output = CellOutput(
+        call.ranks,
+        sink_for(session.shell),
+        grouping_for("equal", call.ranks),
+        session.publisher,
+        mesh.log_paths,
+        mesh.name,
+    )
+    run = CellRun(call.output_id, output.receive)
+    run.attach(call.future)
+    run.durations_s = call.durations_s
+    call.listen(output.receive)
+    return RunningCell(procs, run, output, call.what)
+
+
+def _adopt(session: Session, call: AdoptedCall, mesh: ProcMesh, keepsake: Keepsake) -> str:
+    """A call that runs on becomes a job."""
+    number = keepsake.jobs.get(call.output_id)
+    job = session.jobs.add(_cell_of(session, call, mesh), mesh.name, number)
+    follow(session, job)
+    return f"{call.what} still runs on {name_ranks(call.waiting or call.ranks)} (job {job.number})"
+
+
+def _show_ended(session: Session, call: AdoptedCall, mesh: ProcMesh, keepsake: Keepsake) -> None:
+    """What a call printed and returned while nobody listened; only cells are worth telling of."""
+    if not _CELL.fullmatch(call.what):
+        return
+    cell = _cell_of(session, call, mesh)
+    number = keepsake.jobs.get(call.output_id)
+    what = f"{call.what} (job {number})" if number is not None else call.what
+    error = call.future.exception(0)
+    cell.output.finish()
+    if error is None:
+        session.keep_result(call.future.result(0))
+        print(f"  {what} ended meanwhile: done; its result is in _mesh")
+        return
+    if isinstance(error, CallError):
+        session.keep_result(partial_result(cell.procs, error))
+    if isinstance(error, CallFailed):
+        why = "; ".join(line.strip() for line in brief(error))
+    elif isinstance(error, WorkerLost | MeshError):
+        why = str(error).splitlines()[0]
+    else:
+        why = f"{type(error).__name__}: {error}"
+    print(f"  {what} ended meanwhile: failed: {why}")

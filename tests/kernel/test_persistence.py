@@ -1,0 +1,201 @@
+"""Meshes outlive their kernel: restart, kill -9, detach, the end of the Jupyter server; the next kernel finds them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+StartKernel = Callable[..., Any]
+Watch = Callable[[Iterable[psutil.Process]], None]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Sessions of other tests are not in sight; leases are short enough for a test that fails."""
+    root = Path(tempfile.mkdtemp(prefix="mb"))  # short: the path of a socket has 107 characters
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
+    monkeypatch.setenv("MESHBOOK_LEASE_S", "60")
+    (root / "run").mkdir(mode=0o700)
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def ended(processes: list[psutil.Process], timeout_s: float = 15.0) -> bool:
+    return not [p for p in psutil.wait_procs(processes, timeout=timeout_s)[1] if p.is_running()]
+
+
+def with_mesh(kernel: Any, watch: Watch, *cells: str) -> list[psutil.Process]:
+    """Spawn two ranks and run ``cells``; returns all processes below the kernel."""
+    for cell in ("%mesh spawn gpus=2 --device cpu", *cells):
+        ran = kernel.run(cell)
+        assert ran.ok, ran.reply
+    family = [process for process in kernel.family() if process != kernel.process]
+    watch(family)
+    return family
+
+
+def shown(cell: Any) -> list[str]:
+    """The results of a cell, as text."""
+    return [content["data"]["text/plain"] for kind, content in cell.messages if kind == "display_data"]
+
+
+def end(kernel: Any, family: list[psutil.Process]) -> None:
+    """Shut the kernel down as a person does; nothing is left."""
+    kernel.manager.shutdown_kernel()
+    assert ended(family)
+
+
+def die_and_come_back(kernel: Any, how: str) -> None:
+    if how == "kill":
+        kernel.process.kill()
+        kernel.process.wait(10)
+    kernel.manager.restart_kernel(now=how == "kill")
+    kernel.client.wait_for_ready(timeout=60)
+
+
+@pytest.mark.parametrize("how", ["restart", "kill"])
+def test_the_next_kernel_goes_on_with_the_mesh(start_kernel: StartKernel, watch: Watch, how: str) -> None:
+    kernel = start_kernel()
+    family = with_mesh(
+        kernel, watch, "%%mesh\nkept = rank + 40", "%mesh slice first gpus=0", "%mesh rename gpus=dp",
+        "%%mesh --async\nimport time\nfor i in range(1000):\n    time.sleep(0.05)\n    print('tick', i)",
+    )  # fmt: skip
+    started = time.monotonic()
+    die_and_come_back(kernel, how)
+    first = kernel.run("print('mine')")
+    assert time.monotonic() - started < 30
+    said = first.text("stdout")
+    assert said.startswith('attached to mesh "main" again: dp=2, cpu; cell 5 still runs on ranks 0,1 (job 1)\n'), said
+    assert "mine\n" in said
+    kernel.wait_for_text("tick")
+    assert "job 1: running" in kernel.run("%mesh jobs").text()
+    assert kernel.run("%mesh cancel 1").ok
+    assert shown(kernel.run("%%mesh first\nkept")) == ["[0] 40"]
+    assert all(process.is_running() for process in family)
+    assert "attached" not in kernel.run("1").text()
+    end(kernel, family)
+
+
+def test_what_ended_meanwhile_is_shown_and_kept(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch)
+    kernel.start("%%mesh\nimport time\nprint('before', flush=True)\ntime.sleep(1.5)\nprint('while away')\nrank + 7")
+    kernel.wait_for_text("before")
+    kernel.process.kill()
+    kernel.process.wait(10)
+    time.sleep(2.5)
+    kernel.manager.restart_kernel(now=True)
+    kernel.client.wait_for_ready(timeout=60)
+    first = kernel.run("print(_mesh.values())")
+    assert "[0,1] while away" in first.text()
+    assert "ended meanwhile: done; its result is in _mesh" in first.text()
+    assert "[7, 8]" in first.text()
+    end(kernel, family)
+
+
+def test_a_failure_meanwhile_is_told(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch)
+    kernel.start(
+        "%%mesh\nimport time\nprint('before', flush=True)\ntime.sleep(1)\nif rank: raise ValueError('oh')\nrank"
+    )
+    kernel.wait_for_text("before")
+    kernel.process.kill()
+    kernel.process.wait(10)
+    time.sleep(2)
+    kernel.manager.restart_kernel(now=True)
+    kernel.client.wait_for_ready(timeout=60)
+    first = kernel.run("1")
+    assert "ended meanwhile: failed: " in first.text()
+    assert "ValueError: oh" in first.text() + str(first.messages)
+    end(kernel, family)
+
+
+def test_run_all_after_a_restart_goes_on_with_the_mesh(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch, "%%mesh\nkept = rank")
+    die_and_come_back(kernel, "restart")
+    again = kernel.run("%mesh spawn gpus=2 --device cpu")
+    assert again.ok, again.reply
+    assert "here from before the restart, with its state" in again.text()
+    assert kernel.run("%%mesh\nkept").ok
+    other = kernel.run("%mesh spawn gpus=3 --device cpu")
+    assert not other.ok
+    assert 'mesh "main" runs already' in str(other.reply["traceback"])
+    end(kernel, family)
+
+
+def test_a_kernel_that_is_shut_down_takes_its_meshes_along(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch)
+    die_and_come_back(kernel, "restart")
+    assert kernel.run("1").ok
+    end(kernel, family)
+
+
+def test_a_detached_mesh_waits_for_another_kernel(start_kernel: StartKernel, watch: Watch) -> None:
+    one, two = start_kernel(), start_kernel()
+    family = with_mesh(one, watch, "%%mesh\nkept = rank + 5", "%mesh slice last gpus=1")
+    listed = two.run("%mesh list").text()
+    assert f"belongs to process {one.process.pid}" in listed
+    refused = two.run("%mesh attach main")
+    assert not refused.ok
+    assert "run %mesh detach there" in str(refused.reply["traceback"])
+    detached = one.run("%mesh detach --lease 2h").text()
+    assert 'mesh "main" lives on for 2 h without this notebook' in detached
+    assert "%mesh attach main" in detached
+    assert not one.run("%%mesh\n1").ok
+    one.manager.shutdown_kernel()
+    assert all(process.is_running() for process in family)
+    assert re.search(r"waits for (2 h|1 h 59 min) more\n      %mesh attach main\n", two.run("%mesh list").text())
+    attached = two.run("%mesh attach")
+    assert attached.ok, attached.reply
+    assert 'attached to mesh "main": gpus=2, cpu' in attached.text()
+    assert shown(two.run("%%mesh last\nkept")) == ["[1] 6"]
+    end(two, family)
+
+
+def test_durations_are_checked(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    for text, hint in (("2", "2 what? For example 2s"), ("soon", "Write it as 90s"), ("0s", "no time at all")):
+        ran = kernel.run(f"%mesh detach --lease {text}")
+        assert not ran.ok
+        assert hint in str(ran.reply["traceback"])
+
+
+def test_a_mesh_that_ended_meanwhile_is_told_with_the_reason(
+    start_kernel: StartKernel, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHBOOK_LEASE_S", "1")
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch)
+    kernel.process.kill()
+    kernel.process.wait(10)
+    assert ended(family, 30)
+    kernel.manager.restart_kernel(now=True)
+    kernel.client.wait_for_ready(timeout=60)
+    first = kernel.run("1").text()
+    assert 'mesh "main" of the last kernel has ended: no controller came within the lease of 1 s' in first
+    assert "%mesh spawn gpus=4" in first
+    assert kernel.run("2").text() == ""
+    die_and_come_back(kernel, "restart")
+    assert kernel.run("3").text() == ""
+
+
+def test_the_stock_kernel_finds_its_mesh_when_the_extension_is_loaded(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel("python3")
+    assert kernel.run("%load_ext meshbook").ok
+    family = with_mesh(kernel, watch, "%%mesh\nkept = rank")
+    die_and_come_back(kernel, "kill")
+    assert kernel.run("%load_ext meshbook").ok
+    assert 'attached to mesh "main" again: gpus=2, cpu' in kernel.run("1").text()
+    end(kernel, family)
