@@ -1,4 +1,4 @@
-"""What a notebook leaves for its next kernel: how its meshes are arranged, the names of slices, the numbers of jobs.
+"""What a notebook leaves for its next kernel: how its meshes are arranged, slices, setup cells, the numbers of jobs.
 
 It is remembered with the session that the meshes belong to, so it lives exactly as long. A *trace*
 outside of the session tells the next kernel which meshes there were, should they have ended meanwhile.
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from meshbook_extension.setups import Setup
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
@@ -37,6 +39,15 @@ class View(msgspec.Struct, frozen=True):
         return mesh.arrange(self.sizes, self.ranks) if known.issuperset(self.ranks) else None
 
 
+class SavedSlice(msgspec.Struct, frozen=True):
+    """A part of a mesh that has a name."""
+
+    mesh: str
+    view: View
+    pairs: dict[str, str] | None
+    """How it was cut."""
+
+
 class Keepsake(msgspec.Struct, frozen=True):
     """Of one session; a notebook mostly has one."""
 
@@ -44,8 +55,9 @@ class Keepsake(msgspec.Struct, frozen=True):
     """Names the notebook; empty where nothing does."""
     current: str | None
     meshes: dict[str, View]
-    slices: dict[str, tuple[str, View]]
-    """Name to the mesh's name and the members."""
+    slices: dict[str, SavedSlice]
+    setups: tuple[Setup, ...]
+    """Cells for ranks that are started later, in the order in which they were run."""
     jobs: dict[int, int]
     """Output id of a cell to its number as a job."""
     next_job: int
@@ -121,13 +133,16 @@ class Keeper:
         session = self._session
         meshes = {name: procs for name, procs in session.meshes.items() if procs.session == id and procs.alive}
         slices = {
-            name: (named.mesh, View.of(named.view)) for name, named in session.slices.items() if named.mesh in meshes
+            name: SavedSlice(named.mesh, View.of(named.view), None if named.pairs is None else dict(named.pairs))
+            for name, named in session.slices.items()
+            if named.mesh in meshes
         }
         return Keepsake(
             notebook=self.notebook,
             current=session.current,
             meshes={name: View.of(procs) for name, procs in meshes.items()},
             slices=slices,
+            setups=tuple(setup for name in meshes for setup in session.setups.of(name)),
             jobs={job.cell.run.id: job.number for job in session.jobs.running() if job.mesh in meshes},
             next_job=session.jobs.next_number,
         )

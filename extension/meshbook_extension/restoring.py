@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
 
 _CELL = re.compile(r"cell \d+")
-_NOTHING = Keepsake("", None, {}, {}, {}, 1)
+_NOTHING = Keepsake("", None, {}, {}, (), {}, 1)
 
 
 def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
@@ -38,6 +38,8 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
             session.returned.add(mesh.name)
     if keepsake.current in session.meshes:
         session.current = keepsake.current
+    for setup in keepsake.setups:
+        session.setups.add(setup)
     gone = _restore_slices(session, attachment, keepsake)
     ended: list[tuple[AdoptedCall, ProcMesh]] = []
     for mesh in attachment.meshes:
@@ -67,12 +69,12 @@ def _restore_slices(session: Session, attachment: Attachment, keepsake: Keepsake
     """Returns the names of those that cannot be made again."""
     meshes = {mesh.name: mesh for mesh in attachment.meshes}
     gone = []
-    for name, (mesh, saved) in keepsake.slices.items():
-        view = saved.restore(meshes[mesh]) if mesh in meshes else None
+    for name, saved in keepsake.slices.items():
+        view = saved.view.restore(meshes[saved.mesh]) if saved.mesh in meshes else None
         if view is None:
             gone.append(name)
         else:
-            session.slices[name] = NamedSlice(mesh, view)
+            session.slices[name] = NamedSlice(saved.mesh, view, saved.pairs)
     return gone
 
 

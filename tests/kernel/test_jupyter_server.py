@@ -86,7 +86,7 @@ def root(installed_kernelspec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     root = Path(tempfile.mkdtemp(prefix="mb"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "run"))
     monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
-    monkeypatch.setenv("MESHBOOK_LEASE_S", "60")
+    monkeypatch.setenv("MESHBOOK_LEASE_S", "300")
     (root / "run").mkdir(mode=0o700)
     yield root
     shutil.rmtree(root, ignore_errors=True)

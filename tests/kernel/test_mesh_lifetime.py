@@ -71,16 +71,19 @@ def test_shutdown_stops_the_mesh_in_time(start_kernel: StartKernel, watch: Watch
     assert not all_gone(family, timeout_s=1)
 
 
-def test_restart_in_a_busy_cell_leaves_only_the_new_kernel(start_kernel: StartKernel, watch: Watch) -> None:
+def test_restart_in_a_busy_cell_leaves_the_mesh_to_the_new_kernel(start_kernel: StartKernel, watch: Watch) -> None:
     kernel = start_kernel()
     family = with_mesh(kernel)
     watch(family)
     kernel.start(SLEEP_ON_RANKS)
     kernel.wait_for_text("started")
+    former = kernel.process
     kernel.manager.restart_kernel()
-    assert not all_gone(family, timeout_s=5)
+    assert not all_gone([former], timeout_s=5)
     kernel.client.wait_for_ready(timeout=60)
-    assert with_mesh(kernel)
+    assert 'attached to mesh "procs" again: gpus=2, cpu' in kernel.run("1").text()
+    kernel.manager.shutdown_kernel()
+    assert not all_gone(family, timeout_s=5)
 
 
 def test_kernel_killed_with_a_busy_mesh_leaves_no_process(start_kernel: StartKernel, watch: Watch) -> None:

@@ -23,7 +23,7 @@ def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     root = Path(tempfile.mkdtemp(prefix="mb"))  # short: the path of a socket has 107 characters
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "run"))
     monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
-    monkeypatch.setenv("MESHBOOK_LEASE_S", "60")
+    monkeypatch.setenv("MESHBOOK_LEASE_S", "120")
     (root / "run").mkdir(mode=0o700)
     yield root
     shutil.rmtree(root, ignore_errors=True)
