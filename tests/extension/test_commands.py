@@ -109,7 +109,8 @@ def test_several_meshes_and_one_current(notebook) -> None:
     notebook.run("%mesh spawn gpus=1 --device cpu --name other --no-group")
     notebook.run("%%mesh\nrank")
     assert notebook["_mesh"].ranks == (0,)
-    assert notebook.run("%mesh list").stdout == "  main: gpus=4, cpu, 4 ranks\n* other: gpus=1, cpu, 1 rank\n"
+    listed = notebook.run("%mesh list").stdout  # what other kernels of this user have may follow
+    assert listed.startswith("  main: gpus=4, cpu, 4 ranks\n* other: gpus=1, cpu, 1 rank\n")
     notebook.run("%%mesh main\nrank")
     assert len(notebook["_mesh"]) == 4
     assert notebook.run("%mesh use main").stdout == 'mesh "main" is current: gpus=4\n'
