@@ -129,6 +129,10 @@ class Keeper:
             [Trace(folder.id, {mesh.name: mesh.sizes for mesh in folder.state.meshes.values()}) for folder in folders]
         )
 
+    def drop_traces(self) -> None:
+        """The person ends the meshes with the kernel."""
+        drop_traces(self.notebook)
+
     def _make(self, id: str) -> Keepsake:
         session = self._session
         meshes = {name: procs for name, procs in session.meshes.items() if procs.session == id and procs.alive}

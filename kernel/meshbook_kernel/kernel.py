@@ -135,6 +135,8 @@ class MeshbookKernel(IPythonKernel):
 
     def _stop_meshes(self) -> None:
         try:
+            if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
+                session.keeper.drop_traces()  # the next kernel need not be told that they have ended
             mesh.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not stopped in order; their processes end after this one.")
