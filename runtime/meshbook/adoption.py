@@ -58,8 +58,8 @@ class Adoption:
 
     @property
     def silent(self) -> list[KnownHost]:
-        """The hosts that have not reported."""
-        return [host for host in self._expected if not host.lost]
+        """The hosts that have not reported; some may be lost."""
+        return list(self._expected)
 
     def give_up(self, host: KnownHost, reason: str) -> None:
         """A host will not report."""
@@ -140,6 +140,8 @@ class Adoption:
         for found in self._found.values():
             self._conclude(found)
         self.calls.sort(key=lambda call: call.id)
+        self._found.clear()
+        self._board.on_hosted = lambda host, message: None  # we hold the calls, which hold their results
         self.done.set_result(None)
 
     def _complete(self, mesh: KnownMesh) -> None:

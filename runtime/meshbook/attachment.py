@@ -164,7 +164,7 @@ def _knock(controller: Controller, deadline: float) -> Adoption:
 
     def knock() -> None:
         for host in adoption.silent:
-            if reason := host.launched.failure():
+            if reason := host.lost or host.launched.failure():
                 adoption.give_up(host, reason)
             elif time.monotonic() > deadline:
                 adoption.give_up(host, "it did not answer its new controller")

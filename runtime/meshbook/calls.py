@@ -198,6 +198,7 @@ class OpenCall:
     def end(self) -> None:
         """No rank is at it any more. Lets go of the future, which holds us: the collector need not come for the two."""
         self.future = _NOBODY
+        self.on_reply = None  # whoever it belongs to may hold us
         if self._on_end:
             self._run_on_end()
 

@@ -11,6 +11,7 @@ The state (`meshbook.switchboard`) belongs to whoever has the turn (`meshbook.tu
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -41,6 +42,9 @@ from meshbook.turns import Turns
 
 T = TypeVar("T")
 
+ACK_IDLE_S = 0.02
+"""When nothing has come for so long, what has come is acknowledged."""
+
 OutputSource: TypeAlias = Callable[[Any], OutputTarget | None]
 """Takes the ProcMesh that is called, on the thread of the caller."""
 
@@ -63,6 +67,9 @@ class Controller:
         self.output_source: OutputSource | None = None
         """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
         self._tick_at = 0.0
+        self._heard: set[str] = set()
+        """Hosts to which we may owe acknowledgements."""
+        self._ack_at = math.inf
         self._turns = Turns(self._serve, self._wake)
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="meshbook.io", daemon=True)
@@ -505,8 +512,17 @@ class Controller:
         self._sleep(timeout_s)
         if self._socket.has_ended():
             self._tick_at = 0.0
+        heard = self._heard
         for host_id, lane, frames in self._socket.receive():
             self._board.on_frames(host_id, lane, frames)
+            heard.add(host_id)
+            self._ack_at = math.inf
+        if heard and self._ack_at == math.inf:
+            self._ack_at = time.monotonic() + ACK_IDLE_S
+        elif heard and time.monotonic() >= self._ack_at:
+            self._board.acknowledge(heard)
+            heard.clear()
+            self._ack_at = math.inf
         self._board.expire()
         if time.monotonic() >= self._tick_at:
             self._tick_at = time.monotonic() + HEARTBEAT_S
@@ -515,7 +531,8 @@ class Controller:
 
     def _sleep(self, timeout_s: float | None) -> None:
         self._asleep = True  # from here on `submit` wakes us
-        left = max(0.0, min(self._tick_at, self._board.next_deadline) - time.monotonic())
+        next_at = min(self._tick_at, self._ack_at, self._board.next_deadline)
+        left = max(0.0, next_at - time.monotonic())
         self._socket.poll(self._wake_fd, 0 if self._inbox else left if timeout_s is None else min(left, timeout_s))
         self._asleep = False
         try:

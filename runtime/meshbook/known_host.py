@@ -115,6 +115,12 @@ class KnownHost:
         while backlog and not link.full:
             self._transmit(lane, *backlog.popleft())
 
+    def acknowledge_rest(self) -> None:
+        """Send the acknowledgements that could wait: if we end now, the next controller shall not hear it all again."""
+        for lane, link in self._links.items():
+            if link.owes:
+                self._sock.send(self.id, lane, link.acknowledgement())
+
     def beat(self) -> None:
         """Once per heartbeat: how far each lane is."""
         self.send_urgent(wire.Heartbeat())

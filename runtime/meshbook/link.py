@@ -146,6 +146,15 @@ class Link:
         """(header, payload) of each message that the peer may not have, in order."""
         return [(bytes(frames[0])[_SIZE:], frames[1:]) for frames, _ in self._unacked]
 
+    @property
+    def owes(self) -> bool:
+        """Whether the peer does not know yet of all that we have received."""
+        return self._owed > 0
+
+    def acknowledgement(self) -> list[Buffer]:
+        """Return frames that say what we have; to be sent when there is nothing else to do."""
+        return self._status(ACK)
+
     def heartbeat(self) -> list[Buffer]:
         """Return frames that say how far we are in both directions; to be sent at regular times."""
         return self._status(BEAT)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,6 +77,12 @@ class Switchboard:
         """Let go what was sent to hosts in this turn."""
         for host in self.hosts.values():
             host.flush()
+
+    def acknowledge(self, hosts: Iterable[str]) -> None:
+        """Tell hosts what we have of theirs."""
+        for id in hosts:
+            if (host := self.hosts.get(id)) is not None and not host.lost:
+                host.acknowledge_rest()
 
     def tick(self) -> None:
         """Once per heartbeat: beat, and look for hosts that are gone."""
