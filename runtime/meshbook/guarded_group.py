@@ -165,6 +165,11 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         inner.add_peer_work(work, "monitored_barrier", 0, 0)
         work.wait()
 
+    def __repr__(self) -> str:
+        """torch's errors show it, those for a group of the past included."""
+        state = self.retired or f"{len(self.recipe.ranks)} ranks, {self.recipe.backend}"
+        return f'<process group "{self.recipe.name}": {state}>'
+
     # ---- what torch asks of a group -----------------------------------------------------------------------------
 
     def name(self) -> str:

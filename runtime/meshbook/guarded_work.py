@@ -49,6 +49,10 @@ class Guard:
         self.abandoned = 0
         self.waits: dict[int, GuardedWork] = {}
         """By thread."""
+        self.futures: dict[CollectiveWork, float] = {}
+        """Operations whose future somebody holds and that have not ended, and since when (monotonic)."""
+        self.backward: set[int] = set()
+        """Threads in a backward pass (`meshbook.backward_waits`)."""
         self.told = threading.Event()
         """Set while ``reason`` is."""
 
@@ -71,13 +75,17 @@ class Guard:
 
 
 def describe_waits(guard: Guard) -> tuple[Waiting, ...]:
-    """What the threads of this process wait in; from any of them."""
+    """What the threads of this process wait in; from any of them.
+
+    A backward pass that has begun operations and not seen their end counts as waiting for them: it will.
+    """
     now, frames = time.monotonic(), sys._current_frames()
+    waits = [(thread, work, work.since) for thread, work in list(guard.waits.items())]
+    for thread in list(guard.backward)[:1]:
+        waits += [(thread, work, since) for work, since in list(guard.futures.items())]
     return tuple(
-        Waiting(
-            work.inner.name, work.operation, work.number, work.peer, users_place(frames.get(thread)), now - work.since
-        )
-        for thread, work in list(guard.waits.items())
+        Waiting(work.inner.name, work.operation, work.number, work.peer, users_place(frames.get(thread)), now - since)
+        for thread, work, since in waits
     )
 
 
@@ -173,7 +181,7 @@ class CollectiveWork(GuardedWork):
         if self._future is None:
             raw, self._gate = self._raw.get_future(), torch.futures.Future()
             self._future = self._gate.then(lambda _: self._outcome(raw))
-            self.inner.futures.add(self)
+            self.inner.guard.futures[self] = time.monotonic()
             raw.add_done_callback(lambda _: self._open_gate())
             if self.inner.dead:
                 self.fail_future()
@@ -186,7 +194,7 @@ class CollectiveWork(GuardedWork):
         self._open_gate()
 
     def _open_gate(self) -> None:
-        self.inner.futures.discard(self)
+        self.inner.guard.futures.pop(self, None)
         self.inner.forget_completed()
         with contextlib.suppress(RuntimeError):  # opened already
             self._gate.set_result(None)

@@ -28,13 +28,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from meshbook.guarded_work import CollectiveWork, Guard, PeerWork
+from meshbook.guarded_work import Guard, PeerWork
 from meshbook.side_threads import Lane, run_aside
 
 GIVE_UP_AFTER_S = 600.0
 """Operations that have not ended so long after their group was given up keep it for the life of the process."""
 
-_LOOK_S = 0.01
+_GRACE_S = 2.0
+"""A group that was given up listens so much longer: who connects late to a closed port tries again for half an hour."""
+
+_LOOK_S = 0.02
+_AGAIN_S = 0.25
 _GREETING = struct.Struct("=q")
 _device_lock = threading.Lock()
 
@@ -70,8 +74,6 @@ class InnerGroup:
         self.name = recipe.name
         self.dead = ""
         """Why nothing more comes of it."""
-        self.futures: set[CollectiveWork] = set()
-        """Whose future somebody holds, and that have not ended."""
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._pending: deque[dist.Work] = deque()
@@ -148,8 +150,9 @@ class InnerGroup:
         self.dead = self.dead or reason
         for peer_work in list(self.open_peer_works):
             peer_work.wake()
-        for work in list(self.futures):
-            work.fail_future()
+        for work in list(self.guard.futures):
+            if work.inner is self:
+                work.fail_future()
 
     def abort_communicators(self) -> None:
         """Abort what runs on CUDA devices; may block, and frees whoever waits for the device."""
@@ -165,11 +168,11 @@ class InnerGroup:
         self.forget_completed()
         return bool(self._pending or self.open_peer_works)
 
-    def end_operations(self) -> None:
-        """Make the operations that are still under way fail."""
+    def end_operations(self, greet: bool) -> None:
+        """Make the operations that are still under way fail. greet: those too that wait for a peer to connect."""
         for fd in _descriptors():
             _shut_if_bound_to(fd, self._listening)
-        for address in self._listening:
+        for address in self._listening if greet else ():
             for peer in range(self._size):
                 if peer != self._rank:
                     _greet_and_leave(address, peer)
@@ -185,14 +188,21 @@ def dispose(groups: Iterable[InnerGroup]) -> None:
 
 
 def _dispose(left: list[InnerGroup]) -> None:
-    deadline = time.monotonic() + GIVE_UP_AFTER_S
-    for group in left:
-        if group.busy:
-            group.end_operations()
-    while any(group.busy for group in left) and time.monotonic() < deadline:
+    begun = again = time.monotonic()
+    while (now := time.monotonic()) < begun + _GRACE_S or (
+        any(group.busy for group in left) and now < begun + GIVE_UP_AFTER_S
+    ):
+        if now >= again:
+            again = now + _AGAIN_S
+            _end_operations([group for group in left if group.busy], greet=now < begun + 2 * _AGAIN_S)
         time.sleep(_LOOK_S)
     _kept_for_ever.extend(group for group in left if group.busy)
     left.clear()
+
+
+def _end_operations(groups: list[InnerGroup], greet: bool) -> None:
+    for group in groups:
+        group.end_operations(greet)
 
 
 _kept_for_ever: list[InnerGroup] = []

@@ -35,7 +35,7 @@ from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshbook import regroup
+from meshbook import backward_waits, regroup
 from meshbook.collectives import Collectives
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.group_factory import GroupFactory
@@ -201,6 +201,7 @@ class RankGroups:
         self._wrap_init()
         self._factory.install()
         watch_modules()
+        backward_waits.install(self._guard)
         return agreement
 
     def _lineage_for(self, place: RankPlace) -> str:
@@ -238,6 +239,7 @@ class RankGroups:
             dispose([inner for group in groups if (inner := group.retire(reason or _DESTROYED)) is not None])
             dist.destroy_process_group()
         self._forget_groups()
+        self._joined.clear()
         self._lineage = ""
         if self._link is not None and not keep_link:
             self._link.close()
@@ -283,6 +285,12 @@ class RankGroups:
         for group in list(self._factory.groups.values()):
             if (inner := group.inner) is not None:
                 inner.give_up(reason)
+
+    def interrupt_backward(self) -> None:
+        """End what a backward pass waits for in C++, where it hears no signal; from the control thread."""
+        if self._guard.backward:
+            for work in list(self._guard.futures):
+                work.fail_future()
 
     def collectives(self, call: int) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread."""
@@ -346,7 +354,6 @@ class RankGroups:
         self._world = None
         self._meshes.clear()
         self._axis_groups.clear()
-        self._joined.clear()
 
     # ---- init_process_group in cells ----------------------------------------------------------------------------
 

@@ -298,6 +298,8 @@ class Worker:
         while True:
             while not self.urgent.wait(timeout_s=self.gate.tend() or IDLE_S):
                 self._tell_freed()
+                if self.gate.unheard:
+                    self.groups.interrupt_backward()
                 if self.current is not None:
                     self.shell.flush_text()  # the start of a line, a prompt or a progress bar, shows before its end
             with self._hearing:

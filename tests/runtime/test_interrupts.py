@@ -52,9 +52,10 @@ def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -
         assert time.monotonic() < deadline
         time.sleep(0.02)
     started = time.monotonic()
-    interrupted = run.interrupt()
-    assert time.monotonic() - started < 2
-    assert interrupted.obeyed == (0,) and interrupted.stuck == {}
+    run.interrupt()
+    with pytest.raises(errors.CallFailed, match="rank 0 raised KeyboardInterrupt"):
+        run.future.get(10)
+    assert time.monotonic() - started < 5
     assert mesh2.run("rank").get(30).values() == [0, 1]
 
 

@@ -1,0 +1,37 @@
+"""Backward passes, in which DDP waits for the futures of its collectives in C++, where no signal gets through.
+
+The thread that runs one is known, so that what it waits for can be told and ended from the control thread. torch wraps
+the error of a future in text; here it becomes itself again.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch.autograd
+
+from meshbook.errors import GroupAborted
+from meshbook.guarded_work import Guard
+
+_torch_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
+
+
+def install(guard: Guard) -> None:
+    """From now on backward passes of this process are known to ``guard``. Idempotent."""
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.get_ident()
+        if thread in guard.backward:  # a backward pass inside another, as checkpointing makes
+            return _torch_run_backward(*args, **kwargs)
+        guard.backward.add(thread)
+        try:
+            return _torch_run_backward(*args, **kwargs)
+        except RuntimeError as error:
+            if GroupAborted.__name__ in str(error):
+                raise GroupAborted(guard.reason or "the backward pass was interrupted") from None
+            raise
+        finally:
+            guard.backward.discard(thread)
+
+    vars(torch.autograd)["_engine_run_backward"] = run_backward
