@@ -12,7 +12,7 @@ from typing import Any
 import torch.autograd
 
 from meshbook.errors import GroupAborted
-from meshbook.guarded_work import Guard
+from meshbook.guarded_work import EXPLAIN_S, Guard
 
 _torch_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
 
@@ -28,7 +28,10 @@ def install(guard: Guard) -> None:
         try:
             return _torch_run_backward(*args, **kwargs)
         except RuntimeError as error:
-            if GroupAborted.__name__ in str(error):
+            text = str(error)
+            if "onnection" in text:  # lost to a peer that ended: the controller tells why, a moment later
+                guard.told.wait(EXPLAIN_S)
+            if GroupAborted.__name__ in text or ("onnection" in text and guard.reason):
                 raise GroupAborted(guard.reason or "the backward pass was interrupted") from None
             raise
         finally:

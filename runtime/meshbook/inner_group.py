@@ -154,11 +154,17 @@ class InnerGroup:
             if work.inner is self:
                 work.fail_future()
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it has communicators on CUDA devices."""
+        return any(device.type == "cuda" for device in self.group._device_types)
+
     def abort_communicators(self) -> None:
         """Abort what runs on CUDA devices; may block, and frees whoever waits for the device."""
         for device in self.group._device_types:
             if device.type == "cuda":
-                self.group._get_backend(device).abort()
+                with contextlib.suppress(RuntimeError):  # aborted already, or never connected
+                    self.group._get_backend(device).abort()
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from meshbook.link_store import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.module_repair import repair_modules, watch_modules
 from meshbook.regroup import Agreement, Greeting, agree
 from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
+from meshbook.side_threads import run_aside
 from meshbook.value_broadcast import broadcast_value
 from meshbook.whereabouts import describe_frame
 from meshbook.wording import format_sizes
@@ -285,6 +286,8 @@ class RankGroups:
         for group in list(self._factory.groups.values()):
             if (inner := group.inner) is not None:
                 inner.give_up(reason)
+                if inner.on_cuda:  # who waits for the device hears nothing else; it may block, so all at once, aside
+                    run_aside(inner.abort_communicators)
 
     def interrupt_backward(self) -> None:
         """End what a backward pass waits for in C++, where it hears no signal; from the control thread."""
