@@ -177,7 +177,8 @@ class Campaign:
 
     def _give_up(self, fault: Fault, error: Exception) -> None:
         kind = self.findings.hangs if isinstance(error, TimeoutError) else self.findings.wrong
-        kind.append(f"{fault}: {type(error).__name__}: {error}")
+        places = ", ".join(f"rank {rank} {place}" for rank, place in self.mesh.where().items())
+        kind.append(f"{fault}: {type(error).__name__}: {error}; {places}")
         self._replace()
 
     def _spawn(self) -> ProcMesh:
