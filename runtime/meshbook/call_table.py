@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from meshbook import wire
 from meshbook.calls import OpenCall
 from meshbook.console_output import ConsoleOutput
 from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
 from meshbook.output_events import OutputEvent, OutputListener, OutputTarget
-from meshbook.pickling import loads
 
 KEPT_LISTENERS = 1024
 """Cells whose late output still finds its listener."""
@@ -22,6 +23,8 @@ KEPT_LISTENERS = 1024
 
 FAILURE_GRACE_S = 0.02
 """A call that fails fast waits so long for other ranks to fail in the same way, so that one error tells of them all."""
+
+_decode_answer = msgspec.msgpack.Decoder().decode
 
 
 class CallTable:
@@ -58,7 +61,7 @@ class CallTable:
         return {rank for call in self._calls.values() if call.mesh == mesh for rank in call.waiting}
 
     def ask(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
-        """Expect answers to a query: ``on_answer(rank, value)``."""
+        """Expect answers to a query: ``on_answer(rank, value)``, plain data as msgpack has it."""
         self._queries[id] = on_answer
 
     def end_query(self, id: int) -> None:
@@ -75,7 +78,9 @@ class CallTable:
                     continue  # it was not asked, or has answered, or was taken for dead meanwhile
                 call.answer(reply, mine, large)
             elif query is not None and reply.status == wire.OK:
-                query(reply.rank, loads(mine[0] if mine else reply.inline))
+                query(
+                    reply.rank, _decode_answer(mine[0] if mine else reply.inline)
+                )  # no pickle: this is the I/O thread
         if call is not None:
             self.settle_if_done(call)
 

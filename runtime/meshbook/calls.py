@@ -248,12 +248,15 @@ class CallFuture(Future[T], Generic[T]):
     def __init__(self, control: CallControl) -> None:
         super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
         self._control = control
+        self._timeout_s: float | None = None
+        """What the caller of `get` asked for; a part of it is waited elsewhere."""
 
     def get(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return their values.
 
         timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout, and CallInterrupted if the person interrupts.
         """
+        self._timeout_s = timeout
         try:
             if not self.done():
                 timeout = self._wait_in_turn(timeout)
@@ -319,4 +322,5 @@ class CallFuture(Future[T], Generic[T]):
         self._control.cancel(self.call.id)
 
     def _timed_out(self, timeout_s: float) -> BaseException:
-        return CallTimeout(self.call.what, timeout_s, self.call.waiting, partial=self.call.results)
+        asked_s = timeout_s if self._timeout_s is None else self._timeout_s
+        return CallTimeout(self.call.what, asked_s, self.call.waiting, partial=self.call.results)

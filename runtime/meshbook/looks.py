@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from meshbook import wire
 from meshbook.call_table import CallTable
@@ -83,8 +85,8 @@ class Looks:
             self._calls.end_query(self._look.id)
             self._look = None
 
-    def _on_answer(self, look: Look, rank: int, told: Collectives) -> None:
-        look.answers[rank] = told
+    def _on_answer(self, look: Look, rank: int, told: Any) -> None:
+        look.answers[rank] = msgspec.convert(told, Collectives)
         if look is self._look and not look.missing(self._mesh.lost):
             self._complete(look)
 

@@ -346,7 +346,7 @@ class Worker:
             answer = Answer(wire.OK, QUERIES[query.endpoint](self), has_value=True)
         except Exception as error:
             answer = Answer(wire.RAISED, failure=self.shell.describe(error))
-        payload = self._pack_failure(answer.failure) if answer.failure else [dumps(answer.value, what="answer")[0]]
+        payload = self._pack_failure(answer.failure) if answer.failure else [_encode(answer.value)]
         self.urgent.send(wire.Reply(query.id, answer.status, 0.0), payload)
 
 
