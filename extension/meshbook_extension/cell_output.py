@@ -43,6 +43,8 @@ class CellOutput:
         """The ranks that have ended, known before it is shown."""
         self.hide_interrupts = False
         """The person interrupted the cell, so that ranks stopped is no news."""
+        self.progress: list[tuple[tuple[int, ...], str]] = []
+        """The progress bars as they stand, equal ones once, each with its ranks."""
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
@@ -239,7 +241,8 @@ class CellOutput:
             self._sink.display(data, event.metadata, display_id, update=True)
 
     def _show_bars(self, now: float) -> None:
-        self._bars = [f"{label(ranks)} {state}" for ranks, state in self._grouping.bars()]
+        self.progress = self._grouping.bars()
+        self._bars = [f"{label(ranks)} {state}" for ranks, state in self.progress]
         if self._bars != self._bars_shown and (now >= self._next_bars_at or not self._bars):
             self._bars_shown = self._bars
             self._next_bars_at = now + BARS_INTERVAL_S

@@ -16,6 +16,7 @@ from meshbook_extension.waiting import wait_until_done
 
 if TYPE_CHECKING:
     from meshbook.cell_run import CellRun
+    from meshbook.errors import Failure
     from meshbook.proc_mesh import ProcMesh
     from meshbook.value_mesh import ValueMesh
     from meshbook_extension.cell_output import CellOutput
@@ -60,6 +61,11 @@ class RunningCell:
     def waiting(self) -> tuple[int, ...]:
         """The ranks that have not ended."""
         return tuple(rank for rank in self.ranks if rank not in self.output.done)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What ranks raised so far."""
+        return [done.failure for done in list(self.output.done.values()) if done.failure is not None]
 
     def result(self, timeout_s: float | None = None) -> ValueMesh[Any]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.

@@ -13,6 +13,7 @@ from meshbook_extension.keepsake import Keeper, notebook_key
 from meshbook_extension.publish import Publisher
 from meshbook_extension.setups import Setups
 from meshbook_extension.targets import choose
+from meshbook_extension.widget.display import HealthBoard
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
@@ -51,6 +52,7 @@ class Session:
         """Meshes that an earlier kernel of this notebook has spawned."""
         self.keeper = Keeper(self, notebook_key(shell))
         self.comeback: Comeback | None = None
+        self.health = HealthBoard()
         self._stopped = ""
 
     def take_over(self, earlier: Session | None) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 STEP_S = 0.1
 
+WHILE_WAITING: list[Callable[[], None]] = []
+"""Called at each step of each wait: what nobody else can do while the main thread waits."""
+
 
 def wait_until_done(
     future: Future[Any], timeout_s: float | None = None, on_step: Callable[[], None] | None = None
@@ -33,5 +36,7 @@ def wait_until_done(
             return True
         if deadline is not None and time.monotonic() >= deadline:
             return False
+        for task in WHILE_WAITING:
+            task()
         if on_step is not None:
             on_step()

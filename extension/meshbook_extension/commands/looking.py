@@ -19,25 +19,49 @@ if TYPE_CHECKING:
 ROWS = 64
 """A larger mesh gets a row per host and state."""
 
+TEXT = Option("--text", "as text, also where the widget can be shown")
+
 
 @command(
     Grammar(
         name="%mesh status",
-        summary="The ranks: where they run, what they do, how much memory they hold.",
+        summary="The ranks: where they run, what they do, how much memory they hold; live where a widget can be shown.",
         words="[SLICE]",
         count=(0, 1),
         pairs="[AXIS=.. ...]",
-        examples=("%mesh status", "%mesh status gpus=0:2", "%mesh"),
+        options=(TEXT,),
+        examples=("%mesh status", "%mesh status gpus=0:2", "%mesh status --text", "%mesh"),
         notes=FORMS,
     )
 )
 def status(session: Session, arguments: Arguments) -> None:
-    """A table."""
+    """The widget, or a table."""
     procs = session.target(arguments.words, arguments.pairs)
-    statuses = procs.status()
+    if arguments.flag(TEXT.name) or not session.health.show(session, procs):
+        print(status_text(session, procs, procs.status()))
+
+
+@command(
+    Grammar(
+        name="%mesh top",
+        summary="The same as %mesh status.",
+        words="[SLICE]",
+        count=(0, 1),
+        pairs="[AXIS=.. ...]",
+        options=(TEXT,),
+        examples=("%mesh top", "%mesh top gpus=0:2"),
+        notes=FORMS,
+    )
+)
+def top(session: Session, arguments: Arguments) -> None:
+    """The widget, or a table."""
+    status(session, arguments)
+
+
+def status_text(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus]) -> str:
+    """What a terminal shows."""
     hosts = len(procs.hosts if len(procs) == len(procs.base()) else {one.host for one in statuses})
-    print(describe_mesh(session, procs, hosts))
-    print(rank_table(statuses))
+    return f"{describe_mesh(session, procs, hosts)}\n{rank_table(statuses)}"
 
 
 def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:

@@ -1,0 +1,118 @@
+"""Messages from the widget while a cell blocks the main thread.
+
+ipykernel hands a comm message to the shell that last sent on its comm, so it waits until the cell has ended. The few
+messages that are meant for our widgets are taken out before that:
+
+    ipykernel 7    on the shell channel's thread, which reads the socket at all times
+    ipykernel 6    by the main thread itself, from the wait loop of a magic; other messages are put into the queue in
+                   which they would have ended up, in the order in which they came
+
+Both need private parts of ipykernel. Where those look different nothing is done, and buttons act when the cell has
+ended. No status is published for these messages: front ends take any ``idle`` for the end of the running cell.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from meshbook_extension.waiting import WHILE_WAITING
+
+_LOG = logging.getLogger(__name__)
+
+Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
+"""Takes the content of a custom message, on any thread, and returns soon."""
+
+_MARK = "_meshbook_busy_comms"
+
+
+class BusyComms:
+    """The comms of one kernel that are listened to while it is busy."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._listeners: dict[str, Listener] = {}
+
+    @classmethod
+    def of(cls, kernel: Any) -> BusyComms:
+        """The one of this kernel; made, and put in place, at the first call."""
+        found: BusyComms | None = getattr(kernel, _MARK, None)
+        if found is None:
+            found = cls(kernel)
+            setattr(kernel, _MARK, found)
+            found._install()
+        return found
+
+    def listen(self, comm_id: str, listener: Listener) -> None:
+        """Give custom messages of this comm to ``listener`` and to nobody else."""
+        self._listeners[comm_id] = listener
+
+    def forget(self, comm_id: str) -> None:
+        """The comm is closed."""
+        self._listeners.pop(comm_id, None)
+
+    def _drain(self) -> None:
+        """Serve what waits in the shell socket; called on the main thread while it waits, under ipykernel 6."""
+        import zmq
+
+        if threading.current_thread() is not threading.main_thread():
+            return
+        socket = self._kernel.shell_stream.socket
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a message taken out must not be lost
+        try:
+            while socket.get(zmq.EVENTS) & zmq.POLLIN:
+                message = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                if not self._take(message):
+                    self._kernel.schedule_dispatch(self._kernel.dispatch_shell, message)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _install(self) -> None:
+        kernel = self._kernel
+        thread = getattr(kernel, "shell_channel_thread", None)
+        serve = getattr(kernel, "shell_channel_thread_main", None)
+        if getattr(kernel, "shell_stream", None) is None:
+            return
+        if thread is None and hasattr(kernel, "msg_queue") and hasattr(kernel, "schedule_dispatch"):
+            WHILE_WAITING.append(self._drain)
+        if thread is None or serve is None:
+            return
+
+        async def receive(message: list[Any]) -> None:
+            if not self._take(message):
+                await serve(message)
+
+        thread.io_loop.add_callback(lambda: kernel.shell_stream.on_recv(receive, copy=False))
+
+    def _take(self, message: list[Any]) -> bool:
+        """Whether ``message`` was for one of us, and has been served."""
+        try:
+            found = self._read(message)
+        except Exception:  # whatever it is, the kernel itself says what is wrong with it
+            return False
+        if found is None:
+            return False
+        listener, content = found
+        try:
+            listener(content)
+        except Exception:
+            _LOG.exception("a message of the health widget could not be served")
+        return True
+
+    def _read(self, message: list[Any]) -> tuple[Listener, Mapping[str, Any]] | None:
+        session = self._kernel.session
+        _, frames = session.feed_identities(message, copy=False)
+        packed = bytes(frames[4].bytes)
+        if not any(comm_id.encode() in packed for comm_id in tuple(self._listeners)):
+            return None
+        peeked = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace
+        content = session.unpack(packed)
+        listener = self._listeners.get(content.get("comm_id"))
+        data = content.get("data")
+        if peeked["msg_type"] != "comm_msg" or listener is None or data.get("method") != "custom":
+            return None
+        session.deserialize(frames, content=True, copy=False)  # now it counts as received, and cannot be sent again
+        return listener, data["content"]

@@ -1,0 +1,73 @@
+"""The widget where there are no widgets: a text, and an HTML table that a saved notebook shows. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from meshbook.wording import format_bytes, format_ranks, format_sizes
+from meshbook_extension.labels import format_seconds
+from meshbook_extension.widget.snapshot import MB, Snapshot
+from meshbook_extension.widget.states import IDLE, NAMES
+
+ROWS = 64
+"""Larger meshes get a row per host and state."""
+
+_TABLE = "border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums"
+_CELL = "text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.25)"
+
+
+class _Row(NamedTuple):
+    ranks: str
+    host: str
+    state: str
+    memory: str
+    at: str
+
+
+def as_html(snapshot: Snapshot) -> str:
+    """A table of the ranks. No style sheet and no script: viewers of saved notebooks drop both."""
+    rows = _rows(snapshot)
+    heads = _Row("rank" if len(rows) == len(snapshot.statuses) else "ranks", "host", "state", "memory", "at")
+    counts = Counter(snapshot.states)
+    summary = ", ".join(f"{count} {NAMES[letter]}" for letter, count in counts.most_common())
+    title = f"{snapshot.name}: {format_sizes(snapshot.sizes)}, {snapshot.device}; {summary}"
+    return (
+        f'<div><div style="font-weight:600;margin-bottom:6px">{escape(title)}</div>'
+        f'<table style="{_TABLE}">{_line("th", heads)}{"".join(_line("td", row) for row in rows)}</table></div>'
+    )
+
+
+def _line(tag: str, row: Sequence[str]) -> str:
+    return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(text)}</{tag}>' for text in row) + "</tr>"
+
+
+def _rows(snapshot: Snapshot) -> list[_Row]:
+    states = snapshot.states
+    if len(states) <= ROWS:
+        return [
+            _Row(
+                str(one.rank),
+                one.host,
+                NAMES[letter] + (f" {format_seconds(one.busy_s)}" if one.busy_s and letter != IDLE else ""),
+                format_bytes(one.rss_bytes) if one.rss_bytes else "",
+                one.where if one.where != one.state else "",
+            )
+            for one, letter in zip(snapshot.statuses, states, strict=True)
+        ]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, (one, letter) in enumerate(zip(snapshot.statuses, states, strict=True)):
+        groups.setdefault((one.host, letter), []).append(index)
+    memory = snapshot.memory_mb
+    return [
+        _Row(
+            format_ranks(snapshot.statuses[index].rank for index in indices),
+            host,
+            NAMES[letter],
+            format_bytes(MB * sum(memory[index] for index in indices)),
+            "",
+        )
+        for (host, letter), indices in groups.items()
+    ]

@@ -1,0 +1,142 @@
+"""The widget itself: what it shows comes from a `Source`, what is clicked goes to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import anywidget
+import traitlets
+
+from meshbook.errors import MeshError
+from meshbook_extension.widget.snapshot import Snapshot
+
+TICK_S = 1.0
+LOOK_S = 30.0
+"""So long a view counts as looked at; the browser says it again every 10 s."""
+HISTORY = 120
+"""Points of the memory chart."""
+
+
+class Answer(NamedTuple):
+    """What the widget shows after a button was pressed."""
+
+    title: str
+    text: str
+
+
+class Source(Protocol):
+    """Where the widget's content comes from."""
+
+    def snapshot(self) -> Snapshot:
+        """The mesh, now. Raises: MeshError where it cannot be known any more."""
+
+    def actions(self) -> Sequence[str]:
+        """The buttons that make sense: of interrupt, where, logs, heal."""
+
+    def act(self, action: str, ranks: Sequence[int]) -> Answer:
+        """Do what a button says, on ``ranks`` where the person has chosen some. Raises: MeshError."""
+
+
+class HealthWidget(anywidget.AnyWidget):
+    """A live picture of one mesh. Custom messages reach `on_message`, by way of the busy kernel or the ordinary one."""
+
+    _esm = Path(__file__).parent / "health.js"
+    _css = Path(__file__).parent / "health.css"
+    layout_of = traitlets.Dict().tag(sync=True)
+    live = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, source: Source, on_rest: Callable[[Snapshot], None] | None = None) -> None:
+        """on_rest: called with the last snapshot when nobody looks any more, on the ticking thread."""
+        self._source, self._on_rest = source, on_rest
+        self._seen_until: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._totals: deque[tuple[int, int]] = deque(maxlen=HISTORY)
+        self._snapshot: Snapshot | None = None
+        super().__init__()
+        self.on_msg(lambda _widget, content, _buffers: self.on_message(content))
+
+    def refresh(self, snapshot: Snapshot) -> None:
+        """Show ``snapshot``."""
+        self._snapshot = snapshot
+        memory = snapshot.memory_mb
+        self._totals.append((sum(memory), max(memory, default=0)))
+        layout = snapshot.layout()
+        if layout != self.layout_of:
+            self.layout_of = layout
+        self.live = snapshot.live() | {
+            "phase": "live",
+            "note": "",
+            "tick_s": TICK_S,
+            "actions": list(self._source.actions()),
+            "history_mb": [total for total, _ in self._totals],
+            "largest_mb": [largest for _, largest in self._totals],
+        }
+
+    # ---- messages: on any thread -----------------------------------------------------------------------------
+
+    def on_message(self, content: Mapping[str, Any]) -> None:
+        """``{kind: look, view, visible}`` or ``{kind: act, action, ranks}``; anything else is ignored."""
+        match content:
+            case {"kind": "look", "view": str(view), "visible": bool(visible)}:
+                self._look(view, visible)
+            case {"kind": "act", "action": str(action), "ranks": list(ranks)} if action in self._source.actions():
+                chosen = [rank for rank in ranks if isinstance(rank, int)]
+                threading.Thread(
+                    target=self._act, args=(action, chosen), name=f"meshbook.{action}", daemon=True
+                ).start()
+
+    def _look(self, view: str, visible: bool) -> None:
+        with self._changed:
+            if visible:
+                self._seen_until[view] = time.monotonic() + LOOK_S
+            else:
+                self._seen_until.pop(view, None)
+            if visible and self._thread is None:
+                self._thread = threading.Thread(target=self._tick, name="meshbook.widget", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _act(self, action: str, ranks: Sequence[int]) -> None:
+        try:
+            answer = self._source.act(action, ranks)
+        except (MeshError, TimeoutError) as error:
+            answer = Answer(f"{action} failed", str(error))
+        self.send({"kind": "answer", "action": action, "title": answer.title, "text": answer.text})
+        with self._changed:
+            self._changed.notify()  # show what has changed without waiting for the next tick
+
+    # ---- the ticking thread: it lives while somebody looks -------------------------------------------------------
+
+    def _tick(self) -> None:
+        while True:
+            try:
+                self.refresh(self._source.snapshot())
+            except MeshError as error:
+                self._end(str(error))
+                return
+            with self._changed:
+                self._changed.wait(TICK_S)
+                now = time.monotonic()
+                self._seen_until = {view: until for view, until in self._seen_until.items() if until > now}
+                if not self._seen_until:
+                    self._thread = None
+                    break
+        self._rest("paused", "")
+
+    def _end(self, note: str) -> None:
+        """The mesh was stopped, or cannot be asked any more."""
+        with self._changed:
+            self._seen_until.clear()
+            self._thread = None
+        self._rest("ended", note)
+
+    def _rest(self, phase: str, note: str) -> None:
+        self.live = dict(self.live) | {"phase": phase, "note": note}
+        if self._on_rest is not None and self._snapshot is not None:
+            self._on_rest(self._snapshot)

@@ -1,0 +1,134 @@
+"""What the widget shows of a mesh, and what its buttons do to it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshbook.errors import UsageError
+from meshbook.wording import format_ranks, name_ranks
+from meshbook_extension.widget.health import Answer
+from meshbook_extension.widget.progress import merge_bars
+from meshbook_extension.widget.recent_errors import RecentError, describe
+from meshbook_extension.widget.snapshot import CellNow, Snapshot
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import ProcMesh, RankStatus
+    from meshbook_extension.running_cell import RunningCell
+    from meshbook_extension.session import Session
+
+LOG_LINES = 20
+LOG_RANKS = 16
+"""Logs of more ranks than this are not shown at once."""
+
+
+class MeshSource:
+    """One mesh of a session, or a view of a part of it. Safe from any thread."""
+
+    def __init__(self, session: Session, procs: ProcMesh) -> None:
+        self._session, self._procs = session, procs
+        self._whole = session.meshes.get(procs.name) is procs
+
+    @property
+    def procs(self) -> ProcMesh:
+        """The ranks shown. The whole mesh is followed when it is arranged anew."""
+        return self._session.meshes.get(self._procs.name, self._procs) if self._whole else self._procs
+
+    def snapshot(self) -> Snapshot:
+        """One query to the ranks; the rest is known here."""
+        procs = self.procs
+        statuses = procs.status()
+        cells = self._cells()
+        busy = {one.rank: one.busy_s for one in statuses if one.state != "idle"}
+        errors = [
+            *_deaths(procs.name, statuses),
+            *self._session.health.errors.of(procs.name),
+            *(error for cell in cells for error in describe(procs.name, cell.what, cell.failures)),
+        ]
+        return Snapshot(
+            name=procs.name,
+            device=procs.device,
+            sizes=procs.sizes,
+            statuses=statuses,
+            interrupted=frozenset(
+                rank for cell in cells if cell.output.hide_interrupts for rank in cell.waiting if rank in busy
+            ),
+            cells=[_now(cell, busy) for cell in cells],
+            errors=errors,
+            at=time.time(),
+        )
+
+    def _cells(self) -> list[RunningCell]:
+        running = [*self._session.foreground, *(job.cell for job in self._session.jobs.running())]
+        return [cell for cell in running if cell.procs.name == self._procs.name]
+
+    # ---- buttons ---------------------------------------------------------------------------------------------
+
+    def actions(self) -> Sequence[str]:
+        """Heal only where there is something to heal."""
+        return ("interrupt", "where", "logs")
+
+    def act(self, action: str, ranks: Sequence[int]) -> Answer:
+        """Raises: MeshError."""
+        procs = self.procs
+        known = [rank for rank in ranks if rank in set(procs.ranks)]
+        chosen = procs.select(known) if known else procs
+        if action == "interrupt":
+            return self._interrupt()
+        if action == "where":
+            return _where(chosen)
+        return _logs(chosen)
+
+    def _interrupt(self) -> Answer:
+        """What the notebook's stop button does; jobs, which that button does not reach, are cancelled."""
+        cells = self._cells()
+        foreground = [cell for cell in cells if cell in self._session.foreground]
+        for cell in cells:
+            if cell not in foreground:
+                cell.run.cancel()
+        kernel = getattr(self._session.shell, "kernel", None)
+        if kernel is None:
+            for cell in foreground:
+                cell.run.cancel()
+        elif foreground or not cells:  # a kernel that runs no cell ignores it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if not cells:
+            return Answer("Interrupt", "no mesh cell runs; the notebook's own cell, if one runs, was interrupted")
+        names = ", ".join(cell.what for cell in cells)
+        return Answer("Interrupt", f"{names} interrupted on {name_ranks(r for cell in cells for r in cell.waiting)}")
+
+
+def _now(cell: RunningCell, busy: dict[int, float]) -> CellNow:
+    waiting = cell.waiting
+    return CellNow(
+        what=cell.what,
+        seconds=round(max((busy.get(rank, 0.0) for rank in waiting), default=0.0), 1),
+        ranks=len(cell.ranks),
+        ended=len(cell.ranks) - len(waiting),
+        progress=merge_bars(cell.output.progress),
+    )
+
+
+def _deaths(mesh: str, statuses: Sequence[RankStatus]) -> list[RecentError]:
+    causes: dict[str, list[int]] = {}
+    for one in statuses:
+        if one.state == "dead":
+            causes.setdefault(one.where, []).append(one.rank)
+    return [RecentError(mesh, "", format_ranks(ranks), f"ended: {cause}", "", 0.0) for cause, ranks in causes.items()]
+
+
+def _where(procs: ProcMesh) -> Answer:
+    places: dict[str, list[int]] = {}
+    for rank, place in procs.where().items():
+        places.setdefault(place, []).append(rank)
+    return Answer("Where", "\n".join(f"{name_ranks(ranks)}: {place}" for place, ranks in places.items()))
+
+
+def _logs(procs: ProcMesh) -> Answer:
+    if len(procs) > LOG_RANKS:
+        raise UsageError(f"choose a rank first: logs of {len(procs)} ranks are too many. Or: %mesh logs rank=0-3")
+    blocks = [f"rank {rank}\n{text.rstrip()}\n" for rank, text in sorted(procs.logs(LOG_LINES).items()) if text.strip()]
+    return Answer(f"Logs of {name_ranks(procs.ranks)}", "\n".join(blocks) or "nothing written yet")

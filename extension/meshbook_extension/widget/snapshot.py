@@ -1,0 +1,104 @@
+"""What the widget knows at one moment, in the compact form in which it travels to the browser. Pure.
+
+Two parts: the *layout* (axes, hosts, pids, devices) changes only when the mesh does; the *live* part goes out at each
+tick. Both hold columns over all ranks, and repeated texts once, so that 4,096 ranks are some 50 kB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshbook_extension.widget.progress import Progress
+from meshbook_extension.widget.recent_errors import RecentError
+from meshbook_extension.widget.states import letter_of
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import RankStatus
+
+ERRORS = 6
+"""The newest errors that travel."""
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class CellNow:
+    """A cell that runs."""
+
+    what: str
+    seconds: float
+    ranks: int
+    ended: int
+    """Ranks that have ended it."""
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The mesh at one moment."""
+
+    name: str
+    device: str
+    sizes: Mapping[str, int]
+    statuses: Sequence[RankStatus]
+    interrupted: frozenset[int] = frozenset()
+    """Ranks whose cell was interrupted and that have not ended it."""
+    cells: Sequence[CellNow] = ()
+    errors: Sequence[RecentError] = ()
+    at: float = 0.0
+    """Seconds since the epoch."""
+
+    @property
+    def states(self) -> str:
+        """A letter per rank; see `states`."""
+        return "".join(letter_of(one, interrupted=one.rank in self.interrupted) for one in self.statuses)
+
+    @property
+    def memory_mb(self) -> list[int]:
+        """Resident memory per rank."""
+        return [round(one.rss_bytes / MB) for one in self.statuses]
+
+    def layout(self) -> dict[str, Any]:
+        """The part that rarely changes."""
+        hosts, host_of = _table(one.host for one in self.statuses)
+        devices, device_of = _table(one.device for one in self.statuses)
+        ranks = [one.rank for one in self.statuses]
+        return {
+            "name": self.name,
+            "device": self.device,
+            "axes": list(self.sizes),
+            "sizes": list(self.sizes.values()),
+            "ranks": [] if ranks == list(range(len(ranks))) else ranks,
+            "hosts": hosts,
+            "host_of": host_of,
+            "devices": devices,
+            "device_of": device_of,
+            "pids": [one.pid for one in self.statuses],
+        }
+
+    def live(self) -> dict[str, Any]:
+        """The part that changes at each tick."""
+        texts, text_of = _table("" if one.where == one.state else one.where for one in self.statuses)
+        return {
+            "at": self.at,
+            "states": self.states,
+            "busy_ds": [round(10 * one.busy_s) for one in self.statuses],
+            "memory_mb": self.memory_mb,
+            "texts": texts,
+            "text_of": text_of,
+            "cells": [asdict(cell) | {"progress": _fields(cell.progress)} for cell in self.cells],
+            "errors": [error._asdict() for error in self.errors[-ERRORS:]],
+        }
+
+
+def _fields(progress: Progress | None) -> dict[str, Any] | None:
+    return progress._asdict() if progress is not None else None
+
+
+def _table(values: Any) -> tuple[list[str], list[int]]:
+    """The distinct values, and for each entry the index of its own."""
+    numbers: dict[str, int] = {}
+    indices = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), indices

@@ -1,0 +1,160 @@
+"""A real JupyterLab in headless Chromium. Without one these tests are skipped, and the reason says the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `simulated`
+
+START_TIMEOUT_S = 60
+IDLE = """() => {
+  const session = window.jupyterapp?.shell?.currentWidget?.sessionContext;
+  return session?.isReady && session.session?.kernel?.status === 'idle';
+}"""
+
+
+def find_chromium() -> str | None:
+    """The first of the usual names that is installed; MESHBOOK_CHROMIUM names another."""
+    names = [os.environ.get("MESHBOOK_CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, or a skip."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("no chromium: apt-get install --no-install-recommends chromium fonts-dejavu-core")
+    driver = playwright.sync_playwright().start()
+    try:
+        browser = driver.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+    finally:
+        driver.stop()
+
+
+class Lab:
+    """A JupyterLab server with settings of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.screenshots = Path(os.environ.get("MESHBOOK_SCREENSHOTS", root))
+        names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
+        folders = {f"JUPYTER_{name}": str(root / f".{name.lower()}") for name in names}
+        folders |= {f"JUPYTERLAB_{name}_DIR": str(root / f".{name.lower()}") for name in ("SETTINGS", "WORKSPACES")}
+        settings = root / ".settings" / "@jupyterlab" / "apputils-extension"
+        settings.mkdir(parents=True)
+        (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
+        with socket.socket() as probe:  # Jupyter cannot say which port it took other than in its log
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.port}", "--IdentityProvider.token="]
+        options += [f"--ServerApp.root_dir={root}", "--LabApp.expose_app_in_browser=True"]
+        environment = {**os.environ, **folders, "IPYTHONDIR": str(root / ".ipython"), "MESHBOOK_PREWARM": "0"}
+        with (root / "lab.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jupyterlab", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_for_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/api/status", timeout=1).close()
+                return
+            except OSError:
+                log = (self.root / "lab.log").read_text()
+                assert self._process.poll() is None and time.monotonic() < deadline, log
+                time.sleep(0.1)
+
+    def write(self, name: str, cells: list[str]) -> None:
+        """A notebook with code cells."""
+        notebook = {
+            "cells": [
+                {
+                    "cell_type": "code",
+                    "id": f"c{i}",
+                    "source": cell,
+                    "metadata": {},
+                    "outputs": [],
+                    "execution_count": None,
+                }
+                for i, cell in enumerate(cells)
+            ],
+            "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
+        (self.root / name).write_text(json.dumps(notebook))
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """The cells of a notebook as it was saved."""
+        return list(json.loads((self.root / name).read_text())["cells"])
+
+    def open(self, page: Page, name: str) -> None:
+        """Show a notebook and wait for its kernel."""
+        page.goto(f"{self.url}/lab/tree/{name}?reset")
+        page.wait_for_function(IDLE, timeout=1000 * START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the server, which ends its kernels, which end their meshes."""
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+        psutil.wait_procs(family, timeout=15)
+
+
+@pytest.fixture(scope="module")
+def lab(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    try:
+        lab.wait_for_ready()
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A fresh page; what goes wrong in it fails the test."""
+    problems: list[str] = []
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    yield page
+    page.close()
+    ours = [problem for problem in problems if re.search("meshbook|HealthView|blob:", problem)]
+    assert not ours, ours

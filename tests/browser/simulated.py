@@ -1,0 +1,83 @@
+"""Meshes of any size for the widget to show, with a bit of everything; no process runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from meshbook.proc_mesh import RankStatus
+from meshbook_extension.widget.health import Answer
+from meshbook_extension.widget.progress import Progress
+from meshbook_extension.widget.recent_errors import RecentError
+from meshbook_extension.widget.snapshot import CellNow, Snapshot
+
+
+def simulate(sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8, tick: int = 0) -> Snapshot:
+    """A mesh in the middle of a training cell; ``calm``: all ranks idle."""
+    count = math.prod(sizes.values())
+    points = [dict(zip(sizes, point, strict=True)) for point in product(*(range(size) for size in sizes.values()))]
+    statuses = [_status(rank, points[rank], f"node-{rank // per_host:03d}", calm, tick) for rank in range(count)]
+    errors = (
+        []
+        if calm or count == 1
+        else [
+            RecentError(
+                "main",
+                "cell 6",
+                "1" if count < 64 else "40-47",
+                "ValueError: bad shard <b>17</b>",
+                "cell 6, line 12",
+                1.79e9,
+            ),
+        ]
+    )
+    bar = Progress("epoch 3", count, 0.62 + 0.01 * tick, 0.41, min(5, count - 1), "00:38")
+    return Snapshot(
+        name="main",
+        device="cuda" if count > 1 else "cpu",
+        sizes=sizes,
+        statuses=statuses,
+        interrupted=frozenset({11} if count >= 64 and not calm else ()),
+        cells=[] if calm else [CellNow("cell 7", 74.2 + tick, count, 0, bar)],
+        errors=errors,
+        at=time.time(),
+    )
+
+
+def _status(rank: int, point: dict[str, int], host: str, calm: bool, tick: int) -> RankStatus:
+    state, where, busy_s = "busy", "in all_reduce (cell 7, line 5)", 74.2 + tick
+    if calm:
+        state, where, busy_s = "idle", "idle", 0.0
+    elif rank % 8 == 5 or rank % 97 == 3:
+        where = "in forward (model.py:212)"
+    elif rank % 1024 == 1002:
+        state, where, busy_s = "dead", "killed by SIGKILL, most likely the OOM killer (RSS 21.9 GB)", 0.0
+    elif rank % 777 == 23:
+        state, where = "silent", "no answer within 0.5 s"
+    elif rank % 1500 == 44:
+        state, where = "stopped", "at train.py:88"
+    memory = 2_400_000_000 + (rank * 7919 % 613) * 1_000_000 + 40_000_000 * tick
+    return RankStatus(
+        rank, point, host, 48_000 + rank, f"cuda:{rank % 8}", state, busy_s, where, 0 if state == "dead" else memory
+    )
+
+
+class SimulatedSource:
+    """A `Source` whose time goes on with each snapshot."""
+
+    def __init__(self, sizes: Mapping[str, int], calm: bool = False) -> None:
+        self.sizes, self.calm, self.tick = dict(sizes), calm, 0
+        self.acted: list[tuple[str, tuple[int, ...]]] = []
+
+    def snapshot(self) -> Snapshot:
+        self.tick += 1
+        return simulate(self.sizes, calm=self.calm, tick=self.tick)
+
+    def actions(self) -> Sequence[str]:
+        return ("interrupt", "where", "logs")
+
+    def act(self, action: str, ranks: Sequence[int]) -> Answer:
+        self.acted.append((action, tuple(ranks)))
+        return Answer(action, "<img src=x onerror=alert(1)>")

@@ -1,0 +1,115 @@
+"""The health widget in JupyterLab: it renders, it is live while a cell runs, its buttons act while a cell runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+RUN = "notebook:run-cell-and-select-next"
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Any, browser: Any) -> Iterator[Page]:
+    """A notebook with a mesh of 4 ranks and the widget; cells are run one by one."""
+    lab.write(
+        "mesh.ipynb",
+        [
+            "%load_ext meshbook_extension",
+            "%mesh spawn gpus=4 --device cpu",
+            "%mesh",
+            "%%mesh\nfrom tqdm_like import bar\nbar(600)",
+            "%%mesh\nif rank == 2:\n    raise ValueError('<img src=x onerror=window.broken=1>')",
+        ],
+    )
+    (lab.root / "tqdm_like.py").write_text(
+        "import sys, time\n\n"
+        "def bar(steps):\n"
+        "    for i in range(steps):\n"
+        "        text = f'\\repoch 1: {100 * i // steps:3d}%|###       | {i}/{steps} [00:01<00:09,  9.1it/s]'\n"
+        "        print(text, end='', file=sys.stderr, flush=True)\n"
+        "        time.sleep(0.1)\n"
+    )
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    lab.open(page, "mesh.ipynb")
+    yield page
+    page.close()
+
+
+def run_next(page: Page) -> None:
+    """Start the chosen cell; the command itself would last as long as the cell."""
+    page.evaluate(f"() => {{ window.jupyterapp.commands.execute('{RUN}'); }}")
+
+
+def widget(page: Page) -> Locator:
+    return page.locator(".meshbook").first
+
+
+def test_it_renders_with_a_tile_per_rank(notebook: Page) -> None:
+    for _ in range(3):
+        run_next(notebook)
+    widget(notebook).wait_for(timeout=90_000)
+    assert widget(notebook).locator(".mb-tile").count() == 4
+    assert widget(notebook).locator(".mb-counts").inner_text().split() == ["I", "4", "idle"]
+    assert "gpus=4 · cpu · 4 ranks on 1 host" in widget(notebook).locator(".mb-head").inner_text()
+    assert widget(notebook).locator("button", has_text="Interrupt").is_disabled()
+
+
+def test_it_updates_and_its_buttons_act_while_a_cell_runs(notebook: Page, lab: Any) -> None:
+    box = widget(notebook)
+    run_next(notebook)
+    box.locator(".mb-tile.mb-B").nth(3).wait_for(timeout=30_000)
+    box.locator(".mb-cell", has_text="epoch 1").wait_for(timeout=10_000)
+    first = box.locator(".mb-cell").inner_text()
+    notebook.wait_for_function(
+        "before => document.querySelector('.meshbook .mb-cell')?.innerText !== before", arg=first, timeout=10_000
+    )
+    notebook.screenshot(path=lab.screenshots / "lab-busy.png")
+
+    box.locator(".mb-tile").nth(1).click()
+    box.locator("button", has_text="Where").click()
+    answer = box.locator(".mb-answer pre")
+    answer.wait_for(timeout=5_000)
+    assert answer.inner_text().startswith("rank 1: in time.sleep (tqdm_like.py:")
+    assert "tqdm_like.py" in box.locator(".mb-detail").inner_text()
+
+    pressed = time.monotonic()
+    box.locator("button", has_text="Interrupt").click()
+    notebook.locator(".jp-OutputArea-output", has_text="ranks 0-3 stopped, all variables kept").wait_for(timeout=10_000)
+    box.locator(".mb-tile.mb-I").nth(3).wait_for(timeout=10_000)
+    assert time.monotonic() - pressed < 10
+    assert notebook.locator(".mb-cell").count() == 0
+
+
+def test_text_of_ranks_is_shown_as_text(notebook: Page) -> None:
+    notebook.evaluate("() => { const n = window.jupyterapp.shell.currentWidget.content; n.activeCellIndex = 4; }")
+    run_next(notebook)
+    error = widget(notebook).locator(".mb-errors li")
+    error.wait_for(timeout=15_000)
+    assert "ValueError: <img src=x onerror=window.broken=1>" in error.inner_text()
+    assert widget(notebook).locator("img").count() == 0
+    assert not notebook.evaluate("() => window.broken")
+
+
+def test_the_saved_notebook_shows_the_ranks(notebook: Page, lab: Any) -> None:
+    notebook.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+    deadline = time.monotonic() + 10
+    while not (outputs := lab.read("mesh.ipynb")[2]["outputs"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (output,) = outputs
+    assert "4 ranks on 1 host" in "".join(output["data"]["text/plain"])
+    assert "<table" in "".join(output["data"]["text/html"])
+
+
+def test_it_is_dark_in_a_dark_theme(notebook: Page) -> None:
+    color = "() => getComputedStyle(document.querySelector('.meshbook .mb-tile.mb-I')).backgroundColor"
+    light = notebook.evaluate(color)
+    notebook.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    notebook.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'", timeout=15_000)
+    notebook.wait_for_function(f"light => ({color})() !== light", arg=light, timeout=5_000)

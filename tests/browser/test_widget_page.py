@@ -1,0 +1,145 @@
+"""The widget's own page at any size, without Jupyter: simulated meshes, the real ES module in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from simulated import simulate
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+import meshbook_extension.widget
+
+FOLDER = Path(meshbook_extension.widget.__file__).parent
+SMOOTH_MS = 100
+"""For one update; generous, a frame on a busy machine."""
+
+LOAD = """async ([code, layout, live]) => {
+  const listeners = {};
+  const values = {layout_of: layout, live};
+  window.model = {
+    sent: [], values, get: (name) => values[name], send: (content) => window.model.sent.push(content),
+    on: (event, listener) => (listeners[event] ??= []).push(listener), off: () => {},
+    tell: (event, message) => (listeners[event] ?? []).forEach((listener) => listener(message)),
+  };
+  const module = await import(URL.createObjectURL(new Blob([code], {type: 'text/javascript'})));
+  window.stop = module.default.render({model: window.model, el: document.getElementById('place')});
+}"""
+
+
+def live_of(sizes: Mapping[str, int], **options: Any) -> dict[str, Any]:
+    snapshot = simulate(sizes, **options)
+    return snapshot.live() | {
+        "phase": "live",
+        "note": "",
+        "tick_s": 1.0,
+        "actions": ["interrupt", "where", "logs", "heal"],
+        "history_mb": [sum(snapshot.memory_mb)],
+        "largest_mb": [max(snapshot.memory_mb)],
+    }
+
+
+def load(page: Page, sizes: Mapping[str, int], **options: Any) -> None:
+    style = (FOLDER / "health.css").read_text()
+    page.set_content(f"<style>{style}</style><div id=place></div>")
+    code = (FOLDER / "health.js").read_text()
+    page.evaluate(LOAD, [code, simulate(sizes, **options).layout(), live_of(sizes, **options)])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiles"),
+    [
+        ({"gpus": 1}, 1),
+        ({"hosts": 2, "gpus": 4}, 8),
+        ({"hosts": 8, "gpus": 8}, 64),
+        ({"gpus": 256}, 256),
+        ({"gpus": 300}, 300),
+        ({"hosts": 512, "gpus": 8}, 512),
+        ({"gpus": 4096}, 256),
+        ({"dp": 16, "pp": 4, "tp": 64}, 64),
+    ],
+)
+def test_a_mesh_of_any_size_is_a_readable_number_of_tiles(page: Page, sizes: dict[str, int], tiles: int) -> None:
+    load(page, sizes)
+    assert page.locator(".mb-rows").first.locator(".mb-tile").count() == tiles
+    wide = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wide <= 0
+
+
+def test_states_are_told_by_letters_and_names_too(page: Page) -> None:
+    load(page, {"hosts": 8, "gpus": 8})
+    assert page.locator(".mb-tile", has_text="!").inner_text().split() == ["11", "!"]
+    assert page.get_by_label("rank 11, interrupted, in all_reduce (cell 7, line 5)").count() == 1
+    told = "B 9 busy C 52 in a collective ! 1 interrupted P 1 stopped in pdb ? 1 silent"
+    assert page.locator(".mb-counts").inner_text().split() == told.split()
+
+
+def test_4096_ranks_are_updated_smoothly_and_a_square_opens(page: Page) -> None:
+    sizes = {"hosts": 512, "gpus": 8}
+    load(page, sizes)
+    took_ms = page.evaluate(
+        "live => { window.model.values.live = live; const start = performance.now();"
+        " window.model.tell('change:live'); document.body.offsetHeight; return performance.now() - start; }",
+        live_of(sizes, tick=1),
+    )
+    assert took_ms < SMOOTH_MS
+    page.locator(".mb-tile").nth(5).click()
+    assert page.locator(".mb-members .mb-tile").count() == 8
+    page.locator(".mb-members .mb-tile").nth(4).click()
+    assert "rank 44" in page.locator(".mb-detail").inner_text().lower()
+    page.locator("button", has_text="Where").click()
+    assert page.evaluate("() => window.model.sent.at(-1)") == {"kind": "act", "action": "where", "ranks": [44]}
+
+
+def test_tiles_are_reached_by_keys(page: Page) -> None:
+    load(page, {"gpus": 8})
+    page.locator(".mb-tile").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("() => document.activeElement.getAttribute('aria-label')").startswith("rank 2, ")
+    assert "Rank 2" in page.locator(".mb-detail").inner_text()
+    page.keyboard.press("Enter")
+    assert page.locator(".mb-tile[aria-pressed=true]").count() == 1
+    assert page.locator(".mb-tile[tabindex='0']").count() == 1
+
+
+def test_it_says_when_it_can_be_seen_and_when_not(page: Page) -> None:
+    load(page, {"gpus": 8})
+    page.wait_for_function("() => window.model.sent.length === 1")
+    page.evaluate("() => { document.getElementById('place').style.marginTop = '3000px'; }")
+    page.wait_for_function("() => window.model.sent.length === 2")
+    page.evaluate("() => { document.getElementById('place').style.marginTop = '0'; }")
+    page.wait_for_function("() => window.model.sent.length === 3")
+    page.evaluate("() => window.stop()")
+    looks = page.evaluate("() => window.model.sent.map((look) => look.visible)")
+    assert looks == [True, False, True, False]
+
+
+def test_what_ranks_say_never_becomes_html(page: Page) -> None:
+    load(page, {"gpus": 8})
+    evil = "<img src=x onerror=window.broken=1><b>bold</b>"
+    page.evaluate(
+        """evil => {
+          const live = window.model.values.live;
+          live.texts = live.texts.map(() => evil);
+          live.cells[0].what = evil;
+          live.cells[0].progress.title = evil;
+          live.note = evil;
+          live.errors = [{ranks: '1', text: evil, where: evil, what: evil, at: 1}];
+          window.model.values.layout_of.hosts = [evil];
+          window.model.values.layout_of.name = evil;
+          window.model.tell('change:layout_of');
+          window.model.tell('change:live');
+          window.model.tell('msg:custom', {kind: 'answer', title: evil, text: evil});
+        }""",
+        evil,
+    )
+    page.locator(".mb-tile").first.hover()
+    assert page.locator("img").count() == 0
+    assert page.locator(".mb-answer pre").inner_text() == evil
+    assert evil in page.locator(".mb-note").inner_text()
+    assert not page.evaluate("() => window.broken")

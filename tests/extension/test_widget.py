@@ -1,0 +1,102 @@
+"""The pure parts of the health widget: states, progress, snapshots, the table of a saved notebook."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fakes import failure
+
+from meshbook.proc_mesh import RankStatus
+from meshbook_extension.widget.fallback import as_html
+from meshbook_extension.widget.progress import merge_bars
+from meshbook_extension.widget.recent_errors import RecentErrors
+from meshbook_extension.widget.snapshot import Snapshot
+from meshbook_extension.widget.states import letter_of
+
+
+def status(rank: int = 0, state: str = "busy", where: str = "", host: str = "a", busy_s: float = 1.5) -> RankStatus:
+    return RankStatus(rank, {"gpus": rank}, host, 100 + rank, "cpu", state, busy_s, where, 200_000_000)
+
+
+@pytest.mark.parametrize(
+    ("state", "where", "letter"),
+    [
+        ("idle", "idle", "I"),
+        ("busy", "at train.py:41", "B"),
+        ("busy", "in all_reduce (cell 7, line 5)", "C"),
+        ("busy", "in dist.barrier (cell 7, line 5)", "C"),
+        ("busy", "in broadcast_object_list (cell 1, line 1)", "C"),
+        ("busy", "in reduce_lr (cell 7, line 5)", "B"),
+        ("busy", "in time.sleep (cell 7, line 5)", "B"),
+        ("stopped", "at train.py:41", "P"),
+        ("silent", "no answer within 0.5 s", "U"),
+        ("dead", "exit code 3", "D"),
+    ],
+)
+def test_a_state_has_a_letter(state: str, where: str, letter: str) -> None:
+    assert letter_of(status(state=state, where=where)) == letter
+
+
+def test_an_interrupted_rank_is_told_until_it_is_idle() -> None:
+    assert letter_of(status(), interrupted=True) == "X"
+    assert letter_of(status(state="idle"), interrupted=True) == "I"
+
+
+def test_bars_of_ranks_are_merged_and_the_slowest_is_named() -> None:
+    merged = merge_bars(
+        [
+            ((0, 1, 2), "epoch 3:  62%|######    | 620/1000 [00:10<00:06, 61.2it/s, loss=2.3]"),
+            ((3,), "epoch 3:  40%|####      | 400/1000 [00:10<01:15, 40.0it/s]"),
+        ]
+    )
+    assert merged is not None
+    assert (merged.title, merged.ranks, merged.slowest, merged.left) == ("epoch 3", 4, 3, "01:15")
+    assert merged.mean == pytest.approx((3 * 0.62 + 0.4) / 4) and merged.least == 0.4
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction"),
+    [
+        (" 45%|####5     | 9.00k/20.0k [00:01<00:01, 8.9kB/s]", 0.45),
+        ("100%|##########| 10/10 [00:00<00:00, 9.9it/s]", 1.0),
+        ("download: 33 %", 0.33),
+        ("  0%|          | 0/0 [00:00<?, ?it/s]", 0.0),
+    ],
+)
+def test_bars_of_many_kinds_are_read(text: str, fraction: float) -> None:
+    merged = merge_bars([((0,), text)])
+    assert merged is not None and merged.mean == pytest.approx(fraction)
+
+
+def test_what_is_no_bar_is_no_progress() -> None:
+    assert merge_bars([((0,), "loss 2.31"), ((), "10%|#|")]) is None
+
+
+def test_large_meshes_travel_compactly() -> None:
+    statuses = [status(rank, where="in all_reduce (cell 7, line 5)", host=f"h{rank // 8}") for rank in range(4096)]
+    snapshot = Snapshot("main", "cpu", {"hosts": 512, "gpus": 8}, statuses)
+    live = snapshot.live()
+    assert live["texts"] == ["in all_reduce (cell 7, line 5)"] and live["states"] == "C" * 4096
+    assert len(json.dumps(live)) < 100_000 and len(json.dumps(snapshot.layout())) < 100_000
+    assert snapshot.layout()["ranks"] == [] and len(snapshot.layout()["hosts"]) == 512
+    assert as_html(snapshot).count("<tr>") == 1 + 512
+
+
+def test_the_saved_table_holds_no_html_of_ranks() -> None:
+    html = as_html(Snapshot("<b>", "cpu", {"gpus": 1}, [status(where="in f(<script>)", host="<img>")]))
+    assert "<script" not in html and "<img" not in html and "<b>" not in html
+    assert "&lt;script&gt;" in html and "busy 1.50 s" in html
+
+
+def test_equal_errors_are_kept_once_and_interrupts_are_not() -> None:
+    errors = RecentErrors()
+    errors.note("main", "cell 7", [failure(0), failure(1), failure(2, ename="KeyboardInterrupt")])
+    errors.note("other", "cell 8", [failure(0)])
+    (error,) = errors.of("main")
+    assert (error.ranks, error.text, error.where, error.what) == (
+        "0,1",
+        "ValueError: bad shard",
+        "cell 7, line 3",
+        "cell 7",
+    )

@@ -1,0 +1,232 @@
+"""The health widget in a stock ipykernel, without a browser: what goes out, and what comes in while a cell runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+pytest.importorskip("anywidget")
+
+TIMEOUT_S = 60
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class FrontEnd:
+    """Executes cells and speaks to widgets, as JupyterLab does; keeps all messages in order."""
+
+    def __init__(self) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client: BlockingKernelClient = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=TIMEOUT_S)
+        self.messages: list[dict[str, Any]] = []
+
+    def run(self, code: str) -> list[dict[str, Any]]:
+        """Execute a cell that must succeed; returns its messages."""
+        request = self.client.execute(code, allow_stdin=False)
+        return self.wait_for(request)
+
+    def wait_for(self, request: str, status: str = "ok") -> list[dict[str, Any]]:
+        self.until(lambda: any(_is_idle(m, request) for m in self.messages))
+        while (reply := self.client.get_shell_msg(timeout=TIMEOUT_S))["parent_header"].get("msg_id") != request:
+            pass
+        assert reply["content"]["status"] == status, reply["content"]
+        return [m for m in self.messages if m["parent_header"].get("msg_id") == request]
+
+    def until(self, condition: Any, timeout_s: float = TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            left = deadline - time.monotonic()
+            assert left > 0, [(m["msg_type"], m["content"]) for m in self.messages[-5:]]
+            if self.client.iopub_channel.socket.poll(min(left, 0.1) * 1000):
+                self.messages.append(self.client.iopub_channel.get_msg(timeout=1))
+
+    def send(self, model: str, content: dict[str, Any]) -> None:
+        """What ``model.send(content)`` in the browser sends."""
+        data = {"method": "custom", "content": content}
+        message = self.client.session.msg("comm_msg", {"comm_id": model, "data": data})
+        self.client.shell_channel.send(message)
+
+    def updates(self, model: str) -> list[dict[str, Any]]:
+        """The live parts that came for a widget."""
+        return [
+            m["content"]["data"]["state"]["live"]
+            for m in self.messages
+            if m["msg_type"] == "comm_msg"
+            and m["content"]["comm_id"] == model
+            and "live" in m["content"]["data"].get("state", {})
+        ]
+
+    def answers(self, model: str) -> list[dict[str, Any]]:
+        """What came back for buttons."""
+        return [
+            m["content"]["data"]["content"]
+            for m in self.messages
+            if m["msg_type"] == "comm_msg"
+            and m["content"]["comm_id"] == model
+            and m["content"]["data"]["method"] == "custom"
+        ]
+
+    def close(self) -> None:
+        family = psutil.Process(self.manager.provisioner.process.pid).children(recursive=True)  # type: ignore[union-attr]
+        self.client.stop_channels()
+        self.manager.shutdown_kernel()
+        self.manager.cleanup_resources()
+        psutil.wait_procs(family, timeout=15)
+
+
+def _is_idle(message: dict[str, Any], request: str) -> bool:
+    return (
+        message["msg_type"] == "status"
+        and message["content"]["execution_state"] == "idle"
+        and message["parent_header"].get("msg_id") == request
+    )
+
+
+@pytest.fixture(scope="module")
+def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        front = FrontEnd()
+    try:
+        front.run("%load_ext meshbook_extension")
+        front.run("%mesh spawn hosts=1 gpus=4 --device cpu")
+        yield front
+    finally:
+        front.close()
+
+
+@pytest.fixture(scope="module")
+def model(front: FrontEnd) -> str:
+    """The widget's model, shown once."""
+    return _show(front)
+
+
+def _show(front: FrontEnd) -> str:
+    (shown,) = [m for m in front.run("%mesh") if m["msg_type"] == "display_data"]
+    return str(shown["content"]["data"][WIDGET_VIEW]["model_id"])
+
+
+def test_the_widget_comes_with_text_and_html(front: FrontEnd) -> None:
+    (shown,) = [m for m in front.run("%mesh top") if m["msg_type"] == "display_data"]
+    data = shown["content"]["data"]
+    assert data["text/plain"].startswith('mesh "main": hosts=1, gpus=4, cpu; 4 ranks on 1 host')
+    assert data["text/html"].count("<tr>") == 5 and "4 idle" in data["text/html"]
+    assert data[WIDGET_VIEW]["model_id"]
+
+
+def test_text_is_printed_where_it_is_wanted(front: FrontEnd) -> None:
+    for cell in ("%mesh status --text", "%%capture --no-stderr x\n%mesh"):
+        messages = front.run(cell)
+        assert not [m for m in messages if m["msg_type"] == "display_data"]
+    front.run("assert x.stdout.startswith('mesh \"main\"')")
+
+
+def test_the_same_ranks_get_the_same_widget(front: FrontEnd, model: str) -> None:
+    assert _show(front) == model
+
+
+def test_nothing_is_asked_while_nobody_looks(front: FrontEnd, model: str) -> None:
+    ticking = "[t for t in threading.enumerate() if t.name == 'meshbook.widget']"
+    front.run(f"import threading, time; assert not {ticking}")
+    front.send(model, {"kind": "look", "view": "a", "visible": True})
+    before = len(front.updates(model))
+    front.until(lambda: len(front.updates(model)) > before + 1, timeout_s=10)
+    front.send(model, {"kind": "look", "view": "a", "visible": False})
+    front.until(lambda: front.updates(model)[-1]["phase"] == "paused", timeout_s=10)
+    front.run(
+        f"deadline = time.monotonic() + 5\nwhile {ticking} and time.monotonic() < deadline: time.sleep(.02)\n"
+        f"assert not {ticking}"
+    )
+
+
+def test_updates_come_and_buttons_act_while_a_cell_runs(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "b", "visible": True})
+    request = front.client.execute("%%mesh\nimport time\nprint('begun')\ntime.sleep(60)", allow_stdin=False)
+    front.until(lambda: front.updates(model)[-1:] and front.updates(model)[-1]["states"] == "BBBB", timeout_s=20)
+    live = front.updates(model)[-1]
+    assert live["cells"][0]["what"].startswith("cell ") and live["cells"][0]["ended"] == 0
+    assert any("time.sleep" in text for text in live["texts"])
+
+    front.send(model, {"kind": "act", "action": "where", "ranks": [1, 2]})
+    front.until(lambda: front.answers(model), timeout_s=5)
+    assert front.answers(model)[-1]["text"].startswith("ranks 1,2: in time.sleep (cell ")
+
+    pressed = time.monotonic()
+    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
+    messages = front.wait_for(request, status="error")
+    assert time.monotonic() - pressed < 5
+    assert [m["content"]["ename"] for m in messages if m["msg_type"] == "error"] == ["CallInterrupted"]
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=10)
+    front.send(model, {"kind": "look", "view": "b", "visible": False})
+
+
+def test_ranks_in_a_collective_are_told_from_the_one_that_is_not(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "e", "visible": True})
+    request = front.client.execute(
+        "%%mesh\nimport time\nif rank == 0: time.sleep(3)\ndist.barrier()", allow_stdin=False
+    )
+    front.until(lambda: any(live["states"] == "BCCC" for live in front.updates(model)), timeout_s=20)
+    front.wait_for(request)
+    front.send(model, {"kind": "look", "view": "e", "visible": False})
+
+
+def test_cells_sent_meanwhile_run_in_order(front: FrontEnd, model: str) -> None:
+    """Under ipykernel 6 the widget reads the socket in which other requests wait."""
+    front.run("order = []")
+    first = front.client.execute("%%mesh\nimport time\ntime.sleep(1.5)", allow_stdin=False)
+    later = [front.client.execute(f"order.append({i})", allow_stdin=False) for i in range(3)]
+    front.send(model, {"kind": "act", "action": "where", "ranks": []})
+    for request in (first, *later):
+        front.until(lambda request=request: any(_is_idle(m, request) for m in front.messages))
+    while front.client.shell_channel.socket.poll(200):
+        front.client.shell_channel.get_msg(timeout=1)
+    front.run("assert order == [0, 1, 2], order")
+
+
+def test_a_job_is_cancelled_by_the_interrupt_button(front: FrontEnd, model: str) -> None:
+    front.run("%%mesh --async\nimport time\ntime.sleep(60)")
+    before = len(front.answers(model))
+    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
+    front.until(lambda: len(front.answers(model)) > before, timeout_s=10)
+    assert "interrupted on ranks 0-3" in front.answers(model)[-1]["text"]
+    request = front.client.execute("%mesh wait 1", allow_stdin=False)
+    front.wait_for(request, status="error")
+
+
+def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
+    failing = front.client.execute("%%mesh\nif rank == 2: raise ValueError('bad <b>shard</b>')", allow_stdin=False)
+    front.wait_for(failing, status="error")
+    request = front.client.execute(
+        "%%mesh\nimport sys, time\n"
+        "for i in range(40):\n"
+        "    print(f'\\repoch 1: {10 * (rank + 1)}%|###   | {10 * (rank + 1)}/100 [00:01<00:09, 1.0it/s]', end='',"
+        " file=sys.stderr, flush=True); time.sleep(.1)",
+        allow_stdin=False,
+    )
+    front.send(model, {"kind": "look", "view": "c", "visible": True})
+    front.until(lambda: any(cell["progress"] for live in front.updates(model) for cell in live["cells"]), timeout_s=10)
+    live = front.updates(model)[-1]
+    progress = live["cells"][0]["progress"]
+    assert progress["title"] == "epoch 1" and progress["ranks"] == 4 and progress["slowest"] == 0
+    assert progress["mean"] == pytest.approx(0.25) and progress["left"] == "00:09"
+    (error,) = [error for error in live["errors"] if "shard" in error["text"]]
+    assert (error["ranks"], error["text"]) == ("2", "ValueError: bad <b>shard</b>")
+    front.wait_for(request)
+    front.send(model, {"kind": "look", "view": "c", "visible": False})
+
+
+def test_a_stopped_mesh_ends_the_widget(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "d", "visible": True})
+    front.until(lambda: front.updates(model)[-1]["phase"] == "live", timeout_s=10)
+    front.run("%mesh stop")
+    front.until(lambda: front.updates(model)[-1]["phase"] == "ended", timeout_s=10)
+    assert "stopped" in front.updates(model)[-1]["note"]
