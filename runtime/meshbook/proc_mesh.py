@@ -309,6 +309,13 @@ class ProcMesh(Arranged):
         return tuple(rank for rank in self.ranks if rank in self._mesh.lost)
 
     @property
+    def interrupted(self) -> tuple[int, ...]:
+        """The members that run, or have yet to run, a call that was interrupted, in order."""
+        calls = [call for call in self._controller.open_calls(self._mesh.id) if call.interrupts]
+        ranks = frozenset().union(*(frozenset(call.waiting) for call in calls))
+        return tuple(rank for rank in self.ranks if rank in ranks)
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Host names, in rank order."""
         return tuple(host.name for host in self._mesh.hosts)

@@ -55,9 +55,9 @@ def _status(rank: int, point: dict[str, int], host: str, calm: bool, tick: int) 
     elif rank % 1024 == 1002:
         state, where, busy_s = "dead", "killed by SIGKILL, most likely the OOM killer (RSS 21.9 GB)", 0.0
     elif rank % 777 == 23:
-        state, where = "silent", "no answer within 0.5 s"
+        state, where = "silent", "native code holds the GIL"
     elif rank % 1500 == 44:
-        state, where = "stopped", "at train.py:88"
+        state, where = "pdb", "at train.py:88"
     memory = 2_400_000_000 + (rank * 7919 % 613) * 1_000_000 + 40_000_000 * tick
     return RankStatus(
         rank, point, host, 48_000 + rank, f"cuda:{rank % 8}", state, busy_s, where, 0 if state == "dead" else memory

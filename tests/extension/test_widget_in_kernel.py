@@ -169,6 +169,18 @@ def test_updates_come_and_buttons_act_while_a_cell_runs(front: FrontEnd, model: 
     front.send(model, {"kind": "look", "view": "b", "visible": False})
 
 
+def test_the_output_is_brought_up_to_date_when_nobody_looks(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "g", "visible": True})
+    request = front.client.execute("%%mesh\nimport time\ntime.sleep(3)", allow_stdin=False)
+    front.until(lambda: front.updates(model)[-1]["states"] == "BBBB", timeout_s=20)
+    front.send(model, {"kind": "look", "view": "g", "visible": False})
+    front.until(lambda: any(m["msg_type"] == "update_display_data" for m in front.messages), timeout_s=5)
+    (update, *_) = [m["content"]["data"] for m in front.messages if m["msg_type"] == "update_display_data"]
+    assert "4 busy" in update["text/html"] and "time.sleep" in update["text/plain"]
+    assert update[WIDGET_VIEW]["model_id"] == model
+    front.wait_for(request)
+
+
 def test_ranks_in_a_collective_are_told_from_the_one_that_is_not(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "e", "visible": True})
     request = front.client.execute(
@@ -197,9 +209,25 @@ def test_a_job_is_cancelled_by_the_interrupt_button(front: FrontEnd, model: str)
     before = len(front.answers(model))
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
     front.until(lambda: len(front.answers(model)) > before, timeout_s=10)
-    assert "interrupted on ranks 0-3" in front.answers(model)[-1]["text"]
+    assert "ranks 0-3 stopped" in front.answers(model)[-1]["text"]
     request = front.client.execute("%mesh wait 1", allow_stdin=False)
     front.wait_for(request, status="error")
+
+
+def test_a_rank_that_does_not_obey_is_told_and_insisting_frees_it(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "f", "visible": True})
+    request = front.client.execute(
+        "%%mesh\nimport time\nwhile rank == 0:\n    try:\n        time.sleep(20)\n        break\n"
+        "    except KeyboardInterrupt: pass",
+        allow_stdin=False,
+    )
+    front.until(lambda: front.updates(model)[-1]["states"] == "BIII", timeout_s=20)
+    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
+    front.wait_for(request, status="error")
+    front.until(lambda: front.updates(model)[-1]["states"] == "XIII", timeout_s=10)
+    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=15)
+    front.send(model, {"kind": "look", "view": "f", "visible": False})
 
 
 def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:

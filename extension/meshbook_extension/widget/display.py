@@ -39,6 +39,8 @@ class HealthBoard:
         key = (procs.name, procs.ranks)
         shown = self._shown.get(key)
         if shown is None or not shown.follows(procs):
+            if shown is not None:
+                shown.close()
             shown = self._shown[key] = Shown(session, procs)
         shown.add_place(sink)
         return True
@@ -57,7 +59,14 @@ class Shown:
         self.widget = HealthWidget(self._source, self._on_rest)
         self._places: deque[tuple[KernelSink, str]] = deque(maxlen=PLACES)
         self._saved_states = ""
-        BusyComms.of(session.shell.kernel).listen(self.widget.comm.comm_id, self.widget.on_message)
+        self._comm_id = self.widget.model_id
+        self._comms = BusyComms.of(session.shell.kernel)
+        self._comms.listen(self._comm_id, self.widget.on_message)
+
+    def close(self) -> None:
+        """It is not shown any more; what it showed last stays."""
+        self._comms.forget(self._comm_id)
+        self._places.clear()
 
     def follows(self, procs: ProcMesh) -> bool:
         """Whether it can show ``procs`` again: not after a front end closed it, or another mesh took the name."""

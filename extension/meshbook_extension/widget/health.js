@@ -6,6 +6,7 @@ const STATES = {
   // letter on the wire: [what it is called, what a tile shows]; in the order of concern
   D: ["dead", "×"],
   U: ["silent", "?"],
+  T: ["stopped", "="],
   P: ["stopped in pdb", "P"],
   X: ["interrupted", "!"],
   S: ["starting", "S"],
@@ -428,7 +429,7 @@ class HealthView {
       );
     }
     const counts = countStates(this.live.states);
-    const working = this.live.cells.length > 0 || ["B", "C", "X", "P", "U"].some((letter) => counts[letter]);
+    const working = this.live.cells.length > 0 || ["B", "C", "X", "P", "T", "U"].some((letter) => counts[letter]);
     for (const button of this.buttons.children) {
       const action = button.dataset.action;
       button.disabled = this.live.phase === "ended" || (action === "interrupt" && !working) || (action === "heal" && !counts.D);

@@ -114,27 +114,28 @@ class HealthWidget(anywidget.AnyWidget):
     # ---- the ticking thread: it lives while somebody looks -------------------------------------------------------
 
     def _tick(self) -> None:
-        while True:
-            try:
+        phase, note = "paused", ""
+        try:
+            while self._is_seen():
                 self.refresh(self._source.snapshot())
-            except MeshError as error:
-                self._end(str(error))
-                return
+        except (MeshError, TimeoutError) as error:  # the mesh was stopped, or cannot be asked any more
+            phase, note = "ended", str(error)
+        finally:
             with self._changed:
-                self._changed.wait(TICK_S)
-                now = time.monotonic()
-                self._seen_until = {view: until for view, until in self._seen_until.items() if until > now}
-                if not self._seen_until:
+                if self._thread is threading.current_thread():
                     self._thread = None
-                    break
-        self._rest("paused", "")
+        self._rest(phase, note)
 
-    def _end(self, note: str) -> None:
-        """The mesh was stopped, or cannot be asked any more."""
+    def _is_seen(self) -> bool:
+        """Wait for the next tick, or for news; whether somebody looks then."""
         with self._changed:
-            self._seen_until.clear()
-            self._thread = None
-        self._rest("ended", note)
+            if self._snapshot is not None and time.time() - self._snapshot.at < TICK_S:
+                self._changed.wait(TICK_S)
+            now = time.monotonic()
+            self._seen_until = {view: until for view, until in self._seen_until.items() if until > now}
+            if not self._seen_until:
+                self._thread = None  # whoever looks from here on starts another
+            return self._thread is not None
 
     def _rest(self, phase: str, note: str) -> None:
         self.live = dict(self.live) | {"phase": phase, "note": note}

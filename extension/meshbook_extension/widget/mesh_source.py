@@ -53,9 +53,7 @@ class MeshSource:
             device=procs.device,
             sizes=procs.sizes,
             statuses=statuses,
-            interrupted=frozenset(
-                rank for cell in cells if cell.output.hide_interrupts for rank in cell.waiting if rank in busy
-            ),
+            interrupted=frozenset(procs.interrupted),
             cells=[_now(cell, busy) for cell in cells],
             errors=errors,
             at=time.time(),
@@ -83,20 +81,19 @@ class MeshSource:
         return _logs(chosen)
 
     def _interrupt(self) -> Answer:
-        """What the notebook's stop button does; jobs, which that button does not reach, are cancelled."""
+        """What the notebook's stop button does, and jobs too; without a cell that waits, all that runs on the ranks."""
         cells = self._cells()
         foreground = [cell for cell in cells if cell in self._session.foreground]
+        if not foreground or getattr(self._session.shell, "kernel", None) is None:
+            for cell in cells:
+                cell.output.hide_interrupts = True
+            report = self.procs.base().interrupt()
+            touched = report.obeyed or report.stuck or report.skipping
+            return Answer("Interrupt", str(report) if touched else "nothing runs on the ranks")
         for cell in cells:
             if cell not in foreground:
                 cell.run.cancel()
-        kernel = getattr(self._session.shell, "kernel", None)
-        if kernel is None:
-            for cell in foreground:
-                cell.run.cancel()
-        elif foreground or not cells:  # a kernel that runs no cell ignores it
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        if not cells:
-            return Answer("Interrupt", "no mesh cell runs; the notebook's own cell, if one runs, was interrupted")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         names = ", ".join(cell.what for cell in cells)
         return Answer("Interrupt", f"{names} interrupted on {name_ranks(r for cell in cells for r in cell.waiting)}")
 

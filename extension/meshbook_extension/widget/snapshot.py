@@ -44,7 +44,7 @@ class Snapshot:
     sizes: Mapping[str, int]
     statuses: Sequence[RankStatus]
     interrupted: frozenset[int] = frozenset()
-    """Ranks whose cell was interrupted and that have not ended it."""
+    """Ranks that run or await a call that was interrupted."""
     cells: Sequence[CellNow] = ()
     errors: Sequence[RecentError] = ()
     at: float = 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshbook.proc_mesh import RankStatus
 
-STARTING, IDLE, BUSY, COLLECTIVE, INTERRUPTED, PDB, SUSPECT, DEAD = "SIBCXPUD"
+STARTING, IDLE, BUSY, COLLECTIVE, INTERRUPTED, PDB, STOPPED, SILENT, DEAD = "SIBCXPTUD"
 
 NAMES = {
     STARTING: "starting",
@@ -17,7 +17,8 @@ NAMES = {
     COLLECTIVE: "in a collective",
     INTERRUPTED: "interrupted, still busy",
     PDB: "stopped in pdb",
-    SUSPECT: "silent",
+    STOPPED: "stopped",
+    SILENT: "silent",
     DEAD: "dead",
 }
 
@@ -29,19 +30,19 @@ _COLLECTIVES = re.compile(
 )
 """What `meshbook.whereabouts` says of a thread inside of torch.distributed."""
 
+_NAMED = {"idle": IDLE, "stopped": STOPPED, "pdb": PDB, "silent": SILENT}
+
 
 def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
-    """The letter for a rank; ``interrupted``: its cell was interrupted, and the rank has not ended it."""
+    """The letter for a rank; ``interrupted``: the call that it runs was interrupted, and it has not ended it."""
     if status.state == "dead":
         return DEAD
     if not status.pid or status.state == "starting":
         return STARTING
-    if status.state == "stopped":
-        return PDB
-    if status.state == "idle":
-        return IDLE
+    if status.state in _NAMED:
+        return _NAMED[status.state]
     if interrupted:
         return INTERRUPTED
     if status.state == "busy":
         return COLLECTIVE if _COLLECTIVES.match(status.where) else BUSY
-    return SUSPECT
+    return SILENT
