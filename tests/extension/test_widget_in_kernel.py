@@ -252,6 +252,20 @@ def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "c", "visible": False})
 
 
+def test_a_dead_rank_is_told_and_healed(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "h", "visible": True})
+    request = front.client.execute("%%mesh rank=1\nimport os; os._exit(3)", allow_stdin=False)
+    front.wait_for(request, status="error")
+    front.until(lambda: front.updates(model)[-1]["states"] == "IDII", timeout_s=10)
+    (error,) = [error for error in front.updates(model)[-1]["errors"] if error["text"].startswith("ended: ")]
+    assert error["ranks"] == "1" and "exit" in error["text"]
+    front.send(model, {"kind": "act", "action": "heal", "ranks": []})
+    front.until(lambda: front.answers(model)[-1]["action"] == "heal", timeout_s=30)
+    assert front.answers(model)[-1]["text"].startswith('mesh "main": rank 1 started again, all 4 ranks joined')
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=10)
+    front.send(model, {"kind": "look", "view": "h", "visible": False})
+
+
 def test_a_stopped_mesh_ends_the_widget(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "d", "visible": True})
     front.until(lambda: front.updates(model)[-1]["phase"] == "live", timeout_s=10)

@@ -36,7 +36,7 @@ class Source(Protocol):
         """The mesh, now. Raises: MeshError where it cannot be known any more."""
 
     def actions(self) -> Sequence[str]:
-        """The buttons that make sense: of interrupt, where, logs, heal."""
+        """The buttons: of interrupt, where, logs, heal."""
 
     def act(self, action: str, ranks: Sequence[int]) -> Answer:
         """Do what a button says, on ``ranks`` where the person has chosen some. Raises: MeshError."""

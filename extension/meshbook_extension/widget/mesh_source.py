@@ -66,8 +66,8 @@ class MeshSource:
     # ---- buttons ---------------------------------------------------------------------------------------------
 
     def actions(self) -> Sequence[str]:
-        """Heal only where there is something to heal."""
-        return ("interrupt", "where", "logs")
+        """The buttons, from left to right."""
+        return ("interrupt", "where", "logs", "heal")
 
     def act(self, action: str, ranks: Sequence[int]) -> Answer:
         """Raises: MeshError."""
@@ -76,6 +76,8 @@ class MeshSource:
         chosen = procs.select(known) if known else procs
         if action == "interrupt":
             return self._interrupt()
+        if action == "heal":
+            return self._heal()
         if action == "where":
             return _where(chosen)
         return _logs(chosen)
@@ -96,6 +98,18 @@ class MeshSource:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         names = ", ".join(cell.what for cell in cells)
         return Answer("Interrupt", f"{names} interrupted on {name_ranks(r for cell in cells for r in cell.waiting)}")
+
+    def _heal(self) -> Answer:
+        """As ``%mesh heal``, but for the setup cells: those write to the notebook, and need its main thread."""
+        notes: list[str] = []
+        repaired = self.procs.base().heal(note=notes.append)
+        owing = self._session.setups.owe(repaired.mesh, repaired.ranks)
+        if owing and any(self._session.setups.of(repaired.mesh)):
+            notes.append(f"setup cells have yet to run on {name_ranks(owing)}: %mesh heal")
+        elif repaired.ranks:
+            whose = "its" if len(repaired.ranks) == 1 else "their"
+            notes.append(f"{name_ranks(repaired.ranks)} lost {whose} variables; run the cells that make them there")
+        return Answer("Heal", "\n  ".join([str(repaired), *notes]))
 
 
 def _now(cell: RunningCell, busy: dict[int, float]) -> CellNow:
