@@ -39,7 +39,6 @@ def live_of(sizes: Mapping[str, int], **options: Any) -> dict[str, Any]:
         "tick_s": 1.0,
         "actions": ["interrupt", "where", "logs", "heal"],
         "history_mb": [sum(snapshot.memory_mb)],
-        "largest_mb": [max(snapshot.memory_mb)],
     }
 
 

@@ -56,7 +56,7 @@ class HealthWidget(anywidget.AnyWidget):
         self._seen_until: dict[str, float] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._totals: deque[tuple[int, int]] = deque(maxlen=HISTORY)
+        self._totals: deque[int] = deque(maxlen=HISTORY)
         self._snapshot: Snapshot | None = None
         super().__init__()
         self.on_msg(lambda _widget, content, _buffers: self.on_message(content))
@@ -64,8 +64,7 @@ class HealthWidget(anywidget.AnyWidget):
     def refresh(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``."""
         self._snapshot = snapshot
-        memory = snapshot.memory_mb
-        self._totals.append((sum(memory), max(memory, default=0)))
+        self._totals.append(sum(snapshot.memory_mb))
         layout = snapshot.layout()
         if layout != self.layout_of:
             self.layout_of = layout
@@ -74,8 +73,7 @@ class HealthWidget(anywidget.AnyWidget):
             "note": "",
             "tick_s": TICK_S,
             "actions": list(self._source.actions()),
-            "history_mb": [total for total, _ in self._totals],
-            "largest_mb": [largest for _, largest in self._totals],
+            "history_mb": list(self._totals),
         }
 
     # ---- messages: on any thread -----------------------------------------------------------------------------
