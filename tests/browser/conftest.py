@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `simulated`
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 150
+"""For a server, and for a kernel; seconds on a quiet machine, minutes on one that has much else to do."""
 IDLE = """() => {
   const session = window.jupyterapp?.shell?.currentWidget?.sessionContext;
   return session?.isReady && session.session?.kernel?.status === 'idle';

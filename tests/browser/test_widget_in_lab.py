@@ -11,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
+pytestmark = pytest.mark.timeout(400)
+
 RUN = "notebook:run-cell-and-select-next"
 
 
@@ -53,7 +55,7 @@ def widget(page: Page) -> Locator:
 def test_it_renders_with_a_tile_per_rank(notebook: Page) -> None:
     for _ in range(3):
         run_next(notebook)
-    widget(notebook).wait_for(timeout=90_000)
+    widget(notebook).wait_for(timeout=150_000)
     assert widget(notebook).locator(".mb-tile").count() == 4
     assert widget(notebook).locator(".mb-counts").inner_text().split() == ["I", "4", "idle"]
     assert "gpus=4 · cpu · 4 ranks on 1 host" in widget(notebook).locator(".mb-head").inner_text()
