@@ -124,7 +124,7 @@ class Lab:
 
     def open(self, page: Page, name: str) -> None:
         """Show a notebook and wait for its kernel."""
-        page.goto(f"{self.url}/lab/tree/{name}?reset")
+        page.goto(f"{self.url}/lab/tree/{name}?reset", timeout=1000 * START_TIMEOUT_S)
         page.wait_for_function(IDLE, timeout=1000 * START_TIMEOUT_S)
 
     def close(self) -> None:

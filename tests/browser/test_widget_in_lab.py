@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(400)
 
+SOON_MS = 60_000
+"""A second or two on a quiet machine; the cell that is interrupted would run for five minutes."""
 RUN = "notebook:run-cell-and-select-next"
 
 
@@ -25,7 +27,7 @@ def notebook(lab: Any, browser: Any) -> Iterator[Page]:
             "%load_ext meshbook_extension",
             "%mesh spawn gpus=4 --device cpu",
             "%mesh",
-            "%%mesh\nfrom tqdm_like import bar\nbar(600)",
+            "%%mesh\nfrom tqdm_like import bar\nbar(3000)",
             "%%mesh\nif rank == 2:\n    raise ValueError('<img src=x onerror=window.broken=1>')",
         ],
     )
@@ -65,26 +67,28 @@ def test_it_renders_with_a_tile_per_rank(notebook: Page) -> None:
 def test_it_updates_and_its_buttons_act_while_a_cell_runs(notebook: Page, lab: Any) -> None:
     box = widget(notebook)
     run_next(notebook)
-    box.locator(".mb-tile.mb-B").nth(3).wait_for(timeout=30_000)
-    box.locator(".mb-cell", has_text="epoch 1").wait_for(timeout=10_000)
+    box.locator(".mb-tile.mb-B").nth(3).wait_for(timeout=SOON_MS)
+    box.locator(".mb-cell", has_text="epoch 1").wait_for(timeout=SOON_MS)
     first = box.locator(".mb-cell").inner_text()
     notebook.wait_for_function(
-        "before => document.querySelector('.meshbook .mb-cell')?.innerText !== before", arg=first, timeout=10_000
+        "before => document.querySelector('.meshbook .mb-cell')?.innerText !== before", arg=first, timeout=SOON_MS
     )
     notebook.screenshot(path=lab.screenshots / "lab-busy.png")
 
     box.locator(".mb-tile").nth(1).click()
     box.locator("button", has_text="Where").click()
     answer = box.locator(".mb-answer pre")
-    answer.wait_for(timeout=5_000)
+    answer.wait_for(timeout=SOON_MS)
     assert answer.inner_text().startswith("rank 1: in time.sleep (tqdm_like.py:")
     assert "tqdm_like.py" in box.locator(".mb-detail").inner_text()
 
     pressed = time.monotonic()
     box.locator("button", has_text="Interrupt").click()
-    notebook.locator(".jp-OutputArea-output", has_text="ranks 0-3 stopped, all variables kept").wait_for(timeout=10_000)
-    box.locator(".mb-tile.mb-I").nth(3).wait_for(timeout=10_000)
-    assert time.monotonic() - pressed < 10
+    notebook.locator(".jp-OutputArea-output", has_text="ranks 0-3 stopped, all variables kept").wait_for(
+        timeout=SOON_MS
+    )
+    box.locator(".mb-tile.mb-I").nth(3).wait_for(timeout=SOON_MS)
+    assert time.monotonic() - pressed < 60
     assert notebook.locator(".mb-cell").count() == 0
 
 
@@ -92,7 +96,7 @@ def test_text_of_ranks_is_shown_as_text(notebook: Page) -> None:
     notebook.evaluate("() => { const n = window.jupyterapp.shell.currentWidget.content; n.activeCellIndex = 4; }")
     run_next(notebook)
     error = widget(notebook).locator(".mb-errors li")
-    error.wait_for(timeout=15_000)
+    error.wait_for(timeout=SOON_MS)
     assert "ValueError: <img src=x onerror=window.broken=1>" in error.inner_text()
     assert widget(notebook).locator("img").count() == 0
     assert not notebook.evaluate("() => window.broken")
@@ -113,5 +117,5 @@ def test_it_is_dark_in_a_dark_theme(notebook: Page) -> None:
     color = "() => getComputedStyle(document.querySelector('.meshbook .mb-tile.mb-I')).backgroundColor"
     light = notebook.evaluate(color)
     notebook.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
-    notebook.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'", timeout=15_000)
-    notebook.wait_for_function(f"light => ({color})() !== light", arg=light, timeout=5_000)
+    notebook.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'", timeout=SOON_MS)
+    notebook.wait_for_function(f"light => ({color})() !== light", arg=light, timeout=SOON_MS)
