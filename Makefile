@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: setup fix check test notebooks bench bench-peers faults demo lab
+.PHONY: setup fix check test test-all notebooks bench bench-peers faults demo lab
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -28,6 +28,9 @@ check: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "" $(ARGS)
 
 notebooks: $(READY)
 	$(BIN)/python -m pytest tests/notebooks $(ARGS)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 import meshbook_extension.widget
 
+pytestmark = pytest.mark.browser
 FOLDER = Path(meshbook_extension.widget.__file__).parent
 SMOOTH_MS = 100
 """For one update; generous, a frame on a busy machine."""
