@@ -343,4 +343,4 @@ def test_a_cell_behind_a_stuck_rank_says_what_it_waits_for_and_is_dropped_by_an_
     assert second["ename"] == "CallInterrupted" and second["status"] == "error"
     kernel.run("procs.run('rank').get()")
     ran = kernel.run("procs.run(\"'ran' in globals()\").get().values()").of("execute_result")[0]["data"]["text/plain"]
-    assert ran == "[True, True, True, False]"
+    assert ran == "[False, False, False, False]"

@@ -192,6 +192,7 @@ def test_meshes_end_with_their_lease_and_leave_nothing(zygote: Zygote, watch: Wa
         meshbook.attach(session)
 
 
+@pytest.mark.slow
 def test_an_agent_without_meshes_does_not_wait(zygote: Zygote, watch: Watch) -> None:
     driver, family = _start(zygote, watch, "mesh.stop(); say('stopped'); time.sleep(60)")
     driver.expect("stopped")
@@ -215,6 +216,7 @@ def test_a_living_controller_keeps_its_meshes(zygote: Zygote, watch: Watch) -> N
     driver.wait()
 
 
+@pytest.mark.slow
 def test_of_many_that_attach_at_once_one_wins(zygote: Zygote, watch: Watch) -> None:
     driver, _ = _start(zygote, watch, "time.sleep(60)")
     driver.kill()
@@ -312,6 +314,7 @@ def test_ranks_and_hosts_that_ended_meanwhile_are_told(zygote: Zygote, watch: Wa
     assert again.lost_hosts == []
 
 
+@pytest.mark.slow
 def test_what_is_printed_unheard_is_bounded_and_counted(zygote: Zygote, watch: Watch) -> None:
     lines, size = 60_000, 50
     cell = f"for i in range({lines}): print(f'{{i:>{size - 1}}}')"
@@ -372,6 +375,7 @@ def test_the_first_process_remembers_for_the_next(zygote: Zygote, watch: Watch) 
     assert mine.run("rank").get(30).values() == [0]
 
 
+@pytest.mark.slow
 def test_two_sessions_in_one_process(zygote: Zygote, watch: Watch) -> None:
     driver, family = _start(zygote, watch, "detach()")
     driver.wait()
@@ -387,6 +391,7 @@ def test_two_sessions_in_one_process(zygote: Zygote, watch: Watch) -> None:
     assert _gone(family, 5)
 
 
+@pytest.mark.slow
 def test_frames_of_a_former_controller_are_ignored_and_it_is_told(zygote: Zygote, watch: Watch) -> None:
     from meshbook import wire
     from meshbook.link import Link
@@ -407,6 +412,7 @@ def test_frames_of_a_former_controller_are_ignored_and_it_is_told(zygote: Zygote
         mesh.run("1").get(10)
 
 
+@pytest.mark.slow
 def test_dead_sessions_are_swept_and_waiting_ones_are_not(zygote: Zygote, watch: Watch) -> None:
     from meshbook.session_folder import read_state
     from meshbook.sessions import sweep
@@ -429,6 +435,7 @@ def test_dead_sessions_are_swept_and_waiting_ones_are_not(zygote: Zygote, watch:
     assert _gone(family, 10)
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_give_the_session_up(zygote: Zygote, watch: Watch) -> None:
     driver, _ = _start(
         zygote, watch, "pid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0); say('forked'); wait()"
