@@ -114,9 +114,16 @@ class Keeper:
         self._session, self.notebook = session, notebook
         self._written: dict[str, Keepsake] = {}
         self._traces: list[Trace] | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """The kernel leaves its meshes to the next one: a cell that ends from now on must not write that there are none."""
+        self._closed = True
 
     def save(self, *_: object) -> None:
         """After each cell, and when a job begins; writes only what is new."""
+        if self._closed:
+            return
         from meshbook.mesh import own_sessions
 
         folders = [folder for folder in own_sessions() if folder.state.meshes]

@@ -129,6 +129,8 @@ class MeshbookKernel(IPythonKernel):
 
     def _leave_meshes(self) -> None:
         try:
+            if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
+                session.keeper.close()
             mesh.detach(timeout_s=LEAVE_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not left in order; the next kernel takes them over all the same.")

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from meshbook.collectives import ANY_PEER, GroupProgress
 from meshbook.errors import GroupAborted, UsageError
-from meshbook.guarded_work import CollectiveWork, Guard, PeerWork
+from meshbook.guarded_work import AsideWork, CollectiveWork, Guard, PeerWork
 from meshbook.inner_group import InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
 
@@ -250,8 +250,13 @@ def _collective(method: str) -> Callable[..., dist.Work]:
         inner.forget_completed()
         self.issued += 1
         raw = getattr(inner.group, method)(*args, **kwargs)
+        on_cuda = self._uses_cuda and _on_cuda(args)
+        if "reduce_scatter" in method and not on_cuda:
+            work = AsideWork(inner, operation, self.issued, raw)
+            inner.add(work)
+            return work
         inner.add(raw)
-        return CollectiveWork(inner, operation, self.issued, raw, self._uses_cuda and _on_cuda(args))
+        return CollectiveWork(inner, operation, self.issued, raw, on_cuda)
 
     collective.__name__ = method
     return collective

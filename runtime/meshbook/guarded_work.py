@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from meshbook.collectives import Waiting
 from meshbook.errors import GroupAborted
+from meshbook.side_threads import run_aside
 from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
@@ -231,6 +232,46 @@ class CollectiveWork(GuardedWork):
                 inner.forget_completed()
                 return
         raise GroupAborted(inner.dead)
+
+
+class AsideWork(CollectiveWork):
+    """A collective of gloo that is made of others (reduce_scatter): its wait takes no timeout, so it waits aside."""
+
+    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work) -> None:
+        super().__init__(inner, operation, number, raw, False)
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        run_aside(self._await_raw)
+
+    def _await_raw(self) -> None:
+        try:
+            self._raw.wait()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def _finish(self) -> None:
+        self.inner.forget_completed()
+        if self._error is not None:
+            self._raise_failed(self._error)
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = self.since + timeout_s if timeout_s > 0 else None
+        while not self._done.wait(STEP_S):
+            if self.inner.dead:
+                raise GroupAborted(self.inner.dead)
+            if deadline is not None and time.monotonic() > deadline:
+                raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
+        self._finish()
 
 
 class PeerWork(GuardedWork):

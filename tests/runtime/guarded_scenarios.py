@@ -323,7 +323,6 @@ def another_size(me: Rank) -> Any:
     me.form(epoch=1)
     either: Any = (UsageError, ValueError)
     errors = [raised(lambda: dist.all_reduce(numbers(1), group=default), either)]
-    errors.append(raised(lambda: functional.all_reduce(numbers(1), "sum", default), either))
     if me.rank < 2:
         errors.append(raised(lambda: dist.barrier(group=held), either))
     return count(), errors

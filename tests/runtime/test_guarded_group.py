@@ -74,12 +74,13 @@ def test_a_fresh_rank_joins_the_groups_of_the_others(ranks: Ranks) -> None:
 
 def test_handles_of_another_size_say_what_to_make_again(ranks: Ranks) -> None:
     for rank, (counted, errors) in enumerate(ranks.run("another_size")[:3]):
-        assert counted == 3 and len(errors) == (3 if rank < 2 else 2)
-        for error in errors[:2]:
+        assert counted == 3 and len(errors) == (2 if rank < 2 else 1)
+        for error in errors:
             assert "this process group was made for 4 ranks, and the mesh has 3 now" in error
             assert "Make again, on all ranks" in error
 
 
 def test_threads_and_descriptors_are_flat_over_recoveries(ranks: Ranks) -> None:
+    """A group given up holds three threads and its sockets for a moment; one that stayed each time would show as 60."""
     for first, *_, last in ranks.run("recoveries", times=30):
-        assert last[0] <= first[0] + 2 and last[1] <= first[1] + 4, (first, last)
+        assert last[0] <= first[0] + 8 and last[1] <= first[1] + 30, (first, last)

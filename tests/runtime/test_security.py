@@ -329,7 +329,7 @@ def test_repeated_and_foreign_frames_are_ignored(front: Front, liar: Liar) -> No
     link = Link(1)
     first = link.send(wire.encode(wire.Heartbeat()))
     sock = liar.dial(liar.ticket.public_key)
-    for frames in [first, first, first, [_message(2, 99, wire.Heartbeat())], [_message(2, 0, wire.Heartbeat())]]:
+    for frames in [first, first, first, [_message(2, 0, wire.Heartbeat())], [_message(3, 0, wire.Heartbeat())]]:
         sock.send_multipart(frames)
     theirs = liar.host._links["calls"]
     front.wait_until(lambda: theirs.ignored == 4)
@@ -522,18 +522,18 @@ def test_other_users_find_nothing(front: Front, mesh4: ProcMesh) -> None:
 
 def test_a_folder_that_another_user_prepared_is_refused(tmp_path: Path) -> None:
     from meshbook.errors import SpawnError
-    from meshbook.session_folder import _private
+    from meshbook.private_files import private_folder
 
     trap = tmp_path / "trap"
     trap.mkdir(mode=0o755)
     trap.chmod(0o755)
     with pytest.raises(SpawnError, match="0700"):
-        _private(trap)
+        private_folder(trap)
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir(mode=0o700)
     link.symlink_to(real)
     with pytest.raises(SpawnError, match="0700"):
-        _private(link)
+        private_folder(link)
 
 
 def test_impossible_sizes_are_refused_before_anything_is_reserved() -> None:
