@@ -117,7 +117,7 @@ class Keeper:
         self._closed = False
 
     def close(self) -> None:
-        """The kernel leaves its meshes to the next one: a cell that ends from now on must not write that there are none."""
+        """The kernel leaves its meshes to the next one: a cell that ends later must not write that there are none."""
         self._closed = True
 
     def save(self, *_: object) -> None:

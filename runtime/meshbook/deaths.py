@@ -48,7 +48,13 @@ class OomWatch:
         self.sample(())
 
     def sample(self, pids: Iterable[int]) -> None:
-        """Note the counts as they are, of the machine and of the cgroups of living processes."""
+        """Note the counts as they are, of the machine and of the cgroups of living processes.
+
+        While one is ending they stay: it may have been counted already, and `blames` is still to come.
+        """
+        pids = list(pids)
+        if any(self._is_ending(pid) for pid in pids):
+            return
         files = {self._proc / "vmstat", *(file for pid in pids if (file := self._file_of(pid)) is not None)}
         counts = {file: _read_count(file) for file in files}
         self._counts = {file: count for file, count in counts.items() if count is not None}
@@ -65,6 +71,14 @@ class OomWatch:
             return False
         self._counts[file] += 1
         return True
+
+    def _is_ending(self, pid: int) -> bool:
+        """Whether ``pid`` is being torn down, slowly where much memory is; proc(5), field 9, PF_EXITING."""
+        try:
+            flags = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[6]
+        except OSError:
+            return False
+        return bool(int(flags) & 0x4)
 
     def _file_of(self, pid: int) -> Path | None:
         """Where the kernel counts for the cgroup of ``pid``; None without a memory cgroup."""
