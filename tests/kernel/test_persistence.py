@@ -115,8 +115,12 @@ def test_a_failure_meanwhile_is_told(start_kernel: StartKernel, watch: Watch) ->
     kernel.manager.restart_kernel(now=True)
     kernel.client.wait_for_ready(timeout=60)
     first = kernel.run("1")
-    assert "ended meanwhile: failed: " in first.text()
-    assert "ValueError: oh" in first.text() + str(first.messages)
+    told = first.text() + str(first.messages)
+    if "ended meanwhile: failed: " not in told:  # its groups were still being compared: it came back as a job
+        assert "cell 2 still runs" in told
+        waited = kernel.run("%mesh wait 1")
+        told += waited.text() + str(waited.messages) + str(waited.reply)
+    assert "ValueError: oh" in told
     end(kernel, family)
 
 

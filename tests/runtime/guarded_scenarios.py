@@ -353,11 +353,10 @@ def recoveries(me: Rank, times: int) -> Any:
 
 def _settled() -> tuple[int, int]:
     """Threads and descriptors, once disposal and idle helpers have had their time."""
-    deadline, last = time.monotonic() + 12, (0, 0)
-    while time.monotonic() < deadline:
+    deadline, last, steady = time.monotonic() + 15, (0, 0), 0
+    while time.monotonic() < deadline and steady < 4:  # a listening socket stays 2 s longer than its group
         now = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        if now == last:
-            return now
+        steady = steady + 1 if now == last else 0
         last = now
         time.sleep(1.0)
     return last

@@ -80,6 +80,7 @@ def test_handles_of_another_size_say_what_to_make_again(ranks: Ranks) -> None:
             assert "Make again, on all ranks" in error
 
 
+@pytest.mark.slow
 def test_threads_and_descriptors_are_flat_over_recoveries(ranks: Ranks) -> None:
     """A group given up holds three threads and its sockets for a moment; one that stayed each time would show as 60."""
     for first, *_, last in ranks.run("recoveries", times=30):
