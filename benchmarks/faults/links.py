@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -10,6 +11,7 @@ import msgspec
 from benchmarks.faults import on_rank
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Watched
+from benchmarks.faults.namespace import Namespace, make_namespace
 from benchmarks.faults.relay import Relay
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.launcher import LaunchedHost, Ticket
@@ -23,30 +25,33 @@ CALLS_PER_FAULT = 200
 
 
 class RelayedLauncher(LocalLauncher):
-    """Agents that dial in through a relay."""
+    """Agents that dial in through a relay, from a network namespace if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: Namespace | None = None) -> None:
         super().__init__(separate_hosts=True)
+        self.namespace = namespace
         self.relay: Relay | None = None
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         host, _, port = tickets[0].endpoint.removeprefix("tcp://").partition(":")
-        self.relay = Relay((host, int(port)))
-        endpoint = f"tcp://127.0.0.1:{self.relay.port}"
-        return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
+        address = self.namespace.address if self.namespace else "127.0.0.1"
+        self.relay = Relay((host, int(port)), address)
+        endpoint = f"tcp://{address}:{self.relay.port}"
+        with self.namespace.inside() if self.namespace else contextlib.nullcontext():
+            return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
 
 
 def run_links(seed: int, faults: int) -> Findings:
     """``faults`` resets and silences, with calls and payloads under way all the time."""
     findings = Findings("links", f"{faults} resets and silences")
-    launcher = RelayedLauncher()
+    launcher = RelayedLauncher(make_namespace())
     started = time.monotonic()
     mesh = start_hosts({}, launcher).spawn_procs({"gpus": 2}, name="far", device="cpu", owns_hosts=True)
     relay = launcher.relay
     assert relay is not None
     try:
         mesh.run("ledger = []").get(DEADLINE_S)
-        watched = _break(mesh, relay, random.Random(seed), faults, findings)
+        watched = _break(mesh, launcher, random.Random(seed), faults, findings)
         deadline = time.monotonic() + DEADLINE_S
         findings.hangs += [f"call {each.number}" for each in watched if not each.wait(deadline)]
         if not findings.hangs:
@@ -54,11 +59,17 @@ def run_links(seed: int, faults: int) -> Findings:
     finally:
         mesh.stop()
         relay.close()
+        if launcher.namespace is not None:
+            launcher.namespace.close()
     findings.seconds = time.monotonic() - started
     return findings
 
 
-def _break(mesh: ProcMesh, relay: Relay, draw: random.Random, faults: int, findings: Findings) -> list[Watched]:
+def _break(
+    mesh: ProcMesh, launcher: RelayedLauncher, draw: random.Random, faults: int, findings: Findings
+) -> list[Watched]:
+    relay, namespace = launcher.relay, launcher.namespace
+    assert relay is not None
     watched: list[Watched] = []
     for _ in range(faults):
         for _ in range(CALLS_PER_FAULT):
@@ -66,6 +77,11 @@ def _break(mesh: ProcMesh, relay: Relay, draw: random.Random, faults: int, findi
             watched.append(Watched(mesh.execute(on_rank.note, number), number, "call", number))
         if draw.randrange(10) < RESETS_OF_10:
             findings.count("connections reset", relay.cut())
+        elif namespace is not None:
+            findings.count("cables pulled between namespaces")
+            namespace.pull()
+            time.sleep(draw.uniform(0.2, LONGEST_SILENCE_S))
+            namespace.plug()
         else:
             findings.count("silences")
             relay.silence(draw.uniform(0.2, LONGEST_SILENCE_S))

@@ -11,9 +11,9 @@ import time
 class Relay:
     """Forwards connections to ``target`` (host, port) until `cut` or `close`."""
 
-    def __init__(self, target: tuple[str, int]) -> None:
+    def __init__(self, target: tuple[str, int], address: str = "127.0.0.1") -> None:
         self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((address, 0))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._peers: dict[socket.socket, socket.socket] = {}

@@ -1,0 +1,86 @@
+"""A host in a network namespace of its own, joined to ours by a cable that can be pulled."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+_CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Namespace:
+    """Needs root and iproute2; raises OSError or CalledProcessError where there are none. Named after our pid."""
+
+    def __init__(self) -> None:
+        self._name = f"meshbook{os.getpid()}"
+        self._ours, theirs = f"mb{os.getpid()}a"[:15], f"mb{os.getpid()}b"[:15]
+        octet = os.getpid() % 250 + 1
+        self.address = f"10.213.{octet}.1"
+        """Ours, as the namespace sees it."""
+        _ip("netns", "add", self._name)
+        try:
+            _ip("link", "add", self._ours, "type", "veth", "peer", "name", theirs, "netns", self._name)
+            _ip("addr", "add", f"{self.address}/24", "dev", self._ours)
+            _ip("link", "set", self._ours, "up")
+            for words in (("addr", "add", f"10.213.{octet}.2/24", "dev", theirs), ("link", "set", theirs, "up")):
+                _ip("-n", self._name, *words)
+            _ip("-n", self._name, "link", "set", "lo", "up")
+        except BaseException:
+            with contextlib.suppress(subprocess.SubprocessError):  # the first error is the one to tell
+                self.close()
+            raise
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Processes that this thread starts in the block live in the namespace."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(Path("/run/netns") / self._name, os.O_RDONLY)
+        try:
+            _enter(there)
+            try:
+                yield
+            finally:
+                _enter(home)
+        finally:
+            os.close(home)
+            os.close(there)
+
+    def pull(self) -> None:
+        """Cut the cable: nothing arrives, and nobody is told."""
+        _ip("link", "set", self._ours, "down")
+
+    def plug(self) -> None:
+        """Join the two again."""
+        _ip("link", "set", self._ours, "up")
+
+    def close(self) -> None:
+        """Remove the namespace, and the cable with it."""
+        _ip("netns", "del", self._name)
+
+
+def make_namespace() -> Namespace | None:
+    """A namespace; None where we may not make one (no root, no iproute2, a container without the right)."""
+    try:
+        namespace = Namespace()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    try:
+        with namespace.inside():
+            return namespace
+    except OSError:
+        namespace.close()
+        return None
+
+
+def _enter(descriptor: int) -> None:
+    if _libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
