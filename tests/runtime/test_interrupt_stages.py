@@ -87,7 +87,7 @@ def stop(run: CellRun) -> None:
 
 @contextlib.contextmanager
 def pressing(*after_s: float) -> Iterator[None]:
-    """SIGINT to this process so long after the start of the block."""
+    """SIGINT to this process so long after the start of the block; one that comes after its end hits nobody."""
     timers = [threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)) for delay_s in after_s]
     for timer in timers:
         timer.start()
@@ -95,7 +95,9 @@ def pressing(*after_s: float) -> Iterator[None]:
         yield
     finally:
         for timer in timers:
-            timer.join()
+            while timer.is_alive():
+                with contextlib.suppress(KeyboardInterrupt):
+                    timer.join()
 
 
 def works(mesh: ProcMesh) -> bool:
