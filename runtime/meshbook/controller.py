@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
+
 from meshbook import wire
 from meshbook.adoption import Adoption
 from meshbook.calls import CallFuture, OpenCall
@@ -337,12 +339,15 @@ class Controller:
 
         self.submit(abort)
 
-    def query(self, mesh_id: int, endpoint: str, members: Members, timeout_s: float) -> dict[int, Any]:
-        """Ask the control threads of ``members``; returns what came in time."""
+    def query(
+        self, mesh_id: int, endpoint: str, members: Members, timeout_s: float, args: Sequence[object] = ()
+    ) -> dict[int, Any]:
+        """Ask the control threads of ``members``; returns what came in time. args: plain data, as msgpack has it."""
         answers: dict[int, Any] = {}
         wanted = len(members)
         done: Future[None] = Future()
         id = self.next_id()
+        message = wire.Query(id, mesh_id, endpoint, members.encode(), msgspec.msgpack.encode(args) if args else b"")
 
         def on_answer(rank: int, value: Any) -> None:
             answers[rank] = value
@@ -355,7 +360,7 @@ class Controller:
                 return
             self._board.calls.ask(id, on_answer)
             for host in mesh.hosts:
-                host.send_urgent(wire.Query(id, mesh_id, endpoint, members.encode()))
+                host.send_urgent(message)
 
         self.submit(send)
         try:

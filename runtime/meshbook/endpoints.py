@@ -1,7 +1,9 @@
 """What a worker can be asked to do: the endpoints of the process itself.
 
-`CALLS` run on the main thread, in order, and may run user code. `QUERIES` are answered by the control thread, always.
-Each call endpoint gets the worker, the call and the sender's arguments, and returns an `Answer`.
+`CALLS` run on the main thread, in order, and may run user code. `QUERIES` are answered by the control thread, always;
+those of `SLOW_QUERIES` on a side thread, so that no interrupt waits behind them.
+Each call endpoint gets the worker, the call and the sender's arguments, and returns an `Answer`. A query gets the
+worker and plain data, and returns plain data.
 """
 
 from __future__ import annotations
@@ -212,6 +214,9 @@ def status(worker: Worker) -> dict[str, object]:
     }
 
 
-QUERIES: dict[str, Callable[[Worker], object]] = {
+QUERIES: dict[str, Callable[..., object]] = {
     function.__name__: function for function in (where, reaction, status, collectives)
 }
+
+SLOW_QUERIES: frozenset[str] = frozenset()
+"""Those of `QUERIES` that may take longer than a few milliseconds."""

@@ -259,6 +259,13 @@ class ProcMesh(Arranged):
         elastic = Elastic(self._controller, self._mesh, self._present(), note)
         return elastic.grow(grow) if grow is not None else elastic.shrink(shrink or {})
 
+    def ask(self, endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, Any]:
+        """Put a question to the members' control threads, which answer also while the ranks are busy or stuck.
+
+        endpoint: one of `meshbook.endpoints.QUERIES`. args and answers are plain data. Returns: what came in time.
+        """
+        return self._controller.query(self._mesh.id, endpoint, self._present().members, timeout_s, args)
+
     def _call(
         self,
         endpoint: str,

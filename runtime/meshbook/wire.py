@@ -181,6 +181,8 @@ class Query(_Message, frozen=True, tag="query"):
     mesh: int
     endpoint: str
     target: Target
+    inline: bytes = b""
+    """The arguments, a list in msgpack: plain data, since no pickle is loaded on a control thread. Empty: none."""
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):

@@ -30,7 +30,7 @@ import msgspec
 
 from meshbook import wire
 from meshbook.call_children import interrupt_children
-from meshbook.endpoints import CALLS, QUERIES, Answer
+from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES, Answer
 from meshbook.errors import Failure
 from meshbook.frames import Buffer, FrameSocket
 from meshbook.interrupts import InterruptGate
@@ -39,6 +39,7 @@ from meshbook.process_group import RankGroups
 from meshbook.segments import SegmentPool, map_segment
 from meshbook.shape import Extent
 from meshbook.shell import RankShell
+from meshbook.side_threads import run_aside
 from meshbook.store import StoreOp, StoreResult
 
 EXCEPTION_MAX_BYTES = 1 << 16
@@ -320,8 +321,11 @@ class Worker:
                 self.groups.abort(epoch, reason)
             case wire.SegmentFree(segment=segment):
                 self._segments.release(segment)
-            case wire.Query() as query:
-                self._answer_query(query)
+            case wire.Query(endpoint=endpoint) as query:
+                if endpoint in SLOW_QUERIES:
+                    run_aside(lambda: self._answer_query(query))
+                else:
+                    self._answer_query(query)
             case other:
                 raise AssertionError(f"{other!r} does not belong on the urgent socket")
 
@@ -343,7 +347,8 @@ class Worker:
 
     def _answer_query(self, query: wire.Query) -> None:
         try:
-            answer = Answer(wire.OK, QUERIES[query.endpoint](self), has_value=True)
+            args = msgspec.msgpack.decode(query.inline) if query.inline else ()
+            answer = Answer(wire.OK, QUERIES[query.endpoint](self, *args), has_value=True)
         except Exception as error:
             answer = Answer(wire.RAISED, failure=self.shell.describe(error))
         payload = self._pack_failure(answer.failure) if answer.failure else [_encode(answer.value)]
