@@ -1,4 +1,7 @@
-"""A real JupyterLab in headless Chromium. Without one these tests are skipped, and the reason says the command."""
+"""A real JupyterLab in headless Chromium. Without one these tests are skipped, and the reason says the command.
+
+What each test saw last is kept as ``build/screenshots/<module>-<test>.png``.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,21 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `simulated`
 
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+PATIENCE_MS = 60_000
+"""For what takes a second on a quiet machine."""
+
 START_TIMEOUT_S = 150
 """For a server, and for a kernel; seconds on a quiet machine, minutes on one that has much else to do."""
+QUIETLY = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 IDLE = """() => {
   const session = window.jupyterapp?.shell?.currentWidget?.sessionContext;
   return session?.isReady && session.session?.kernel?.status === 'idle';
@@ -46,13 +62,24 @@ def browser() -> Iterator[Browser]:
         pytest.skip("no chromium: apt-get install --no-install-recommends chromium fonts-dejavu-core")
     driver = playwright.sync_playwright().start()
     try:
-        browser = driver.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
+        browser = driver.chromium.launch(executable_path=chromium, args=QUIETLY, timeout=1000 * START_TIMEOUT_S)
         yield browser
         browser.close()
     finally:
         driver.stop()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Keep a picture of what the test saw last; a page that cannot be drawn fails no test."""
+    browser = getattr(item, "funcargs", {}).get("browser")
+    for context in browser.contexts if browser is not None else ():
+        for page in context.pages:
+            name = re.sub(r"[^\w.-]+", "-", f"{item.path.stem}-{item.name}").strip("-")
+            try:
+                page.screenshot(path=SCREENSHOTS / f"{name}.png", timeout=10_000)
+            except Exception as error:
+                item.add_report_section("teardown", "screenshot", str(error))
 
 
 class Lab:
@@ -60,17 +87,17 @@ class Lab:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.screenshots = Path(os.environ.get("MESHBOOK_SCREENSHOTS", root))
+        self.url = ""
         names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
         folders = {f"JUPYTER_{name}": str(root / f".{name.lower()}") for name in names}
         folders |= {f"JUPYTERLAB_{name}_DIR": str(root / f".{name.lower()}") for name in ("SETTINGS", "WORKSPACES")}
         settings = root / ".settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True)
         (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
-        with socket.socket() as probe:  # Jupyter cannot say which port it took other than in its log
+        with socket.socket() as probe:  # a port to begin with; if it is taken meanwhile, Jupyter takes another
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.port}", "--IdentityProvider.token="]
+            port = probe.getsockname()[1]
+        options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", "--IdentityProvider.token="]
         options += [f"--ServerApp.root_dir={root}", "--LabApp.expose_app_in_browser=True"]
         environment = {**os.environ, **folders, "IPYTHONDIR": str(root / ".ipython"), "MESHBOOK_PREWARM": "0"}
         with (root / "lab.log").open("wb") as log:
@@ -83,17 +110,16 @@ class Lab:
                 start_new_session=True,
             )
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def wait_for_ready(self) -> None:
+        """Wait until the server has said where it listens, and answers there."""
+        said = self.root / ".runtime_dir" / f"jpserver-{self._process.pid}.json"
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
-                urllib.request.urlopen(f"{self.url}/api/status", timeout=1).close()
+                self.url = json.loads(said.read_text())["url"].rstrip("/")
+                urllib.request.urlopen(f"{self.url}/api/status", timeout=5).close()
                 return
-            except OSError:
+            except (OSError, ValueError):
                 log = (self.root / "lab.log").read_text()
                 assert self._process.poll() is None and time.monotonic() < deadline, log
                 time.sleep(0.1)
@@ -123,7 +149,14 @@ class Lab:
         return list(json.loads((self.root / name).read_text())["cells"])
 
     def open(self, page: Page, name: str) -> None:
-        """Show a notebook and wait for its kernel."""
+        """Show a notebook and wait for its kernel; a page that does not come up is loaded once more."""
+        page.set_default_timeout(PATIENCE_MS)
+        try:
+            self._load(page, name)
+        except Exception:
+            self._load(page, name)
+
+    def _load(self, page: Page, name: str) -> None:
         page.goto(f"{self.url}/lab/tree/{name}?reset", timeout=1000 * START_TIMEOUT_S)
         page.wait_for_function(IDLE, timeout=1000 * START_TIMEOUT_S)
 
@@ -154,6 +187,7 @@ def page(browser: Browser) -> Iterator[Page]:
     """A fresh page; what goes wrong in it fails the test."""
     problems: list[str] = []
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.set_default_timeout(PATIENCE_MS)
     page.on("pageerror", lambda error: problems.append(str(error)))
     yield page
     page.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -73,13 +74,12 @@ def test_it_updates_and_its_buttons_act_while_a_cell_runs(notebook: Page, lab: A
     notebook.wait_for_function(
         "before => document.querySelector('.meshbook .mb-cell')?.innerText !== before", arg=first, timeout=SOON_MS
     )
-    notebook.screenshot(path=lab.screenshots / "lab-busy.png")
 
     box.locator(".mb-tile").nth(1).click()
     box.locator("button", has_text="Where").click()
     answer = box.locator(".mb-answer pre")
     answer.wait_for(timeout=SOON_MS)
-    assert answer.inner_text().startswith("rank 1: in time.sleep (tqdm_like.py:")
+    assert re.match(r"rank 1: in .*\(tqdm_like\.py:\d+\)", answer.inner_text())
     assert "tqdm_like.py" in box.locator(".mb-detail").inner_text()
 
     pressed = time.monotonic()
@@ -104,7 +104,7 @@ def test_text_of_ranks_is_shown_as_text(notebook: Page) -> None:
 
 def test_the_saved_notebook_shows_the_ranks(notebook: Page, lab: Any) -> None:
     notebook.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON_MS / 1000
     while not (outputs := lab.read("mesh.ipynb")[2]["outputs"]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
