@@ -1,4 +1,6 @@
-"""A real JupyterLab in headless Chromium. Without one these tests are skipped, and the reason says the command.
+"""A real JupyterLab and Notebook 7 in headless Chromium.
+
+Without a chromium these tests are skipped, and the reason says the command that installs one.
 
 What each test saw last is kept as ``build/screenshots/<module>-<test>.png``.
 """
@@ -83,7 +85,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 class Lab:
-    """A JupyterLab server with settings of its own."""
+    """A Jupyter server with settings of its own, for JupyterLab and Notebook 7."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -98,7 +100,8 @@ class Lab:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", "--IdentityProvider.token="]
-        options += [f"--ServerApp.root_dir={root}", "--LabApp.expose_app_in_browser=True"]
+        options += [f"--ServerApp.root_dir={root}"]
+        options += [f"--{app}.expose_app_in_browser=True" for app in ("LabApp", "JupyterNotebookApp")]
         environment = {**os.environ, **folders, "IPYTHONDIR": str(root / ".ipython"), "MESHBOOK_PREWARM": "0"}
         with (root / "lab.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -148,16 +151,19 @@ class Lab:
         """The cells of a notebook as it was saved."""
         return list(json.loads((self.root / name).read_text())["cells"])
 
-    def open(self, page: Page, name: str) -> None:
-        """Show a notebook and wait for its kernel; a page that does not come up is loaded once more."""
+    def open(self, page: Page, name: str, path: str = "lab/tree") -> None:
+        """Show a notebook and wait for its kernel; a page that does not come up is loaded once more.
+
+        path: ``lab/tree``, or ``notebooks`` for Notebook 7.
+        """
         page.set_default_timeout(PATIENCE_MS)
         try:
-            self._load(page, name)
+            self._load(page, f"{self.url}/{path}/{name}?reset")
         except Exception:
-            self._load(page, name)
+            self._load(page, f"{self.url}/{path}/{name}?reset")
 
-    def _load(self, page: Page, name: str) -> None:
-        page.goto(f"{self.url}/lab/tree/{name}?reset", timeout=1000 * START_TIMEOUT_S)
+    def _load(self, page: Page, url: str) -> None:
+        page.goto(url, timeout=1000 * START_TIMEOUT_S)
         page.wait_for_function(IDLE, timeout=1000 * START_TIMEOUT_S)
 
     def close(self) -> None:
