@@ -94,6 +94,11 @@ class CellOutput:
         if self._error is not None:
             raise self._error
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is shown that the rest is only counted."""
+        return self._budget.exceeded
+
     # ---- the publisher's thread ------------------------------------------------------------------------------
 
     def pump(self, now: float) -> float | None:

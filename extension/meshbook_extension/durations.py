@@ -19,7 +19,8 @@ def parse_duration(text: str, option: str) -> float:
         raise UsageError(f'{option}: "{text}" is no duration.{unit} {number}s, 30m, 2h or 1h30m.')
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
     if not seconds:
-        raise UsageError(f"{option}: {text} is no time at all; to end a mesh: %mesh stop")
+        instead = "; to end a mesh: %mesh stop" if option == "--lease" else ""
+        raise UsageError(f"{option}: {text} is no time at all{instead}")
     return seconds
 
 

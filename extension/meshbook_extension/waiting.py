@@ -36,7 +36,19 @@ def wait_until_done(
             return True
         if deadline is not None and time.monotonic() >= deadline:
             return False
-        for task in WHILE_WAITING:
-            task()
+        _run_tasks()
         if on_step is not None:
             on_step()
+
+
+def pause(duration_s: float) -> None:
+    """Wait so long. Raises: KeyboardInterrupt."""
+    deadline = time.monotonic() + duration_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(STEP_S, left_s))
+        _run_tasks()
+
+
+def _run_tasks() -> None:
+    for task in WHILE_WAITING:
+        task()

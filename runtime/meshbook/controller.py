@@ -397,31 +397,6 @@ class Controller:
         """Under the turn: later answers are dropped."""
         self._board.calls.end_query(id)
 
-    def read_logs(self, mesh: KnownMesh, members: Members, lines: int, timeout_s: float) -> dict[int, str]:
-        """The last ``lines`` lines of each member's log."""
-        texts: dict[int, str] = {}
-        waiting = {host for host in mesh.hosts if not host.lost}
-        done: Future[None] = Future()
-        id = self.next_id()
-
-        def on_answer(host: int, answer: Any) -> None:
-            texts.update(answer)
-            waiting.pop()
-            if not waiting:
-                done.set_result(None)
-
-        def send() -> None:
-            self._board.calls.ask(id, on_answer)
-            for host in tuple(waiting):
-                host.send_urgent(wire.ReadLogs(id, mesh.id, members.encode(), lines))
-
-        self.submit(send)
-        try:
-            done.get(timeout_s)
-        finally:
-            self.submit(lambda: self._board.calls.end_query(id))
-        return texts
-
     def drop_keys(self, mesh: KnownMesh, prefix: str) -> None:
         """Delete the keys under ``prefix`` in the mesh's store, which its agent on host 0 keeps."""
         self.submit(lambda: self._board.drop_keys(mesh, prefix))

@@ -203,9 +203,12 @@ class HostAgent:
                     mesh.renumber(message)
             case wire.StopMesh(mesh_id, grace_s):
                 self._on_stop(mesh_id, grace_s)
-            case wire.ReadLogs(id, mesh_id, target, lines):
+            case wire.ReadLogs(id, mesh_id):
                 mesh = self._meshes.get(mesh_id)
-                self.send_urgent(wire.Logs(id, mesh.logs(target, lines) if mesh else {}))
+                self.send_urgent(wire.Logs(id, mesh.logs(message) if mesh else {}))
+            case wire.ReadOn(id, mesh_id):
+                mesh = self._meshes.get(mesh_id)
+                self.send_urgent(wire.LogPieces(id, mesh.read_on(message) if mesh else ()))
             case wire.Welcome():
                 self._welcome, self._shares_memory = message, message.shares_memory
                 if message.machine == machine_id():

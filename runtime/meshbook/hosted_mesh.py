@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,8 +26,9 @@ from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_worker import HostedWorker
 from meshbook.keeping import Keeping
 from meshbook.lifecycle import WorkerEvent
+from meshbook.log_reading import log_tail, read_on
 from meshbook.mesh_memory import MeshMemory
-from meshbook.rank_output import CRASH_REPORT_LINES, Piece, log_tail
+from meshbook.rank_output import CRASH_REPORT_LINES, Piece
 from meshbook.wording import format_bytes
 
 COMBINE_S = 0.002
@@ -346,16 +347,21 @@ class HostedMesh:
         for output, size in cuts.items():
             self._uplink.send(wire.OutputCut(self.id, worker.rank, output, size))
 
-    def logs(self, target: wire.Target, lines: int) -> dict[int, str]:
+    def logs(self, asked: wire.ReadLogs) -> dict[int, str]:
         """The last lines that each member here wrote; also of members that have ended."""
-        texts = {}
-        for rank, path in self.crew.logs.items():
-            if not wire.target_has(target, rank):
-                continue
+        ranks = [rank for rank in self.crew.logs if wire.target_has(asked.target, rank)]
+        self._drain(ranks)
+        return {rank: log_tail(self.crew.logs[rank], asked.lines, containing=asked.containing) for rank in ranks}
+
+    def read_on(self, asked: wire.ReadOn) -> tuple[wire.LogPiece, ...]:
+        """What members here wrote since they were asked last."""
+        self._drain(rank for rank, _ in asked.offsets)
+        return read_on(self.crew.logs, asked)
+
+    def _drain(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
             if (worker := self.workers.get(rank)) is not None:
                 worker.drain()
-            texts[rank] = log_tail(path, lines)
-        return texts
 
     # ---- shared memory ------------------------------------------------------------------------------------------
 

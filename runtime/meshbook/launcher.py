@@ -16,8 +16,9 @@ from typing import IO, Protocol
 import msgspec
 
 from meshbook.deaths import last_words
+from meshbook.log_reading import log_tail
 from meshbook.processes import describe_exit, end_process, is_same_process, start_time
-from meshbook.rank_output import CRASH_REPORT_LINES, log_tail
+from meshbook.rank_output import CRASH_REPORT_LINES
 
 
 class Ticket(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from meshbook.interruption import interrupt
 from meshbook.joined_futures import MappedFuture, join_futures
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
+from meshbook.logs import LogFollower, read_logs
 from meshbook.output_events import OutputListener, OutputTarget
 from meshbook.pickling import dumps
 from meshbook.repair import Note, Repair, Repaired
@@ -336,10 +337,17 @@ class ProcMesh(Arranged):
         """Where each member's log lies on its host."""
         return {rank: self._mesh.workers[rank].log_path for rank in self.ranks if rank in self._mesh.workers}
 
-    def logs(self, lines: int = 20) -> dict[int, str]:
-        """The last lines that each member wrote, also of members that have ended."""
+    def logs(self, lines: int = 20, *, containing: str = "") -> dict[int, str]:
+        """The last lines that each member wrote, also of members that have ended; of silent hosts none.
+
+        containing: only lines with this text, among the last 256 kB of each.
+        """
         self._present()
-        return self._controller.read_logs(self._mesh, self._members, lines, timeout_s=5.0)
+        return read_logs(self._controller, self._mesh, self._members, lines, containing)
+
+    def follow_logs(self, lines: int = 20) -> LogFollower:
+        """What members write from now on, and the last ``lines`` lines before it."""
+        return LogFollower(self._controller, self._mesh, self._present()._members, lines)
 
     def where(self) -> dict[int, str]:
         """What each member's main thread is doing, busy or not."""

@@ -39,17 +39,6 @@ class Piece(NamedTuple):
     text: str
 
 
-def log_tail(path: Path, lines: int, begin: int = 0) -> str:
-    """The last ``lines`` lines of a log, within its last 256 kB and beyond ``begin``; empty when there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(begin, size - (256 << 10), 0))
-            return b"\n".join(file.read().splitlines()[-lines:]).decode(errors="backslashreplace")
-    except OSError:  # there is none, or no descriptor is left to open it
-        return ""
-
-
 class RankLog:
     """The rank's log file: everything it wrote, up to the quota; a full disk loses the log, not the rank.
 

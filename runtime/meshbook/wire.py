@@ -258,6 +258,24 @@ class ReadLogs(_Message, frozen=True, tag="logs"):
     mesh: int
     target: Target
     lines: int
+    containing: str = ""
+    """Only lines with this text."""
+
+
+FROM_THE_END = -1
+"""An offset: where a log ends when it is read."""
+
+
+class ReadOn(_Message, frozen=True, tag="readon"):
+    """Ask for what ranks wrote to their logs beyond (rank, offset in bytes); answered by `LogPieces`."""
+
+    id: int
+    mesh: int
+    offsets: tuple[tuple[int, int], ...]
+    lines: int
+    """Of a log that is read `FROM_THE_END`, so many lines before its end too."""
+    limit_bytes: int
+    """The most of one log; where more was written the newest is sent."""
 
 
 class AskAgain(_Message, frozen=True, tag="askagain"):
@@ -453,6 +471,24 @@ class Logs(_Message, frozen=True, tag="loglines"):
     texts: dict[int, str]
 
 
+class LogPiece(NamedTuple):
+    """What one rank's log has beyond an offset."""
+
+    rank: int
+    data: bytes
+    end: int
+    """The offset to read on from."""
+    skipped_bytes: int
+    """What lies between the offset that was asked for and ``data``."""
+
+
+class LogPieces(_Message, frozen=True, tag="logpieces"):
+    """Of the logs that have something new."""
+
+    id: int
+    pieces: tuple[LogPiece, ...]
+
+
 # ---- host agent to worker and back -----------------------------------------------------------------------------
 
 
@@ -534,13 +570,13 @@ class RankStored(_Message, frozen=True, tag="rstored"):
 
 ToHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups | StoreRequest
-    | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh | ReadLogs | Leave
-    | Goodbye
+    | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh | ReadLogs | ReadOn
+    | Leave | Goodbye
     | AskProcesses
 )  # fmt: skip
 FromHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
-    | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs
+    | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs | LogPieces
     | Processes
 )  # fmt: skip
 ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored

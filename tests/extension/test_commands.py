@@ -263,13 +263,6 @@ def test_status_has_a_row_per_rank(notebook) -> None:
     assert len(notebook.run("%mesh status gpus=1:3").stdout.splitlines()) == 4
 
 
-def test_logs_have_what_ranks_wrote(notebook) -> None:
-    notebook.run("%%mesh\nfor i in range(30): print('line', i)")
-    text = notebook.run("%mesh logs gpus=1 -n 2").stdout
-    head, *lines = text.splitlines()
-    assert head.startswith("[1] /") and lines == ["line 28", "line 29"]
-
-
 def test_auto_sends_cells_to_the_mesh_until_off(notebook) -> None:
     try:
         assert "every cell runs on ranks 0-3" in notebook.run("%mesh auto on").stdout

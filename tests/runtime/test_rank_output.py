@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.rank_output import BURST_BYTES, RETRY_S, Piece, RankLog, RankOutput, _Stream, log_tail
+from meshbook.log_reading import log_tail
+from meshbook.rank_output import BURST_BYTES, RETRY_S, Piece, RankLog, RankOutput, _Stream
 
 MARKER = b"\x1e0123456789abcdef:"
 

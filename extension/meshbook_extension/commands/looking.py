@@ -1,4 +1,4 @@
-"""What the ranks are doing, and what they have written: status, logs."""
+"""What the ranks are doing: status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshbook.wording import format_bytes, format_ranks, format_sizes
 from meshbook_extension.commands import command
 from meshbook_extension.commands.meshes import count
-from meshbook_extension.labels import format_seconds, label
+from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.session import Session
 from meshbook_extension.targets import FORMS
@@ -117,26 +117,3 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
     )
-
-
-@command(
-    Grammar(
-        name="%mesh logs",
-        summary="The last lines that each rank has written, those that were too many for the notebook too.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        options=(Option("-n", "so many lines of each (20)", int, "N"),),
-        examples=("%mesh logs", "%mesh logs rank=3 -n 100", "%mesh logs gpus=0:2"),
-        notes=FORMS,
-    )
-)
-def logs(session: Session, arguments: Arguments) -> None:
-    """A block per rank."""
-    procs = session.target(arguments.words, arguments.pairs)
-    lines = arguments.whole("-n")
-    paths = procs.log_paths()
-    for rank, text in sorted(procs.logs(20 if lines is None else lines).items()):
-        print(f"{label([rank])} {paths.get(rank, '')}")
-        if text.strip():
-            print(text.rstrip("\n"))
