@@ -11,6 +11,7 @@ import collections
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,9 @@ import pytest
 
 os.environ.setdefault("MESHBOOK_LEASE_S", "5")
 """Agents whose controller a test kills end soon; tests of what outlives a controller say how long."""
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell that starts us in the background has it ignored, and tests that press interrupt would wait for ever."""
 
 PATIENCE_S = 10.0
 """How long a module's leftovers may take to vanish: longer than an agent takes to notice that it is alone."""
