@@ -120,7 +120,10 @@ class Adoption:
     def _make_call(self, mesh: KnownMesh, state: wire.CallState) -> _Call:
         future = self._new_future()
         members = _members(mesh, state.target)
-        call = OpenCall(state.id, mesh.id, state.label or "a call", members, future, fail_fast=False, on_reply=None)
+        label = state.label or "a call"
+        call = OpenCall(
+            state.id, mesh.id, label, members, future, fail_fast=False, on_reply=None, mailbox=state.mailbox
+        )
         future.call = call
         events = self._board.calls.listener_of(state.output) if state.output else None
         if not isinstance(events, WaitingEvents):

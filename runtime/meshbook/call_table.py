@@ -106,8 +106,8 @@ class CallTable:
             call.end()
 
     def running(self, mesh: int) -> list[OpenCall]:
-        """The calls that some rank of the mesh has not answered."""
-        return [call for call in self._calls.values() if call.mesh == mesh and call.waiting]
+        """The calls to main threads that some rank of the mesh has not answered."""
+        return [call for call in self._calls.values() if call.mesh == mesh and call.waiting and not call.mailbox]
 
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""

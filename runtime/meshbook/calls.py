@@ -84,6 +84,7 @@ class OpenCall:
         "id",
         "interrupts",
         "lost",
+        "mailbox",
         "members",
         "mesh",
         "on_reply",
@@ -104,8 +105,11 @@ class OpenCall:
         *,
         fail_fast: bool,
         on_reply: Callable[[int, bool, float, Failure | None], None] | None,
+        mailbox: int = 0,
     ) -> None:
         self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
+        self.mailbox = mailbox
+        """0: it runs on the main threads of its members, one after the other with others of that kind."""
         self.fail_fast, self.on_reply = fail_fast, on_reply
         self.waiting = set(members.ranks())
         self.interrupts = 0

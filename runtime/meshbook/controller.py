@@ -33,12 +33,13 @@ from meshbook.launcher import FoundHost, LaunchedHost, Ticket
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
+from meshbook.posting import post
 from meshbook.questions import look
 from meshbook.recruits import Recruits
 from meshbook.rescue import forming_call
 from meshbook.session_folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape import Members, Region
-from meshbook.switchboard import MAX_BACKLOG, Switchboard
+from meshbook.switchboard import Switchboard
 from meshbook.transport import HEARTBEAT_S, ControllerSocket
 from meshbook.turns import Turns
 
@@ -256,17 +257,21 @@ class Controller:
         output: OutputTarget | None = None,
         on_reply: Callable[[int, bool, float, Failure | None], None] | None = None,
         fail_fast: bool = True,
+        mailbox: int = 0,
     ) -> CallFuture[Any]:
         """Start a call on ``members``; the future's value is a ValueMesh over them.
 
         output: where to send what the call prints; our own stdout by default. fail_fast: complete at the first failure
-        rather than when every rank has ended. Raises: MeshStoppedError, WorkerLost if a member has ended.
+        rather than when every rank has ended. mailbox: as in `wire.Call`.
+        Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
         mesh.check_usable()
         generation = mesh.generation
-        self._wait_for_room()
+        self.wait_for_room()
         future = self._new_future()
-        call = OpenCall(self.next_id(), mesh.id, what, members, future, fail_fast=fail_fast, on_reply=on_reply)
+        call = OpenCall(
+            self.next_id(), mesh.id, what, members, future, fail_fast=fail_fast, on_reply=on_reply, mailbox=mailbox
+        )
         future.call = call
         if lost := call.waiting & mesh.lost.keys():
             raise WorkerLost.of(mesh.lost[rank] for rank in lost)
@@ -274,15 +279,19 @@ class Controller:
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(
             call.id, mesh.id, endpoint, members.encode(), output.id if output else 0,
-            inline=head if small else b"", label=what,
+            inline=head if small else b"", label=what, mailbox=mailbox,
         )  # fmt: skip
         payload = [] if small else [head]
-        segment = self._board.payloads.write(buffers)
+        segment = self.write_payload(buffers)
 
         def send() -> None:
             if mesh.generation != generation:
                 call.give_up(stale_view(mesh))
-            elif (hosts := self._board.open(mesh, call, output)) is not None:
+            elif (hosts := self._board.open(mesh, call, output)) is None:
+                return
+            elif mailbox:
+                transmit(hosts)
+            else:
                 self._board.groups_of(mesh).send(call, lambda: transmit(hosts))
 
         def transmit(hosts: list[KnownHost]) -> None:
@@ -290,12 +299,18 @@ class Controller:
                 self._board.calls.disown(call)
                 call.give_up(stale_view(mesh))
                 return
-            self._board.payloads.send(hosts, message, payload, segment, buffers)
-            if any(host.backlog > MAX_BACKLOG for host in hosts):
-                self._board.room.clear()
+            self._board.send_payload(hosts, message, payload, segment, buffers)
 
         self.submit(send)
         return future
+
+    def post(self, mesh: KnownMesh, endpoint: str, members: Members, pickled: Pickled, mailbox: int) -> None:
+        """Send a message that nobody answers (`meshbook.posting`). Raises: MeshStoppedError, WorkerLost."""
+        post(self, mesh, members, mailbox, endpoint, pickled)
+
+    def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
+        """Put the large buffers of a message into shared memory; None when there are none."""
+        return self._board.payloads.write(buffers)
 
     def _new_future(self) -> CallFuture[Any]:
         return CallFuture(self)
@@ -311,7 +326,7 @@ class Controller:
             mesh = self._board.meshes.get(call.mesh) if call is not None else None
             if call is None or mesh is None:
                 return
-            if self._board.groups_of(mesh).cancel(call):
+            if not call.mailbox and self._board.groups_of(mesh).cancel(call):
                 return
             meant = call.members
             if ranks is not None:
@@ -526,6 +541,7 @@ class Controller:
         self._board.flush()
         self._board.payloads.tell_freed()
 
-    def _wait_for_room(self) -> None:
+    def wait_for_room(self) -> None:
+        """Wait while too much waits for slow hosts."""
         while not self._board.room.wait(timeout=1.0):
             pass

@@ -18,6 +18,7 @@
     │   ├── CallTimeout         ranks were silent at the deadline
     │   ├── CallInterrupted     the person pressed interrupt
     │   └── WorkerLost          workers ended while the call was open
+    ├── MailboxClosed           a message to an actor or a port that is not there (any more)
     ├── GroupAborted            a collective of groups that the controller has aborted; raised on the ranks
     ├── HostLost                a host agent went silent or ended
     ├── SerializationError      a value that cannot travel; names the attribute path
@@ -370,6 +371,18 @@ class WorkerLost(CallError):
     def __str__(self) -> str:
         verdict = (f"  {line}" for line in self.verdict())
         return "\n".join([*describe_deaths(self.deaths), *verdict, *next_steps(self.ranks)])
+
+
+class MailboxClosed(MeshError):
+    """A message to an actor or a port that is not there, or not any more."""
+
+    def __init__(self, rank: int, mailbox: int, why: str = "") -> None:
+        super().__init__(rank, mailbox, why)
+        self.rank, self.mailbox, self.why = rank, mailbox, why
+
+    def __str__(self) -> str:
+        why = self.why or "what it belonged to was stopped, or the process was started again since"
+        return f"rank {self.rank} has no mailbox {self.mailbox}: {why}. Spawn it again, and use the new reference."
 
 
 class GroupAborted(MeshError):

@@ -55,10 +55,10 @@ class Uplink(Protocol):
 class _OpenCall:
     """A call whose answers are being collected on this host."""
 
-    __slots__ = ("frames", "prints", "replies", "waiting")
+    __slots__ = ("frames", "is_mail", "prints", "replies", "waiting")
 
-    def __init__(self, waiting: set[int], prints: bool) -> None:
-        self.waiting = waiting
+    def __init__(self, waiting: set[int], prints: bool, *, is_mail: bool = False) -> None:
+        self.waiting, self.is_mail = waiting, is_mail
         self.replies: list[wire.RankReply] = []
         self.frames: list[bytes] = []
         self.prints = prints
@@ -98,21 +98,31 @@ class HostedMesh:
         members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
         if not members:
             return
-        ranks = {worker.rank for worker in members}
-        self._calls[call.id] = _OpenCall(ranks, call.output != 0)
-        self.memory.on_call(call, ranks)
-        dropped = self._early_cancels.take(call.id, ranks)
-        if dropped:
-            members = [worker for worker in members if worker.rank not in dropped]
-            self._answer_dropped(call.id, dropped)
+        if call.reply:
+            members = self._expect_replies(call, members)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
         frames = [wire.encode(call), *payload]
         for worker in members:
-            worker.calls.send(frames)
+            if call.mailbox:
+                worker.send_mail(frames)
+            else:
+                worker.calls.send(frames)
+
+    def _expect_replies(self, call: wire.Call, members: list[HostedWorker]) -> list[HostedWorker]:
+        """Note an open call; returns the members on which it was not cancelled before it came."""
+        ranks = {worker.rank for worker in members}
+        self._calls[call.id] = _OpenCall(ranks, call.output != 0, is_mail=call.mailbox != 0)
+        self.memory.on_call(call, ranks)
+        if dropped := self._early_cancels.take(call.id, ranks):
+            members = [worker for worker in members if worker.rank not in dropped]
+            self._answer_dropped(call.id, dropped)
+        return members
 
     def refuse(self, call: wire.Call, error: MeshError) -> None:
         """Answer a call that cannot be passed on, for its members here."""
+        if not call.reply:
+            return
         ranks = [rank for rank in self.workers if wire.target_has(call.target, rank)]
         replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
         self._uplink.send(wire.Replies(call.id, replies), [self._explain(rank, error) for rank in ranks])
@@ -142,7 +152,10 @@ class HostedMesh:
             if worker.rank in call.waiting and wire.target_has(cancel.target, worker.rank)
         ]
         for worker in members:
-            worker.urgent.send([wire.encode(cancel)])
+            if call.is_mail:
+                worker.send_mail([wire.encode(cancel)])  # behind the call
+            else:
+                worker.urgent.send([wire.encode(cancel)])
         if cancel.insist:
             wake_stopped(members)
 
@@ -172,7 +185,7 @@ class HostedMesh:
     @property
     def unsent_bytes(self) -> int:
         """What waits for workers to read it."""
-        return sum(worker.calls.unsent_bytes for worker in self.workers.values())
+        return sum(worker.unsent_bytes for worker in self.workers.values())
 
     # ---- workers to controller ----------------------------------------------------------------------------------
 

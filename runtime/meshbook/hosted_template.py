@@ -156,7 +156,7 @@ class HostedTemplate:
         on_forked: Callable[[list[int]], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        """Fork one worker per entry, each with its call socket, urgent socket, stdout and stderr.
+        """Fork one worker per entry, each with its call, urgent and mail sockets, stdout and stderr.
 
         The descriptors are the caller's to close, once either callback has run. Call when ready only.
         """

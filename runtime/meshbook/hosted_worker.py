@@ -144,8 +144,9 @@ class HostedWorker:
         self._theirs: list[socket.socket] = []
         self._pidfd: Watch | None = None
         self._lanes: list[Lane] = []
+        self._reads_mail = False
         try:
-            self.calls, self.urgent = self._open_lane(), self._open_lane()
+            self.calls, self.urgent, self._mail = self._open_lane(), self._open_lane(), self._open_lane()
             for stream in ("stdout", "stderr"):
                 self._pipe_ends.append(self._open_pipe(stream))
         except OSError:
@@ -173,6 +174,18 @@ class HostedWorker:
             sock.close()
         while self._pipe_ends:
             os.close(self._pipe_ends.pop())
+
+    def send_mail(self, frames: Sequence[Buffer]) -> None:
+        """Send a message that does not wait for the worker's main thread."""
+        if not self._reads_mail:
+            self._reads_mail = True
+            self.urgent.send([wire.encode(wire.OpenMail())])
+        self._mail.send(frames)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Calls and mail that wait for the worker to read them."""
+        return self.calls.unsent_bytes + self._mail.unsent_bytes
 
     def drain(self) -> None:
         """Read what the worker has written to its pipes so far."""
@@ -251,6 +264,7 @@ class HostedWorker:
         self._pidfd = None
         self.calls.read_all()
         self.urgent.read_all()
+        self._mail.read_all()
         self.drain()
         self.advance(WorkerEvent.EXITED)
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet

@@ -131,7 +131,13 @@ def _waiting(call: OpenCall, ranks: Collection[int] | None) -> set[int]:
 
 def _runs(control: Interrupter, call: OpenCall, rank: int) -> bool:
     """Whether ``call`` is the oldest that the rank has not answered, so that it runs there and does not wait."""
-    return next((other for other in control.open_calls(call.mesh) if rank in other.waiting), call) is call
+    return next((other for other in _queue(control, [call]) if rank in other.waiting), call) is call
+
+
+def _queue(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
+    """The open calls that wait for each other with ``calls``, oldest first: each mailbox has a queue of its own."""
+    mailboxes = {call.mailbox for call in calls}
+    return [other for other in control.open_calls(calls[0].mesh) if other.mailbox in mailboxes]
 
 
 def _with_stuck_ahead(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
@@ -141,7 +147,7 @@ def _with_stuck_ahead(control: Interrupter, calls: Sequence[OpenCall]) -> list[O
     last = max(mine)
     ahead = [
         other
-        for other in control.open_calls(calls[0].mesh)
+        for other in _queue(control, calls)
         if other.id not in mine and other.id < last and other.interrupts and waiting & other.waiting
     ]
     return [*ahead, *calls]
@@ -151,7 +157,7 @@ def _ahead_of(control: Interrupter, calls: Sequence[OpenCall], ranks: Iterable[i
     """Rank to the call that runs there, where that is none of ``calls``."""
     mine = {call.id for call in calls}
     found: dict[int, OpenCall] = {}
-    opened = control.open_calls(calls[0].mesh)
+    opened = _queue(control, calls)
     for rank in ranks:
         runs = next((other for other in opened if rank in other.waiting), None)
         if runs is not None and runs.id not in mine:

@@ -23,10 +23,11 @@ LABEL_CHARS = 80
 class RememberedCall:
     """A call that came to this host."""
 
-    __slots__ = ("id", "label", "output", "replies", "size_bytes", "target", "waiting")
+    __slots__ = ("id", "label", "mailbox", "output", "replies", "size_bytes", "target", "waiting")
 
     def __init__(self, call: wire.Call, waiting: set[int]) -> None:
         self.id, self.label, self.target, self.output = call.id, call.label[:LABEL_CHARS], call.target, call.output
+        self.mailbox = call.mailbox
         self.waiting = waiting
         """The ranks here that have not answered; kept up to date by its owner."""
         self.replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
@@ -138,7 +139,7 @@ class MeshMemory:
                 states.append(
                     wire.CallState(
                         call.id, call.label, call.target, call.output, tuple(call.waiting), tuple(call.replies),
-                        bool(call.waiting) or unsure,
+                        bool(call.waiting) or unsure, call.mailbox,
                     )
                 )  # fmt: skip
         return tuple(states)

@@ -318,8 +318,9 @@ class ProcMesh(Arranged):
 
     @property
     def interrupted(self) -> tuple[int, ...]:
-        """The members that run, or have yet to run, a call that was interrupted, in order."""
-        calls = [call for call in self._controller.open_calls(self._mesh.id) if call.interrupts]
+        """The members whose main thread runs, or has yet to run, a call that was interrupted, in order."""
+        opened = self._controller.open_calls(self._mesh.id)
+        calls = [call for call in opened if call.interrupts and not call.mailbox]
         ranks = frozenset().union(*(frozenset(call.waiting) for call in calls))
         return tuple(rank for rank in self.ranks if rank in ranks)
 

@@ -106,7 +106,7 @@ class Switchboard:
 
     def _watch(self, call: OpenCall) -> bool:
         mesh = self.meshes.get(call.mesh)
-        return mesh is not None and self.groups_of(mesh).watch(call)
+        return mesh is not None and not call.mailbox and self.groups_of(mesh).watch(call)
 
     @property
     def next_deadline(self) -> float:
@@ -254,6 +254,19 @@ class Switchboard:
             call.lose(mesh.lost[rank])
         self.calls.settle_if_done(call)
         return [host for host in mesh.hosts if not host.lost and (addressed is None or host.id in addressed)]
+
+    def send_payload(
+        self,
+        hosts: Sequence[KnownHost],
+        message: wire.Call,
+        payload: Sequence[bytes],
+        segment: wire.SegmentRef | None,
+        buffers: Sequence[Any],
+    ) -> None:
+        """Send a call and its payload to ``hosts``; note when too much waits for one of them."""
+        self.payloads.send(hosts, message, payload, segment, buffers)
+        if any(host.backlog > MAX_BACKLOG for host in hosts):
+            self.room.clear()
 
     def _log_path(self, mesh_id: int, rank: int) -> str:
         mesh = self.meshes.get(mesh_id)

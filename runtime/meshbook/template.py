@@ -53,8 +53,8 @@ STANDARD_PRELOAD = (
     "meshbook.worker",
 )
 
-FDS_PER_WORKER = 4
-"""call socket, urgent socket, stdout, stderr"""
+FDS_PER_WORKER = 5
+"""call socket, urgent socket, mail socket, stdout, stderr"""
 
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")

@@ -172,6 +172,10 @@ class Call(_Message, frozen=True, tag="call"):
     """The pickle head, where it is small: one frame costs half as much as two."""
     label: str = ""
     """What a person calls it, for the next controller."""
+    mailbox: int = 0
+    """0: an endpoint of the process, on its main thread. Else an actor or a port there, which waits for nobody."""
+    reply: bool = True
+    """Whether the sender expects answers. Calls to the main thread are always answered."""
 
 
 class Query(_Message, frozen=True, tag="query"):
@@ -401,6 +405,7 @@ class CallState(NamedTuple):
     """Ranks whose answers follow."""
     is_due: bool
     """Whether the former controller has not had everything from here."""
+    mailbox: int = 0
 
 
 class HostedState(NamedTuple):
@@ -534,6 +539,10 @@ class Begun(_Message, frozen=True, tag="begun"):
     pid: int
 
 
+class OpenMail(_Message, frozen=True, tag="mail"):
+    """The first message on the mail lane follows: somebody must read there from now on."""
+
+
 class Reply(_Message, frozen=True, tag="reply"):
     """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
 
@@ -579,7 +588,7 @@ FromHost: TypeAlias = (
     | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs | LogPieces
     | Processes
 )  # fmt: skip
-ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored
+ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

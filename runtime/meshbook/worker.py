@@ -3,6 +3,7 @@
     main thread      receives calls from the agent, one at a time, runs them, replies
     control thread   receives urgent messages: cancel, abort of groups, queries, answers of the store, freed
                      segments; blocks SIGINT
+    mail thread      receives calls to mailboxes, once there are any (`meshbook.worker_mail`)
 
 Each thread reads its own socket; writers hold that socket's lock. The process ends when the agent closes the call
 socket, and dies with its agent.
@@ -11,39 +12,33 @@ socket, and dies with its agent.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import itertools
 import os
 import queue
 import random
 import signal
-import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
 from meshbook import wire
+from meshbook.agent_channel import Channel
 from meshbook.call_children import interrupt_children
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES, Answer
-from meshbook.errors import Failure
-from meshbook.frames import Buffer, FrameSocket
 from meshbook.interrupts import InterruptGate
-from meshbook.pickling import dumps, dumps_bounded, loads
 from meshbook.process_group import RankGroups
-from meshbook.segments import SegmentPool, map_segment
+from meshbook.rank_payloads import RankPayloads, pack_failure
 from meshbook.shape import Extent
 from meshbook.shell import RankShell
 from meshbook.side_threads import run_aside
 from meshbook.store import StoreOp, StoreResult
-
-EXCEPTION_MAX_BYTES = 1 << 16
-"""An exception whose pickle is larger stays on its rank; its text always travels."""
+from meshbook.this_worker import set_worker
+from meshbook.worker_mail import WorkerMail
 
 IDLE_S = 0.5
 """How often the control thread looks after things that nobody tells it."""
@@ -57,32 +52,10 @@ KEPT_FINISHED = 1024
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Channel:
-    """A message socket to the agent: one reading thread, any number of writers."""
-
-    def __init__(self, fd: int, gate: InterruptGate) -> None:
-        self._frames = FrameSocket(socket.socket(fileno=fd))
-        self._gate = gate
-        self._lock = threading.Lock()
-
-    def receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
-        """Wait for the next message; None when the agent has closed the socket."""
-        frames = self._frames.receive()
-        return None if frames is None else (wire.decode_to_worker(frames[0]), frames[1:])
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `receive` would find something within ``timeout_s``."""
-        return self._frames.wait(timeout_s)
-
-    def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
-        with self._gate.shield, self._lock:
-            self._frames.send([wire.encode(message), *payload])
-
-
 class Worker:
     """The process's one worker: its sockets, its shell, its process groups."""
 
-    def __init__(self, shell: RankShell, call_fd: int, urgent_fd: int) -> None:
+    def __init__(self, shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int) -> None:
         self.shell = shell
         self.gate = InterruptGate()
         self.calls = Channel(call_fd, self.gate)
@@ -91,8 +64,8 @@ class Worker:
         self.main_thread = threading.get_ident()
         self.current: tuple[int, str, float] | None = None
         """(call, endpoint, monotonic start) while a call runs."""
-        self._segments = SegmentPool()
-        self._freed: deque[tuple[int, int]] = deque()
+        self._payloads = RankPayloads(self.urgent, shell.describe)
+        self.mail = WorkerMail(Channel(mail_fd, self.gate), self._payloads, lambda: self.identity)
         self._cancelled: set[int] = set()
         """Calls that were dropped, and answered for, by the control thread; they must not run when they come."""
         self._finished: deque[int] = deque(maxlen=KEPT_FINISHED)
@@ -184,9 +157,7 @@ class Worker:
                 self.current = (call.id, call.endpoint, time.monotonic())
                 return True
             self._cancelled.discard(call.id)
-        if call.segment is not None:
-            self._freed.append((call.segment.pid, call.segment.segment))
-            self._tell_freed()
+        self._payloads.discard(call)
         return False
 
     def _hear_cancels(self) -> None:
@@ -203,7 +174,7 @@ class Worker:
             try:
                 if self.gate.is_meant(call.id):
                     raise KeyboardInterrupt
-                args, kwargs = self._load(call, frames)
+                args, kwargs = self._payloads.load(call, frames, self._name)
                 return CALLS[call.endpoint](self, call, *args, **kwargs)
             finally:
                 self.gate.close()
@@ -212,38 +183,9 @@ class Worker:
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
             return Answer(status, failure=self.shell.describe(error))
 
-    def _load(self, call: wire.Call, frames: list[bytes]) -> Any:
-        buffers: Sequence[Any] = ()
-        if call.segment is not None:
-            owner = call.segment.pid
-            buffers = map_segment(call.segment, lambda segment: self._freed.append((owner, segment)))
-        return loads(frames[0] if frames else call.inline, buffers, where=self._name)
-
     def _reply(self, call: int, answer: Answer, duration_s: float) -> None:
-        segment, payload, inline = None, [], b""
-        if answer.failure is not None:
-            payload = self._pack_failure(answer.failure)
-        elif answer.has_value:
-            try:
-                head, large = answer.pickled or dumps(answer.value, what=answer.what)
-                payload, inline = ([], head) if len(head) <= wire.INLINE_MAX_BYTES else ([head], b"")
-                segment = self._segments.write(large) if large else None
-            except BaseException as error:
-                failure = self.shell.describe(error)
-                self._reply(call, Answer(wire.RAISED, failure=failure), duration_s)
-                return
-        self._tell_freed()  # before the reply, so that the next payload finds its segment free
-        self.calls.send(wire.Reply(call, answer.status, duration_s, segment, inline), payload)
-
-    def _pack_failure(self, failure: Failure) -> list[Buffer]:
-        fields = _encode(failure[:6])
-        pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
-        return [fields] if pickled is None or pickled[1] else [fields, pickled[0]]
-
-    def _tell_freed(self) -> None:
-        with contextlib.suppress(IndexError):  # both threads come here
-            while True:
-                self.urgent.send(wire.SegmentFree(*self._freed.popleft()))
+        message, payload = self._payloads.pack(call, answer, duration_s)
+        self.calls.send(message, payload)
 
     # ---- output: what the shell calls (`meshbook.shell.Sink`) ----------------------------------------------------
 
@@ -298,7 +240,7 @@ class Worker:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
             while not self.urgent.wait(timeout_s=self.gate.tend() or IDLE_S):
-                self._tell_freed()
+                self._payloads.tell_freed()
                 if self.gate.unheard:
                     self.groups.interrupt_backward()
                 if self.current is not None:
@@ -320,7 +262,9 @@ class Worker:
             case wire.AbortGroups(epoch=epoch, reason=reason):
                 self.groups.abort(epoch, reason)
             case wire.SegmentFree(segment=segment):
-                self._segments.release(segment)
+                self._payloads.pool.release(segment)
+            case wire.OpenMail():
+                self.mail.start()
             case wire.Query(endpoint=endpoint) as query:
                 if endpoint in SLOW_QUERIES:
                     run_aside(lambda: self._answer_query(query))
@@ -351,11 +295,11 @@ class Worker:
             answer = Answer(wire.OK, QUERIES[query.endpoint](self, *args), has_value=True)
         except Exception as error:
             answer = Answer(wire.RAISED, failure=self.shell.describe(error))
-        payload = self._pack_failure(answer.failure) if answer.failure else [_encode(answer.value)]
+        payload = pack_failure(answer.failure) if answer.failure else [_encode(answer.value)]
         self.urgent.send(wire.Reply(query.id, answer.status, 0.0), payload)
 
 
-def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, stdout_fd: int, stderr_fd: int) -> None:
+def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, stdout_fd: int, stderr_fd: int) -> None:
     """Be a worker until the agent says otherwise; never returns. Called in a fresh fork of the template."""
     code = 1
     gc.enable()
@@ -364,7 +308,8 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, stdout_fd: int, s
         for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2)):
             os.dup2(source, target)
             os.close(source)
-        worker = Worker(shell, call_fd, urgent_fd)
+        worker = Worker(shell, call_fd, urgent_fd, mail_fd)
+        set_worker(worker)
         worker.begin()
         worker.serve()
         atexit._run_exitfuncs()

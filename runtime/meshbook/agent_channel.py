@@ -1,0 +1,34 @@
+"""A worker's end of one of its sockets to the agent."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+
+from meshbook import wire
+from meshbook.frames import Buffer, FrameSocket
+from meshbook.interrupts import InterruptGate
+
+
+class Channel:
+    """A message socket to the agent: one reading thread, any number of writers."""
+
+    def __init__(self, fd: int, gate: InterruptGate) -> None:
+        self._frames = FrameSocket(socket.socket(fileno=fd))
+        self._gate = gate
+        self._lock = threading.Lock()
+
+    def receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
+        """Wait for the next message; None when the agent has closed the socket."""
+        frames = self._frames.receive()
+        return None if frames is None else (wire.decode_to_worker(frames[0]), frames[1:])
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether `receive` would find something within ``timeout_s``."""
+        return self._frames.wait(timeout_s)
+
+    def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
+        """Raises: BrokenPipeError when the agent is gone."""
+        with self._gate.shield, self._lock:
+            self._frames.send([wire.encode(message), *payload])

@@ -1,0 +1,43 @@
+"""Messages to mailboxes that nobody answers: sent on the road of calls, in order with them, and then forgotten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshbook import wire
+from meshbook.errors import WorkerLost
+from meshbook.known_mesh import KnownMesh
+from meshbook.lifecycle import MeshPhase
+from meshbook.pickling import Pickled
+from meshbook.shape import Members
+from meshbook.switchboard import Switchboard
+
+if TYPE_CHECKING:
+    from meshbook.controller import Controller
+
+
+def post(controller: Controller, mesh: KnownMesh, members: Members, mailbox: int, endpoint: str, body: Pickled) -> None:
+    """Send a message to a mailbox of ``members``; whoever ends before it has come there does not get it.
+
+    Raises: MeshStoppedError, WorkerLost if a member is known to have ended.
+    """
+    mesh.check_usable()
+    generation = mesh.generation
+    if lost := [mesh.lost[rank] for rank in members.ranks() if rank in mesh.lost]:
+        raise WorkerLost.of(lost)
+    head, buffers = body
+    small = len(head) <= wire.INLINE_MAX_BYTES
+    inline, payload = (head, []) if small else (b"", [head])
+    message = wire.Call(
+        controller.next_id(), mesh.id, endpoint, members.encode(), inline=inline, mailbox=mailbox, reply=False
+    )
+
+    def send(board: Switchboard) -> None:
+        hosts = [host for host in mesh.by_host(members.ranks()) if not host.lost]
+        if mesh.generation != generation or mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+            hosts = []
+        board.send_payload(hosts, message, payload, segment, buffers)
+
+    controller.wait_for_room()
+    segment = controller.write_payload(buffers)
+    controller.tell_board(send)

@@ -1,0 +1,78 @@
+"""Arguments of calls as values, answers as messages: what a worker's threads share of that, payloads in shared memory.
+
+Any thread may call any method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from meshbook import wire
+from meshbook.agent_channel import Channel
+from meshbook.endpoints import Answer
+from meshbook.errors import Failure
+from meshbook.frames import Buffer
+from meshbook.pickling import dumps, dumps_bounded, loads
+from meshbook.segments import SegmentPool, map_segment
+
+EXCEPTION_MAX_BYTES = 1 << 16
+"""An exception whose pickle is larger stays on its rank; its text always travels."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class RankPayloads:
+    """describe: makes a failure of an exception that user code has raised."""
+
+    def __init__(self, urgent: Channel, describe: Callable[[BaseException], Failure]) -> None:
+        self._urgent, self._describe = urgent, describe
+        self.pool = SegmentPool()
+        """The large buffers of what this process sends."""
+        self._freed: deque[tuple[int, int]] = deque()
+
+    def load(self, call: wire.Call, frames: Sequence[bytes], where: str) -> Any:
+        """The sender's arguments. where: this process in words. Raises: LoadError, MeshError."""
+        buffers: Sequence[Any] = ()
+        if call.segment is not None:
+            owner = call.segment.pid
+            buffers = map_segment(call.segment, lambda segment: self._freed.append((owner, segment)))
+        return loads(frames[0] if frames else call.inline, buffers, where=where)
+
+    def discard(self, call: wire.Call) -> None:
+        """The arguments will not be looked at."""
+        if call.segment is not None:
+            self._freed.append((call.segment.pid, call.segment.segment))
+            self.tell_freed()
+
+    def pack(self, call: int, answer: Answer, duration_s: float) -> tuple[wire.Reply, list[Buffer]]:
+        """The reply to a call; when its value cannot travel, the one that says so."""
+        segment, payload, inline = None, [], b""
+        if answer.failure is not None:
+            payload = pack_failure(answer.failure)
+        elif answer.has_value:
+            try:
+                head, large = answer.pickled or dumps(answer.value, what=answer.what)
+                payload, inline = ([], head) if len(head) <= wire.INLINE_MAX_BYTES else ([head], b"")
+                segment = self.pool.write(large) if large else None
+            except BaseException as error:
+                return self.pack(call, Answer(wire.RAISED, failure=self._describe(error)), duration_s)
+        self.tell_freed()  # before the reply, so that the next payload finds its segment free
+        return wire.Reply(call, answer.status, duration_s, segment, inline), payload
+
+    def tell_freed(self) -> None:
+        """Let the agent know which payloads have died here."""
+        with contextlib.suppress(IndexError):  # several threads come here
+            while True:
+                self._urgent.send(wire.SegmentFree(*self._freed.popleft()))
+
+
+def pack_failure(failure: Failure) -> list[Buffer]:
+    """The payload of a reply that failed: its text, and the exception if that can travel."""
+    fields = _encode(failure[:6])
+    pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
+    return [fields] if pickled is None or pickled[1] else [fields, pickled[0]]

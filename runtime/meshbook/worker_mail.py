@@ -1,0 +1,137 @@
+"""The mail of a worker: a thread of its own that hands calls to mailboxes (`meshbook.mailboxes`).
+
+It starts with the first message; before that a process has no such thread. It never runs user code and never waits for
+anything but its socket.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from meshbook import wire
+from meshbook.agent_channel import Channel
+from meshbook.endpoints import Answer
+from meshbook.errors import Failure, MeshError
+from meshbook.mailboxes import Mailboxes
+from meshbook.rank_payloads import RankPayloads
+
+
+class WorkerMail:
+    """identity: who the worker is now."""
+
+    def __init__(self, channel: Channel, payloads: RankPayloads, identity: Callable[[], wire.Begin]) -> None:
+        self.boxes = Mailboxes()
+        self._channel, self._payloads, self._identity = channel, payloads, identity
+        self._letters: dict[int, _Letter] = {}
+        """Calls that wait for their reply."""
+        self._starting = threading.Lock()
+        self._started = False
+
+    def start(self) -> None:
+        """Read the mail from now on. From any thread, any number of times."""
+        with self._starting:
+            if self._started:
+                return
+            self._started = True
+        thread = threading.Thread(target=self._serve, name="meshbook.mail", daemon=True)
+        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # a debugger must not stop it
+        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        thread.start()
+
+    def _serve(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
+        while (received := self._channel.receive()) is not None:
+            message, frames = received
+            try:
+                if isinstance(message, wire.Cancel):
+                    self._cancel(message)
+                else:
+                    assert isinstance(message, wire.Call)
+                    self._deliver(message, frames)
+            except BrokenPipeError:
+                return  # the agent is gone: the control thread sees to the rest
+            except Exception:
+                traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
+
+    def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
+        letter = _Letter(self, call, frames)
+        if call.reply:
+            self._letters[call.id] = letter
+        try:
+            mailbox = self.boxes.find(call.mailbox, self._identity().rank)
+            mailbox.handler(call, letter.load, letter.reply)
+        except Exception as error:
+            letter.reply(Answer(wire.RAISED, failure=self._explain(error)))
+
+    def _cancel(self, cancel: wire.Cancel) -> None:
+        """Tell the mailbox of a call that has no answer yet."""
+        if (letter := self._letters.get(cancel.call)) is None:
+            return
+        on_cancel = self.boxes.find(letter.call.mailbox, self._identity().rank).on_cancel
+        if on_cancel is not None:
+            on_cancel(letter.call, cancel.insist)
+
+    def _explain(self, error: Exception) -> Failure:
+        """What goes wrong here has no traceback that tells a person anything, unless it is a fault of the handler."""
+        text = str(error)
+        lines = [f"{type(error).__name__}: {text}"]
+        if not isinstance(error, MeshError):
+            lines = traceback.format_exception(error)
+        here = self._identity()
+        return Failure(here.rank, here.host, type(error).__name__, text, tuple(lines), "", error)
+
+    # ---- for letters: any thread --------------------------------------------------------------------------------
+
+    def load(self, call: wire.Call, frames: list[bytes]) -> Any:
+        """The sender's arguments."""
+        here = self._identity()
+        return self._payloads.load(call, frames, f"rank {here.rank} on {here.host}")
+
+    def discard(self, call: wire.Call) -> None:
+        """Let go of arguments that nobody has loaded."""
+        self._payloads.discard(call)
+
+    def reply(self, call: wire.Call, answer: Answer, duration_s: float) -> None:
+        """Send an answer."""
+        self._letters.pop(call.id, None)
+        message, payload = self._payloads.pack(call.id, answer, duration_s)
+        self._channel.send(message, payload)
+
+
+class _Letter:
+    """A call between its arrival and its reply."""
+
+    __slots__ = ("_came_at", "_frames", "_lock", "_mail", "_replied", "call")
+
+    def __init__(self, mail: WorkerMail, call: wire.Call, frames: list[bytes]) -> None:
+        self.call = call
+        self._mail = mail
+        self._frames: list[bytes] | None = frames
+        self._lock = threading.Lock()
+        self._replied = False
+        self._came_at = time.monotonic()
+
+    def load(self) -> Any:
+        frames = self._take()
+        assert frames is not None, "arguments are loaded once"
+        return self._mail.load(self.call, frames)
+
+    def reply(self, answer: Answer) -> None:
+        with self._lock:
+            if self._replied:
+                return
+            self._replied = True
+        if self._take() is not None:
+            self._mail.discard(self.call)
+        if self.call.reply:
+            self._mail.reply(self.call, answer, time.monotonic() - self._came_at)
+
+    def _take(self) -> list[bytes] | None:
+        with self._lock:
+            frames, self._frames = self._frames, None
+        return frames
