@@ -48,14 +48,15 @@ class Desk:
 
     def _run(self) -> None:
         while True:
-            call, load_args, reply = self._queue.get()
-            try:
-                args, kwargs = load_args()
-                reply(ok(getattr(self, call.endpoint)(*args, **kwargs)))
-            except BaseException as error:
-                status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
-                reply(Answer(status, failure=worker().shell.describe(error)))
-            del load_args, reply
+            self._serve(*self._queue.get())
+
+    def _serve(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+        try:
+            args, kwargs = load_args()
+            reply(ok(getattr(self, call.endpoint)(*args, **kwargs)))
+        except BaseException as error:
+            status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
+            reply(Answer(status, failure=worker().shell.describe(error)))
 
     # ---- endpoints ----------------------------------------------------------------------------------------------
 
