@@ -211,6 +211,8 @@ def status(worker: Worker) -> dict[str, object]:
         "busy_s": time.monotonic() - current[2] if current else 0.0,
         "where": where(worker),
         "rss_bytes": resident_bytes(os.getpid()),
+        "moved_bytes": worker.groups.moved_bytes,
+        "gpu": worker.gpu.last(),
     }
 
 

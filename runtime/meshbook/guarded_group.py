@@ -24,6 +24,7 @@ from meshbook.errors import GroupAborted, UsageError
 from meshbook.guarded_work import AsideWork, CollectiveWork, Guard, PeerWork
 from meshbook.inner_group import InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
+from meshbook.traffic import payload_bytes
 
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter",
@@ -141,6 +142,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         inner = self.live
         base = ANY_PEER if peer == ANY_PEER else self.recipe.ranks[peer]
         number = counts[base] = counts.get(base, 0) + 1
+        self._guard.moved_bytes += payload_bytes([tensors])
         if self._uses_cuda and tensors[0].is_cuda:
             raw = begin(inner.group)
             inner.add(raw)
@@ -249,6 +251,7 @@ def _collective(method: str) -> Callable[..., dist.Work]:
         inner = self.live
         inner.forget_completed()
         self.issued += 1
+        self._guard.moved_bytes += payload_bytes((*args, *kwargs.values()))
         raw = getattr(inner.group, method)(*args, **kwargs)
         on_cuda = self._uses_cuda and _on_cuda(args)
         if "reduce_scatter" in method and not on_cuda:

@@ -48,6 +48,8 @@ class Guard:
         self.reason_epoch = -1
         """Groups of up to this epoch are aborted."""
         self.abandoned = 0
+        self.moved_bytes = 0
+        """Payload of all operations so far (`meshbook.traffic`); never set back."""
         self.waits: dict[int, GuardedWork] = {}
         """By thread."""
         self.futures: dict[CollectiveWork, float] = {}

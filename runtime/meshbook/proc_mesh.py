@@ -13,6 +13,7 @@ from meshbook.controller import Controller
 from meshbook.elastic import Change, Elastic
 from meshbook.errors import CallInterrupted, LayoutError, SerializationError
 from meshbook.future import Future
+from meshbook.gpu_use import GpuUse
 from meshbook.interruption import interrupt
 from meshbook.joined_futures import MappedFuture, join_futures
 from meshbook.known_mesh import KnownMesh, stale_view
@@ -45,6 +46,9 @@ class RankStatus(NamedTuple):
     where: str
     """What a busy rank is doing; why a dead one ended, or a silent one does not answer."""
     rss_bytes: int
+    moved_bytes: int = 0
+    """Payload that the rank's process groups have moved since it began (`meshbook.traffic`)."""
+    gpu: GpuUse | None = None
 
 
 class ProcMesh(Arranged):
@@ -373,7 +377,9 @@ class ProcMesh(Arranged):
             state = "stopped" if answer.startswith("stopped") else "silent"
             return RankStatus(rank, point, host, pid, device, state, 0.0, answer, 0)
         state = "busy" if answer["busy"] else "idle"
-        return RankStatus(rank, point, host, pid, device, state, answer["busy_s"], answer["where"], answer["rss_bytes"])
+        known = (answer["busy_s"], answer["where"], answer["rss_bytes"], answer["moved_bytes"])
+        gpu = GpuUse(*answer["gpu"]) if answer["gpu"] else None
+        return RankStatus(rank, point, host, pid, device, state, *known, gpu)
 
     def interrupt(self) -> CallInterrupted:
         """Interrupt all that runs or waits on these ranks, whoever started it; the second time more insistently.

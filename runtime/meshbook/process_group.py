@@ -302,6 +302,11 @@ class RankGroups:
         epoch = self._epoch if groups else -1
         return Collectives(epoch, call, groups, waiting, self._guard.abandoned, self._guard.reason)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Payload of all operations of all groups so far; from any thread."""
+        return self._guard.moved_bytes
+
     def waits_in(self, thread: int) -> str:
         """The operation that ``thread`` waits in, or nothing."""
         work = self._guard.waits.get(thread)

@@ -30,6 +30,7 @@ from meshbook import wire
 from meshbook.agent_channel import Channel
 from meshbook.call_children import interrupt_children
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES, Answer
+from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
 from meshbook.process_group import RankGroups
 from meshbook.rank_payloads import RankPayloads, pack_failure
@@ -88,6 +89,7 @@ class Worker:
         begin = received[0]
         assert isinstance(begin, wire.Begin)
         self.identity = begin
+        self.gpu = GpuGauge(begin.device)
         self._name = f"rank {begin.rank} on {begin.host}"
         _enter_environment(begin)
         _seed()
