@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,11 @@ from meshbook.wording import name_ranks
 from meshbook_extension.cell_output import CellOutput
 from meshbook_extension.collapse import grouping_for
 from meshbook_extension.jobs import Job
-from meshbook_extension.labels import format_seconds, label
+from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option, parse
 from meshbook_extension.publish import parent_of, sink_for
+from meshbook_extension.rank_times import chart, headline, times_of
+from meshbook_extension.rank_times_html import chart_html
 from meshbook_extension.running_cell import RunningCell, verdict
 from meshbook_extension.session import Session, check_identifier
 from meshbook_extension.setups import Setup
@@ -40,7 +41,7 @@ MESH_CELL = Grammar(
         Option("--group", "merge equal lines of ranks (equal), a block per rank, or nothing", str, choices=GROUPS),
         Option("--timeout", "interrupt the ranks after so many seconds", float, "S"),
         Option("--no-collective", "a collective in the cell raises, rather than wait for ranks outside of the target"),
-        Option("--time", "say how long the ranks took"),
+        Option("--time", "show how long the ranks took, and what of it they worked or waited in collectives"),
         Option("--setup", "%mesh heal runs it again on ranks that it starts, in the order of these cells"),
     ),
     examples=(
@@ -138,8 +139,10 @@ def wait_for(
     finally:
         session.foreground.remove(cell)
         session.health.errors.note(cell.procs.name, cell.what, cell.failures)
-        if show_time and cell.run.durations_s:
-            print(describe_durations(cell.run.durations_s))
+        if show_time and (times := times_of(cell.run)):
+            print(headline(times))
+            if len(times) > 1:
+                sink_for(session.shell).display({"text/plain": chart(times), "text/html": chart_html(times)}, {})
 
 
 def partial_result(procs: ProcMesh, error: CallError) -> Any:
@@ -152,17 +155,6 @@ def partial_result(procs: ProcMesh, error: CallError) -> Any:
         return None
     loaders = [functools.partial(operator.getitem, partial, rank) for rank in ranks]
     return ValueMesh.lazy(procs.select(ranks).members, loaders)
-
-
-def describe_durations(durations_s: dict[int, float]) -> str:
-    """``[0-7] 0.98 s (slowest rank 3: 0.98 s, median 0.41 s)``"""
-    slowest = max(durations_s, key=lambda rank: durations_s[rank])
-    longest = durations_s[slowest]
-    text = f"{label(durations_s)} {format_seconds(longest)}"
-    if len(durations_s) == 1:
-        return text
-    median = format_seconds(statistics.median(durations_s.values()))
-    return f"{text} (slowest rank {slowest}: {format_seconds(longest)}, median {median})"
 
 
 def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:
@@ -193,8 +185,8 @@ def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) ->
     freed = [f"\n{line}" for line in verdict(error)] if isinstance(error, CallFailed) else []
     text = f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}{''.join(freed)}"
     job.cell.output.note(text)
-    if show_time and job.cell.run.durations_s:
-        job.cell.output.note(describe_durations(job.cell.run.durations_s))
+    if show_time and (times := times_of(job.cell.run)):
+        job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"))
 
 
 class _Deadline:

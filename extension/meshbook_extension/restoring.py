@@ -100,7 +100,7 @@ def _cell_of(session: Session, call: AdoptedCall, mesh: ProcMesh) -> RunningCell
     )
     run = CellRun(call.output_id, output.receive)
     run.attach(call.future)
-    run.durations_s = call.durations_s
+    run.durations_s, run.waited_s = call.durations_s, call.waited_s
     call.listen(output.receive)
     return RunningCell(procs, run, output, call.what)
 

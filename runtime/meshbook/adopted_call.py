@@ -44,6 +44,7 @@ class AdoptedCall:
         self.future = future
         """Completes with the values of all ranks, or with what went wrong."""
         self.durations_s: dict[int, float] = {}
+        self.waited_s: dict[int, float] = {}
         self.on_io_thread: Callable[[Callable[[], None]], None] = lambda action: action()
         self._call, self._events = call, events
         call.on_reply = self._on_reply
@@ -74,7 +75,8 @@ class AdoptedCall:
         state = f"ranks {list(self.waiting)} are at it" if self.waiting else "ended"
         return f"AdoptedCall({self.what!r}, {state})"
 
-    def _on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None) -> None:
+    def _on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None, waited_s: float) -> None:
         self.durations_s[rank] = duration_s
+        self.waited_s[rank] = waited_s
         if self.output_id:
             self._events(RankDone(rank, ok, duration_s, failure, self.output_id))

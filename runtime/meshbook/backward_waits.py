@@ -7,6 +7,7 @@ the error of a future in text; here it becomes itself again.
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch.autograd
@@ -17,8 +18,23 @@ from meshbook.guarded_work import EXPLAIN_S, Guard
 _torch_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
 
 
+_queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+"""Callbacks run when all gradients of the running pass are there, in the order in which they came; DDP's waits."""
+
+
 def install(guard: Guard) -> None:
     """From now on backward passes of this process are known to ``guard``. Idempotent."""
+
+    computed_at: dict[int, float] = {}
+    """By thread: when its backward pass had only the futures of collectives left to wait for; 0 before."""
+
+    def expect_wait() -> None:
+        thread = threading.get_ident()
+        if thread in guard.backward and thread not in computed_at:
+            computed_at[thread] = 0.0
+            _queue_callback(lambda: computed_at.__setitem__(thread, time.monotonic()))
+
+    guard.on_future = expect_wait
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
@@ -36,5 +52,7 @@ def install(guard: Guard) -> None:
             raise
         finally:
             guard.backward.discard(thread)
+            if since := computed_at.pop(thread, 0.0):
+                guard.add_wait(thread, since)
 
     vars(torch.autograd)["_engine_run_backward"] = run_backward

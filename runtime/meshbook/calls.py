@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -36,6 +36,9 @@ WAIT_NOTE_S = 1.5
 
 _decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str]).decode
 _NOTHING = object()
+
+OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
+"""Told as each rank ends: rank, whether all is well, seconds in all, what went wrong, seconds waited in collectives."""
 
 
 class Results(Mapping[int, Any]):
@@ -104,7 +107,7 @@ class OpenCall:
         future: Future[Any],
         *,
         fail_fast: bool,
-        on_reply: Callable[[int, bool, float, Failure | None], None] | None,
+        on_reply: OnReply | None,
         mailbox: int = 0,
     ) -> None:
         self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
@@ -151,7 +154,7 @@ class OpenCall:
             if reply.status == wire.DROPPED:
                 self.dropped.add(reply.rank)
         if self.on_reply is not None:
-            self.on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure)
+            self.on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure, reply.waited_s)
 
     def lose(self, error: WorkerLost) -> None:
         """A member ended."""
@@ -162,7 +165,7 @@ class OpenCall:
             if self.on_reply is not None:
                 last_lines = tuple(error.log_tail.splitlines())
                 lost = Failure(error.rank, error.host, "WorkerLost", error.cause, last_lines, "")
-                self.on_reply(error.rank, False, 0.0, lost)
+                self.on_reply(error.rank, False, 0.0, lost, 0.0)
 
     @property
     def _has_cause(self) -> bool:

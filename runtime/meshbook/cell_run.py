@@ -16,6 +16,8 @@ class CellRun:
     def __init__(self, id: int, listener: OutputListener) -> None:
         self.durations_s: dict[int, float] = {}
         """Seconds that each rank took, for those that have ended."""
+        self.waited_s: dict[int, float] = {}
+        """What of that each spent waiting in collectives."""
         self.id = id
         """The cell's output id."""
         self._listener = listener
@@ -58,7 +60,8 @@ class CellRun:
         """Whom the cell waits behind, a line per place; empty when it runs everywhere."""
         return self.future.describe_wait()
 
-    def on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None) -> None:
+    def on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None, waited_s: float) -> None:
         """What the controller tells as each rank ends; on its I/O thread."""
         self.durations_s[rank] = duration_s
+        self.waited_s[rank] = waited_s
         self._listener(RankDone(rank, ok, duration_s, failure, self.id))

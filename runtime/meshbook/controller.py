@@ -24,8 +24,8 @@ import msgspec
 
 from meshbook import wire
 from meshbook.adoption import Adoption
-from meshbook.calls import CallFuture, OpenCall
-from meshbook.errors import Failure, WorkerLost
+from meshbook.calls import CallFuture, OnReply, OpenCall
+from meshbook.errors import WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
@@ -255,7 +255,7 @@ class Controller:
         *,
         what: str,
         output: OutputTarget | None = None,
-        on_reply: Callable[[int, bool, float, Failure | None], None] | None = None,
+        on_reply: OnReply | None = None,
         fail_fast: bool = True,
         mailbox: int = 0,
     ) -> CallFuture[Any]:

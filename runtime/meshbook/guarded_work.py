@@ -56,8 +56,16 @@ class Guard:
         """Operations whose future somebody holds and that have not ended, and since when (monotonic)."""
         self.backward: set[int] = set()
         """Threads in a backward pass (`meshbook.backward_waits`)."""
+        self.waited_s: dict[int, float] = {}
+        """By thread: the seconds that it has spent waiting, in all."""
+        self.on_future: Callable[[], object] = lambda: None
+        """Called when somebody has taken the future of an operation, on that thread."""
         self.told = threading.Event()
         """Set while ``reason`` is."""
+
+    def add_wait(self, thread: int, since: float) -> None:
+        """A wait that began at ``since`` (monotonic) is over; on the thread that waited."""
+        self.waited_s[thread] = self.waited_s.get(thread, 0.0) + time.monotonic() - since
 
     def abort(self, epoch: int, reason: str) -> None:
         self.reason_epoch = max(self.reason_epoch, epoch)
@@ -123,6 +131,7 @@ class GuardedWork(dist.Work):
             raise
         finally:
             waits.pop(thread, None)
+            self.inner.guard.add_wait(thread, self.since)
         return True
 
     def synchronize(self) -> None:
@@ -185,6 +194,7 @@ class CollectiveWork(GuardedWork):
             raw, self._gate = self._raw.get_future(), torch.futures.Future()
             self._future = self._gate.then(lambda _: self._outcome(raw))
             self.inner.guard.futures[self] = time.monotonic()
+            self.inner.guard.on_future()
             raw.add_done_callback(lambda _: self._open_gate())
             if self.inner.dead:
                 self.fail_future()

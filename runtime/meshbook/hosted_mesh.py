@@ -248,7 +248,10 @@ class HostedMesh:
             status, inline, payload = wire.RAISED, b"", [self._explain(worker.rank, error)]
         if segment is not None:
             worker.lent.add(segment.segment)
-        return wire.RankReply(worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline), payload
+        answer = wire.RankReply(
+            worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline, reply.waited_s
+        )
+        return answer, payload
 
     def flush_replies(self) -> None:
         """Send the answers that wait for others, now."""

@@ -312,6 +312,10 @@ class RankGroups:
         work = self._guard.waits.get(thread)
         return work.operation if work is not None else ""
 
+    def waited_s(self, thread: int) -> float:
+        """The seconds that ``thread`` has spent waiting in operations, in all; not those on CUDA streams."""
+        return self._guard.waited_s.get(thread, 0.0)
+
     # ---- device meshes ----------------------------------------------------------------------------------------
 
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:

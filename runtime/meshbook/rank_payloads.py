@@ -49,7 +49,9 @@ class RankPayloads:
             self._freed.append((call.segment.pid, call.segment.segment))
             self.tell_freed()
 
-    def pack(self, call: int, answer: Answer, duration_s: float) -> tuple[wire.Reply, list[Buffer]]:
+    def pack(
+        self, call: int, answer: Answer, duration_s: float, waited_s: float = 0.0
+    ) -> tuple[wire.Reply, list[Buffer]]:
         """The reply to a call; when its value cannot travel, the one that says so."""
         segment, payload, inline = None, [], b""
         if answer.failure is not None:
@@ -60,9 +62,9 @@ class RankPayloads:
                 payload, inline = ([], head) if len(head) <= wire.INLINE_MAX_BYTES else ([head], b"")
                 segment = self.pool.write(large) if large else None
             except BaseException as error:
-                return self.pack(call, Answer(wire.RAISED, failure=self._describe(error)), duration_s)
+                return self.pack(call, Answer(wire.RAISED, failure=self._describe(error)), duration_s, waited_s)
         self.tell_freed()  # before the reply, so that the next payload finds its segment free
-        return wire.Reply(call, answer.status, duration_s, segment, inline), payload
+        return wire.Reply(call, answer.status, duration_s, segment, inline, waited_s), payload
 
     def tell_freed(self) -> None:
         """Let the agent know which payloads have died here."""

@@ -369,6 +369,8 @@ class RankReply(NamedTuple):
     segment: SegmentRef | None
     bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
     inline: bytes = b""
+    waited_s: float = 0.0
+    """As in `Reply`."""
 
 
 INLINE_MAX_BYTES = 1 << 14
@@ -551,6 +553,8 @@ class Reply(_Message, frozen=True, tag="reply"):
     duration_s: float
     segment: SegmentRef | None = None
     inline: bytes = b""
+    waited_s: float = 0.0
+    """What of ``duration_s`` the main thread spent waiting in collectives, as far as the process sees it."""
 
 
 class RankDisplay(_Message, frozen=True, tag="rdisplay"):

@@ -139,7 +139,7 @@ class Worker:
         if not self._start(call):
             return
         self._mark_output(call.output)
-        started = time.monotonic()
+        started, waited_s = time.monotonic(), self.groups.waited_s(self.main_thread)
         try:
             answer = self._answer(call, frames)
         finally:
@@ -148,7 +148,7 @@ class Worker:
         self.shell.flush()
         duration_s = time.monotonic() - started
         self._was_long = duration_s > LONG_CALL_S
-        self._reply(call.id, answer, duration_s)
+        self._reply(call.id, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s)
 
     def _start(self, call: wire.Call) -> bool:
         """Whether the call is to run; when it was dropped, let go of its payload."""
@@ -185,8 +185,8 @@ class Worker:
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
             return Answer(status, failure=self.shell.describe(error))
 
-    def _reply(self, call: int, answer: Answer, duration_s: float) -> None:
-        message, payload = self._payloads.pack(call, answer, duration_s)
+    def _reply(self, call: int, answer: Answer, duration_s: float, waited_s: float) -> None:
+        message, payload = self._payloads.pack(call, answer, duration_s, waited_s)
         self.calls.send(message, payload)
 
     # ---- output: what the shell calls (`meshbook.shell.Sink`) ----------------------------------------------------

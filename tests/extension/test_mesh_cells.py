@@ -72,8 +72,21 @@ def test_grouping_can_be_chosen(notebook) -> None:
 
 
 def test_time_is_told_on_request(notebook) -> None:
-    text = notebook.run("%%mesh --time\nimport time\ntime.sleep(0.05 * rank)").stdout
-    assert text.startswith("[0-3] 0.1") and "(slowest rank 3: 0.1" in text and "median 0.0" in text
+    ran = notebook.run("%%mesh --time\nimport time\ntime.sleep(0.05 * rank)")
+    assert ran.stdout.startswith("[0-3] 0.1") and "(slowest rank 3: 0.1" in ran.stdout and "median 0.0" in ran.stdout
+    (shown,) = ran.displays
+    assert len(shown["text/plain"].splitlines()) == 4 and "rank 3" in shown["text/html"]
+
+
+def test_time_tells_own_work_from_waiting_in_collectives(notebook) -> None:
+    cell = "import time\ntime.sleep(0.6 if rank == 2 else 0.1)\ndist.barrier()"
+    ran = notebook.run(f"%%mesh --time\n{cell}")
+    assert "(slowest rank 2: 0.6" in ran.stdout and " s of own work, median 0.1" in ran.stdout
+    rows = ran.plain.splitlines()
+    assert rows[2].endswith("slowest") and "░" in rows[0] and rows[0].count("█") < rows[2].count("█")
+    assert "own work" in rows[4]
+    job = notebook.run(f"%%mesh --time --async\n{cell}")
+    assert notebook.run("%mesh wait") and job.error is None
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------

@@ -107,6 +107,32 @@ def test_durations_are_told_per_rank(mesh4: ProcMesh) -> None:
     assert run.durations_s[3] > run.durations_s[0]
 
 
+DDP = """
+import time
+if rank == 3:
+    def slow(grad): time.sleep(0.5)
+    model[0].weight.register_hook(slow)
+for _ in range(2):
+    ddp(torch.ones(8, 4)).sum().backward()
+"""
+
+
+def test_waits_of_collectives_are_counted_also_those_of_a_backward_pass(mesh4: ProcMesh) -> None:
+    run = mesh4.start_cell(
+        "import time; time.sleep(0.5 if rank == 1 else 0); dist.all_reduce(torch.ones(1))", on_output=Collector()
+    )
+    run.future.get(30)
+    assert run.waited_s[1] < 0.2 and min(run.waited_s[rank] for rank in (0, 2, 3)) > 0.3
+    _run(
+        mesh4,
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)); ddp = DDP(model)",
+    )
+    run = mesh4.start_cell(DDP, on_output=Collector())
+    run.future.get(60)
+    assert run.waited_s[3] < 0.5 and min(run.waited_s[rank] for rank in (0, 1, 2)) > 0.7
+
+
 def test_a_flood_does_not_silence_the_next_cell(mesh4: ProcMesh) -> None:
     _run(mesh4, "for i in range(40_000): print(i, 'x' * 60)")
     next_cell = Collector()
