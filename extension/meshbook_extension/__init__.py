@@ -15,6 +15,8 @@ _SESSION = "_meshbook_session"
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
     from meshbook_extension.comeback import Comeback
+    from meshbook_extension.completion.hooks import Hooks
+    from meshbook_extension.completion.typist import Typist
     from meshbook_extension.input_lines import TRANSFORMERS
     from meshbook_extension.magics import MeshMagics
     from meshbook_extension.session import Session
@@ -31,9 +33,7 @@ def load_ipython_extension(shell: Any) -> None:
         session.comeback.start()
     MeshMagics(shell, session).register()
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
-    if earlier is None:
-        for magic in ("%mesh", "%%mesh"):
-            shell.set_hook("complete_command", _complete, str_key=magic)
+    session.hooks = Hooks(shell, Typist(session))
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -48,13 +48,6 @@ def unload_ipython_extension(shell: Any) -> None:
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("mesh", None)
     getattr(shell, _SESSION).close()
-
-
-def _complete(shell: Any, event: Any) -> list[str]:
-    """IPython cannot take hooks away again, so this one asks each time."""
-    from meshbook_extension.magics import complete
-
-    return complete(getattr(shell, _SESSION), event) if is_loaded(shell) else []
 
 
 def is_loaded(shell: Any) -> bool:

@@ -81,10 +81,7 @@ class AutoMode:
             self._shell.input_transformers_cleanup.remove(self)
 
     def __call__(self, lines: list[str]) -> list[str]:
-        first = _first_code_line(lines)
-        if first is None or lines[first].lstrip().startswith("%%") or _OWN_LINE.match(lines[first]):
-            return lines
-        if self._is_front_ends_own():
+        if not goes_to_mesh(lines) or self._is_front_ends_own():
             return lines
         return ["%%mesh\n", *lines]
 
@@ -95,6 +92,12 @@ class AutoMode:
 
 
 TRANSFORMERS: tuple[Callable[[list[str]], list[str]], ...] = (answer_help, take_empty_cell, drop_local)
+
+
+def goes_to_mesh(lines: list[str]) -> bool:
+    """Whether auto mode sends this cell to the ranks."""
+    first = _first_code_line(lines)
+    return first is not None and not lines[first].lstrip().startswith("%%") and not _OWN_LINE.match(lines[first])
 
 
 def _first_code_line(lines: list[str]) -> int | None:

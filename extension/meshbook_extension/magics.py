@@ -7,7 +7,7 @@ from typing import Any
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
 from meshbook_extension.cells import MESH_CELL, run_mesh_cell
-from meshbook_extension.commands import COMMANDS, dispatch, help_text
+from meshbook_extension.commands import dispatch, help_text
 from meshbook_extension.session import Session
 
 RAW = ("eval",)
@@ -38,24 +38,3 @@ class MeshMagics:
 MeshMagics.line.__doc__ = help_text()
 MeshMagics.cell.__doc__ = MESH_CELL.help()
 setattr(MeshMagics.line, MAGIC_NO_VAR_EXPAND_ATTR, True)
-
-
-def complete(session: Session, event: Any) -> list[str]:
-    """Words that may follow in a ``%mesh`` or ``%%mesh`` line: commands, options, axes, slices."""
-    words = event.line.split()
-    typed = event.symbol
-    before = words[1 : len(words) - bool(typed)] if typed else words[1:]
-    if words[:1] == ["%mesh"] and not before:
-        return [name for name in (*COMMANDS, "help") if name.startswith(typed)]
-    name = before[0] if words[:1] == ["%mesh"] else ""
-    if name and name not in COMMANDS:
-        return []
-    grammar = COMMANDS[name].grammar if name else MESH_CELL
-    procs = session.meshes.get(session.current or "")
-    axes = [f"{axis}=" for axis in procs.sizes] if procs and grammar.pairs else []
-    found = [option.name for option in grammar.options] + axes
-    if grammar.words == "[SLICE]":
-        found += [*session.slices, *session.meshes]
-    elif "NAME" in grammar.words and name in ("use", "stop"):
-        found += list(session.meshes)
-    return [word for word in found if word.startswith(typed)]

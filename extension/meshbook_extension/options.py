@@ -67,6 +67,8 @@ class Grammar:
 
     name: as typed, ``%mesh spawn`` or ``%%mesh``.
     words: how the help writes the plain words, with the least and most that are allowed (None: any number).
+    names: what ``NAME`` among them names, for completion: ``meshes``, ``waiting`` (to be attached), ``notebook`` or
+        ``ranks`` (variables there); empty: something new.
     pairs: how it writes ``axis=value`` pairs; empty where there are none.
     tail: the first plain word begins a text that is taken raw to the end of the line (an expression).
     rest: whatever follows ``--`` belongs to somebody else.
@@ -82,6 +84,7 @@ class Grammar:
     tail: str = ""
     rest: str = ""
     notes: str = ""
+    names: str = ""
 
     @property
     def usage(self) -> str:
@@ -171,28 +174,37 @@ def split(grammar: Grammar, line: str) -> list[str]:
         raise grammar.refuse(f"a quote is not closed in: {line}") from None
 
 
+def head_length(grammar: Grammar, line: str) -> int:
+    """Where the expression of a command with a tail begins."""
+    return len(line) - len(_split_tail(grammar, line.lstrip())[1])
+
+
 def _parse_with_tail(grammar: Grammar, line: str) -> Arguments:
     """Options and pairs come first; the expression begins at the first part that is neither."""
-    head: list[str] = []
-    rest = line.strip()
-    takes_value = {option.name: option.value is not bool for option in grammar.options}
-    while rest:
-        part, _, after = rest.partition(" ")
-        if part == "--":
-            rest = after.strip()
-            break
-        if not (part in takes_value or part in ("--help", "-h") or _looks_like_option(part) or PAIR.fullmatch(part)):
-            break
-        head.append(part)
-        rest = after.strip()
-        if takes_value.get(part):
-            value, _, after = rest.partition(" ")
-            head.append(value)
-            rest = after.strip()
+    head, rest = _split_tail(grammar, line.strip())
     arguments = _Reader(grammar, head).read()
     if not rest and not arguments.wants_help:
         raise grammar.refuse(f"{grammar.name} needs {grammar.tail}.")
     return Arguments(arguments.words, arguments.pairs, arguments._options, tail=rest)
+
+
+def _split_tail(grammar: Grammar, rest: str) -> tuple[list[str], str]:
+    head: list[str] = []
+    takes_value = {option.name: option.value is not bool for option in grammar.options}
+    while rest:
+        part, _, after = rest.partition(" ")
+        if part == "--":
+            rest = after.lstrip()
+            break
+        if not (part in takes_value or part in ("--help", "-h") or _looks_like_option(part) or PAIR.fullmatch(part)):
+            break
+        head.append(part)
+        rest = after.lstrip()
+        if takes_value.get(part):
+            value, _, after = rest.partition(" ")
+            head.append(value)
+            rest = after.lstrip()
+    return head, rest
 
 
 def _looks_like_option(part: str) -> bool:

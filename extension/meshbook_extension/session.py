@@ -18,6 +18,7 @@ from meshbook_extension.widget.display import HealthBoard
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
     from meshbook_extension.comeback import Comeback
+    from meshbook_extension.completion.hooks import Hooks
     from meshbook_extension.running_cell import RunningCell
 
 DEFAULT_NAME = "main"
@@ -52,6 +53,7 @@ class Session:
         """Meshes that an earlier kernel of this notebook has spawned."""
         self.keeper = Keeper(self, notebook_key(shell))
         self.comeback: Comeback | None = None
+        self.hooks: Hooks | None = None
         self.health = HealthBoard()
         self._stopped = ""
 
@@ -76,6 +78,8 @@ class Session:
         from meshbook.mesh import set_output_source
 
         set_output_source(None)
+        if self.hooks is not None:
+            self.hooks.uninstall()
         self.shell.events.unregister("post_run_cell", self._calls.finish)
         self.shell.events.unregister("post_run_cell", self.keeper.save)
         self.publisher.stop()

@@ -23,6 +23,7 @@ from meshbook.processes import resident_bytes
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
+from meshbook.typing_help import complete, inspect, user_names
 from meshbook.whereabouts import users_place
 from meshbook.wording import did_you_mean
 
@@ -217,8 +218,8 @@ def status(worker: Worker) -> dict[str, object]:
 
 
 QUERIES: dict[str, Callable[..., object]] = {
-    function.__name__: function for function in (where, reaction, status, collectives)
+    function.__name__: function for function in (where, reaction, status, collectives, complete, inspect, user_names)
 }
 
-SLOW_QUERIES: frozenset[str] = frozenset()
+SLOW_QUERIES: frozenset[str] = frozenset({"complete", "inspect", "user_names"})
 """Those of `QUERIES` that may take longer than a few milliseconds."""

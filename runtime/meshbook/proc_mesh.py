@@ -21,6 +21,7 @@ from meshbook.lifecycle import MeshPhase
 from meshbook.logs import LogFollower, read_logs
 from meshbook.output_events import OutputListener, OutputTarget
 from meshbook.pickling import dumps
+from meshbook.questions import first_answer
 from meshbook.repair import Note, Repair, Repaired
 from meshbook.shape import Choice, Extent, Members, Point, Region, arrange
 from meshbook.value_mesh import ValueMesh
@@ -270,6 +271,15 @@ class ProcMesh(Arranged):
         endpoint: one of `meshbook.endpoints.QUERIES`. args and answers are plain data. Returns: what came in time.
         """
         return self._controller.query(self._mesh.id, endpoint, self._present().members, timeout_s, args)
+
+    def ask_one(
+        self, endpoint: str, *args: object, ranks: Sequence[int], patience_s: float, timeout_s: float
+    ) -> tuple[int, Any] | None:
+        """The same to the first of ``ranks`` that answers; see `meshbook.questions.first_answer`."""
+        self._present()
+        return first_answer(
+            self._controller, self._mesh, ranks, endpoint, args, patience_s=patience_s, timeout_s=timeout_s
+        )
 
     def _call(
         self,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
+
+import msgspec
 
 from meshbook import wire
 from meshbook.future import Future
@@ -72,3 +76,46 @@ def process_states(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict[
     finally:
         asker.submit(lambda: asker.end_query(id))
     return dict(states)
+
+
+def first_answer(
+    asker: Asker,
+    mesh: KnownMesh,
+    ranks: Sequence[int],
+    endpoint: str,
+    args: Sequence[object],
+    *,
+    patience_s: float,
+    timeout_s: float,
+) -> tuple[int, Any] | None:
+    """Ask the first of ``ranks``, after ``patience_s`` of silence the next too, and so on; who answers first, and what.
+
+    args: plain data. None: nobody has answered within ``timeout_s``.
+    """
+    answered: Future[tuple[int, Any]] = Future()
+    deadline = time.monotonic() + timeout_s
+    id = asker.next_id()
+    inline = msgspec.msgpack.encode(args)
+
+    def on_answer(rank: int, value: Any) -> None:
+        if not answered.done():
+            answered.set_result((rank, value))
+
+    def send_to(rank: int) -> None:
+        host = mesh.host_of(rank)
+        asker.expect_answers(id, on_answer)
+        if not host.lost:
+            members = Region.of(mesh.extent.sizes).select([rank]).encode()
+            host.send_urgent(wire.Query(id, mesh.id, endpoint, members, inline))
+
+    try:
+        for number, rank in enumerate(ranks, 1):
+            asker.submit(partial(send_to, rank))
+            left_s = deadline - time.monotonic()
+            try:
+                return answered.get(left_s if number == len(ranks) else min(patience_s, left_s))
+            except TimeoutError:
+                continue
+        return None
+    finally:
+        asker.submit(lambda: asker.end_query(id))

@@ -30,6 +30,17 @@ _IOLBF = 1
 _libc = ctypes.CDLL(None)
 
 _cell_of_context: ContextVar[int | None] = ContextVar("meshbook_cell", default=None)
+_unheard: ContextVar[bool] = ContextVar("meshbook_unheard", default=False)
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """What the calling thread prints inside the block is dropped: nobody has asked for it."""
+    token = _unheard.set(True)
+    try:
+        yield
+    finally:
+        _unheard.reset(token)
 
 
 class Attribution:
@@ -103,6 +114,8 @@ class RankStream(io.TextIOBase):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         cell = _cell_of_context.get()
         is_known = cell is not None and cell == self._attribution.running  # the usual case, kept short
+        if not is_known and _unheard.get():
+            return len(text)
         late = None if is_known else self._attribution.late_cell()
         thread = get_ident()
         key = thread if late is None else (late, thread)

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from meshbook.errors import Failure
 from meshbook.no_collectives import collectives_off
+from meshbook.rank_completer import Matches, complete, describe, names, prepare
 from meshbook.rank_failures import describe_error, forget_last_error, keep_for_postmortem
 from meshbook.rank_ipython import CellResult, Show, create_shell, refuse_debugger
-from meshbook.rank_streams import Attribution, flush_c_streams, install_streams
+from meshbook.rank_streams import Attribution, flush_c_streams, install_streams, unheard
 
 _INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
 _COLOURS_AND_PAGERS = {
@@ -84,6 +85,8 @@ class RankShell:
         self._inline = importlib.util.find_spec("matplotlib_inline") is not None
         self._choose_matplotlib_backend()
         self._ipython.warm_up()
+        prepare()
+        complete(self._ipython, "warm.up", 7)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # else each fork would write it again
         flush_c_streams()
@@ -163,6 +166,22 @@ class RankShell:
         """Return the value of an expression over the rank's names. Raises: whatever it raises."""
         with self._ipython.builtin_trap:
             return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace)
+
+    # ---- for whoever types in the notebook: on any thread, unheard and unseen by the cell that runs -----------------
+
+    def complete(self, code: str, cursor: int) -> Matches:
+        """What may stand at ``cursor`` of a cell, by the rank's living names. Raises: whatever user code raises."""
+        with unheard():
+            return complete(self._ipython, code, cursor)
+
+    def inspect(self, code: str, cursor: int, detail: int) -> str:
+        """Signature, docstring and more of the name at ``cursor``; empty: no such name. Raises: as `complete`."""
+        with unheard():
+            return describe(self._ipython, code, cursor, detail)
+
+    def names(self, prefix: str) -> list[str]:
+        """The names that the user has bound."""
+        return names(self._ipython, prefix)
 
     def describe(self, error: BaseException) -> Failure:
         """Make a failure of an exception that user code raised outside of `run_cell`."""

@@ -164,6 +164,7 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
 @command(
     Grammar(
         name="%mesh use",
+        names="meshes",
         summary="Make another mesh the current one; a ProcMesh of the notebook can be adopted by its name.",
         words="NAME",
         count=(1, 1),
@@ -191,6 +192,7 @@ def use(session: Session, arguments: Arguments) -> None:
 @command(
     Grammar(
         name="%mesh stop",
+        names="meshes",
         summary="End the processes of a mesh: the current one, the one named, or all.",
         words="[NAME]",
         count=(0, 1),

@@ -53,6 +53,7 @@ def detach(session: Session, arguments: Arguments) -> None:
 @command(
     Grammar(
         name="%mesh attach",
+        names="waiting",
         summary="Go on with a mesh that was detached, or whose kernel has died; with all of its session.",
         words="[NAME]",
         count=(0, 1),

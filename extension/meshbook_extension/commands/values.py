@@ -35,6 +35,7 @@ EVAL = Grammar(
 )
 PUSH = Grammar(
     name="%mesh push",
+    names="notebook",
     summary="Copy variables of the notebook to the ranks.",
     words="NAME [NAME ...]",
     count=(1, None),
@@ -45,6 +46,7 @@ PUSH = Grammar(
 )
 PULL = Grammar(
     name="%mesh pull",
+    names="ranks",
     summary="Bring variables of the ranks; each name is bound to the ValueMesh of all ranks' values.",
     words="NAME [NAME ...]",
     count=(1, None),
@@ -55,6 +57,7 @@ PULL = Grammar(
 )
 SCATTER = Grammar(
     name="%mesh scatter",
+    names="notebook",
     summary="Cut a tensor, an array or a list of the notebook, and give each index of an axis its piece.",
     words="NAME",
     count=(1, 1),
@@ -65,6 +68,7 @@ SCATTER = Grammar(
 )
 GATHER = Grammar(
     name="%mesh gather",
+    names="ranks",
     summary="Bring the pieces of a variable and join them, along dim, into one in the notebook.",
     words="NAME",
     count=(1, 1),
@@ -80,6 +84,7 @@ GATHER = Grammar(
 )
 BROADCAST = Grammar(
     name="%mesh broadcast",
+    names="ranks",
     summary="Give every rank of the mesh the value that a variable has on one of them, over the process group.",
     words="NAME",
     count=(1, 1),

@@ -1,0 +1,264 @@
+"""Completion and inspection over a stock ipykernel, as a front end asks for them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+TIMEOUT_S = 60
+ANSWER_S = 5.0
+"""A reply takes a few milliseconds; on a machine that is busy with other tests, more."""
+
+NAMES = """%%mesh
+import torch, time
+model = torch.nn.Sequential(torch.nn.Linear(3, 4))
+weights = torch.zeros(3)
+settings = {"alpha": 1, "beta": 2}
+only_on_ranks = rank
+def average(values, weighting="equal"):
+    "The mean of values."
+    return sum(values)
+
+class Hostile:
+    def __init__(self, how): self.how = how
+    def __dir__(self):
+        if self.how == "raises": raise ValueError("no")
+        if self.how == "prints": print("LOOKED AT")
+        if self.how == "sleeps": time.sleep(10)
+        if self.how == "large": return [f"name_{i}" for i in range(100_000)]
+        return ["plain"]
+raises, prints, sleeps, large = map(Hostile, ("raises", "prints", "sleeps", "large"))
+"""
+
+
+class FrontEnd:
+    """Asks a stock kernel for what JupyterLab asks."""
+
+    def __init__(self) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client: BlockingKernelClient = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=TIMEOUT_S)
+
+    def run(self, code: str) -> str:
+        """Execute a cell that must succeed; returns what it printed."""
+        text: list[str] = []
+
+        def hear(message: dict[str, Any]) -> None:
+            if message["msg_type"] == "stream":
+                text.append(message["content"]["text"])
+
+        reply = self.client.execute_interactive(
+            code, timeout=TIMEOUT_S, output_hook=hear, allow_stdin=False, stop_on_error=False
+        )
+        assert reply["content"]["status"] == "ok", reply["content"]
+        return "".join(text)
+
+    def reply(self, request: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self.client.get_shell_msg(timeout=max(0.01, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") == request:
+                return dict(message["content"])
+
+    def complete(self, cell: str, cursor: int | None = None) -> dict[str, Any]:
+        reply = self.reply(self.client.complete(cell, len(cell) if cursor is None else cursor))
+        assert reply["status"] == "ok", reply
+        return reply
+
+    def matches(self, cell: str, cursor: int | None = None) -> list[str]:
+        return list(self.complete(cell, cursor)["matches"])
+
+    def inspect(self, cell: str, detail: int = 0) -> str:
+        reply = self.reply(self.client.inspect(cell, len(cell), detail_level=detail))
+        assert reply["found"] == bool(reply["data"])
+        return str(reply["data"].get("text/plain", ""))
+
+    def close(self) -> None:
+        family = psutil.Process(self.manager.provisioner.process.pid).children(recursive=True)  # type: ignore[union-attr]
+        self.client.stop_channels()
+        self.manager.shutdown_kernel()
+        self.manager.cleanup_resources()
+        psutil.wait_procs(family, timeout=15)
+
+
+@pytest.fixture(scope="module")
+def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        front = FrontEnd()
+    try:
+        front.run("%load_ext meshbook_extension")
+        front.run("%mesh spawn gpus=3 --device cpu")
+        front.run(NAMES)
+        front.run("here = 1\n%mesh slice left gpus=0:2")
+        yield front
+    finally:
+        front.close()
+
+
+def test_names_of_ranks_are_known_in_mesh_cells_and_nowhere_else(front: FrontEnd) -> None:
+    reply = front.complete("%%mesh\nonly_on")
+    assert reply["matches"] == ["only_on_ranks"]
+    assert (reply["cursor_start"], reply["cursor_end"]) == (7, 14)
+    assert reply["metadata"]["_jupyter_types_experimental"] == [
+        {"start": 7, "end": 14, "text": "only_on_ranks", "type": "instance", "signature": ""}
+    ]
+    assert "only_on_ranks" not in front.matches("only_on")
+    assert "here" in front.matches("her") and "here" not in front.matches("%%mesh\nher")
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("weights.res", "reshape"),
+        ("model[0].wei", "weight"),
+        ("settings['al", "alpha"),
+        ("average(wei", "weighting="),
+        ("import torch.distr", "distributed"),
+        ("from torch.nn import Lin", "Linear"),
+        ("%tim", "%timeit"),
+        ("open('/et", "/etc/"),
+        ("x = 1\nfor i in range(3):\n    weights.res", "reshape"),
+    ],
+)
+def test_whatever_a_rank_has_is_completed(front: FrontEnd, code: str, expected: str) -> None:
+    assert expected in front.matches(f"%%mesh gpus=1\n{code}")
+
+
+def test_positions_count_characters_however_wide(front: FrontEnd) -> None:
+    cell = "%%mesh\n# 🙂 é\ny = '🙂'; only_on"
+    reply = front.complete(f"{cell} + 1", len(cell))
+    assert reply["matches"] == ["only_on_ranks"]
+    assert cell[reply["cursor_start"] : reply["cursor_end"]] == "only_on"
+
+
+def test_shift_tab_shows_signature_docstring_and_source_of_what_is_on_the_ranks(front: FrontEnd) -> None:
+    text = front.inspect("%%mesh\naverage(")
+    assert "average(values, weighting='equal')" in text and "The mean of values." in text
+    assert "return sum(values)" in front.inspect("%%mesh\naverage", detail=1)
+    assert "shape (3,), torch.float32" in front.inspect("%%mesh\nweights")
+    assert front.inspect("%%mesh\nnothing_of_that_name") == ""
+    assert front.inspect("average") == ""
+
+
+def test_question_marks_are_answered_by_a_rank(front: FrontEnd) -> None:
+    assert "The mean of values." in _text_of(front, "%%mesh rank=0\naverage?")
+    assert "return sum(values)" in _text_of(front, "%%mesh rank=0\naverage??")
+
+
+def _text_of(front: FrontEnd, cell: str) -> str:
+    shown: list[str] = []
+    front.client.execute_interactive(
+        cell,
+        timeout=TIMEOUT_S,
+        allow_stdin=False,
+        output_hook=lambda m: shown.append(str(m["content"].get("data", m["content"]))),
+    )
+    return re.sub(r"\\x1b\[[0-9;]*m", "", "".join(shown))
+
+
+def test_expressions_of_eval_are_completed_and_inspected(front: FrontEnd) -> None:
+    cell = "x = 1\n%mesh eval gpus=0 only_on"
+    reply = front.complete(cell)
+    assert reply["matches"] == ["only_on_ranks"] and reply["cursor_start"] == len(cell) - len("only_on")
+    assert "The mean of values." in front.inspect("%mesh eval average(")
+
+
+def test_every_cell_is_the_ranks_while_auto_is_on(front: FrontEnd) -> None:
+    front.run("%mesh auto on")
+    try:
+        assert front.matches("only_on") == ["only_on_ranks"]
+        assert "here" in front.matches("%%local\nher") and front.matches("%%local\nonly_on") == []
+    finally:
+        front.run("%mesh auto off")
+
+
+@pytest.mark.parametrize(
+    "work", ["while time.time() < end: pass", "time.sleep(max(0, end - time.time()))", "torch.distributed.barrier()"]
+)
+def test_a_busy_rank_answers(front: FrontEnd, work: str) -> None:
+    front.run(f"%%mesh rank=0 --async\nend = time.time() + 4\n{work}")
+    try:
+        assert front.matches("%%mesh rank=0\nonly_on") == ["only_on_ranks"]
+        assert "The mean" in front.inspect("%%mesh rank=0\naverage")
+    finally:
+        front.run("%mesh interrupt")
+
+
+@contextmanager
+def _stopped(front: FrontEnd, ranks: str) -> Iterator[None]:
+    """Ranks whose processes do not run, as those of a rank whose native code never lets go of the GIL."""
+    text = front.run(
+        f"print([s.pid for s in get_ipython()._meshbook_session.target((), {{'rank': '{ranks}'}}).status()])"
+    )
+    pids = [int(pid) for pid in text.strip("[]\n").split(",")]
+    for pid in pids:
+        psutil.Process(pid).send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            psutil.Process(pid).send_signal(signal.SIGCONT)
+
+
+def test_another_rank_answers_for_one_that_cannot(front: FrontEnd) -> None:
+    with _stopped(front, "0"):
+        assert front.matches("%%mesh\nonly_on") == ["only_on_ranks"]
+        assert front.matches("%%mesh\nonly_on") == ["only_on_ranks"]
+
+
+def test_the_notebooks_names_must_do_when_no_rank_answers(front: FrontEnd) -> None:
+    with _stopped(front, "0-2"):
+        assert "here" in front.matches("%%mesh\nher")
+    deadline = time.monotonic() + TIMEOUT_S
+    while front.matches("%%mesh\nonly_on") != ["only_on_ranks"]:
+        assert time.monotonic() < deadline
+
+
+def test_objects_that_misbehave_when_looked_at_do_no_harm(front: FrontEnd) -> None:
+    front.run("%%mesh\n_mark = 5\n_mark")
+    assert front.matches("%%mesh\nraises.") == []
+    assert front.matches("%%mesh\nprints.") in (["plain"], [])
+    assert 0 < len(front.matches("%%mesh\nlarge.na")) <= 2000
+    for _ in range(6):
+        assert front.matches("%%mesh\nsleeps.") == []
+    assert front.run("%%mesh\nprint(_)") == "[0-2] 5\n"
+
+
+def test_our_own_words_are_completed(front: FrontEnd) -> None:
+    assert "spawn" in front.matches("%mesh sp")
+    cell = "%mesh slice right gpus=0,"
+    reply = front.complete(cell)
+    assert reply["matches"] == ["0", "1", "2"] and reply["cursor_start"] == len(cell)
+    assert front.matches("%%mesh le") == ["left"]
+    assert front.matches("%mesh push her") == ["here"]
+    assert front.matches("%mesh pull only") == ["only_on_ranks"]
+    assert "Start a process per rank" in front.inspect("%mesh spawn gpus=2")
+
+
+def test_completeness_of_mesh_cells_is_told_as_ipython_does(front: FrontEnd) -> None:
+    for cell, status in [("%%mesh\nx = 1", "incomplete"), ("%%mesh\nx = 1\n\n", "complete"), ("%mesh", "complete")]:
+        assert front.reply(front.client.is_complete(cell))["status"] == status
+
+
+def test_unloading_leaves_completion_to_ipython(front: FrontEnd) -> None:
+    assert front.run("print('do_complete' in vars(get_ipython().kernel))") == "True\n"
+    front.run("%unload_ext meshbook_extension")
+    try:
+        assert front.run("print('do_complete' in vars(get_ipython().kernel))") == "False\n"
+        assert front.matches("%%mesh\nonly_on") == []
+    finally:
+        front.run("%load_ext meshbook_extension")
+    assert front.matches("%%mesh\nonly_on") == ["only_on_ranks"]
