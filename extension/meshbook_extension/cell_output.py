@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 
-from meshbook.output_events import DisplayData, Notice, OutputCut, OutputEvent, RankDone, StreamText
+from meshbook.output_events import DisplayData, Notice, OutputCut, OutputEvent, RankDone, RankStopped, StreamText
+from meshbook.wording import name_ranks
 from meshbook_extension.budget import Budget
 from meshbook_extension.collapse import Grouping, Piece
 from meshbook_extension.failure_view import INTERRUPT, FailureView
@@ -22,6 +23,8 @@ TEXT_INTERVAL_S = 0.1
 BARS_INTERVAL_S = 0.25
 FIRST_DELAY_S = 0.02
 """How long a first event waits for its companions."""
+STOP_NOTE_S = 0.3
+"""A rank that stopped at a breakpoint is told of after so long, unless its prompt has opened."""
 COUNT_INTERVAL_S = 5.0
 """Between counts of what is not shown, once the cell has ended."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -45,6 +48,9 @@ class CellOutput:
         """The person interrupted the cell, so that ranks stopped is no news."""
         self.progress: list[tuple[tuple[int, ...], str]] = []
         """The progress bars as they stand, equal ones once, each with its ranks."""
+        self.stops_where = "; look: %mesh pdb"
+        """What is said behind the place at which a rank stopped."""
+        self._stops: deque[tuple[float, RankStopped]] = deque()
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
@@ -117,6 +123,7 @@ class CellOutput:
         if everything and self._failures.due_at() is not None:
             self._end_line()
             self._failures.show(self._sink)
+        self._note_stops(now)
         self._show_notes()
         self._show_updates()
         self._show_bars(now)
@@ -131,7 +138,7 @@ class CellOutput:
         self._drained.set()
 
     def _due_at(self) -> float | None:
-        times = [self._failures.due_at()]
+        times = [self._failures.due_at(), *(at for at, _ in self._stops)]
         lines_at = self._grouping.due_at()
         if lines_at is not None:
             times.append(max(lines_at, self._next_text_at))
@@ -154,6 +161,8 @@ class CellOutput:
             failure = event.failure
             if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
                 self._failures.add(failure, at)
+        elif isinstance(event, RankStopped):
+            self._stops.append((at + STOP_NOTE_S, event))
         else:
             self._notes.append(f"{event.text}\n")
 
@@ -236,6 +245,20 @@ class CellOutput:
         for note in notes:
             self._say(note)
         self._send_texts()
+
+    def _note_stops(self, now: float) -> None:
+        """Tell of the ranks that stopped and that nobody looks at, those at one place together."""
+        if not self._stops or self._stops[0][0] > now:
+            return
+        places: dict[str, list[int]] = {}
+        for _, event in self._stops:
+            if not event.stop.seen:
+                event.stop.seen = True
+                places.setdefault(event.place, []).append(event.rank)
+        self._stops.clear()
+        self._notes += [
+            f"{name_ranks(ranks)} stopped at {place}{self.stops_where}\n" for place, ranks in places.items()
+        ]
 
     def _show_updates(self) -> None:
         updates, self._updates = self._updates, {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from meshbook.output_events import DisplayData, Notice, OutputCut, OutputEvent, StreamText
+from meshbook.output_events import DisplayData, Notice, OutputCut, OutputEvent, RankStopped, StreamText
 from meshbook.wording import format_bytes
 
 
@@ -24,6 +24,8 @@ class ConsoleOutput:
             self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))
         elif isinstance(event, OutputCut):
             self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}\n")
+        elif isinstance(event, RankStopped) and not event.stop.seen:
+            self._write("stderr", f"rank {event.rank} stopped at {event.place}\n")
         elif isinstance(event, Notice):
             self._write("stderr", f"{event.text}\n")
         elif isinstance(event, DisplayData) and not event.is_result and (text := event.data.get("text/plain")):

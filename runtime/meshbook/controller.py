@@ -386,6 +386,18 @@ class Controller:
             self.submit(lambda: self._board.calls.end_query(id))
         return dict(answers)
 
+    def tell_ranks(self, mesh: KnownMesh, endpoint: str, ranks: Collection[int], args: Sequence[object]) -> None:
+        """Put a question whose answers nobody waits for."""
+        members = Region.of(mesh.extent.sizes).select(sorted(ranks)).encode()
+        query = wire.Query(self.next_id(), mesh.id, endpoint, members, msgspec.msgpack.encode(args))
+
+        def send() -> None:
+            for host in mesh.hosts:
+                if not host.lost:
+                    host.send_urgent(query)
+
+        self.submit(send)
+
     def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
         """What the main threads of ``ranks`` are doing; of those that cannot answer, why."""
         return self._look(mesh_id, ranks, "where", 0.5)

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook import wire
 from meshbook.collectives import Collectives
-from meshbook.errors import Failure
+from meshbook.errors import Failure, UsageError
 from meshbook.pickling import Pickled, dumps_bounded
 from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
+from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
+from meshbook.rank_failures import text_of
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
@@ -143,6 +145,16 @@ def prepare_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool
     return _ok()
 
 
+def postmortem(worker: Worker, call: wire.Call) -> Answer:
+    """Open a prompt on the frames of the rank's last exception; returns when the person has seen enough."""
+    kept = worker.shell.last_error
+    if kept is None or kept.error.__traceback__ is None:
+        raise UsageError("this rank has no exception with frames to look at.")
+    error = kept.error
+    worker.shell.debugger.post_mortem(error.__traceback__, f"{type(error).__name__}: {text_of(error)}"[:500])
+    return _ok()
+
+
 def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Answer:
     """Rebind ``mesh`` and ``point`` to other axes over the same ranks."""
     names: dict[str, object] = {"point": Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)}
@@ -160,7 +172,7 @@ def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Answer:
 
 CALLS: dict[str, Callable[..., Answer]] = {
     function.__name__: function
-    for function in (run_cell, invoke, push, pull, form_group, prepare_group, set_axes, broadcast)
+    for function in (run_cell, invoke, push, pull, form_group, prepare_group, set_axes, broadcast, postmortem)
 }
 
 
@@ -172,6 +184,8 @@ def where(worker: Worker) -> str:
     frame = sys._current_frames().get(worker.main_thread)
     if worker.current is None or frame is None:
         return "idle"
+    if place := worker.shell.debugger.place:
+        return f"stopped at {place}"
     if operation := worker.groups.waits_in(worker.main_thread):
         place = users_place(frame)
         return f"in {operation} ({place})" if place else f"in {operation}"
@@ -206,11 +220,12 @@ def reaction(worker: Worker) -> str:
 
 def status(worker: Worker) -> dict[str, object]:
     """What `%mesh` shows of a rank."""
-    current = worker.current
+    current, place = worker.current, worker.shell.debugger.place
     return {
         "busy": current[1] if current else "",
         "busy_s": time.monotonic() - current[2] if current else 0.0,
-        "where": where(worker),
+        "where": place or where(worker),
+        "paused": place,
         "rss_bytes": resident_bytes(os.getpid()),
         "moved_bytes": worker.groups.moved_bytes,
         "gpu": worker.gpu.last(),
@@ -218,7 +233,11 @@ def status(worker: Worker) -> dict[str, object]:
 
 
 QUERIES: dict[str, Callable[..., object]] = {
-    function.__name__: function for function in (where, reaction, status, collectives, complete, inspect, user_names)
+    function.__name__: function
+    for function in (
+        *(where, reaction, status, collectives, complete, inspect, user_names),
+        *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
+    )
 }
 
 SLOW_QUERIES: frozenset[str] = frozenset({"complete", "inspect", "user_names"})

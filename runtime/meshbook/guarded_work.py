@@ -62,6 +62,8 @@ class Guard:
         """Called when somebody has taken the future of an operation, on that thread."""
         self.told = threading.Event()
         """Set while ``reason`` is."""
+        self._held_since: float | None = None
+        self._held_s = 0.0
 
     def add_wait(self, thread: int, since: float) -> None:
         """A wait that began at ``since`` (monotonic) is over; on the thread that waited."""
@@ -78,6 +80,18 @@ class Guard:
             raise GroupAborted(self.reason)
         self.epoch, self.reason, self.abandoned = epoch, "", 0
         self.told.clear()
+
+    def hold(self, held: bool) -> None:
+        """Have `clock` stand still, or go on: nobody can do their part while a person looks at a stopped rank."""
+        now = time.monotonic()
+        if self._held_since is not None:
+            self._held_s += now - self._held_since
+        self._held_since = now if held else None
+
+    def clock(self) -> float:
+        """Seconds for the deadlines of waits; monotonic, and still while they are held."""
+        now = time.monotonic() if self._held_since is None else self._held_since
+        return now - self._held_s
 
     def check(self) -> None:
         """Raises: GroupAborted while the groups are aborted."""

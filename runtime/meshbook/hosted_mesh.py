@@ -200,6 +200,9 @@ class HostedMesh:
                     self._uplink.send(wire.Display(self.id, worker.rank, output, update, is_result), payload)
                 else:
                     self._send_cuts(worker, worker.output.cut(output, size))
+            case wire.RankPrompted(output, at):
+                self._send_output(worker, final=True)
+                self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
             case wire.LateText(output, stream, text):
                 worker.output.add_late(Piece(output, stream, text), time.monotonic())
                 self.on_output(worker)

@@ -25,6 +25,7 @@ from meshbook.known_host import KnownHost
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
 from meshbook.recruits import Recruits, Worker
 from meshbook.shape import Extent
+from meshbook.stops import Stops
 
 
 class Recipe(NamedTuple):
@@ -79,6 +80,7 @@ class KnownMesh:
         """Whether all ranks have met since the last one came or went: form_group or prepare_group has ended well."""
         self.axes: dict[str, int] = extent.sizes
         """As `mesh` and `point` on the ranks have them: those of the extent, until they are split or renamed."""
+        self.stops = Stops()
         self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[KnownHost] = set()
 

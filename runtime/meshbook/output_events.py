@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from meshbook.errors import Failure
+from meshbook.stops import Stop
 
 
 class StreamText(NamedTuple):
@@ -48,6 +49,15 @@ class RankDone(NamedTuple):
     cell_id: int
 
 
+class RankStopped(NamedTuple):
+    """The rank waits at a prompt of pdb; ``stop.seen`` once a person knows."""
+
+    rank: int
+    place: str
+    stop: Stop
+    cell_id: int
+
+
 class Notice(NamedTuple):
     """Something that the controller has to say while the cell runs."""
 
@@ -55,7 +65,7 @@ class Notice(NamedTuple):
     cell_id: int
 
 
-OutputEvent: TypeAlias = StreamText | OutputCut | DisplayData | RankDone | Notice
+OutputEvent: TypeAlias = StreamText | OutputCut | DisplayData | RankDone | RankStopped | Notice
 OutputListener: TypeAlias = Callable[[OutputEvent], None]
 """Called on the thread that serves the sockets: it must not block."""
 

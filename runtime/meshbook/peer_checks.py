@@ -45,7 +45,7 @@ def check(host: KnownHost, message: wire.FromHost, meshes: Mapping[int, KnownMes
         case wire.MeshReady(mesh_id, workers):
             if (mesh := meshes.get(mesh_id)) is not None:
                 check_ranks(host, mesh, [worker.rank for worker in workers])
-        case wire.WorkerExited(mesh_id, rank) | wire.StoreRequest(mesh_id, rank):
+        case wire.WorkerExited(mesh_id, rank) | wire.StoreRequest(mesh_id, rank) | wire.Prompted(mesh_id, rank):
             if (mesh := meshes.get(mesh_id)) is not None:
                 check_ranks(host, mesh, [rank])
         case wire.StoreAnswer(mesh_id, rank):

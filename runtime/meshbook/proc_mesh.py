@@ -24,7 +24,9 @@ from meshbook.pickling import dumps
 from meshbook.questions import first_answer
 from meshbook.repair import Note, Repair, Repaired
 from meshbook.shape import Choice, Extent, Members, Point, Region, arrange
+from meshbook.stops import Stops
 from meshbook.value_mesh import ValueMesh
+from meshbook.wire import AtPrompt
 from meshbook.wording import format_sizes
 
 T = TypeVar("T")
@@ -42,10 +44,11 @@ class RankStatus(NamedTuple):
     pid: int
     device: str
     state: str
-    """``idle``, ``busy``, ``stopped`` (by SIGSTOP, say), ``silent`` (its control thread did not answer) or ``dead``."""
+    """``idle``, ``busy``, ``pdb`` (at a prompt), ``stopped`` (by SIGSTOP, say), ``silent`` (its control thread did not
+    answer) or ``dead``."""
     busy_s: float
     where: str
-    """What a busy rank is doing; why a dead one ended, or a silent one does not answer."""
+    """What a busy rank is doing; where one in pdb stands; why a dead one ended, or a silent one does not answer."""
     rss_bytes: int
     moved_bytes: int = 0
     """Payload that the rank's process groups have moved since it began (`meshbook.traffic`)."""
@@ -386,10 +389,30 @@ class ProcMesh(Arranged):
         if isinstance(answer, str):
             state = "stopped" if answer.startswith("stopped") else "silent"
             return RankStatus(rank, point, host, pid, device, state, 0.0, answer, 0)
-        state = "busy" if answer["busy"] else "idle"
+        state = "pdb" if answer["paused"] else "busy" if answer["busy"] else "idle"
         known = (answer["busy_s"], answer["where"], answer["rss_bytes"], answer["moved_bytes"])
         gpu = GpuUse(*answer["gpu"]) if answer["gpu"] else None
         return RankStatus(rank, point, host, pid, device, state, *known, gpu)
+
+    # ---- prompts ------------------------------------------------------------------------------------------------
+
+    @property
+    def stops(self) -> Stops:
+        """The ranks of the mesh that wait at a prompt of pdb, as far as they have told of it."""
+        return self._mesh.stops
+
+    def stopped(self) -> tuple[int, ...]:
+        """The members that wait at a prompt of pdb, also those that stopped under an earlier controller."""
+        answers = self.ask("pdb_prompt")
+        prompts = {rank: AtPrompt(*answer) for rank, answer in answers.items() if answer is not None}
+        self._controller.ask_board(lambda board: board.merge_prompts(self._mesh, prompts))
+        return tuple(self.stops.of(self.ranks))
+
+    def type_line(self, line: str, prompts: Mapping[int, int]) -> None:
+        """Type a line at prompts. prompts: rank to the number of its prompt; where it has gone on, nothing happens."""
+        for number in set(prompts.values()):
+            ranks = [rank for rank, its in prompts.items() if its == number]
+            self._controller.tell_ranks(self._mesh, "pdb_command", ranks, (number, line))
 
     def interrupt(self) -> CallInterrupted:
         """Interrupt all that runs or waits on these ranks, whoever started it; the second time more insistently.

@@ -289,6 +289,10 @@ class RankGroups:
                 if inner.on_cuda:  # who waits for the device hears nothing else; it may block, so all at once, aside
                     run_aside(inner.abort_communicators)
 
+    def hold_deadlines(self, held: bool) -> None:
+        """Waits do not time out while ``held``; from any thread."""
+        self._guard.hold(held)
+
     def interrupt_backward(self) -> None:
         """End what a backward pass waits for in C++, where it hears no signal; from the control thread."""
         if self._guard.backward:

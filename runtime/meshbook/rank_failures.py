@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from meshbook.cell_files import name_line
 from meshbook.errors import Failure
 
+QUIT = "ended by q at its prompt"
 EVALUE_MAX_CHARS = 4096
 TRACEBACK_MAX_PARTS = 60
 """IPython gives one part per frame; the middle of longer tracebacks is left out."""
@@ -47,6 +49,8 @@ def describe_error(shell: InteractiveShell, error: BaseException, *, rank: int, 
     if not ran:
         error.__traceback__ = None
     shown = _explain_exit(error) if isinstance(error, SystemExit) else error
+    if isinstance(error, BdbQuit):
+        shown = _explain_quit(error)
     return Failure(
         rank=rank,
         host=host,
@@ -108,14 +112,23 @@ def keep_for_postmortem(error: BaseException) -> None:
         sys.last_exc = error
 
 
-def forget_last_error(shell: InteractiveShell) -> None:
-    """Let go of the last exception's frames, and of the tensors in them."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is Python's or torch's own error for that."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def let_go_of_last_error(shell: InteractiveShell) -> bool:
+    """Hold the last exception's frames no longer; the collector may have to free them. Returns: whether it had any."""
     kept = [vars(sys).pop(name, None) for name in ("last_value", "last_type", "last_traceback", "last_exc")]
     vars(shell.InteractiveTB).pop("tb", None)
     shell.SyntaxTB.last_syntax_error = None
     shell.last_execution_result = None
-    if kept.pop(0) is not None:
-        kept.clear()
+    return kept[0] is not None
+
+
+def forget_last_error(shell: InteractiveShell) -> None:
+    """Free the last exception's frames, and the tensors in them."""
+    if let_go_of_last_error(shell):
         gc.collect()  # what drew the traceback left cycles around the frames
 
 
@@ -139,6 +152,12 @@ def _explain_exit(error: SystemExit) -> SystemExit:
     code = "" if error.code is None else repr(error.code)
     explained = SystemExit(f"sys.exit({code}) ended the cell, not the rank. End the ranks with: %mesh stop")
     return explained.with_traceback(error.__traceback__)
+
+
+def _explain_quit(error: BdbQuit) -> BdbQuit:
+    """The person asked for it, so its frames are no news."""
+    error.args = error.args or (QUIT,)
+    return type(error)(*error.args)
 
 
 def _holds_group(error: BaseException | None) -> bool:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.profiledir import ProfileDir
@@ -22,8 +22,9 @@ from traitlets.config import Config
 
 from meshbook.cell_compiler import CellCompiler
 from meshbook.errors import UsageError
+from meshbook.rank_debugger import RankDebugger
 from meshbook.rank_display import RankDisplayHook, RankDisplayPublisher, sendable
-from meshbook.rank_failures import drop_own_frames, forget_last_error, format_error
+from meshbook.rank_failures import drop_own_frames, forget_last_error, format_error, text_of
 from meshbook.shell_commands import run_command, run_script
 
 
@@ -42,14 +43,6 @@ class CellResult(NamedTuple):
     """Whether the error, if any, was raised by running code."""
 
 
-def refuse_debugger(*args: object, **kwargs: object) -> NoReturn:
-    """Where ``breakpoint()``, ``%debug`` and ``%pdb on`` arrive: the one place to build a remote debugger into."""
-    raise UsageError(
-        "breakpoint() is not available on ranks: nobody could type at its prompt. "
-        "Look at values with print() in the cell, or afterwards with: %mesh eval EXPR"
-    )
-
-
 class RankIPython(InteractiveShell):
     """The shell. Make it with `create_shell`; starts no thread and writes no file."""
 
@@ -58,6 +51,7 @@ class RankIPython(InteractiveShell):
     compiler_class = Type(CellCompiler)
 
     show: Show | None = None
+    rank_debugger: RankDebugger
     tracebacks_shown = 0
     _user_code_depth = 0
     _held: list[BaseException] | None = None
@@ -179,8 +173,12 @@ class RankIPython(InteractiveShell):
         return None
 
     def debugger(self, force: bool = False) -> None:
-        if force:
-            refuse_debugger()
+        """``%debug``: force is true there."""
+        error = getattr(sys, "last_value", None)
+        if force and error is not None and error.__traceback__ is not None:
+            self.rank_debugger.post_mortem(error.__traceback__, f"{type(error).__name__}: {text_of(error)}")
+        elif force:
+            raise UsageError("this rank has no exception to look at; of all ranks: %mesh postmortem")
 
     @property
     def call_pdb(self) -> bool:
@@ -190,7 +188,9 @@ class RankIPython(InteractiveShell):
     @call_pdb.setter
     def call_pdb(self, wanted: bool) -> None:
         if wanted:
-            refuse_debugger()
+            raise UsageError(
+                "%pdb is not available on ranks. Look at the last exception of any rank, without it: %mesh postmortem"
+            )
 
     def ask_exit(self) -> None:
         """``exit`` and ``quit``"""
@@ -259,7 +259,7 @@ class RankIPython(InteractiveShell):
             self.show.flush_text()
 
 
-def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> RankIPython:
+def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any], debugger: RankDebugger) -> RankIPython:
     """Make the process's shell. loop_runner: runs cells that await."""
     config = Config()
     config.HistoryManager.enabled = False
@@ -269,5 +269,5 @@ def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> Rank
             config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder)
         )
     shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
-    shell.loop_runner = loop_runner
+    shell.loop_runner, shell.rank_debugger = loop_runner, debugger
     return shell

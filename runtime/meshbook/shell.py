@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib.util
 import os
 import sys
@@ -26,8 +27,15 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from meshbook.errors import Failure
 from meshbook.no_collectives import collectives_off
 from meshbook.rank_completer import Matches, complete, describe, names, prepare
-from meshbook.rank_failures import describe_error, forget_last_error, keep_for_postmortem
-from meshbook.rank_ipython import CellResult, Show, create_shell, refuse_debugger
+from meshbook.rank_debugger import RankDebugger
+from meshbook.rank_failures import (
+    describe_error,
+    forget_last_error,
+    is_out_of_memory,
+    keep_for_postmortem,
+    let_go_of_last_error,
+)
+from meshbook.rank_ipython import CellResult, Show, create_shell
 from meshbook.rank_streams import Attribution, flush_c_streams, install_streams, unheard
 
 _INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
@@ -73,12 +81,25 @@ class CellOutcome(NamedTuple):
     duration_s: float
 
 
+class KeptError(NamedTuple):
+    """The exception that a post-mortem is of."""
+
+    error: BaseException
+    at: float
+    """When it was kept, monotonic."""
+    call: int
+    """In which call it was raised."""
+
+
 class RankShell:
     """IPython for one rank; one per process."""
 
     def __init__(self) -> None:
         """In the template: everything that ranks can share."""
-        self._ipython = create_shell(self._run_on_loop)
+        self.debugger = RankDebugger()
+        self.last_error: KeptError | None = None
+        self._is_untidy = False
+        self._ipython = create_shell(self._run_on_loop, self.debugger)
         atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
         self._interrupts = 0
         self._rank, self._host = -1, ""
@@ -107,7 +128,7 @@ class RankShell:
         self._ipython.enter_main()
         self.define(namespace)
         builtins.input = _refuse_input
-        sys.breakpointhook = refuse_debugger
+        self.debugger.begin()
 
     def become(self, rank: int) -> None:
         """Have another number from now on."""
@@ -140,7 +161,8 @@ class RankShell:
         started = time.perf_counter()
         self._interrupts = 0
         try:
-            self.forget_last_error()
+            if self.last_error is not None and is_out_of_memory(self.last_error.error):
+                self.forget_last_error()  # else its tensors would be in the way of the next try
             asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
             with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
                 result = self._ipython.run_rank_cell(code, cell_number, line_offset)
@@ -152,7 +174,7 @@ class RankShell:
             if self._interrupts and isinstance(error, asyncio.CancelledError):
                 error = KeyboardInterrupt().with_traceback(error.__traceback__)
             failure = describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=result.ran)
-            keep_for_postmortem(error)
+            self.keep_error(error, cell_id)
         return CellOutcome(
             ok=failure is None,
             value=None if failure else result.value,
@@ -191,8 +213,26 @@ class RankShell:
         """Inside the block ``cell_id`` is the running cell: its text goes to the pipes, that of others is late."""
         return self._attribution.cell(cell_id)
 
+    def keep_error(self, error: BaseException, call: int) -> None:
+        """Keep the exception for a post-mortem, until the next one; those that ``call`` raised elsewhere belong to it.
+
+        The frames of the one before are freed, and their tensors with them.
+        """
+        if self.last_error is not None:
+            let_go_of_last_error(self._ipython)
+            self._is_untidy = True
+        keep_for_postmortem(error)
+        self.last_error = KeptError(error, time.monotonic(), call)
+
+    def tidy(self) -> None:
+        """Between calls: free what `keep_error` has let go of."""
+        if self._is_untidy:
+            self._is_untidy = False
+            gc.collect()  # what drew the traceback left cycles around the frames
+
     def forget_last_error(self) -> None:
-        """Free the frames of the last exception; a new run does so too."""
+        """Free the frames of the last exception."""
+        self.last_error = None
         forget_last_error(self._ipython)
 
     def flush_text(self) -> None:

@@ -5,12 +5,13 @@ Nothing here waits or locks: all of it runs under the turn of `meshbook.turns`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,11 +34,12 @@ from meshbook.future import Future
 from meshbook.known_host import MAX_SILENCE_S, KnownHost
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
-from meshbook.output_events import DisplayData, OutputCut, OutputTarget, StreamText
+from meshbook.output_events import DisplayData, OutputCut, OutputTarget, RankStopped, StreamText
 from meshbook.payloads import Payloads, Unavailable
 from meshbook.peer_checks import check, check_ranks, check_replies, only_frame
 from meshbook.processes import machine_id, start_time
 from meshbook.rescue import GroupRescue
+from meshbook.shape import Region
 from meshbook.transport import LaneName
 
 MAX_BACKLOG = 50_000
@@ -166,6 +168,9 @@ class Switchboard:
                     message.update, message.is_result, message.output,
                 )  # fmt: skip
                 self.calls.tell(message.output, event)
+            case wire.Prompted(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    self._on_prompted(mesh, message)
             case wire.StoreRequest(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
                     self._to_store(mesh, message)
@@ -241,6 +246,35 @@ class Switchboard:
         """Delete what process groups have left in the mesh's store under ``prefix``."""
         self._to_store(mesh, wire.DropKeys(mesh.id, prefix))
 
+    # ---- prompts ------------------------------------------------------------------------------------
+
+    def _on_prompted(self, mesh: KnownMesh, message: wire.Prompted) -> None:
+        with self._holding_deadlines(mesh):
+            stop = mesh.stops.take(message.rank, message.at, message.output)
+        if stop is not None:
+            event = RankStopped(message.rank, message.at.place, stop, message.output)
+            self.calls.tell(message.output, event)
+
+    @contextlib.contextmanager
+    def _holding_deadlines(self, mesh: KnownMesh) -> Iterator[None]:
+        """If ranks are stopped after the block that were not before, or the other way round, tell all ranks."""
+        before = bool(mesh.stops)
+        yield
+        if (held := bool(mesh.stops)) != before:
+            question = msgspec.msgpack.encode([held])
+            query = wire.Query(
+                self._next_id(), mesh.id, "hold_deadlines", Region.of(mesh.extent.sizes).encode(), question
+            )
+            for host in mesh.hosts:
+                if not host.lost:
+                    host.send_urgent(query)
+
+    def merge_prompts(self, mesh: KnownMesh, prompts: Mapping[int, wire.AtPrompt]) -> None:
+        """Take in what ranks answered when they were asked for their prompts."""
+        with self._holding_deadlines(mesh):
+            for rank, at in prompts.items():
+                mesh.stops.take(rank, at, 0)
+
     # ---- calls and payloads -------------------------------------------------------------------------
 
     def open(self, mesh: KnownMesh, call: OpenCall, output: OutputTarget | None) -> list[KnownHost] | None:
@@ -307,6 +341,8 @@ class Switchboard:
 
     def lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
         mesh.on_lost(error)
+        with self._holding_deadlines(mesh):
+            mesh.stops.lose(error.rank)
         if mesh.host_of(error.rank) is not mesh.store_host:
             self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
         if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):

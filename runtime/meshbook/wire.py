@@ -45,6 +45,21 @@ class SegmentRef(NamedTuple):
     """(offset, length) of each buffer, in order."""
 
 
+class AtPrompt(NamedTuple):
+    """A rank waits for a line at its prompt ``number``; without a place it has gone on, and waits at none."""
+
+    number: int
+    """Counts the prompts of the process."""
+    place: str
+    """``cell 7, line 5``"""
+    why: str
+    """For a post-mortem: the exception. Else empty."""
+    prompt: str
+    """``(Pdb) ``, or what else pdb asks with."""
+    text: str
+    """What pdb has written since the prompt before."""
+
+
 class _Message(msgspec.Struct, array_like=True, frozen=True, tag_field="t"):
     pass
 
@@ -176,6 +191,8 @@ class Call(_Message, frozen=True, tag="call"):
     """0: an endpoint of the process, on its main thread. Else an actor or a port there, which waits for nobody."""
     reply: bool = True
     """Whether the sender expects answers. Calls to the main thread are always answered."""
+    no_prompt: str = ""
+    """Why a breakpoint in it cannot open a prompt; empty: it can."""
 
 
 class Query(_Message, frozen=True, tag="query"):
@@ -466,6 +483,15 @@ class Display(_Message, frozen=True, tag="display"):
     is_result: bool
 
 
+class Prompted(_Message, frozen=True, tag="prompted"):
+    """A rank has stopped at a prompt of pdb, or gone on from one; in the order of what it prints."""
+
+    mesh: int
+    rank: int
+    output: int
+    at: AtPrompt
+
+
 class Processes(_Message, frozen=True, tag="ps"):
     """Rank to its state as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``."""
 
@@ -571,6 +597,11 @@ class LateText(_Message, frozen=True, tag="late"):
     text: str
 
 
+class RankPrompted(_Message, frozen=True, tag="rprompted"):
+    output: int
+    at: AtPrompt
+
+
 class RankStore(_Message, frozen=True, tag="rstore"):
     request: int
     op: StoreOp
@@ -589,11 +620,11 @@ ToHost: TypeAlias = (
 )  # fmt: skip
 FromHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
-    | Replies | Outputs | OutputCut | Display | StoreRequest | StoreAnswer | Logs | LogPieces
+    | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
     | Processes
 )  # fmt: skip
 ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail
-FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankStore | SegmentFree
+FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankPrompted | RankStore | SegmentFree
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that no peer of ours sends."""

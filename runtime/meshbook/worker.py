@@ -94,6 +94,7 @@ class Worker:
         _enter_environment(begin)
         _seed()
         self.shell.start_rank(rank=begin.rank, host=begin.host, sink=self, namespace=self._names())
+        self.shell.debugger.begin(self._tell_prompt)
         self._start_control_thread()
         self.calls.send(wire.Begun(os.getpid()))
 
@@ -149,6 +150,8 @@ class Worker:
         duration_s = time.monotonic() - started
         self._was_long = duration_s > LONG_CALL_S
         self._reply(call.id, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s)
+        del answer
+        self.shell.tidy()
 
     def _start(self, call: wire.Call) -> bool:
         """Whether the call is to run; when it was dropped, let go of its payload."""
@@ -171,6 +174,7 @@ class Worker:
             pass
 
     def _answer(self, call: wire.Call, frames: list[bytes]) -> Answer:
+        self.shell.debugger.refusal = call.no_prompt
         try:
             self.gate.open(call.id)
             try:
@@ -180,10 +184,14 @@ class Worker:
                 return CALLS[call.endpoint](self, call, *args, **kwargs)
             finally:
                 self.gate.close()
+                self.shell.debugger.end_call()
         except BaseException as error:  # whatever user code raises, SystemExit included, becomes the reply
             self.gate.close()  # the interrupt may have come just before it was
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
-            return Answer(status, failure=self.shell.describe(error))
+            failure = self.shell.describe(error)
+            if call.endpoint == "invoke":
+                self.shell.keep_error(error, call.id)
+            return Answer(status, failure=failure)
 
     def _reply(self, call: int, answer: Answer, duration_s: float, waited_s: float) -> None:
         message, payload = self._payloads.pack(call, answer, duration_s, waited_s)
@@ -215,6 +223,10 @@ class Worker:
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         self.calls.send(wire.LateText(cell_id, stream, text))
+
+    def _tell_prompt(self, at: wire.AtPrompt) -> None:
+        self.shell.flush_text()
+        self.calls.send(wire.RankPrompted(self._output, at))
 
     # ---- the store of torch.distributed -------------------------------------------------------------------------
 
@@ -286,6 +298,7 @@ class Worker:
             if not runs:
                 self._cancelled.add(call)
         if runs and current is not None:
+            self.shell.debugger.interrupt()
             self.gate.interrupt(call, insist=cancel.insist)
             interrupt_children(since=current[2])
         else:

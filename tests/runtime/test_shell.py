@@ -499,7 +499,7 @@ def test_describe_makes_failures_of_calls_outside_of_cells(rank: RankProcess) ->
     assert "meshbook" not in plain("".join(failure.traceback))
 
 
-def test_the_last_error_is_kept_for_postmortem_until_the_next_run(rank: RankProcess) -> None:
+def test_the_last_error_is_kept_for_postmortem_until_the_next_one(rank: RankProcess) -> None:
     rank.cell(
         "import weakref, gc, sys\nclass Big: pass\n"
         "def hold():\n    global seen\n    big = Big(); seen = weakref.ref(big)\n    raise ValueError('held')"
@@ -507,7 +507,9 @@ def test_the_last_error_is_kept_for_postmortem_until_the_next_run(rank: RankProc
     rank.cell("hold()")
     assert rank.ask("evaluate", "str(sys.last_value)") == "held"
     assert rank.ask("evaluate", "'big' in sys.last_traceback.tb_next.tb_frame.f_locals")
-    assert rank.cell("seen() is None, hasattr(sys, 'last_value')").outcome.value == "(True, False)"
+    assert rank.cell("seen() is None").outcome.value == "False"
+    rank.cell("1 / 0")
+    assert rank.cell("gc.collect(); seen() is None, str(sys.last_value)").outcome.value == "(True, 'division by zero')"
 
 
 # ---- interrupts -------------------------------------------------------------------------------------------------
