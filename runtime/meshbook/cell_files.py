@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
+import re
 
 _labels: dict[str, str] = {}
+_NAME = re.compile(r"<cell (?:(\d{1,7})(?: [0-9a-f]{8})?|[0-9a-f]{8})>")
 
 
 def cell_file_name(source: str, cell_number: int | None) -> str:
@@ -42,9 +44,16 @@ def cell_label(file_name: str) -> str | None:
     return _labels.get(file_name)
 
 
+def is_cell_name(file_name: str) -> bool:
+    """Whether a file name stands for a cell, of this process or of another."""
+    return file_name in _labels or _NAME.fullmatch(file_name) is not None
+
+
 def name_line(file_name: str, line: int | None) -> str:
-    """``cell 7, line 3``; empty when the file is no cell."""
+    """``cell 7, line 3``; empty when the file is no cell. Understands the names that other processes gave."""
     label = cell_label(file_name)
+    if label is None and (found := _NAME.fullmatch(file_name)) is not None:
+        label = f"cell {found[1]}" if found[1] else "a cell"
     if label is None:
         return ""
     return label if line is None else f"{label}, line {line}"

@@ -57,3 +57,5 @@ class Collectives(NamedTuple):
     """Operations that were given up while under way (interrupted, aborted): their group is of no use any more."""
     aborted: str
     """Why the groups were aborted; empty while they work."""
+    waited_s: float = 0.0
+    """How long the rank has waited in operations, in all."""

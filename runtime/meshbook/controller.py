@@ -31,6 +31,7 @@ from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.launcher import FoundHost, LaunchedHost, Ticket
 from meshbook.lifecycle import MeshPhase
+from meshbook.mesh_stacks import MeshStacks
 from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
 from meshbook.posting import post
@@ -39,6 +40,7 @@ from meshbook.recruits import Recruits
 from meshbook.rescue import forming_call
 from meshbook.session_folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape import Members, Region
+from meshbook.stack_collection import StackQuestion, collect_stacks
 from meshbook.switchboard import Switchboard
 from meshbook.transport import HEARTBEAT_S, ControllerSocket
 from meshbook.turns import Turns
@@ -415,6 +417,10 @@ class Controller:
     def statuses(self, mesh: KnownMesh, ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
         """What each rank tells of itself; where it does not answer, a text that says why."""
         return look(self, mesh, ranks, "status", timeout_s)
+
+    def stacks(self, mesh: KnownMesh, members: Members, ask: StackQuestion) -> MeshStacks:
+        """The stacks of ``members``, and who of the mesh holds others up."""
+        return collect_stacks(self, mesh, members, ask)
 
     def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
         """Under the turn: have answers to question ``id`` handed to ``on_answer``, until `end_query`."""

@@ -22,9 +22,11 @@ from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
 from meshbook.rank_failures import text_of
+from meshbook.rank_stacks import RankTold, lines_of, tell_stacks
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
+from meshbook.stack_frames import Frame
 from meshbook.typing_help import complete, inspect, user_names
 from meshbook.whereabouts import users_place
 from meshbook.wording import did_you_mean
@@ -232,13 +234,25 @@ def status(worker: Worker) -> dict[str, object]:
     }
 
 
+def stacks(worker: Worker, all_threads: bool) -> RankTold:
+    """The stacks of the main thread, or of all threads, and what is needed to judge them."""
+    told = status(worker)
+    busy_s, paused = float(str(told["busy_s"])), str(told.get("paused", ""))
+    return tell_stacks(worker, all_threads, str(told["where"]), busy_s, paused)
+
+
+def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Frame]:
+    """What this rank knows of lines in another one's stack."""
+    return lines_of(places)
+
+
 QUERIES: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (
-        *(where, reaction, status, collectives, complete, inspect, user_names),
+        *(where, reaction, status, collectives, complete, inspect, user_names, stacks, source_lines),
         *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
     )
 }
 
-SLOW_QUERIES: frozenset[str] = frozenset({"complete", "inspect", "user_names"})
+SLOW_QUERIES: frozenset[str] = frozenset({"complete", "inspect", "user_names", "stacks", "source_lines"})
 """Those of `QUERIES` that may take longer than a few milliseconds."""

@@ -40,6 +40,7 @@ from meshbook.keeping import Keeping
 from meshbook.launcher import Ticket, decode_ticket
 from meshbook.lease import Lease
 from meshbook.limits import explain
+from meshbook.outside_stacks import OutsideStacks
 from meshbook.processes import adopt_orphans, machine_id, reap_strangers
 from meshbook.salvage import salvage
 from meshbook.segments import SegmentPool, map_segment
@@ -180,6 +181,9 @@ class HostAgent:
             case wire.AskProcesses(id, mesh_id, target):
                 mesh = self._meshes.get(mesh_id)
                 self.send_urgent(wire.Processes(id, states_of(mesh.workers.values(), target) if mesh else {}))
+            case wire.AskStacks(mesh=mesh_id):
+                mesh = self._meshes.get(mesh_id)
+                OutsideStacks(self._loop, mesh.workers.values() if mesh else (), message, self.send_urgent).start()
             case wire.Bulk():
                 self._bulk_in.receive(message, payload[0])
             case wire.SegmentFree(pid, segment):

@@ -212,7 +212,8 @@ class HostedMesh:
             case wire.SegmentFree(pid, segment):
                 worker.segments.discard((pid, segment))
                 self._give_back((pid, segment))
-            case wire.Begun():
+            case wire.Begun(control_thread=thread, dump_fd=fd):
+                worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
                 self.crew.report_ready()
 

@@ -131,6 +131,8 @@ class HostedWorker:
         self.slot = 0
         """Which of the mesh's devices on this host it has; other than ``rank`` it never changes."""
         self.pid = 0
+        self.control_thread, self.dump_fd = 0, -1
+        """As the worker said when it began (`meshbook.dump_signal`)."""
         self.phase = WorkerPhase.FORKING
         self.segments: set[tuple[int, int]] = set()
         """(owner pid, segment) of payloads that the worker may still have mapped."""

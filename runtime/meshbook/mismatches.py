@@ -16,6 +16,8 @@ from meshbook.wording import name_ranks
 TELL_S = 2.0
 """So long a call may be uneven before the ranks are asked."""
 
+NEXT_STEPS = "look: %mesh stacks    stop: interrupt"
+
 SELDOM_S = 30.0
 """They are asked again less and less often, in the end once in so many seconds."""
 
@@ -78,4 +80,4 @@ def describe(stuck: Mapping[int, Stuck], call: OpenCall, ended: Collection[int])
             why = f": {'it does' if one else 'they do'} not run {call.what}"
         verb = "waits" if len(ranks) == 1 else "wait"
         lines.append(f"{name_ranks(ranks)} {verb} in {place}, which {name_ranks(absent)} never entered{why}")
-    return "\n".join([*lines, "  stop: interrupt"])
+    return "\n".join([*lines, f"  {NEXT_STEPS}"])

@@ -19,11 +19,13 @@ from meshbook.joined_futures import MappedFuture, join_futures
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
 from meshbook.logs import LogFollower, read_logs
+from meshbook.mesh_stacks import MeshStacks
 from meshbook.output_events import OutputListener, OutputTarget
 from meshbook.pickling import dumps
 from meshbook.questions import first_answer
 from meshbook.repair import Note, Repair, Repaired
 from meshbook.shape import Choice, Extent, Members, Point, Region, arrange
+from meshbook.stack_collection import StackQuestion
 from meshbook.stops import Stops
 from meshbook.value_mesh import ValueMesh
 from meshbook.wire import AtPrompt
@@ -371,6 +373,16 @@ class ProcMesh(Arranged):
         """What each member's main thread is doing, busy or not."""
         self._present()
         return self._controller.where(self._mesh.id, self._members.ranks())
+
+    def stacks(self, *, all_threads: bool = False, native: bool = False, timeout_s: float = 3.0) -> MeshStacks:
+        """The Python stacks of the members, busy, blocked or stopped; and in words who holds the others up.
+
+        all_threads: not only the main thread. native: with the frames of native code, which py-spy reads.
+        timeout_s: what ranks that cannot answer may take to be read from outside.
+        """
+        self._mesh.check_usable()
+        question = StackQuestion(all_threads, native, timeout_s)
+        return self._controller.stacks(self._mesh, self._present().members, question)
 
     def status(self) -> list[RankStatus]:
         """Each member's state, now."""

@@ -22,6 +22,7 @@ import inspect
 import math
 import os
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -304,7 +305,11 @@ class RankGroups:
         groups = tuple(group.progress() for group in list(self._factory.groups.values()))
         waiting = describe_waits(self._guard)
         epoch = self._epoch if groups else -1
-        return Collectives(epoch, call, groups, waiting, self._guard.abandoned, self._guard.reason)
+        guard = self._guard
+        waited_s = sum(list(guard.waited_s.values())) + sum(
+            time.monotonic() - w.since for w in list(guard.waits.values())
+        )
+        return Collectives(epoch, call, groups, waiting, guard.abandoned, guard.reason, waited_s)
 
     @property
     def moved_bytes(self) -> int:

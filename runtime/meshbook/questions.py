@@ -27,7 +27,9 @@ class Asker(Protocol):
     def next_id(self) -> int: ...
     def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None: ...
     def end_query(self, id: int) -> None: ...
-    def query(self, mesh_id: int, endpoint: str, members: Members, timeout_s: float) -> dict[int, Any]: ...
+    def query(
+        self, mesh_id: int, endpoint: str, members: Members, timeout_s: float, args: Sequence[object] = ()
+    ) -> dict[int, Any]: ...
 
 
 def look(asker: Asker, mesh: KnownMesh, ranks: Iterable[int], endpoint: str, timeout_s: float) -> dict[int, Any]:
@@ -47,18 +49,44 @@ def explain_silence(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict
 
 def process_states(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict[int, str]:
     """Rank to the state of its process (`meshbook.wire.Processes`), as far as the agents answer."""
+    answers = ask_agents(
+        asker, mesh, ranks, lambda id, target: wire.AskProcesses(id, mesh.id, target), STATES_TIMEOUT_S
+    )
+    return {rank: state for states in answers for rank, state in states.items()}
+
+
+def read_stacks(
+    asker: Asker, mesh: KnownMesh, ranks: Iterable[int], native: bool, timeout_s: float
+) -> dict[int, wire.RankDump]:
+    """The stacks of ranks, as their agents read them from outside."""
+
+    def question(id: int, target: wire.Target) -> wire.ToHost:
+        return wire.AskStacks(id, mesh.id, target, native, timeout_s)
+
+    answers = ask_agents(asker, mesh, ranks, question, timeout_s + STATES_TIMEOUT_S)
+    return {dump.rank: dump for dumps in answers for dump in dumps}
+
+
+def ask_agents(
+    asker: Asker,
+    mesh: KnownMesh,
+    ranks: Iterable[int],
+    question: Callable[[int, wire.Target], wire.ToHost],
+    timeout_s: float,
+) -> list[Any]:
+    """What the agents of ``ranks`` answer in time, one value per host."""
     ranks = sorted(ranks)
-    hosts: set[KnownHost] = {mesh.host_of(rank) for rank in ranks}
-    states: dict[int, str] = {}
+    answers: list[Any] = []
     if not ranks:
-        return states
+        return answers
+    hosts: set[KnownHost] = {mesh.host_of(rank) for rank in ranks}
     members = Region.of(mesh.extent.sizes).select(ranks).encode()
     waiting = [host for host in hosts if not host.lost]
     done: Future[None] = Future()
     id = asker.next_id()
 
     def on_answer(_host: int, answer: Any) -> None:
-        states.update(answer)
+        answers.append(answer)
         waiting.pop()
         if not waiting:
             done.set_result(None)
@@ -66,16 +94,16 @@ def process_states(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict[
     def send() -> None:
         asker.expect_answers(id, on_answer)
         for host in tuple(waiting):
-            host.send_urgent(wire.AskProcesses(id, mesh.id, members))
+            host.send_urgent(question(id, members))
 
     asker.submit(send)
     try:
-        done.get(STATES_TIMEOUT_S)
+        done.get(timeout_s)
     except TimeoutError:
         pass
     finally:
         asker.submit(lambda: asker.end_query(id))
-    return dict(states)
+    return list(answers)
 
 
 def first_answer(

@@ -201,6 +201,8 @@ class Switchboard:
                     mesh.on_stopped(host, lambda: self.forget(mesh))
             case wire.Processes(id, states):
                 self.calls.answer_query(id, 0, states)
+            case wire.Stacks(id, dumps):
+                self.calls.answer_query(id, 0, dumps)
             case wire.Logs(id, answer) | wire.LogPieces(id, answer):
                 self.calls.answer_query(id, 0, answer)
             case wire.Heartbeat():

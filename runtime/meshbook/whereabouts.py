@@ -12,12 +12,14 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
-from meshbook.cell_files import cell_label, name_line
+from meshbook.cell_files import is_cell_name, name_line
 
 _RUNTIME = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_RUNTIME}
 )
+_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
+USER, LIBRARY, RUNTIME = "user", "library", "runtime"
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 
 
@@ -53,10 +55,18 @@ def name_place(filename: str, line: int) -> str:
 
 def is_users_code(code: CodeType) -> bool:
     """Whether the code stands in a cell or in a file of the user's: not in Python's, ours, or an installed package."""
-    filename = code.co_filename
-    if cell_label(filename) is not None:
-        return True
-    return not filename.startswith(("<", *_LIBRARIES)) and "/site-packages/" not in filename
+    return kind_of_file(code.co_filename) == USER
+
+
+def kind_of_file(filename: str) -> str:
+    """Whose code stands in a file: `USER`, `LIBRARY` or `RUNTIME`; also for files of another host, by their paths."""
+    if is_cell_name(filename):
+        return USER
+    if filename.startswith(_RUNTIME) or ("/meshbook/" in filename and "/site-packages/" in filename):
+        return RUNTIME
+    if filename.startswith(("<", *_LIBRARIES)) or _FOREIGN.search(filename):
+        return LIBRARY
+    return USER
 
 
 def _name_collective(called: list[FrameType]) -> str:

@@ -226,6 +226,19 @@ class AskProcesses(_Message, frozen=True, tag="ps?"):
     target: Target
 
 
+class AskStacks(_Message, frozen=True, tag="stacks?"):
+    """Ask the agents to read the stacks of workers from outside; they answer within ``wait_s``.
+
+    native: with the frames of native code, which halts the processes for a moment and needs py-spy.
+    """
+
+    id: int
+    mesh: int
+    target: Target
+    native: bool
+    wait_s: float
+
+
 class DropClient(_Message, frozen=True, tag="dropclient"):
     """To the host of the store: a rank on another host has ended and waits for nothing any more."""
 
@@ -499,6 +512,41 @@ class Processes(_Message, frozen=True, tag="ps"):
     states: dict[int, str]
 
 
+class DumpedFrame(NamedTuple):
+    function: str
+    file: str
+    """For native code the library that it is in."""
+    line: int
+    native: bool = False
+
+
+class DumpedThread(NamedTuple):
+    name: str
+    is_main: bool
+    frames: tuple[DumpedFrame, ...]
+    """Innermost first."""
+    owns_gil: bool = False
+    """As far as it is known."""
+
+
+class RankDump(NamedTuple):
+    """One rank's stacks, read by its agent."""
+
+    rank: int
+    threads: tuple[DumpedThread, ...]
+    read_by: str
+    """``signal``, ``py-spy``; empty where they could not be read."""
+    problem: str = ""
+    """Why not, and what helps."""
+
+
+class Stacks(_Message, frozen=True, tag="stacks"):
+    """The answer to `AskStacks` from one host."""
+
+    id: int
+    dumps: tuple[RankDump, ...]
+
+
 class Logs(_Message, frozen=True, tag="loglines"):
     id: int
     texts: dict[int, str]
@@ -565,6 +613,10 @@ class Renumbered(_Message, frozen=True, tag="renumbered"):
 
 class Begun(_Message, frozen=True, tag="begun"):
     pid: int
+    control_thread: int = 0
+    """The kernel's number of the thread that takes the signal for a dump (`meshbook.dump_signal`)."""
+    dump_fd: int = -1
+    """Where the dump goes, a descriptor of the worker's; -1 where it makes none."""
 
 
 class OpenMail(_Message, frozen=True, tag="mail"):
@@ -616,12 +668,12 @@ ToHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups | StoreRequest
     | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh | ReadLogs | ReadOn
     | Leave | Goodbye
-    | AskProcesses
+    | AskProcesses | AskStacks
 )  # fmt: skip
 FromHost: TypeAlias = (
     Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
     | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
-    | Processes
+    | Processes | Stacks
 )  # fmt: skip
 ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankPrompted | RankStore | SegmentFree

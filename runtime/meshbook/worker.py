@@ -29,10 +29,12 @@ import msgspec
 from meshbook import wire
 from meshbook.agent_channel import Channel
 from meshbook.call_children import interrupt_children
+from meshbook.dump_signal import accept_dumps
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES, Answer
 from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
 from meshbook.process_group import RankGroups
+from meshbook.processes import may_be_traced
 from meshbook.rank_payloads import RankPayloads, pack_failure
 from meshbook.shape import Extent
 from meshbook.shell import RankShell
@@ -95,8 +97,9 @@ class Worker:
         _seed()
         self.shell.start_rank(rank=begin.rank, host=begin.host, sink=self, namespace=self._names())
         self.shell.debugger.begin(self._tell_prompt)
-        self._start_control_thread()
-        self.calls.send(wire.Begun(os.getpid()))
+        control = self._start_control_thread()
+        may_be_traced()
+        self.calls.send(wire.Begun(os.getpid(), control, accept_dumps()))
 
     def serve(self) -> None:
         """Run calls until the agent closes the socket."""
@@ -244,11 +247,13 @@ class Worker:
 
     # ---- control thread -----------------------------------------------------------------------------------------
 
-    def _start_control_thread(self) -> None:
+    def _start_control_thread(self) -> int:
+        """Returns the kernel's number of it."""
         thread = threading.Thread(target=self._control, name="meshbook.control", daemon=True)
         thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # a debugger must not stop the heartbeat
         thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
         thread.start()
+        return thread.native_id or 0
 
     def _control(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -89,7 +89,7 @@ def test_waiting_in_vain_is_noted_once_and_an_interrupt_ends_it(notebook, whole,
     assert len(notes) == 1
     assert re.match(
         r"ranks 1-3 wait in barrier \(cell \d+, line 3\), which rank 0 never entered: it has ended cell \d+\n"
-        r"  stop: interrupt\n",
+        r"  look: %mesh stacks    stop: interrupt\n",
         notes[0],
     )
     assert "CallInterrupted: interrupted" in text and "Traceback" not in text

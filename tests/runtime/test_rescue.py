@@ -238,7 +238,8 @@ def test_ranks_that_wait_for_one_that_has_ended_are_named_and_freed_by_an_interr
     wait_until(lambda: notices(collector))
     assert 1.5 < time.monotonic() - started < 10
     assert notices(collector) == [
-        "ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended cell 7\n  stop: interrupt"
+        "ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended cell 7\n"
+        "  look: %mesh stacks    stop: interrupt"
     ]
     started = time.monotonic()
     run.interrupt()
@@ -255,7 +256,7 @@ def test_a_collective_of_a_part_that_needs_all_is_explained(mesh4: ProcMesh) -> 
     wait_until(lambda: notices(collector))
     assert notices(collector) == [
         "ranks 0,1 wait in barrier (cell 7, line 2), which ranks 2,3 never entered: they do not run cell 7\n"
-        "  stop: interrupt"
+        "  look: %mesh stacks    stop: interrupt"
     ]
     run.interrupt()
     wait_until(lambda: not run.waiting)

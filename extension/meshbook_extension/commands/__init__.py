@@ -17,7 +17,7 @@ from meshbook_extension.session import Session
 
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
-MODULES = ("meshes", "persistence", "views", "values", "jobs", "recovery", "looking", "logs", "mode")
+MODULES = ("meshes", "persistence", "views", "values", "jobs", "recovery", "looking", "stacks", "logs", "mode")
 
 
 class Command(NamedTuple):

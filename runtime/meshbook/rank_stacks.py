@@ -1,0 +1,70 @@
+"""What a rank tells of itself when the person asks who hangs: its stacks, its state, how far its groups are.
+
+Answered on a side thread, since reading source files may take long; the threads that run for us are left out.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshbook.collectives import Collectives
+from meshbook.stack_frames import MAX_THREADS, Frame, ThreadStack, cut_frames, make_frame
+from meshbook.whereabouts import USER, kind_of_file
+
+if TYPE_CHECKING:
+    from meshbook.worker import Worker
+
+_OURS = "meshbook."
+"""What our threads' names begin with."""
+
+
+class RankTold(NamedTuple):
+    """The answer of one rank."""
+
+    busy_s: float
+    """0 when idle."""
+    where: str
+    """As `meshbook.whereabouts` puts it; ``idle``."""
+    paused: str
+    """Where it stopped in pdb; empty when it did not."""
+    collectives: Collectives
+    threads: tuple[ThreadStack, ...]
+    """The main thread first."""
+
+
+def tell_stacks(worker: Worker, all_threads: bool, where: str, busy_s: float, paused: str) -> RankTold:
+    """Look at the threads of this process, now."""
+    current = worker.current
+    collectives = worker.groups.collectives(current[0] if current else 0)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads: list[ThreadStack] = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, f"thread {ident}")
+        is_main = ident == worker.main_thread
+        if is_main and current is not None:
+            threads.insert(0, ThreadStack("main", True, _read(frame)))
+        elif all_threads and not is_main and not name.startswith(_OURS) and len(threads) < MAX_THREADS:
+            threads.append(ThreadStack(name, False, _read(frame)))
+    return RankTold(busy_s, where, paused, collectives, tuple(threads))
+
+
+def lines_of(places: Sequence[tuple[str, int]]) -> list[Frame]:
+    """Frames for (file, line) pairs of another rank's stack, with what is known of them here."""
+    return [make_frame("", file, line, linecache.getline(file, line)) for file, line in places]
+
+
+def _read(frame: FrameType | None) -> tuple[Frame, ...]:
+    return cut_frames(_frames(frame))
+
+
+def _frames(frame: FrameType | None) -> Iterator[Frame]:
+    while frame is not None:
+        code, line = frame.f_code, frame.f_lineno or 0
+        source = linecache.getline(code.co_filename, line) if kind_of_file(code.co_filename) == USER else ""
+        yield make_frame(getattr(code, "co_qualname", code.co_name), code.co_filename, line, source)
+        frame = frame.f_back
