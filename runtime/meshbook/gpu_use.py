@@ -12,6 +12,7 @@ import time
 from typing import Any, NamedTuple
 
 from meshbook.side_threads import run_aside
+from meshbook.wording import format_bytes
 
 OLD_S = 0.5
 """A reading older than this is made anew."""
@@ -27,6 +28,11 @@ class GpuUse(NamedTuple):
     total_bytes: int
     own_bytes: int
     """What torch holds in this process, for tensors and for reuse."""
+
+    def __str__(self) -> str:
+        """``83 %, 38.7 GB of 80 GB``; without the percents where they are not known."""
+        filled = f"{format_bytes(self.used_bytes)} of {format_bytes(self.total_bytes)}"
+        return filled if self.busy_percent < 0 else f"{self.busy_percent} %, {filled}"
 
 
 class GpuGauge:

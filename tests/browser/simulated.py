@@ -7,18 +7,22 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from meshbook.gpu_use import GpuUse
 from meshbook.proc_mesh import RankStatus
 from meshbook_extension.widget.health import Answer
 from meshbook_extension.widget.progress import Progress
 from meshbook_extension.widget.recent_errors import RecentError
 from meshbook_extension.widget.snapshot import CellNow, Snapshot
 
+GB = 1 << 30
+
 
 def simulate(sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8, tick: int = 0) -> Snapshot:
     """A mesh in the middle of a training cell; ``calm``: all ranks idle."""
     count = math.prod(sizes.values())
     points = [dict(zip(sizes, point, strict=True)) for point in product(*(range(size) for size in sizes.values()))]
-    statuses = [_status(rank, points[rank], f"node-{rank // per_host:03d}", calm, tick) for rank in range(count)]
+    gpus = count > 1
+    statuses = [_status(rank, points[rank], f"node-{rank // per_host:03d}", calm, tick, gpus) for rank in range(count)]
     errors = (
         []
         if calm or count == 1
@@ -36,17 +40,18 @@ def simulate(sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8,
     bar = Progress("epoch 3", count, 0.62 + 0.01 * tick, 0.41, min(5, count - 1), "00:38")
     return Snapshot(
         name="main",
-        device="cuda" if count > 1 else "cpu",
+        device="cuda" if gpus else "cpu",
         sizes=sizes,
         statuses=statuses,
         interrupted=frozenset({11} if count >= 64 and not calm else ()),
         cells=[] if calm else [CellNow("cell 7", 74.2 + tick, count, 0, bar)],
         errors=errors,
         at=time.time(),
+        moved=[0 if calm else round(9e8 + 4e8 * math.sin(tick / 6) - 3e5 * (rank % 613)) for rank in range(count)],
     )
 
 
-def _status(rank: int, point: dict[str, int], host: str, calm: bool, tick: int) -> RankStatus:
+def _status(rank: int, point: dict[str, int], host: str, calm: bool, tick: int, gpus: bool) -> RankStatus:
     state, where, busy_s = "busy", "in all_reduce (cell 7, line 5)", 74.2 + tick
     if calm:
         state, where, busy_s = "idle", "idle", 0.0
@@ -59,8 +64,18 @@ def _status(rank: int, point: dict[str, int], host: str, calm: bool, tick: int) 
     elif rank % 1500 == 44:
         state, where = "pdb", "at train.py:88"
     memory = 2_400_000_000 + (rank * 7919 % 613) * 1_000_000 + 40_000_000 * tick
+    gpu = GpuUse(round(88 - rank % 11 + 7 * math.sin(tick)), memory * 14, 80 * GB, memory * 12)
     return RankStatus(
-        rank, point, host, 48_000 + rank, f"cuda:{rank % 8}", state, busy_s, where, 0 if state == "dead" else memory
+        rank=rank,
+        point=point,
+        host=host,
+        pid=48_000 + rank,
+        device=f"cuda:{rank % 8}" if gpus else "cpu",
+        state=state,
+        busy_s=busy_s,
+        where=where,
+        rss_bytes=0 if state == "dead" else memory,
+        gpu=gpu if gpus and state != "dead" else None,
     )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 import meshbook_extension.widget
+from meshbook_extension.widget.history import History
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 FOLDER = Path(meshbook_extension.widget.__file__).parent
@@ -33,13 +34,15 @@ LOAD = """async ([code, layout, live]) => {
 
 
 def live_of(sizes: Mapping[str, int], **options: Any) -> dict[str, Any]:
-    snapshot = simulate(sizes, **options)
+    snapshot, history = simulate(sizes, **options), History()
+    for tick in range(40 if len(snapshot.statuses) <= 64 else 2):  # what the charts show
+        history.add(simulate(sizes, **(options | {"tick": tick})))
     return snapshot.live() | {
         "phase": "live",
         "note": "",
         "tick_s": 1.0,
         "actions": ["interrupt", "where", "logs", "heal"],
-        "history_mb": [sum(snapshot.memory_mb)],
+        "history": history.live(),
     }
 
 
@@ -111,6 +114,20 @@ def test_tiles_are_reached_by_keys(page: Page) -> None:
     page.keyboard.press("Enter")
     assert page.locator(".mb-tile[aria-pressed=true]").count() == 1
     assert page.locator(".mb-tile[tabindex='0']").count() == 1
+
+
+def test_charts_tell_memory_traffic_and_gpus_in_words_too(page: Page) -> None:
+    load(page, {"gpus": 8})
+    charts = page.locator(".mb-chart:visible")
+    assert [text.splitlines()[0].split()[0] for text in charts.all_inner_texts()] == ["memory", "traffic", "GPU"]
+    assert "MB/s, median" in (charts.nth(1).locator("svg").get_attribute("aria-label") or "")
+    page.locator(".mb-tile").nth(5).hover()
+    assert "83 % busy" in page.locator(".mb-detail").inner_text()
+
+
+def test_charts_without_anything_to_show_are_left_out(page: Page) -> None:
+    load(page, {"gpus": 1}, calm=True)
+    assert page.locator(".mb-chart:visible").count() == 1
 
 
 def test_it_says_when_it_can_be_seen_and_when_not(page: Page) -> None:

@@ -7,8 +7,11 @@ import json
 import pytest
 from fakes import failure
 
+from meshbook.gpu_use import GpuUse
 from meshbook.proc_mesh import RankStatus
+from meshbook_extension.commands.looking import rank_table
 from meshbook_extension.widget.fallback import as_html
+from meshbook_extension.widget.history import History, Throughput
 from meshbook_extension.widget.progress import merge_bars
 from meshbook_extension.widget.recent_errors import RecentErrors
 from meshbook_extension.widget.snapshot import Snapshot
@@ -82,6 +85,37 @@ def test_large_meshes_travel_compactly() -> None:
     assert len(json.dumps(live)) < 100_000 and len(json.dumps(snapshot.layout())) < 100_000
     assert snapshot.layout()["ranks"] == [] and len(snapshot.layout()["hosts"]) == 512
     assert as_html(snapshot).count("<tr>") == 1 + 512
+
+
+def test_gpus_are_told_and_without_any_their_columns_are_empty() -> None:
+    gpu = GpuUse(83, 38_700_000_000, 80_000_000_000, 33_200_000_000)
+    snapshot = Snapshot("main", "cuda", {"gpus": 2}, [status(0)._replace(gpu=gpu), status(1)])
+    live = snapshot.live()
+    assert (live["gpu_percent"], live["gpu_used_mb"], live["gpu_own_mb"]) == ([83, -1], [38_700, 0], [33_200, 0])
+    assert snapshot.layout()["gpu_total_mb"] == [80_000, 0]
+    assert "200 MB; GPU 83 %, 38.7 GB of 80 GB" in as_html(snapshot)
+    assert "83 %, 38.7 GB of 80 GB" in rank_table(snapshot.statuses)
+    assert Snapshot("main", "cpu", {"gpus": 1}, [status()]).live()["gpu_percent"] == []
+
+
+def test_charts_show_the_spread_of_the_ranks() -> None:
+    history = History()
+    for memory in (100, 200):
+        statuses = [status(rank)._replace(rss_bytes=memory * rank * 1_000_000) for rank in range(4)]
+        history.add(Snapshot("main", "cpu", {"gpus": 4}, statuses, moved=[5_000, 0, 2_000, 9_000]))
+    assert history.live() == {
+        "memory_mb": [(100, 200, 300), (200, 400, 600)],
+        "moved_kb_s": [(0, 2, 9)] * 2,
+        "gpu_percent": [],
+    }
+
+
+def test_throughput_is_what_was_moved_since_the_last_reading() -> None:
+    throughput = Throughput()
+    assert throughput.rates([status()._replace(moved_bytes=500)], 10.0) == [0]
+    assert throughput.rates([status()._replace(moved_bytes=2_500)], 12.0) == [1_000]
+    assert throughput.rates([status()._replace(moved_bytes=9_999)], 12.1) == [1_000]  # too soon to tell
+    assert throughput.rates([status()._replace(moved_bytes=10, pid=7)], 14.0) == [0]  # started again
 
 
 def test_the_saved_table_holds_no_html_of_ranks() -> None:

@@ -191,6 +191,19 @@ def test_ranks_in_a_collective_are_told_from_the_one_that_is_not(front: FrontEnd
     front.send(model, {"kind": "look", "view": "e", "visible": False})
 
 
+def test_what_the_process_groups_move_is_told(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "i", "visible": True})
+    request = front.client.execute(
+        "%%mesh\nimport time\nx = torch.zeros(250_000)\nfor _ in range(25):\n    dist.all_reduce(x); time.sleep(0.1)",
+        allow_stdin=False,
+    )
+    front.until(lambda: any(min(live["moved_kb_s"]) > 100 for live in front.updates(model)), timeout_s=20)
+    front.wait_for(request)
+    history = front.updates(model)[-1]["history"]
+    assert history["memory_mb"] and max(high for _, _, high in history["moved_kb_s"]) > 100
+    front.send(model, {"kind": "look", "view": "i", "visible": False})
+
+
 def test_cells_sent_meanwhile_run_in_order(front: FrontEnd, model: str) -> None:
     """Under ipykernel 6 the widget reads the socket in which other requests wait."""
     front.run("order = []")

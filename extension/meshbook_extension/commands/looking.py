@@ -92,11 +92,12 @@ def rank_table(statuses: Sequence[RankStatus]) -> str:
             one.device,
             one.state if one.state != "busy" else f"busy {format_seconds(one.busy_s)}",
             format_bytes(one.rss_bytes) if one.rss_bytes else "",
+            str(one.gpu or ""),
             one.where if one.where != one.state else "",
         ]
         for one in statuses
     ]
-    return _table(["rank", "point", "host", "pid", "device", "state", "memory", "at"], rows)
+    return _table(["rank", "point", "host", "pid", "device", "state", "memory", "GPU", "at"], rows)
 
 
 def _summaries(statuses: Sequence[RankStatus]) -> list[list[str]]:

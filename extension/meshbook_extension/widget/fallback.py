@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.wording import format_bytes, format_ranks, format_sizes
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.widget.snapshot import MB, Snapshot
 from meshbook_extension.widget.states import IDLE, NAMES
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import RankStatus
 
 ROWS = 64
 """Larger meshes get a row per host and state."""
@@ -44,6 +47,11 @@ def _line(tag: str, row: Sequence[str]) -> str:
     return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(text)}</{tag}>' for text in row) + "</tr>"
 
 
+def _memory_of(one: RankStatus) -> str:
+    own = format_bytes(one.rss_bytes) if one.rss_bytes else ""
+    return f"{own}; GPU {one.gpu}" if one.gpu is not None else own
+
+
 def _rows(snapshot: Snapshot) -> list[_Row]:
     states = snapshot.states
     if len(states) <= ROWS:
@@ -52,7 +60,7 @@ def _rows(snapshot: Snapshot) -> list[_Row]:
                 str(one.rank),
                 one.host,
                 NAMES[letter] + (f" {format_seconds(one.busy_s)}" if one.busy_s and letter != IDLE else ""),
-                format_bytes(one.rss_bytes) if one.rss_bytes else "",
+                _memory_of(one),
                 one.where if one.where != one.state else "",
             )
             for one, letter in zip(snapshot.statuses, states, strict=True)

@@ -46,6 +46,8 @@ const memory = (mb) => {
   const gb = mb / 1000;
   return gb < 1000 ? `${gb.toPrecision(3)} GB` : `${(gb / 1000).toPrecision(3)} TB`;
 };
+const rate = (kb) => (kb < 1000 ? `${kb} kB/s` : `${memory(kb < 1e6 ? Number((kb / 1000).toPrecision(3)) : Math.round(kb / 1000))}/s`);
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 const ranges = (ranks, most = 12) => {
   const runs = [];
   for (const rank of ranks) {
@@ -116,7 +118,7 @@ const worst = (counts) => ORDER.find((letter) => counts[letter]) || "I";
 
 // A tile of many ranks: its states side by side, as wide as they are frequent.
 function mixture(counts) {
-  const total = Object.values(counts).reduce((sum, n) => sum + n, 0);
+  const total = sum(Object.values(counts));
   const stops = [];
   let at = 0;
   for (const letter of ORDER) {
@@ -269,8 +271,7 @@ class HealthView {
     this.members = new Tiles((tile) => this.show(tile), (tile) => this.chooseMember(tile));
     this.memberBox = make("div", "mb-members", this.memberTitle, this.members.element);
     this.detail = make("div", "mb-detail");
-    this.chartText = [make("span"), make("span")];
-    this.chart = chartElement();
+    this.charts = { memory_mb: chartElement(), moved_kb_s: chartElement(), gpu_percent: chartElement(100) };
     this.errors = make("ul", "mb-errors");
     this.answerTitle = make("b");
     this.answerText = make("pre");
@@ -286,10 +287,10 @@ class HealthView {
     this.note = make("div", "mb-note");
     this.places = make("ul", "mb-places");
     this.left = make("div", "", this.caption, this.grid.element, this.memberBox, this.places);
-    const chart = make("div", "mb-chart", make("div", "mb-chart-text", ...this.chartText), this.chart.svg);
-    const side = make("div", "mb-side", this.detail, chart);
+    const charts = make("div", "mb-charts", ...Object.values(this.charts).map((chart) => chart.element));
+    this.body = make("div", "mb-body", this.left, this.detail, charts);
     const head = make("div", "mb-head", this.name, this.meta, this.phase, this.buttons);
-    this.card = make("div", "mb-card", head, this.counts, this.cells, make("div", "mb-body", this.left, side), this.errors, this.answer, this.note);
+    this.card = make("div", "mb-card", head, this.counts, this.cells, this.body, this.errors, this.answer, this.note);
     this.root = make("div", "meshbook", this.card);
     el.append(this.root);
   }
@@ -373,6 +374,8 @@ class HealthView {
     const arranged = arrange(layout);
     for (const row of arranged.rows) for (const tile of row.tiles) tile.name = String(this.rank(tile.from));
     this.grid.build(arranged, count <= LARGE);
+    this.body.classList.toggle("mb-low", count <= 16);
+    this.detail.classList.toggle("mb-gpu", layout.gpu_total_mb.length > 0);
     const axes = layout.axes.map((axis, i) => `${axis}=${layout.sizes[i]}`).join(" ");
     setText(this.name, layout.name);
     setText(this.meta, `${axes ? `${axes} · ` : ""}${layout.device} · ${plural(count, "rank")} on ${plural(layout.hosts.length, "host")}`);
@@ -399,7 +402,7 @@ class HealthView {
     if (!this.memberBox.hidden) this.members.update(live.states, (tile, counts) => this.describeTile(tile, counts), this.memory.member ?? null);
     this.showPlaces();
     this.showDetail();
-    this.showChart();
+    this.showCharts();
     this.showErrors();
     setText(this.note, live.note);
     this.note.hidden = !live.note;
@@ -588,6 +591,10 @@ class HealthView {
       ["device", layout.devices[layout.device_of[i]]],
       ["pid", layout.pids[i] ? String(layout.pids[i]) : ""],
       ["memory", live.memory_mb[i] ? memory(live.memory_mb[i]) : ""],
+      ["GPU", live.gpu_percent[i] >= 0 ? `${live.gpu_percent[i]} % busy` : ""],
+      ["filled", live.gpu_used_mb[i] ? `${memory(live.gpu_used_mb[i])} of ${memory(layout.gpu_total_mb[i])}` : ""],
+      ["by torch", live.gpu_used_mb[i] ? memory(live.gpu_own_mb[i]) : ""],
+      ["traffic", live.moved_kb_s[i] ? rate(live.moved_kb_s[i]) : ""],
     ];
   }
 
@@ -604,18 +611,24 @@ class HealthView {
       ["state", ORDER.filter((letter) => counts[letter]).map((letter) => `${counts[letter]} ${STATES[letter][0]}`).join(", ")],
       ["point", this.pointOf(tile).replace(" · ", "")],
       [hosts.length > 1 ? "hosts" : "host", hosts.length > 3 ? `${hosts.slice(0, 2).join(", ")} and ${hosts.length - 2} more` : hosts.join(", ")],
-      ["memory", `${memory(sizes.reduce((sum, mb) => sum + mb, 0))}, largest ${memory(Math.max(...sizes))}`],
+      ["memory", `${memory(sum(sizes))}, largest ${memory(Math.max(...sizes))}`],
       ["at", busiest.map(([place, ranks]) => `${ranks.length === 1 ? `rank ${ranks[0]}` : `${ranks.length} ranks`} ${place}`).join("; ")],
     ];
   }
 
-  showChart() {
-    const { history_mb: totals, memory_mb: sizes } = this.live;
-    const total = sizes.reduce((sum, mb) => sum + mb, 0);
+  showCharts() {
+    const { history, memory_mb: sizes, gpu_used_mb: used } = this.live;
     const largest = Math.max(...sizes);
-    setText(this.chartText[0], `memory ${memory(total)}`);
-    setText(this.chartText[1], sizes.length > 1 ? `most ${memory(largest)}, rank ${this.rank(sizes.indexOf(largest))}` : "");
-    this.chart.draw(totals);
+    const most = sizes.length > 1 ? `most ${memory(largest)}, rank ${this.rank(sizes.indexOf(largest))}` : "";
+    this.charts.memory_mb.show(history.memory_mb, `memory ${memory(sum(sizes))}`, most, memory);
+    const moved = history.moved_kb_s;
+    const peak = Math.max(0, ...moved.map((point) => point[2]));
+    const now = moved.length ? moved[moved.length - 1][1] : 0;
+    this.charts.moved_kb_s.show(peak ? moved : [], `traffic ${rate(now)}${sizes.length > 1 ? " a rank" : ""}`, `peak ${rate(peak)}`, rate);
+    const percents = history.gpu_percent;
+    const busy = percents.length ? `GPU ${percents[percents.length - 1][1]} %` : "GPU";
+    const full = used.length ? `${memory(sum(used))} of ${memory(sum(this.layout.gpu_total_mb))} used` : "";
+    this.charts.gpu_percent.show(percents.length ? percents : used.map(() => [0, 0, 0]).slice(0, 1), busy, full, (value) => `${value} %`);
   }
 
   showErrors() {
@@ -667,25 +680,35 @@ function showCell({ text, side, fill, least, track }, cell) {
   if (behind) least.style.left = `${100 * bar.least}%`;
 }
 
-function chartElement() {
+// A line at the median of the ranks, in a band from the least to the largest. top: of the scale; else as the values are.
+function chartElement(top = 0) {
   const svgTag = (tag, attributes) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
     return element;
   };
-  const svg = svgTag("svg", { viewBox: "0 0 119 44", preserveAspectRatio: "none", "aria-hidden": "true" });
-  const area = svgTag("path", { class: "area" });
-  const line = svgTag("path", { class: "line" });
-  svg.append(svgTag("line", { x1: 0, x2: 119, y1: 43.5, y2: 43.5 }), area, line);
-  const draw = (values) => {
-    const most = Math.max(1, ...values) * 1.15;
-    const shift = 120 - values.length; // the newest value stands at the right
-    const points = values.map((value, i) => `${shift + i - (values.length === 1 ? 1 : 0)},${(43 - (40 * value) / most).toFixed(1)}`);
-    if (values.length === 1) points.push(`119,${points[0].split(",")[1]}`);
-    line.setAttribute("d", points.length ? `M${points.join("L")}` : "");
-    area.setAttribute("d", points.length ? `M${points.join("L")}L119,44L${points[0].split(",")[0]},44Z` : "");
+  const svg = svgTag("svg", { viewBox: "0 0 119 44", preserveAspectRatio: "none", role: "img" });
+  const [area, band, line] = ["area", "band", "line"].map((name) => svgTag("path", { class: name }));
+  svg.append(svgTag("line", { x1: 0, x2: 119, y1: 43.5, y2: 43.5 }), area, band, line);
+  const texts = [make("span"), make("span")];
+  const element = make("div", "mb-chart", make("div", "mb-chart-text", ...texts), svg);
+  const show = (points, left, right, format) => {
+    element.hidden = !points.length;
+    if (!points.length) return;
+    setText(texts[0], left);
+    setText(texts[1], right);
+    const [least, middle, largest] = points[points.length - 1].map(format);
+    svg.setAttribute("aria-label", `${left}: ${least} to ${largest}, median ${middle}`);
+    element.title = least === largest ? "" : `of the ranks: least ${least}, median ${middle}, most ${largest}`;
+    const shown = points.length > 1 ? points : [points[0], points[0]];
+    const most = top || Math.max(1, ...shown.map((point) => point[2])) * 1.15;
+    const at = (which) => shown.map((point, i) => `${120 - shown.length + i},${(43 - (40 * point[which]) / most).toFixed(1)}`); // the newest stands at the right
+    const low = at(0);
+    line.setAttribute("d", `M${at(1).join("L")}`);
+    band.setAttribute("d", `M${at(2).join("L")}L${low.reverse().join("L")}Z`);
+    area.setAttribute("d", `M${at(1).join("L")}L119,44L${120 - shown.length},44Z`);
   };
-  return { svg, draw };
+  return { element, show };
 }
 
 function render({ model, el }) {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,13 +12,12 @@ import anywidget
 import traitlets
 
 from meshbook.errors import MeshError
+from meshbook_extension.widget.history import History
 from meshbook_extension.widget.snapshot import Snapshot
 
 TICK_S = 1.0
 LOOK_S = 30.0
 """So long a view counts as looked at; the browser says it again every 10 s."""
-HISTORY = 120
-"""Points of the memory chart."""
 
 
 class Answer(NamedTuple):
@@ -56,7 +54,7 @@ class HealthWidget(anywidget.AnyWidget):
         self._seen_until: dict[str, float] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._totals: deque[int] = deque(maxlen=HISTORY)
+        self._history = History()
         self._snapshot: Snapshot | None = None
         super().__init__()
         self.on_msg(lambda _widget, content, _buffers: self.on_message(content))
@@ -64,7 +62,7 @@ class HealthWidget(anywidget.AnyWidget):
     def refresh(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``."""
         self._snapshot = snapshot
-        self._totals.append(sum(snapshot.memory_mb))
+        self._history.add(snapshot)
         layout = snapshot.layout()
         if layout != self.layout_of:
             self.layout_of = layout
@@ -73,7 +71,7 @@ class HealthWidget(anywidget.AnyWidget):
             "note": "",
             "tick_s": TICK_S,
             "actions": list(self._source.actions()),
-            "history_mb": list(self._totals),
+            "history": self._history.live(),
         }
 
     # ---- messages: on any thread -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from meshbook.errors import UsageError
 from meshbook.wording import format_ranks, name_ranks
 from meshbook_extension.widget.health import Answer
+from meshbook_extension.widget.history import Throughput
 from meshbook_extension.widget.progress import merge_bars
 from meshbook_extension.widget.recent_errors import RecentError, describe
 from meshbook_extension.widget.snapshot import CellNow, Snapshot
@@ -30,6 +31,7 @@ class MeshSource:
 
     def __init__(self, session: Session, procs: ProcMesh) -> None:
         self._session, self._procs = session, procs
+        self._throughput = Throughput()
         self._whole = session.meshes.get(procs.name) is procs
 
     @property
@@ -57,6 +59,7 @@ class MeshSource:
             cells=[_now(cell, busy) for cell in cells],
             errors=errors,
             at=time.time(),
+            moved=self._throughput.rates(statuses, time.monotonic()),
         )
 
     def _cells(self) -> list[RunningCell]:

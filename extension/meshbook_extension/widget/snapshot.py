@@ -6,7 +6,7 @@ tick. Both hold columns over all ranks, and repeated texts once, so that 4,096 r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ from meshbook_extension.widget.recent_errors import RecentError
 from meshbook_extension.widget.states import letter_of
 
 if TYPE_CHECKING:
+    from meshbook.gpu_use import GpuUse
     from meshbook.proc_mesh import RankStatus
 
 ERRORS = 6
 """The newest errors that travel."""
 
-MB = 1_000_000
+KB, MB = 1_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Snapshot:
     errors: Sequence[RecentError] = ()
     at: float = 0.0
     """Seconds since the epoch."""
+    moved: Sequence[int] = ()
+    """Bytes per second through the process groups, per rank; empty where it is not known."""
 
     @property
     def states(self) -> str:
@@ -59,6 +62,20 @@ class Snapshot:
     def memory_mb(self) -> list[int]:
         """Resident memory per rank."""
         return [round(one.rss_bytes / MB) for one in self.statuses]
+
+    @property
+    def moved_kb_s(self) -> list[int]:
+        """Throughput of the process groups per rank."""
+        return [round(rate / KB) for rate in self.moved]
+
+    @property
+    def gpu_percent(self) -> list[int]:
+        """How busy the device of each rank is, -1 where that is not known; empty without a GPU."""
+        return self._of_gpus(lambda gpu: gpu.busy_percent if gpu is not None else -1)
+
+    def _of_gpus(self, figure: Callable[[GpuUse | None], int]) -> list[int]:
+        gpus = [one.gpu for one in self.statuses]
+        return [figure(gpu) for gpu in gpus] if any(gpus) else []
 
     def layout(self) -> dict[str, Any]:
         """The part that rarely changes."""
@@ -76,6 +93,7 @@ class Snapshot:
             "devices": devices,
             "device_of": device_of,
             "pids": [one.pid for one in self.statuses],
+            "gpu_total_mb": self._of_gpus(lambda gpu: round(gpu.total_bytes / MB) if gpu is not None else 0),
         }
 
     def live(self) -> dict[str, Any]:
@@ -86,6 +104,10 @@ class Snapshot:
             "states": self.states,
             "busy_ds": [round(10 * one.busy_s) for one in self.statuses],
             "memory_mb": self.memory_mb,
+            "moved_kb_s": self.moved_kb_s,
+            "gpu_percent": self.gpu_percent,
+            "gpu_used_mb": self._of_gpus(lambda gpu: round(gpu.used_bytes / MB) if gpu is not None else 0),
+            "gpu_own_mb": self._of_gpus(lambda gpu: round(gpu.own_bytes / MB) if gpu is not None else 0),
             "texts": texts,
             "text_of": text_of,
             "cells": [asdict(cell) | {"progress": _fields(cell.progress)} for cell in self.cells],
