@@ -80,13 +80,17 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     if not code.strip():
         raise UsageError("the cell is empty: write code below the %%mesh line.")
     cell_number = int(session.shell.displayhook.prompt_count)  # right in every IPython; execution_count is not
-    line_offset = _lines_above(session, code)
+    whole = _whole_cell(session)
+    line_offset = _lines_above(whole, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
     if arguments.flag("--setup") and (arguments.flag("--async") or arguments.words):
         other = "--async" if arguments.flag("--async") else "the name of a slice; write its axes"
         raise MESH_CELL.refuse(f"--setup does not go with {other}.", "--setup")
-    cell = start(session, procs, code, arguments, cell_number=cell_number, line_offset=line_offset)
+    debug_name = session.debugged.name_cell(procs, whole) if session.debugged is not None else ""
+    cell = start(
+        session, procs, code, arguments, cell_number=cell_number, line_offset=line_offset, debug_name=debug_name
+    )
     if arguments.flag("--async"):
         _leave_running(session, cell, arguments)
         return
@@ -97,7 +101,14 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
 
 
 def start(
-    session: Session, procs: ProcMesh, code: str, arguments: Arguments, *, cell_number: int, line_offset: int
+    session: Session,
+    procs: ProcMesh,
+    code: str,
+    arguments: Arguments,
+    *,
+    cell_number: int,
+    line_offset: int,
+    debug_name: str = "",
 ) -> RunningCell:
     """Send the cell to the ranks; its output goes where the magic's own would go now."""
     output = CellOutput(
@@ -114,6 +125,7 @@ def start(
         line_offset=line_offset,
         on_output=output.receive,
         forbid_collectives=arguments.flag("--no-collective"),
+        debug_name=debug_name,
     )
     return RunningCell(procs, run, output, f"cell {cell_number}")
 
@@ -208,9 +220,12 @@ class _Deadline:
         """Nobody waits for it."""
 
 
-def _lines_above(session: Session, code: str) -> int:
-    """Lines of the notebook's cell above ``code``: the magic's own, blank ones before it; none in auto mode."""
+def _whole_cell(session: Session) -> str:
     content = parent_of(session.shell).get("content") or {}
-    whole = str(content.get("code") or session.shell.history_manager.input_hist_raw[-1]).rstrip("\n")
-    body = code.rstrip("\n")
+    return str(content.get("code") or session.shell.history_manager.input_hist_raw[-1])
+
+
+def _lines_above(whole: str, code: str) -> int:
+    """Lines of the notebook's cell above ``code``: the magic's own, blank ones before it; none in auto mode."""
+    whole, body = whole.rstrip("\n"), code.rstrip("\n")
     return whole[: len(whole) - len(body)].count("\n") if whole.endswith(body) else 1

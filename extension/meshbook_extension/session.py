@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshbook_extension.comeback import Comeback
     from meshbook_extension.completion.hooks import Hooks
     from meshbook_extension.running_cell import RunningCell
+    from meshbook_extension.visual_debugger.target import DebugTarget
 
 DEFAULT_NAME = "main"
 LAST_RESULT = "_mesh"
@@ -55,6 +56,8 @@ class Session:
         self.comeback: Comeback | None = None
         self.hooks: Hooks | None = None
         self.health = HealthBoard()
+        self.debugged: DebugTarget | None = None
+        """The rank that `%mesh debug` is about."""
         self._stopped = ""
 
     def take_over(self, earlier: Session | None) -> None:
@@ -80,9 +83,16 @@ class Session:
         set_output_source(None)
         if self.hooks is not None:
             self.hooks.uninstall()
+        self.end_debugging()
         self.shell.events.unregister("post_run_cell", self._calls.finish)
         self.shell.events.unregister("post_run_cell", self.keeper.save)
         self.publisher.stop()
+
+    def end_debugging(self) -> None:
+        """No rank is under the visual debugger any more."""
+        target, self.debugged = self.debugged, None
+        if target is not None:
+            target.close()
 
     # ---- meshes ----------------------------------------------------------------------------------------------
 
@@ -117,6 +127,8 @@ class Session:
 
     def forget(self, name: str) -> None:
         """The mesh was stopped. Another one, if there is one, becomes the current one."""
+        if self.debugged is not None and self.debugged.rank.name == name:
+            self.end_debugging()
         self.meshes.pop(name, None)
         self._drop_slices(name)
         self.setups.forget(name)

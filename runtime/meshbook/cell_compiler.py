@@ -22,15 +22,20 @@ class CellCompiler(CachingCompiler):
         """Blank lines for what stood above the code of each file."""
         self.begin("", None, 0)
 
-    def begin(self, code: str, number: int | None, lines_above: int) -> None:
-        """The cell that runs next. lines_above: how many lines stood above ``code`` in the notebook's cell."""
+    def begin(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> None:
+        """The cell that runs next. lines_above: how many lines stood above ``code`` in the notebook's cell.
+
+        debug_name: the name of its file, where a debugger has set breakpoints by it.
+        """
         self._code, self._number, self._lines_above = code, number, lines_above
+        self._debug_name = debug_name
         self._above.clear()
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
         above = self._count_above(transformed_code if raw_code is None else raw_code)
         blank = "\n" * (above or 0)
-        name = add_cell(blank + transformed_code, None if above is None else self._number)
+        number_of_cell, name_of_cell = (None, "") if above is None else (self._number, self._debug_name)
+        name = add_cell(blank + transformed_code, number_of_cell, name_of_cell)
         self._above[name] = blank
         self._filename_map[name] = number
         return name

@@ -29,9 +29,9 @@ def cell_file_name(source: str, cell_number: int | None) -> str:
     return name
 
 
-def add_cell(source: str, cell_number: int | None) -> str:
-    """Make the source known to Python; returns its file name."""
-    name = cell_file_name(source, cell_number)
+def add_cell(source: str, cell_number: int | None, name: str = "") -> str:
+    """Make the source known to Python; returns its file name, `cell_file_name` unless another is given."""
+    name = name or cell_file_name(source, cell_number)
     lines = _lines(source)
     linecache.cache[name] = (len(source), None, lines, name)  # no modification time: it is never re-read from disk
     inspect.modulesbyfile[name] = "__main__"  # else it looks through all modules, 5 ms for each frame of a traceback

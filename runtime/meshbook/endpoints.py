@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook import wire
 from meshbook.collectives import Collectives
+from meshbook.debug_server import DEBUG_QUERIES, debugged_place
 from meshbook.errors import Failure, UsageError
 from meshbook.pickling import Pickled, dumps_bounded
 from meshbook.process_group import RankPlace, broadcast_value, describe_frame
@@ -62,14 +63,18 @@ def run_cell(
     cell_number: int | None = None,
     line_offset: int = 0,
     forbid_collectives: bool = False,
+    debug_name: str = "",
 ) -> Answer:
     """Run a cell in the rank's shell; the value is that of its last expression."""
+    if worker.debug_session is not None:
+        worker.debug_session.trace_again()
     outcome = worker.shell.run_cell(
         code,
         cell_id=call.output,
         cell_number=cell_number,
         line_offset=line_offset,
         forbid_collectives=forbid_collectives,
+        debug_name=debug_name,
     )
     if outcome.failure is not None:
         return Answer(wire.INTERRUPTED if outcome.interrupted else wire.RAISED, failure=outcome.failure)
@@ -222,7 +227,7 @@ def reaction(worker: Worker) -> str:
 
 def status(worker: Worker) -> dict[str, object]:
     """What `%mesh` shows of a rank."""
-    current, place = worker.current, worker.shell.debugger.place
+    current, place = worker.current, worker.shell.debugger.place or debugged_place(worker)
     return {
         "busy": current[1] if current else "",
         "busy_s": time.monotonic() - current[2] if current else 0.0,
@@ -253,6 +258,9 @@ QUERIES: dict[str, Callable[..., object]] = {
         *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
     )
 }
+QUERIES.update(DEBUG_QUERIES)
 
-SLOW_QUERIES: frozenset[str] = frozenset({"complete", "inspect", "user_names", "stacks", "source_lines"})
+SLOW_QUERIES: frozenset[str] = frozenset(
+    {"complete", "inspect", "user_names", "stacks", "source_lines", *DEBUG_QUERIES}
+)
 """Those of `QUERIES` that may take longer than a few milliseconds."""

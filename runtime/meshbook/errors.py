@@ -412,6 +412,17 @@ class HostLost(MeshError):
         return f"host {self.host} is lost: {self.cause}. Its workers ended. Start them again: %mesh heal."
 
 
+class DebugError(MeshError):
+    """The debugger of a rank could not be started, or is gone."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(rank, cause)
+        self.rank, self.cause = rank, cause
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is not under the debugger: {self.cause}."
+
+
 class SerializationError(MeshError):
     """A value that cannot travel between processes. ``path`` leads to the part that is at fault."""
 

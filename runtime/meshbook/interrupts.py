@@ -14,6 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 
@@ -39,7 +40,7 @@ class InterruptGate:
         self._meant_at = self._insist_until = self._again_at = 0.0
         self._target = 0
         self._held_back = False
-        self._visit: Callable[[FrameType | None], object] | None = None
+        self._visits: deque[Callable[[FrameType | None], object]] = deque()
         self._caught = CaughtWatch()
         self.raised = 0
         """How often KeyboardInterrupt was raised in the running call."""
@@ -82,7 +83,7 @@ class InterruptGate:
 
     def visit(self, action: Callable[[FrameType | None], object]) -> None:
         """Have the main thread call ``action(frame)`` when it looks at its signals next; it must not raise."""
-        self._visit = action
+        self._visits.append(action)
         signal.pthread_kill(self._main, signal.SIGINT)
 
     @property
@@ -121,9 +122,8 @@ class InterruptGate:
         self._caught.end()
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
-        visit, self._visit = self._visit, None
-        if visit is not None:
-            visit(frame)
+        while self._visits:
+            self._visits.popleft()(frame)
         if not self._running or self._target != self._running:
             return
         self._target = 0

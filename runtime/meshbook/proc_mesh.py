@@ -122,11 +122,13 @@ class ProcMesh(Arranged):
         cell_number: int | None = None,
         line_offset: int = 0,
         forbid_collectives: bool = False,
+        debug_name: str = "",
     ) -> CellRun:
         """Run a notebook's cell; ``on_output`` gets everything that it prints and shows, also later.
 
         cell_number, line_offset: how tracebacks name the cell, and how many of its lines stand above ``code``.
         forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
+        debug_name: what a debugger calls the cell's file.
         """
         self._present()
         run = CellRun(self.new_output_id(), on_output)
@@ -134,7 +136,7 @@ class ProcMesh(Arranged):
             self._mesh,
             "run_cell",
             self._members,
-            dumps(((code, cell_number, line_offset, forbid_collectives), {}), what="the cell"),
+            dumps(((code, cell_number, line_offset, forbid_collectives, debug_name), {}), what="the cell"),
             what=f"cell {cell_number}" if cell_number else "the cell",
             output=OutputTarget(run.id, on_output),
             on_reply=run.on_reply,

@@ -58,11 +58,11 @@ class RankIPython(InteractiveShell):
     """While a cell runs: errors shown outside of its code, of which one may be its outcome."""
     _rank_names: dict[str, object]
 
-    def run_rank_cell(self, code: str, number: int | None, lines_above: int) -> CellResult:
+    def run_rank_cell(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> CellResult:
         """Run a cell. Errors come back, none is raised; interrupts in IPython's own code may be."""
         self._user_code_depth = 0
         compiler: Any = self.compile
-        compiler.begin(code, number, lines_above)
+        compiler.begin(code, number, lines_above, debug_name)
         if number is not None:
             self._continue_history_at(number)
         shown = self._held = []

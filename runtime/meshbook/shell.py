@@ -152,11 +152,13 @@ class RankShell:
         cell_number: int | None,
         line_offset: int,
         forbid_collectives: bool = False,
+        debug_name: str = "",
     ) -> CellOutcome:
         """Run an IPython cell to its end. KeyboardInterrupt may be raised in it at any time; it becomes the outcome.
 
         cell_id: marks what the cell shows. cell_number: the notebook's ``[7]``, for people.
         line_offset: lines above ``code`` in the notebook's cell, its ``%%mesh`` line included.
+        debug_name: what a debugger calls the cell's file.
         """
         started = time.perf_counter()
         self._interrupts = 0
@@ -165,7 +167,7 @@ class RankShell:
                 self.forget_last_error()  # else its tensors would be in the way of the next try
             asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
             with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
-                result = self._ipython.run_rank_cell(code, cell_number, line_offset)
+                result = self._ipython.run_rank_cell(code, cell_number, line_offset, debug_name)
                 self.flush()
         except KeyboardInterrupt as interrupt:  # between the cell's own lines and ours
             result = CellResult(None, interrupt, ran=True)

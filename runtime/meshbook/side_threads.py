@@ -28,7 +28,8 @@ def run_aside(job: Job) -> None:
     if jobs is None:
         jobs = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(jobs,), name="meshbook.aside", daemon=True)
-        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # it goes on while a debugger stops the others
+        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
         thread.start()
     jobs.put(job)
 

@@ -29,6 +29,7 @@ import msgspec
 from meshbook import wire
 from meshbook.agent_channel import Channel
 from meshbook.call_children import interrupt_children
+from meshbook.debug_server import DebugSession
 from meshbook.dump_signal import accept_dumps
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES, Answer
 from meshbook.gpu_use import GpuGauge
@@ -67,6 +68,8 @@ class Worker:
         self.main_thread = threading.get_ident()
         self.current: tuple[int, str, float] | None = None
         """(call, endpoint, monotonic start) while a call runs."""
+        self.debug_session: DebugSession | None = None
+        """The debug session of this process, the last one if there is none."""
         self._payloads = RankPayloads(self.urgent, shell.describe)
         self.mail = WorkerMail(Channel(mail_fd, self.gate), self._payloads, lambda: self.identity)
         self._cancelled: set[int] = set()

@@ -17,7 +17,19 @@ from meshbook_extension.session import Session
 
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
-MODULES = ("meshes", "persistence", "views", "values", "jobs", "recovery", "looking", "stacks", "logs", "mode")
+MODULES = (
+    "meshes",
+    "persistence",
+    "views",
+    "values",
+    "jobs",
+    "recovery",
+    "looking",
+    "stacks",
+    "logs",
+    "mode",
+    "visual_debugger",
+)
 
 
 class Command(NamedTuple):

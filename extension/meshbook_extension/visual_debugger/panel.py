@@ -1,0 +1,270 @@
+"""JupyterLab's debugger panel on a rank: what ipykernel's Debugger answers for its own process, answered for that one.
+
+All of it runs on the loop of ipykernel's control thread; messages of the rank come on the tunnel's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshbook.debug_messages import Message, answer
+from meshbook.debug_tunnel import DebugTunnel
+from meshbook.errors import DebugError, MeshError
+from meshbook_extension.visual_debugger.cell_paths import panel_folder, panel_path, to_panel, to_rank
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import ProcMesh
+
+ANSWER_TIMEOUT_S = 60.0
+NAMES_TIMEOUT_S = 2.0
+HASH_SEED = 0xC70F6907
+"""With which ipykernel hashes a cell's text, and the front end does too."""
+
+_HIDDEN = {"exit", "quit", "In", "Out", "get_ipython", "special variables", "function variables"}
+
+
+class RankPanel:
+    """The panel's debugger for one rank; `is_started` from ``initialize`` to ``disconnect`` or the rank's end."""
+
+    def __init__(self, rank: ProcMesh, publish: Callable[[Message], None]) -> None:
+        """publish: sends an event to the front end, on the control thread."""
+        self._rank, self._publish = rank, publish
+        self._tunnel: DebugTunnel | None = None
+        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._numbers = itertools.count(1)
+        self._breakpoints: dict[str, list[Message]] = {}
+        self._references: dict[str, int] = {}
+        """Files that only the rank has, by the number under which it gives their text."""
+        self._stopped: list[int] = []
+        self._initialized = asyncio.Event()
+        self._sender = ThreadPoolExecutor(1, "meshbook.panel")
+        self._handlers: dict[str, Callable[[Message], Awaitable[Message]]] = {
+            "initialize": self._initialize,
+            "attach": self._attach,
+            "configurationDone": self._done_already,
+            "dumpCell": self._dump_cell,
+            "setBreakpoints": self._set_breakpoints,
+            "source": self._source,
+            "stackTrace": self._stack_trace,
+            "variables": self._variables,
+            "debugInfo": self._debug_info,
+            "inspectVariables": self._inspect,
+            "richInspectVariables": self._inspect_richly,
+            "copyToGlobals": self._copy_to_globals,
+            "disconnect": self._disconnect,
+        }
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the rank is under the panel's debugger."""
+        return self._tunnel is not None and not self._tunnel.ended
+
+    async def process_request(self, message: Message) -> Message:
+        """Answer one request of the panel; a failure is an answer too."""
+        self._loop = asyncio.get_running_loop()
+        handler = self._handlers.get(message["command"], self._forward)
+        try:
+            return await handler(message)
+        except (DebugError, MeshError) as error:
+            return answer(message, failure=str(error))
+
+    def close(self) -> None:
+        """End the session, on any thread; the rank goes on."""
+        tunnel = self._tunnel
+        if tunnel is not None:
+            tunnel.close()
+            tunnel.join(5)
+        self._sender.shutdown(wait=False, cancel_futures=True)
+
+    # ---- to the rank and back -----------------------------------------------------------------------------------
+
+    async def _forward(self, message: Message) -> Message:
+        """The rank's answer to a request. Raises: DebugError."""
+        tunnel = self._tunnel
+        if tunnel is None or tunnel.ended:
+            raise DebugError(self._rank.ranks[0], "the panel is not attached; turn it off and on again")
+        number = next(self._numbers)
+        self._pending[number] = future = self._loop.create_future()
+        try:
+            await self._loop.run_in_executor(self._sender, tunnel.send, to_rank({**message, "seq": number}))
+            response = await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise DebugError(self._rank.ranks[0], f"no answer to {message['command']}") from None
+        finally:
+            self._pending.pop(number, None)
+        return {**response, "request_seq": message["seq"]}
+
+    def _on_message(self, message: Message) -> None:
+        """On the tunnel's thread."""
+        self._loop.call_soon_threadsafe(self._take, to_panel(message))
+
+    def _on_end(self, reason: str) -> None:
+        """On the tunnel's thread: the rank, or its mesh, is gone, or another debugger has it."""
+        self._loop.call_soon_threadsafe(self._take_end, reason)
+
+    def _take(self, message: Message) -> None:
+        if message.get("type") == "response":
+            future = self._pending.get(message.get("request_seq", 0))
+            if future is not None and not future.done():
+                future.set_result(message)
+            return
+        event, body = message.get("event"), message.get("body") or {}
+        if event == "initialized":
+            self._initialized.set()
+        elif event == "stopped":
+            self._stopped = [body.get("threadId", 1)]
+        elif event == "continued":
+            self._stopped = []
+        if event != "output":  # what a rank prints is in its cell already
+            self._publish(message)
+
+    def _take_end(self, reason: str) -> None:
+        error = DebugError(self._rank.ranks[0], reason)
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(error)
+        if self._stopped:
+            self._stopped = []
+            self._publish(_event("continued", {"threadId": 1, "allThreadsContinued": True}))
+        self._publish(_event("terminated", {}))
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    async def _initialize(self, message: Message) -> Message:
+        if not self.is_started:
+            self._initialized.clear()
+            self._breakpoints, self._stopped = {}, []
+            open_tunnel = lambda: DebugTunnel(self._rank, self._on_message, self._on_end)  # noqa: E731
+            self._tunnel = await self._loop.run_in_executor(self._sender, open_tunnel)
+            Path(panel_folder()).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return await self._forward(message)
+
+    async def _attach(self, message: Message) -> Message:
+        hidden = self._tunnel.hidden if self._tunnel is not None else ()
+        rules = [{"path": folder, "include": False} for folder in hidden]
+        arguments = {**(message.get("arguments") or {}), "justMyCode": False, "rules": rules}
+        response = await self._forward({**message, "arguments": arguments})
+        await asyncio.wait_for(self._initialized.wait(), ANSWER_TIMEOUT_S)
+        await self._forward(_request("configurationDone"))
+        return response
+
+    async def _done_already(self, message: Message) -> Message:
+        return answer(message)
+
+    async def _dump_cell(self, message: Message) -> Message:
+        path = panel_path(message["arguments"]["code"])
+        Path(path).write_text(message["arguments"]["code"], encoding="utf-8")
+        return answer(message, {"sourcePath": path})
+
+    async def _set_breakpoints(self, message: Message) -> Message:
+        path = message["arguments"]["source"]["path"]
+        response = await self._forward(message)
+        if response["success"]:
+            self._breakpoints[path] = [
+                {"line": one["line"]} for one in response["body"]["breakpoints"] if "line" in one
+            ]
+        return response
+
+    async def _source(self, message: Message) -> Message:
+        path = message["arguments"]["source"]["path"]
+        if (reference := self._references.get(path)) is not None:
+            arguments = {"sourceReference": reference, "source": {"path": path, "sourceReference": reference}}
+            return await self._forward({**message, "arguments": arguments})
+        if not Path(path).is_file():
+            return answer(message, failure="source unavailable")
+        return answer(message, {"content": Path(path).read_text(encoding="utf-8", errors="replace")})
+
+    async def _stack_trace(self, message: Message) -> Message:
+        response = await self._forward(message)
+        for frame in (response.get("body") or {}).get("stackFrames", ()):
+            source = frame.get("source") or {}
+            if Path(source.get("path", "")).is_file():
+                source["sourceReference"] = 0
+            elif source.get("sourceReference"):
+                self._references[source["path"]] = source["sourceReference"]
+        return response
+
+    async def _variables(self, message: Message) -> Message:
+        if not self._stopped:
+            return await self._inspect(message)
+        response = await self._forward(message)
+        if response["success"]:
+            found = response["body"]["variables"]
+            response["body"]["variables"] = [one for one in found if one["name"] not in _HIDDEN]
+        return response
+
+    async def _debug_info(self, message: Message) -> Message:
+        breakpoints = [{"source": path, "breakpoints": lines} for path, lines in self._breakpoints.items() if lines]
+        return answer(
+            message,
+            {
+                "isStarted": self.is_started,
+                "hashMethod": "Murmur2",
+                "hashSeed": HASH_SEED,
+                "tmpFilePrefix": panel_folder() + os.sep,
+                "tmpFileSuffix": ".py",
+                "breakpoints": breakpoints,
+                "stoppedThreads": self._stopped,
+                "richRendering": True,
+                "exceptionPaths": ["Python Exceptions"],
+                "copyToGlobals": True,
+            },
+        )
+
+    async def _inspect(self, message: Message) -> Message:
+        """The rank's variables, in short: the panel asks after each cell."""
+        variables = [
+            {"name": name, "type": type_name, "value": text, "evaluateName": name, "variablesReference": 0}
+            for name, type_name, text in await self._names()
+            if name not in _HIDDEN
+        ]
+        return answer(message, {"variables": variables})
+
+    async def _inspect_richly(self, message: Message) -> Message:
+        name, frame = message["arguments"]["variableName"], message["arguments"].get("frameId")
+        if not name.isidentifier():
+            return answer(message, {"data": {}, "metadata": {}})
+        if self._stopped and frame is not None:
+            arguments = {"expression": name, "frameId": frame, "context": "clipboard"}
+            response = await self._forward(_request("evaluate", arguments))
+            text = response["body"].get("result", "") if response["success"] else response.get("message", "")
+        else:
+            text = next((text for each, _, text in await self._names() if each == name), "")
+        return answer(message, {"data": {"text/plain": text}, "metadata": {}})
+
+    async def _copy_to_globals(self, message: Message) -> Message:
+        arguments = message["arguments"]
+        source, target = arguments["srcVariableName"], arguments["dstVariableName"]
+        if not (source.isidentifier() and target.isidentifier()):
+            return answer(message, failure="both names must be those of variables")
+        setting = {"expression": f"globals()['{target}']", "value": source, "frameId": arguments["srcFrameId"]}
+        return {**await self._forward(_request("setExpression", setting)), "command": message["command"]}
+
+    async def _disconnect(self, message: Message) -> Message:
+        try:
+            await self._forward({**message, "arguments": {"terminateDebuggee": False}})
+        except DebugError:
+            pass  # it has ended by itself
+        if self._tunnel is not None:
+            self._tunnel.close()
+        self._breakpoints, self._stopped = {}, []
+        return answer(message)
+
+    async def _names(self) -> list[tuple[str, str, str]]:
+        ask = lambda: self._rank.ask("debug_names", timeout_s=NAMES_TIMEOUT_S)  # noqa: E731
+        found = await self._loop.run_in_executor(self._sender, ask)
+        return [tuple(each) for names in found.values() for each in names]
+
+
+def _request(command: str, arguments: Message | None = None) -> Message:
+    return {"type": "request", "seq": 0, "command": command, "arguments": arguments or {}}
+
+
+def _event(name: str, body: Message) -> Message:
+    return {"type": "event", "seq": 0, "event": name, "body": body}

@@ -1,0 +1,44 @@
+"""The rank that is debugged: what `%mesh debug` sets up and takes down."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from meshbook.debug_door import DebugDoor
+from meshbook.debug_tunnel import DebugTunnel, prepare
+from meshbook_extension.visual_debugger.cell_paths import rank_name
+from meshbook_extension.visual_debugger.switch import DebuggerSwitch
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import ProcMesh
+
+
+class DebugTarget:
+    """One rank with a door for editors, and the panel pointed at it where there is one."""
+
+    def __init__(self, kernel: Any, rank: ProcMesh) -> None:
+        """rank: a mesh of one rank. Raises: DebugError if no debugger can run there; OSError without a port."""
+        prepare(rank)
+        self.rank = rank
+        self.door = DebugDoor(functools.partial(DebugTunnel, rank))
+        self.switch = DebuggerSwitch.of(kernel)
+        if self.switch is not None:
+            self.switch.point_at(rank)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the panel has the rank under its debugger."""
+        panel = self.switch.panel if self.switch is not None else None
+        return panel is not None and panel.is_started
+
+    def name_cell(self, procs: ProcMesh, text: str) -> str:
+        """How ranks shall call the file of a cell; nothing when the panel does not look at them."""
+        watched = self.is_attached and procs.name == self.rank.name and self.rank.ranks[0] in procs.ranks
+        return rank_name(text) if watched else ""
+
+    def close(self) -> None:
+        """The rank goes on without a debugger, and the panel is the notebook's again."""
+        if self.switch is not None:
+            self.switch.point_at(None)
+        self.door.close()

@@ -1,0 +1,309 @@
+"""A rank under a debugger: debugpy's tracer in this process, its bytes read and written by queries.
+
+debugpy would listen at a TCP port that anyone on the host may use, or start an adapter with a token among its
+arguments. Its tracer (pydevd) speaks the Debug Adapter Protocol itself, though, over any socket: it gets one end of a
+socketpair that this module owns, and no port exists. The controller carries the bytes over its own links:
+
+    debugger <-> controller  --debug_write-->  control thread, aside --> socketpair --> pydevd's own threads
+                             <--debug_read---  (held until there is something, `WAIT_MAX_S` at most)
+
+One piece is under way in each direction, of `PIECE_MAX_BYTES` at most, so nothing waits long behind a debugger. Pieces
+are numbered by their offset: one that is asked for, or sent, again does no harm. A session of which nobody reads any
+more ends after `LEASE_S`: a rank that is stopped goes on then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from meshbook.whereabouts import users_place
+
+if TYPE_CHECKING:
+    from meshbook.interrupts import InterruptGate
+    from meshbook.worker import Worker
+
+PIECE_MAX_BYTES = 1 << 16
+WAIT_MAX_S = 1.0
+LEASE_S = 60.0
+START_TIMEOUT_S = 15.0
+_UNREAD_MAX_BYTES = 1 << 20
+_RUNNING, _SUSPENDED = 1, 2  # pydevd's STATE_RUN, STATE_SUSPEND
+
+_changing = threading.Lock()
+"""Held while a session begins or ends: pydevd is one per process."""
+
+
+class DebugSession:
+    """One debug session of this process."""
+
+    def __init__(self, id: str, gate: InterruptGate) -> None:
+        """Start to trace. Raises: ImportError without debugpy; RuntimeError, OSError when it does not start."""
+        self.id = id
+        self.ended = ""
+        """Why it has ended; empty while it lives."""
+        self._gate = gate
+        self._pydevd = load_pydevd()
+        self._ours, self._theirs = socket.socketpair()
+        self._changed = threading.Condition()
+        self._unread = bytearray()
+        self._unread_at = self._written = 0
+        self._writing = threading.Lock()
+        self._heard = time.monotonic()
+        self._started = threading.Event()
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name="meshbook.debug", daemon=True)
+        self._thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+        self._thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S) or self._failure:
+            self.end("it did not start")
+            raise RuntimeError(self._failure or f"it did not start within {START_TIMEOUT_S:g} s")
+
+    # ---- control thread, aside ----------------------------------------------------------------------------------
+
+    def read(self, offset: int, wait_s: float) -> dict[str, object]:
+        """What the tracer has said from ``offset`` on; the reader has all before it."""
+        self._heard = time.monotonic()
+        with self._changed:
+            del self._unread[: max(0, offset - self._unread_at)]
+            self._unread_at = max(self._unread_at, offset)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._unread or self.ended, min(wait_s, WAIT_MAX_S))
+            return {
+                "at": self._unread_at,
+                "data": bytes(self._unread[:PIECE_MAX_BYTES]),
+                "ended": "" if self._unread else self.ended,
+            }
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Hand ``data``, which begins at ``offset`` of all that was written, to the tracer, once."""
+        with self._writing:
+            fresh = data[max(0, self._written - offset) :]
+            self._written = max(self._written, offset + len(data))
+            self._ours.sendall(fresh)
+
+    def end(self, reason: str) -> None:
+        """Detach: a stopped thread goes on, and the tracing ends."""
+        with self._changed:
+            self.ended = self.ended or reason
+            self._changed.notify_all()
+        try:
+            self._ours.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    # ---- main thread --------------------------------------------------------------------------------------------
+
+    def trace_again(self) -> None:
+        """Before a cell: an interrupt at a breakpoint has left the main thread untraced, and seemingly stopped."""
+        info = getattr(threading.current_thread(), "additional_info", None)
+        tracer = self._pydevd.get_global_debugger()
+        if self.ended or tracer is None or sys.gettrace() is not None:
+            return
+        if info is not None:
+            info.pydev_state, info.pydev_step_cmd, info.pydev_step_stop = _RUNNING, -1, None
+        tracer.enable_tracing()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the main thread stands at a breakpoint or after a step."""
+        info = getattr(threading.main_thread(), "additional_info", None)
+        return not self.ended and info is not None and info.pydev_state == _SUSPENDED and info.is_in_wait_loop
+
+    # ---- its own thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            start_tracing(self._pydevd, self._theirs)
+        except BaseException as error:  # goes to who waits
+            self._failure = f"{type(error).__name__}: {error}"
+        self._hook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
+        self._ours_hook = sys.breakpointhook
+        self._started.set()
+        try:
+            self._pump()
+        finally:
+            self.end("the debugger was detached")
+            if sys.breakpointhook == self._ours_hook:
+                sys.breakpointhook = self._hook
+            stop_tracing(self._pydevd, self._gate.visit)
+            self._ours.close()
+            self._theirs.close()
+
+    def _pump(self) -> None:
+        while not self.ended:
+            if not select.select([self._ours], [], [], 1.0)[0]:
+                if time.monotonic() - self._heard > LEASE_S:
+                    self.end("nobody has asked for it any more")
+                continue
+            data = self._ours.recv(PIECE_MAX_BYTES)
+            if not data:
+                return
+            with self._changed:
+                self._unread += data
+                self._changed.notify_all()
+                while len(self._unread) > _UNREAD_MAX_BYTES and not self.ended:
+                    self._changed.wait(1.0)
+                    if time.monotonic() - self._heard > LEASE_S:
+                        return
+
+    def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """``breakpoint()``: stop in the debugger where one is attached, else as without it."""
+        if not self.ended and self._pydevd._is_attached():
+            import debugpy
+
+            debugpy.breakpoint()
+            return None
+        return self._hook(*args, **kwargs)
+
+
+def load_pydevd() -> Any:
+    """debugpy's tracer. Raises: ImportError."""
+    hook = sys.breakpointhook
+    quiet = "PYDEVD_DISABLE_FILE_VALIDATION" not in os.environ  # no advice on options of Python in a rank's output
+    if quiet:
+        os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
+    try:
+        importlib.import_module("debugpy.server.api")  # puts its own pydevd in place
+        return importlib.import_module("pydevd")
+    finally:
+        sys.breakpointhook = hook
+        if quiet:
+            del os.environ["PYDEVD_DISABLE_FILE_VALIDATION"]
+
+
+def hidden_folders() -> list[str]:
+    """Folders of code that a person who steps through a cell does not want to see."""
+    shell = getattr(sys.modules.get("IPython"), "__file__", None)
+    return [str(Path(__file__).parent)] + ([str(Path(shell).parent)] if shell else [])
+
+
+def start_tracing(pydevd: Any, sock: socket.socket) -> None:
+    """Have pydevd speak over ``sock``, in place of a TCP connection that it would make."""
+    import debugpy
+
+    connect = pydevd.start_client
+    pydevd.start_client = lambda host, port: sock
+    try:
+        pydevd.settrace(
+            host="127.0.0.1",
+            port=0,
+            suspend=False,
+            wait_for_ready_to_run=False,
+            patch_multiprocessing=False,
+            notify_stdin=False,
+            dont_trace_start_patterns=(str(Path(debugpy.__file__).parent), str(Path(__file__).parent)),
+        )
+        pydevd.get_global_debugger().disable_tracing()  # of this thread
+    finally:
+        pydevd.start_client = connect
+
+
+def stop_tracing(pydevd: Any, visit_main: Callable[[Callable[[Any], object]], None]) -> None:
+    """End pydevd, so that a next session may begin, and free the main thread of the tracing at once.
+
+    Other threads that ran meanwhile keep a trace function that does nothing, as long as they live.
+    """
+    tracer = pydevd.get_global_debugger()
+    pydevd.stoptrace()
+    if tracer is not None:
+        visit_main(lambda _frame: tracer.disable_tracing())
+
+
+def debugged_place(worker: Worker) -> str:
+    """Where the main thread stands at a breakpoint of the debugger; nothing where it does not."""
+    session = worker.debug_session
+    if session is None or not session.is_stopped:
+        return ""
+    return users_place(sys._current_frames().get(worker.main_thread))
+
+
+# ---- queries -------------------------------------------------------------------------------------------------------
+
+
+def debug_open(worker: Worker, id: str) -> dict[str, object]:
+    """Begin session ``id``; one that there is ends. ``problem`` says why it cannot."""
+    with _changing:
+        if worker.debug_session is not None:
+            worker.debug_session.end("another debugger has taken its place")
+            worker.debug_session._thread.join(5)
+        try:
+            worker.debug_session = DebugSession(id, worker.gate)
+        except ImportError as error:
+            return {"problem": f"no debugpy: {error}", "python": sys.executable}
+        except Exception as error:
+            return {"problem": f"{type(error).__name__}: {error}", "python": ""}
+        return {"problem": "", "hidden": hidden_folders()}
+
+
+def debug_prepare(worker: Worker) -> dict[str, object]:
+    """Import what `debug_open` needs: it takes a second, once."""
+    try:
+        load_pydevd()
+    except ImportError as error:
+        return {"problem": f"no debugpy: {error}", "python": sys.executable}
+    return {"problem": ""}
+
+
+def debug_read(worker: Worker, id: str, offset: int, wait_s: float) -> dict[str, object]:
+    """See `DebugSession.read`."""
+    session = worker.debug_session
+    if session is None or session.id != id:
+        return {"at": offset, "data": b"", "ended": "the rank does not know this session"}
+    return session.read(offset, wait_s)
+
+
+def debug_write(worker: Worker, id: str, offset: int, data: bytes) -> str:
+    """See `DebugSession.write`; returns why it was not possible."""
+    session = worker.debug_session
+    if session is None or session.id != id or session.ended:
+        return "the session has ended"
+    try:
+        session.write(offset, data)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def debug_close(worker: Worker, id: str) -> None:
+    """End session ``id``."""
+    if worker.debug_session is not None and worker.debug_session.id == id:
+        worker.debug_session.end("it was detached")
+
+
+def debug_names(worker: Worker) -> list[tuple[str, str, str]]:
+    """(name, type, value in short) of the rank's variables; no code of the values' own runs for it."""
+    return [
+        (name, type(value).__name__, _in_short(value))
+        for name, value in list(worker.shell.namespace.items())
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
+
+
+def _in_short(value: object) -> str:
+    if type(value) in (bool, int, float, complex, str, bytes, type(None)):
+        return repr(value)[:200]
+    if type(value) in (list, tuple, dict, set, frozenset):
+        return f"{type(value).__name__} of {len(value)}"  # type: ignore[arg-type]
+    shape, dtype = (getattr(value, name, None) if _is_array(value) else None for name in ("shape", "dtype"))
+    return f"{type(value).__name__} {tuple(shape)}, {dtype}" if shape is not None else f"<{type(value).__qualname__}>"
+
+
+def _is_array(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "shape")
+
+
+DEBUG_QUERIES: dict[str, Callable[..., object]] = {
+    function.__name__: function
+    for function in (debug_prepare, debug_open, debug_read, debug_write, debug_close, debug_names)
+}
