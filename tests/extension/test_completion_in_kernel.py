@@ -262,3 +262,31 @@ def test_unloading_leaves_completion_to_ipython(front: FrontEnd) -> None:
     finally:
         front.run("%load_ext meshbook_extension")
     assert front.matches("%%mesh\nonly_on") == ["only_on_ranks"]
+
+
+def test_a_tab_is_answered_while_the_kernel_waits_for_a_cell(front: FrontEnd) -> None:
+    request = front.client.execute("%%mesh\nprint('begun')\ntime.sleep(30)", allow_stdin=False)
+    try:
+        while front.client.get_iopub_msg(timeout=TIMEOUT_S)["msg_type"] != "stream":
+            pass
+        assert front.matches("%%mesh\nonly_on") == ["only_on_ranks"]
+        assert "The mean of values." in front.inspect("%%mesh\naverage")
+        assert "interrupt" in front.matches("%mesh int")
+        asked = front.client.complete("%%mesh\nonly_on", 14)
+        states = [state for parent, state in _states(front, until=(asked, "idle")) if parent in (asked, request)]
+        assert states[-2:] == ["busy", "idle"]
+        (parent, state), *_ = _states(front, until=(request, "busy"))
+        assert (parent, state) == (request, "busy"), "the front end would take the kernel for idle"
+    finally:
+        front.manager.interrupt_kernel()
+        assert front.reply(request, TIMEOUT_S)["status"] == "error"
+
+
+def _states(front: FrontEnd, until: tuple[str, str]) -> list[tuple[str, str]]:
+    """The status messages that come, as (request, state), up to ``until``."""
+    seen: list[tuple[str, str]] = []
+    while until not in seen:
+        message = front.client.get_iopub_msg(timeout=TIMEOUT_S)
+        if message["msg_type"] == "status":
+            seen.append((message["parent_header"]["msg_id"], message["content"]["execution_state"]))
+    return seen

@@ -12,10 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from meshbook_extension.completion.busy import BusyCompletion
+from meshbook_extension.completion.replies import complete_reply, inspect_reply
 from meshbook_extension.completion.typist import Found, Typist
-
-TYPES = "_jupyter_types_experimental"
-"""Where front ends look for the kinds of completions."""
 
 
 class Hooks:
@@ -24,15 +23,19 @@ class Hooks:
     def __init__(self, shell: Any, typist: Typist) -> None:
         self._typist = typist
         self._replaced: list[tuple[Any, str]] = []
+        self._busy: BusyCompletion | None = None
         kernel = getattr(shell, "kernel", None)
         if kernel is None:
             self._replace(shell.Completer, "completions", self._in_terminal)
         else:
             self._replace(kernel, "do_complete", self._complete)
             self._replace(kernel, "do_inspect", self._inspect)
+            self._busy = BusyCompletion(shell, typist)
 
     def uninstall(self) -> None:
         """As it was before."""
+        if self._busy is not None:
+            self._busy.uninstall()
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
         self._replaced.clear()
@@ -47,7 +50,7 @@ class Hooks:
         async def do_complete(code: str, cursor_pos: int | None) -> Any:
             cursor = len(code) if cursor_pos is None else cursor_pos
             found = await asyncio.to_thread(self._typist.complete, code, cursor)
-            return await _own(original(code, cursor_pos)) if found is None else complete_reply(found)
+            return await _own(original(code, cursor_pos)) if found is None else complete_reply(found, cursor)
 
         return do_complete
 
@@ -66,27 +69,6 @@ class Hooks:
             return original(text, offset) if found is None else _as_completions(found)
 
         return completions
-
-
-def complete_reply(found: Found) -> dict[str, Any]:
-    """The content of a complete_reply."""
-    kinds = [
-        {"start": found.start, "end": found.end, "text": match.text, "type": match.kind, "signature": match.signature}
-        for match in found.matches
-    ]
-    return {
-        "status": "ok",
-        "matches": [match.text for match in found.matches],
-        "cursor_start": found.start,
-        "cursor_end": found.end,
-        "metadata": {TYPES: kinds},
-    }
-
-
-def inspect_reply(text: str) -> dict[str, Any]:
-    """The content of an inspect_reply."""
-    data = {"text/plain": text} if text else {}
-    return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}
 
 
 async def _own(reply: Any) -> Any:

@@ -44,6 +44,10 @@ class Typist:
         self._session = session
         self._living = LivingRanks(session)
 
+    def is_ours(self, cell: str, cursor: int) -> bool:
+        """Whether what stands at ``cursor`` is for the ranks, or a line of ours."""
+        return self._locate(cell, cursor) is not None
+
     def complete(self, cell: str, cursor: int) -> Found | None:
         """Completions at ``cursor``, in code points; None: that is IPython's own matter, or no rank answers."""
         place = self._locate(cell, cursor)

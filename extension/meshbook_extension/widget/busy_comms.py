@@ -26,6 +26,9 @@ _LOG = logging.getLogger(__name__)
 Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
 """Takes the content of a custom message, on any thread, and returns soon."""
 
+Taker: TypeAlias = Callable[[list[Any]], bool]
+"""Looks at a message as it came from the socket, and says whether it has served it."""
+
 _MARK = "_meshbook_busy_comms"
 
 
@@ -35,6 +38,7 @@ class BusyComms:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._listeners: dict[str, Listener] = {}
+        self._taker: Taker | None = None
 
     @classmethod
     def of(cls, kernel: Any) -> BusyComms:
@@ -53,6 +57,10 @@ class BusyComms:
     def forget(self, comm_id: str) -> None:
         """The comm is closed."""
         self._listeners.pop(comm_id, None)
+
+    def take_with(self, taker: Taker | None) -> None:
+        """Show every message to ``taker`` before anybody else."""
+        self._taker = taker
 
     def _drain(self) -> None:
         """Serve what waits in the shell socket; called on the main thread while it waits, under ipykernel 6."""
@@ -90,6 +98,8 @@ class BusyComms:
     def _take(self, message: list[Any]) -> bool:
         """Whether ``message`` was for one of us, and has been served."""
         try:
+            if self._taker is not None and self._taker(message):
+                return True
             found = self._read(message)
         except Exception:  # whatever it is, the kernel itself says what is wrong with it
             return False
