@@ -64,6 +64,13 @@ class _LiveCompleter(IPCompleter):
             self.evaluation = "limited"
         self.custom_completers = shell.Completer.custom_completers
 
+    def _attr_matches(self, *args: Any, **options: Any) -> tuple[list[str], str]:
+        """As IPython's (from 8.8), which sorts, types and wraps each of them afterwards."""
+        found, fragment = super()._attr_matches(*args, **options)
+        return [name for name in found if "._" not in name][:MATCHES_MAX] if len(
+            found
+        ) > MATCHES_MAX else found, fragment
+
     @staticmethod
     def _get_keys(obj: Any) -> list[Any]:
         if isinstance(obj, dict):
