@@ -67,9 +67,8 @@ class _LiveCompleter(IPCompleter):
     def _attr_matches(self, *args: Any, **options: Any) -> tuple[list[str], str]:
         """As IPython's (from 8.8), which sorts, types and wraps each of them afterwards."""
         found, fragment = super()._attr_matches(*args, **options)
-        return [name for name in found if "._" not in name][:MATCHES_MAX] if len(
-            found
-        ) > MATCHES_MAX else found, fragment
+        many = len(found) > MATCHES_MAX
+        return [name for name in found if not (many and "._" in name)][:MATCHES_MAX], fragment
 
     @staticmethod
     def _get_keys(obj: Any) -> list[Any]:
