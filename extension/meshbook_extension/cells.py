@@ -143,6 +143,7 @@ def wait_for(
     Raises: see `RunningCell.result`; the results of ranks that succeeded are kept.
     """
     session.foreground.append(cell)
+    session.watch.add(cell)
     try:
         session.keep_result(cell.result(timeout_s), out)
     except CallError as error:
@@ -182,6 +183,7 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and tell of its end, in the output of its cell."""
+    session.watch.add(job.cell)
     job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
 
 

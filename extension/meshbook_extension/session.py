@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.errors import MeshStoppedError, UsageError
 from meshbook.wording import did_you_mean, format_sizes
+from meshbook_extension.hang_watch import HangWatch
 from meshbook_extension.jobs import Jobs
 from meshbook_extension.keepsake import Keeper, notebook_key
 from meshbook_extension.publish import Publisher
@@ -58,6 +59,7 @@ class Session:
         self.health = HealthBoard()
         self.debugged: DebugTarget | None = None
         """The rank that `%mesh debug` is about."""
+        self.watch = HangWatch()
         self._stopped = ""
 
     def take_over(self, earlier: Session | None) -> None:
@@ -86,6 +88,7 @@ class Session:
         self.end_debugging()
         self.shell.events.unregister("post_run_cell", self._calls.finish)
         self.shell.events.unregister("post_run_cell", self.keeper.save)
+        self.watch.close()
         self.publisher.stop()
 
     def end_debugging(self) -> None:

@@ -23,7 +23,7 @@ from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
 from meshbook.rank_failures import text_of
-from meshbook.rank_stacks import RankTold, lines_of, tell_stacks
+from meshbook.rank_stacks import RankTold, lines_of, read_threads
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
@@ -239,11 +239,16 @@ def status(worker: Worker) -> dict[str, object]:
     }
 
 
+def progress(worker: Worker) -> RankTold:
+    """What the rank does, and how far its groups are, without its stacks."""
+    current, paused = worker.current, worker.shell.debugger.place
+    busy_s = time.monotonic() - current[2] if current else 0.0
+    return RankTold(busy_s, paused or where(worker), paused, collectives(worker), ())
+
+
 def stacks(worker: Worker, all_threads: bool) -> RankTold:
-    """The stacks of the main thread, or of all threads, and what is needed to judge them."""
-    told = status(worker)
-    busy_s, paused = float(str(told["busy_s"])), str(told.get("paused", ""))
-    return tell_stacks(worker, all_threads, str(told["where"]), busy_s, paused)
+    """The same with the stacks of the main thread, or of all threads."""
+    return progress(worker)._replace(threads=read_threads(worker, all_threads))
 
 
 def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Frame]:
@@ -254,7 +259,7 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 QUERIES: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (
-        *(where, reaction, status, collectives, complete, inspect, user_names, stacks, source_lines),
+        *(where, reaction, status, collectives, complete, inspect, user_names, progress, stacks, source_lines),
         *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
     )
 }

@@ -37,20 +37,18 @@ class RankTold(NamedTuple):
     """The main thread first."""
 
 
-def tell_stacks(worker: Worker, all_threads: bool, where: str, busy_s: float, paused: str) -> RankTold:
-    """Look at the threads of this process, now."""
-    current = worker.current
-    collectives = worker.groups.collectives(current[0] if current else 0)
+def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
+    """The threads of this process, the main thread first; of an idle rank only what else there is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: list[ThreadStack] = []
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, f"thread {ident}")
         is_main = ident == worker.main_thread
-        if is_main and current is not None:
+        if is_main and worker.current is not None:
             threads.insert(0, ThreadStack("main", True, _read(frame)))
         elif all_threads and not is_main and not name.startswith(_OURS) and len(threads) < MAX_THREADS:
             threads.append(ThreadStack(name, False, _read(frame)))
-    return RankTold(busy_s, where, paused, collectives, tuple(threads))
+    return tuple(threads)
 
 
 def lines_of(places: Sequence[tuple[str, int]]) -> list[Frame]:

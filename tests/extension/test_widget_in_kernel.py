@@ -158,7 +158,7 @@ def test_updates_come_and_buttons_act_while_a_cell_runs(front: FrontEnd, model: 
 
     front.send(model, {"kind": "act", "action": "where", "ranks": [1, 2]})
     front.until(lambda: front.answers(model), timeout_s=5)
-    assert front.answers(model)[-1]["text"].startswith("ranks 1,2: in time.sleep (cell ")
+    assert front.answers(model)[-1]["text"].startswith("[1,2] busy for ")
 
     pressed = time.monotonic()
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})

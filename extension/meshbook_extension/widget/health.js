@@ -15,7 +15,7 @@ const STATES = {
   I: ["idle", "I"],
 };
 const ORDER = Object.keys(STATES);
-const ACTIONS = { interrupt: "Interrupt", where: "Where", logs: "Logs", heal: "Heal" };
+const ACTIONS = { interrupt: "Interrupt", where: "Stacks", logs: "Logs", heal: "Heal" };
 const LOOK_AGAIN_MS = 10_000;
 const LARGE = 64; // up to here each rank has a tile with its number
 const SINGLE = 256; // up to here each rank has a tile

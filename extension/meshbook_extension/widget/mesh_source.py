@@ -82,7 +82,7 @@ class MeshSource:
         if action == "heal":
             return self._heal()
         if action == "where":
-            return _where(chosen)
+            return Answer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks()))
         return _logs(chosen)
 
     def _interrupt(self) -> Answer:
@@ -132,13 +132,6 @@ def _deaths(mesh: str, statuses: Sequence[RankStatus]) -> list[RecentError]:
         if one.state == "dead":
             causes.setdefault(one.where, []).append(one.rank)
     return [RecentError(mesh, "", format_ranks(ranks), f"ended: {cause}", "", 0.0) for cause, ranks in causes.items()]
-
-
-def _where(procs: ProcMesh) -> Answer:
-    places: dict[str, list[int]] = {}
-    for rank, place in procs.where().items():
-        places.setdefault(place, []).append(rank)
-    return Answer("Where", "\n".join(f"{name_ranks(ranks)}: {place}" for place, ranks in places.items()))
 
 
 def _logs(procs: ProcMesh) -> Answer:
