@@ -17,6 +17,7 @@ from meshbook_extension.budget import Budget
 from meshbook_extension.collapse import Grouping, Piece
 from meshbook_extension.failure_view import INTERRUPT, FailureView
 from meshbook_extension.labels import Labeller, Text, join_runs, label, label_block
+from meshbook_extension.progress_bars import join_bars
 from meshbook_extension.publish import Publisher, Sink
 
 TEXT_INTERVAL_S = 0.1
@@ -270,7 +271,8 @@ class CellOutput:
 
     def _show_bars(self, now: float) -> None:
         self.progress = self._grouping.bars()
-        self._bars = [f"{label(ranks)} {state}" for ranks, state in self.progress]
+        bars = join_bars(self.progress) if self._grouping.joins_bars else self.progress
+        self._bars = [f"{label(ranks)} {state}" for ranks, state in bars]
         if self._bars != self._bars_shown and (now >= self._next_bars_at or not self._bars):
             self._bars_shown = self._bars
             self._next_bars_at = now + BARS_INTERVAL_S

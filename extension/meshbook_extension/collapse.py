@@ -8,7 +8,8 @@ stdout and stderr there is none to keep: they come by two pipes.)
     rank 1 printed  a c                                 ^ rank 1     it came after c, and is put at the end
 
 The head of the queue is shown when every rank that still runs has it, or when it has waited for the window. Joining is
-a dictionary look-up and a bisection among equal open lines. Pure: no clock, no thread.
+a dictionary look-up and a bisection among equal open lines. Progress bars that have ended are equal if they differ in
+time and rate alone. Pure: no clock, no thread.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook_extension.line_reader import Line, LineReader
+from meshbook_extension.progress_bars import ended_bar
 
 WINDOW_S = 0.15
 """How long a line waits for the other ranks."""
@@ -61,6 +63,9 @@ class Grouping(Protocol):
     def bars(self) -> list[tuple[tuple[int, ...], str]]:
         """The progress bars as they stand, equal ones once, each with its ranks."""
 
+    joins_bars: bool
+    """Whether bars that belong together are shown as one."""
+
 
 _Key: TypeAlias = "tuple[Any, ...]"
 """(stream, text, continues) of a line, (``display``, its own key) of what is none."""
@@ -69,14 +74,17 @@ _Key: TypeAlias = "tuple[Any, ...]"
 class _Open:
     """A line in the queue."""
 
-    __slots__ = ("display", "key", "number", "ranks", "since")
+    __slots__ = ("display", "key", "number", "ranks", "since", "text")
 
-    def __init__(self, number: int, key: _Key, since: float, ranks: list[int], display: Any) -> None:
-        self.number, self.key, self.since, self.ranks, self.display = number, key, since, ranks, display
+    def __init__(self, number: int, key: _Key, since: float, ranks: list[int], text: str, display: Any) -> None:
+        self.number, self.key, self.since, self.ranks = number, key, since, ranks
+        self.text, self.display = text, display
 
 
 class Collapser:
     """Merges equal lines (``--group equal``)."""
+
+    joins_bars = True
 
     def __init__(self, ranks: Iterable[int], *, window_s: float = WINDOW_S) -> None:
         self._running = set(ranks)
@@ -96,7 +104,7 @@ class Collapser:
 
     def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
         self._add_lines(self._reader.take_begun(rank), now)
-        self._add(rank, ("display", key), "display", now, display)
+        self._add(rank, ("display", key), "display", now, display=display)
 
     def end(self, rank: int, now: float) -> None:
         self._running.discard(rank)
@@ -124,17 +132,18 @@ class Collapser:
 
     def _add_lines(self, lines: Iterable[Line], now: float) -> None:
         for rank, stream, text, continues in lines:
-            self._add(rank, (stream, text, continues), stream, now)
+            self._add(rank, (stream, ("|" in text and ended_bar(text)) or text, continues), stream, now, text)
 
-    def _add(self, rank: int, key: _Key, stream: str, now: float, display: Any = None) -> None:
+    def _add(self, rank: int, key: _Key, stream: str, now: float, text: str = "", display: Any = None) -> None:
         line = self._find(rank, key, stream) if key in self._equal else None
         if line is None:
-            line = _Open(self._next_number, key, now, [rank], display)
+            line = _Open(self._next_number, key, now, [rank], text, display)
             self._next_number += 1
             self._queue.append(line)
             self._equal.setdefault(key, []).append(line)
         else:
             line.ranks.append(rank)
+            line.text = max(line.text, text)  # of bars the one that took longest
         self._last[rank, stream] = line.number
 
     def _find(self, rank: int, key: _Key, stream: str) -> _Open | None:
@@ -160,12 +169,15 @@ class Collapser:
         ranks = tuple(sorted(line.ranks))
         if line.key[0] == "display":
             return Piece(ranks, "display", "", False, line.display)
-        return Piece(ranks, *line.key)
+        stream, _, continues = line.key
+        return Piece(ranks, stream, line.text, continues)
 
 
 class ByRank:
     """Merges nothing: each line at once with its rank (``--group none``), or each rank's as one block when it ends
     (``--group rank``, ``blocks=True``)."""
+
+    joins_bars = False
 
     def __init__(self, ranks: Iterable[int], *, blocks: bool) -> None:
         self._running = set(ranks)

@@ -37,6 +37,7 @@ from meshbook.rank_failures import (
 )
 from meshbook.rank_ipython import CellResult, Show, create_shell
 from meshbook.rank_streams import Attribution, flush_c_streams, install_streams, unheard
+from meshbook.rank_tqdm import plain_progress_bars
 
 _INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
 _COLOURS_AND_PAGERS = {
@@ -120,6 +121,7 @@ class RankShell:
         self._rank, self._host, self._sink = rank, host, sink
         os.environ.update(_COLOURS_AND_PAGERS)
         self._choose_matplotlib_backend()
+        plain_progress_bars()
         self._attribution = Attribution(sink.late_text)
         self._attribution.mark_threads()
         self._streams = install_streams(self._attribution)

@@ -9,8 +9,8 @@ from itertools import product
 
 from meshbook.gpu_use import GpuUse
 from meshbook.proc_mesh import RankStatus
+from meshbook_extension.progress_bars import Progress
 from meshbook_extension.widget.health import Answer
-from meshbook_extension.widget.progress import Progress
 from meshbook_extension.widget.recent_errors import RecentError
 from meshbook_extension.widget.snapshot import CellNow, Snapshot
 

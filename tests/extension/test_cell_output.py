@@ -200,6 +200,26 @@ def test_progress_bars_replace_each_other(cell: Cell) -> None:
     assert cell.sink.messages[-1] == ("bars", [])
 
 
+def test_bars_of_ranks_that_go_at_different_rates_are_one(cell: Cell) -> None:
+    for rank, step in enumerate((12, 11, 5, 12)):
+        cell.receive(out(rank, f"\repoch 1: {5 * step:3d}%|###   | {step}/20 [00:01<00:01, 9.{rank}it/s]", "stderr"))
+    cell.pump(later_s=1)
+    bars = [content for kind, content in cell.sink.messages if kind == "bars"]
+    assert bars[-1] == ["[0-3] epoch 1:  25%|###   | 5/20 [00:01<00:01, 9.2it/s]  rank 2 last, rank 3 at 60%"]
+    for rank in range(4):
+        cell.receive(out(rank, f"\repoch 1: 100%|######| 20/20 [00:0{rank}<00:00, 9.{rank}it/s]\n", "stderr"))
+    assert cell.finish() == "[0-3] epoch 1: 100%|######| 20/20 [00:03<00:00, 9.3it/s]\n"
+
+
+def test_what_ended_bars_say_is_not_lost(cell: Cell) -> None:
+    for rank in range(4):
+        cell.receive(out(rank, f"\r100%|###| 2/2 [00:0{rank}<00:00, 9.{rank}it/s, loss={rank // 2}]\n", "stderr"))
+    assert cell.finish().splitlines() == [
+        "[0,1] 100%|###| 2/2 [00:01<00:00, 9.1it/s, loss=0]",
+        "[2,3] 100%|###| 2/2 [00:03<00:00, 9.3it/s, loss=1]",
+    ]
+
+
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 

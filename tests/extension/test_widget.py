@@ -10,9 +10,9 @@ from fakes import failure
 from meshbook.gpu_use import GpuUse
 from meshbook.proc_mesh import RankStatus
 from meshbook_extension.commands.looking import rank_table
+from meshbook_extension.progress_bars import merge_bars
 from meshbook_extension.widget.fallback import as_html
 from meshbook_extension.widget.history import History, Throughput
-from meshbook_extension.widget.progress import merge_bars
 from meshbook_extension.widget.recent_errors import RecentErrors
 from meshbook_extension.widget.snapshot import Snapshot
 from meshbook_extension.widget.states import letter_of

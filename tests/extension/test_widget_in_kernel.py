@@ -265,6 +265,25 @@ def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "c", "visible": False})
 
 
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook"])
+def test_a_bar_of_tqdm_on_all_ranks_is_one_bar(front: FrontEnd, model: str, module: str) -> None:
+    front.send(model, {"kind": "look", "view": "j", "visible": True})
+    before = len(front.updates(model))
+    request = front.client.execute(
+        f"%%mesh\nimport time\nfrom {module} import tqdm\nfor _ in tqdm(range(20), desc='epoch'):\n    time.sleep(0.1)",
+        allow_stdin=False,
+    )
+    messages = front.wait_for(request)
+    cells = [cell for live in front.updates(model)[before:] for cell in live["cells"] if cell["progress"]]
+    assert ("epoch", 4) in {(cell["progress"]["title"], cell["progress"]["ranks"]) for cell in cells}
+    bars = [m["content"]["data"]["text/plain"] for m in messages if m["msg_type"].endswith("display_data")]
+    assert any(bar.startswith("[0-3] epoch:") and "/20 [" in bar for bar in bars)
+    assert not [bar for bar in bars if "\n" in bar]
+    ended = "".join(m["content"]["text"] for m in messages if m["msg_type"] == "stream").splitlines()
+    assert 1 <= len(ended) <= 4 and all("] epoch: 100%|" in line for line in ended)  # one, if the ranks end together
+    front.send(model, {"kind": "look", "view": "j", "visible": False})
+
+
 def test_a_dead_rank_is_told_and_healed(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "h", "visible": True})
     request = front.client.execute("%%mesh rank=1\nimport os; os._exit(3)", allow_stdin=False)

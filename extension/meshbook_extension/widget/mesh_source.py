@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
 from meshbook.wording import format_ranks, name_ranks
+from meshbook_extension.progress_bars import merge_bars
 from meshbook_extension.widget.health import Answer
 from meshbook_extension.widget.history import Throughput
-from meshbook_extension.widget.progress import merge_bars
 from meshbook_extension.widget.recent_errors import RecentError, describe
 from meshbook_extension.widget.snapshot import CellNow, Snapshot
 

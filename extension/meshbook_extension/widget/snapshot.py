@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshbook_extension.widget.progress import Progress
+from meshbook_extension.progress_bars import Progress
 from meshbook_extension.widget.recent_errors import RecentError
 from meshbook_extension.widget.states import letter_of
 

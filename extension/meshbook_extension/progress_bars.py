@@ -1,4 +1,7 @@
-"""Progress bars of several ranks as one: tqdm's text, as it was printed. Pure."""
+"""Progress bars of several ranks as one: tqdm's text, as it was printed. Pure.
+
+Bars belong together when they have the same title and count to the same total.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,16 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from meshbook.wording import name_ranks
+
 _BAR = re.compile(r"(?:^|(?P<title>[^|]*?):?\s*)(?P<percent>\d{1,3})%\|[^|]*\|\s*(?:(?P<done>\S+?)/(?P<total>\S+))?")
 _LEFT = re.compile(r"<\s*(?P<left>[\d:]+)")
 _PERCENT = re.compile(r"(?P<percent>\d{1,3})(?:\.\d+)?\s*%")
+
+
+_ENDED = re.compile(r"(?P<bar>.*\d{1,3}%\|[^|]*\| *\S+/\S+) \[[\d:]+<[\d:?]+, *[^],]+(?P<said>(?:, [^]]*)?)\]\s*")
+_BEHIND = 0.05
+"""Ranks that are further apart than this are named."""
 
 
 class Progress(NamedTuple):
@@ -57,3 +67,32 @@ def _read(text: str) -> tuple[str, float, str] | None:
         pass
     left = _LEFT.search(text, found.end())
     return (found["title"] or "").strip(), min(1.0, fraction), left["left"] if left else ""
+
+
+def join_bars(bars: Iterable[tuple[Sequence[int], str]]) -> list[tuple[Sequence[int], str]]:
+    """A line for all bars that belong together, in the state of the rank that is least far; the others as they are."""
+    joined: list[tuple[Sequence[int], str]] = []
+    together: dict[tuple[str, str], list[tuple[float, Sequence[int], str]]] = {}
+    for ranks, text in bars:
+        found = _BAR.search(text)
+        if found is None or found["total"] is None:
+            joined.append((ranks, text))
+            continue
+        read = _read(text)
+        assert read is not None
+        together.setdefault(((found["title"] or "").strip(), found["total"]), []).append((read[1], ranks, text))
+    return joined + [_join(alike) for alike in together.values()]
+
+
+def _join(alike: Sequence[tuple[float, Sequence[int], str]]) -> tuple[Sequence[int], str]:
+    least, last, text = min(alike)
+    most, first, _ = max(alike)
+    if most - least > _BEHIND:
+        text = f"{text}  {name_ranks(last)} last, {name_ranks(first)} at {most:.0%}"
+    return sorted(rank for _, ranks, _ in alike for rank in ranks), text
+
+
+def ended_bar(line: str) -> str:
+    """What a bar that has become a line has in common with those of other ranks: all but its time and rate; else ""."""
+    found = _ENDED.fullmatch(line)
+    return f"{found['bar']}\0{found['said']}" if found else ""
