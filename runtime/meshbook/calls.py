@@ -138,6 +138,9 @@ class OpenCall:
 
     def answer(self, reply: wire.RankReply, frames: Sequence[bytes], buffers: Sequence[Any]) -> None:
         """Take one rank's answer."""
+        if reply.status == wire.LOST:
+            self.lose(WorkerLost(reply.rank, *wire.decode_death(reply.inline)))
+            return
         self.waiting.discard(reply.rank)
         failure = None
         if reply.status == wire.OK:

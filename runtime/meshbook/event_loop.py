@@ -18,7 +18,7 @@ class Watch:
 
     __slots__ = ("active", "fd", "on_readable", "on_writable")
 
-    def __init__(self, fd: int, on_readable: Callable[[], None], on_writable: Callable[[], None] | None) -> None:
+    def __init__(self, fd: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None) -> None:
         self.fd, self.on_readable, self.on_writable = fd, on_readable, on_writable
         self.active = True
 
@@ -32,7 +32,7 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
-    def watch(self, fd: int, on_readable: Callable[[], None], on_writable: Callable[[], None] | None = None) -> Watch:
+    def watch(self, fd: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None = None) -> Watch:
         """Call ``on_readable`` whenever ``fd`` can be read or has reached its end."""
         watch = Watch(fd, on_readable, on_writable)
         self._watches[fd] = watch

@@ -33,6 +33,7 @@ from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_cancels import dropped_replies, states_of, take_parked
+from meshbook.hosted_mail import HostedMail
 from meshbook.hosted_mesh import HostedMesh
 from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
@@ -40,6 +41,7 @@ from meshbook.keeping import Keeping
 from meshbook.launcher import Ticket, decode_ticket
 from meshbook.lease import Lease
 from meshbook.limits import explain
+from meshbook.loans import Loans
 from meshbook.outside_stacks import OutsideStacks
 from meshbook.processes import adopt_orphans, machine_id, reap_strangers
 from meshbook.salvage import salvage
@@ -76,6 +78,8 @@ class HostAgent:
         self._welcome: wire.Welcome | None = None
         self._former = FormerControllers()
         self._pool = SegmentPool()
+        self.loans = Loans(self._segment_unused)
+        self.mail = HostedMail(self._meshes, self.loans, self._free_in_worker)
         self.oom = OomWatch()
         self._bulk_out = BulkSender()
         self._bulk_in = BulkReceiver(self._serve_parked)
@@ -134,11 +138,11 @@ class HostAgent:
             self._lanes["bulk"].send(wire.encode(piece), [bytes(data)])
         return None, name
 
-    def segment_unused(self, owner_pid: int, segment: int) -> None:
+    def _segment_unused(self, owner_pid: int, segment: int) -> None:
         """All workers have let go of a payload."""
         if owner_pid == os.getpid():
             self._pool.release(segment)
-        else:
+        elif not self._free_in_worker(owner_pid, segment):
             self.send_urgent(wire.SegmentFree(owner_pid, segment))
 
     # ---- controller ---------------------------------------------------------------------------------------------
@@ -318,12 +322,14 @@ class HostAgent:
         else:
             mesh.stop(grace_s, stopped)
 
-    def _free_in_worker(self, pid: int, segment: int) -> None:
+    def _free_in_worker(self, pid: int, segment: int) -> bool:
+        """Tell a worker that nobody looks at its segment any more; False if none is process ``pid``."""
         for mesh in self._meshes.values():
             for worker in mesh.workers.values():
                 if worker.pid == pid:
                     worker.lent.discard(segment)
-                    mesh.to_worker(worker.rank, wire.SegmentFree(pid, segment))
+                    return mesh.to_worker(worker.rank, wire.SegmentFree(pid, segment))
+        return False
 
     # ---- life ---------------------------------------------------------------------------------------------------
 

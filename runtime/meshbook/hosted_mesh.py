@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -22,10 +22,12 @@ from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_cancels import EarlyCancels, dropped_replies, wake_stopped
 from meshbook.hosted_crew import Crew
+from meshbook.hosted_mail import HostedMail, lost_reply
 from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_worker import HostedWorker
 from meshbook.keeping import Keeping
 from meshbook.lifecycle import WorkerEvent
+from meshbook.loans import Loans
 from meshbook.log_reading import log_tail, read_on
 from meshbook.mesh_memory import MeshMemory
 from meshbook.rank_output import CRASH_REPORT_LINES, Piece
@@ -45,20 +47,30 @@ class Uplink(Protocol):
 
     oom: OomWatch
     keeping: Keeping
+    loans: Loans
+    mail: HostedMail
 
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None: ...
     def send_urgent(self, message: wire.FromHost) -> None: ...
     def export(self, segment: wire.SegmentRef) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]: ...
-    def segment_unused(self, owner_pid: int, segment: int) -> None: ...
+
+
+Answer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]
+"""Where the answers to a worker's call go."""
+
+CallKey: TypeAlias = int | tuple[wire.Origin, int]
+"""The id of the controller's call, or whose call it is and its id."""
 
 
 class _OpenCall:
     """A call whose answers are being collected on this host."""
 
-    __slots__ = ("frames", "is_mail", "prints", "replies", "waiting")
+    __slots__ = ("answer", "frames", "is_mail", "prints", "replies", "waiting")
 
-    def __init__(self, waiting: set[int], prints: bool, *, is_mail: bool = False) -> None:
+    def __init__(self, waiting: set[int], prints: bool, *, is_mail: bool = False, answer: Answer | None = None) -> None:
         self.waiting, self.is_mail = waiting, is_mail
+        self.answer = answer
+        """None: they go to the controller."""
         self.replies: list[wire.RankReply] = []
         self.frames: list[bytes] = []
         self.prints = prints
@@ -75,9 +87,8 @@ class HostedMesh:
         self.memory = MeshMemory(id, name)
         self._loop, self._uplink = loop, uplink
         self.crew = Crew(loop, self, uplink.send, self._tell_if_stopped, host, log_dir / f"{name}-{id}")
-        self._calls: dict[int, _OpenCall] = {}
+        self._calls: dict[CallKey, _OpenCall] = {}
         self._early_cancels = EarlyCancels()
-        self._segments: dict[tuple[int, int], int] = {}
         self._flushing = self._combining = False
         self._on_stopped: Callable[[], None] = lambda: None
         self.store = self._make_store(host_rank)
@@ -93,13 +104,11 @@ class HostedMesh:
 
     # ---- controller to workers ----------------------------------------------------------------------------------
 
-    def call(self, call: wire.Call, payload: Sequence[Buffer]) -> None:
-        """Pass a call on to its members here."""
-        members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
-        if not members:
-            return
-        if call.reply:
-            members = self._expect_replies(call, members)
+    def call(self, call: wire.Call, payload: Sequence[Buffer], answer: Answer | None = None) -> Sequence[HostedWorker]:
+        """Pass a call on to its members here, and return them. answer: for a worker's call."""
+        found = members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
+        if call.reply and members:
+            members = self._expect_replies(call, members, answer)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
         frames = [wire.encode(call), *payload]
@@ -108,11 +117,17 @@ class HostedMesh:
                 worker.send_mail(frames)
             else:
                 worker.calls.send(frames)
+        return found
 
-    def _expect_replies(self, call: wire.Call, members: list[HostedWorker]) -> list[HostedWorker]:
+    def _expect_replies(
+        self, call: wire.Call, members: list[HostedWorker], answer: Answer | None
+    ) -> list[HostedWorker]:
         """Note an open call; returns the members on which it was not cancelled before it came."""
         ranks = {worker.rank for worker in members}
-        self._calls[call.id] = _OpenCall(ranks, call.output != 0, is_mail=call.mailbox != 0)
+        opened = _OpenCall(ranks, call.output != 0, is_mail=call.mailbox != 0, answer=answer)
+        self._calls[_key(call.origin, call.id)] = opened
+        if answer is not None:
+            return members
         self.memory.on_call(call, ranks)
         if dropped := self._early_cancels.take(call.id, ranks):
             members = [worker for worker in members if worker.rank not in dropped]
@@ -142,9 +157,10 @@ class HostedMesh:
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
-        call = self._calls.get(cancel.call)
+        call = self._calls.get(_key(cancel.origin, cancel.call))
         if call is None:
-            self._early_cancels.add(cancel)
+            if cancel.origin is None:  # else it came behind its call, which has ended
+                self._early_cancels.add(cancel)
             return
         members = [
             worker
@@ -210,26 +226,35 @@ class HostedMesh:
                 if worker not in self.crew.leaving:
                     self.store.ask(worker.rank, request, op)
             case wire.SegmentFree(pid, segment):
-                worker.segments.discard((pid, segment))
-                self._give_back((pid, segment))
+                self._uplink.loans.take_back(worker, (pid, segment))
+            case wire.Call():
+                self._uplink.mail.call(worker, self.id, message, payload)
+            case wire.Cancel():
+                self._uplink.mail.cancel(worker, self.id, message)
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
                 self.crew.report_ready()
 
     def _on_reply(self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]) -> None:
-        call = self._calls.get(reply.id)
+        key = _key(reply.origin, reply.id)
+        call = self._calls.get(key)
         if call is None or worker in self.crew.leaving or worker.rank not in call.waiting:
             return
         if call.prints:
             self._send_output(worker, final=True)
             worker.output.renew()
-        answer, payload = self._pass_on(worker, reply, payload)
+        if call.answer is None:
+            answer, payload = self._pass_on(worker, reply, payload)
+        else:
+            answer = wire.RankReply(
+                worker.rank, reply.status, len(payload), reply.duration_s, reply.segment, None, reply.inline
+            )
         call.replies.append(answer)
         call.frames += payload
         call.waiting.discard(worker.rank)
         if not call.waiting or answer.status != wire.OK:
-            self._flush_call(reply.id)
+            self._flush_call(key)
         elif not self._combining:
             self._combining = True
             self._loop.call_later(COMBINE_S, self._flush_partial)
@@ -259,26 +284,30 @@ class HostedMesh:
 
     def flush_replies(self) -> None:
         """Send the answers that wait for others, now."""
-        for id in [id for id, call in self._calls.items() if call.replies]:
-            self._flush_call(id)
+        for key in [key for key, call in self._calls.items() if call.replies]:
+            self._flush_call(key)
 
     def _flush_partial(self) -> None:
         """Send the answers that have waited for others; one timer serves all calls, and rests when there is none."""
         self._combining = False
         self.flush_replies()
 
-    def _flush_call(self, id: int) -> None:
-        call = self._calls.get(id)
+    def _flush_call(self, key: CallKey) -> None:
+        call = self._calls.get(key)
         if call is None:
             return
         if not call.waiting:
-            del self._calls[id]
+            del self._calls[key]
+        origin, id = (None, key) if isinstance(key, int) else key
         if call.replies:
-            replies = wire.Replies(id, tuple(call.replies))
-            self.memory.on_replies(replies, call.frames)
-            self._uplink.send(replies, call.frames)
+            replies, frames = wire.Replies(id, tuple(call.replies), origin), call.frames
             call.replies, call.frames = [], []
-        if not call.waiting:
+            if call.answer is not None:
+                call.answer(replies, frames)
+            else:
+                self.memory.on_replies(replies, frames)
+                self._uplink.send(replies, frames)
+        if not call.waiting and origin is None:
             self.memory.on_ended(id)
 
     def on_exit(self, worker: HostedWorker, cause: str) -> None:
@@ -288,8 +317,7 @@ class HostedMesh:
         worker.close()
         if not told:
             self.store.drop_client(worker.rank)
-        for key in worker.segments:
-            self._give_back(key)
+        self._uplink.loans.take_back_all(worker)
         if not self.crew.ending and not told:
             tail = last_words(
                 log_tail(worker.output.log.path, CRASH_REPORT_LINES, worker.output.log.begin), LOG_TAIL_LINES
@@ -297,7 +325,7 @@ class HostedMesh:
             exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request)
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)
-            self._forget_rank(worker.rank)
+            self._forget_rank(worker.rank, wire.Death(self.crew.host, cause, tail))
         self._tell_if_stopped()
 
     def _tell_if_stopped(self) -> None:
@@ -310,16 +338,34 @@ class HostedMesh:
         for worker in self.crew.retire(retire):
             self._send_output(worker, final=True)
             self.store.drop_client(worker.rank)
-            self._forget_rank(worker.rank)
+            self._forget_rank(worker.rank, self.death(worker.rank))
 
-    def _forget_rank(self, rank: int) -> None:
-        for id, call in tuple(self._calls.items()):
+    def _forget_rank(self, rank: int, death: wire.Death) -> None:
+        for key, call in tuple(self._calls.items()):
+            if call.answer is not None and rank in call.waiting:
+                call.replies.append(lost_reply(rank, death))
             call.waiting.discard(rank)
-            if not call.waiting:
-                self._flush_call(id)
+            if not call.waiting or (call.answer is not None and call.replies):
+                self._flush_call(key)
+
+    def death(self, rank: int) -> wire.Death:
+        """Why a rank that has no worker here does not answer."""
+        if (exited := self.memory.exit_of(rank)) is not None:
+            return wire.Death(self.crew.host, exited.cause, exited.log_tail)
+        return wire.Death(self.crew.host, "it was told to leave, or its mesh was stopped", "")
+
+    def _give_up_mail(self, cause: str) -> None:
+        """Workers that wait for ranks here will not get an answer."""
+        death = wire.Death(self.crew.host, cause, "")
+        for key, call in tuple(self._calls.items()):
+            if call.answer is not None:
+                call.replies += [lost_reply(rank, death) for rank in sorted(call.waiting)]
+                call.waiting.clear()
+                self._flush_call(key)
 
     def renumber(self, renumber: wire.Renumber) -> None:
         """The workers have other ranks from now on; no call is open, and groups will be formed anew."""
+        self._give_up_mail("its mesh got other ranks meanwhile")
         self._calls.clear()
         self.memory.on_renumber(renumber)
         self.crew.renumber(renumber)
@@ -386,20 +432,9 @@ class HostedMesh:
     # ---- shared memory ------------------------------------------------------------------------------------------
 
     def _lend(self, key: tuple[int, int], members: Sequence[HostedWorker]) -> None:
+        self._uplink.loans.lend(key, members)
         if not members:
-            self._uplink.segment_unused(*key)
-            return
-        self._segments[key] = len(members)
-        for worker in members:
-            worker.segments.add(key)
-
-    def _give_back(self, key: tuple[int, int]) -> None:
-        left = self._segments.get(key, 0) - 1
-        if left > 0:
-            self._segments[key] = left
-        elif left == 0:
-            del self._segments[key]
-            self._uplink.segment_unused(*key)
+            self._uplink.loans.end(key)
 
     # ---- stop ---------------------------------------------------------------------------------------------------
 
@@ -407,11 +442,16 @@ class HostedMesh:
         """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
         self.crew.ending = True
         self._on_stopped = on_stopped
+        self._give_up_mail("its mesh was stopped")
         self._tell_if_stopped()
         for worker in self.workers.values():
             worker.calls.end_writing()
         if self.workers or self.crew.leaving:
             self._loop.call_later(grace_s, self.crew.kill_all)
+
+
+def _key(origin: wire.Origin | None, id: int) -> CallKey:
+    return id if origin is None else (origin, id)
 
 
 def _join(pieces: list[Piece]) -> list[Piece]:

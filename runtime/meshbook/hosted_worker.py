@@ -21,6 +21,8 @@ from meshbook.rank_output import RankLog, RankOutput
 
 PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
+_MAIL_BYTES = 1 << 15
+"""A worker can send mail faster than we pass it on: others have their turn after so much."""
 
 
 class Lane:
@@ -32,8 +34,14 @@ class Lane:
         sock: socket.socket,
         on_message: Callable[[list[bytes]], None],
         on_nonsense: Callable[[Exception], None],
+        *,
+        read_bytes: int = _READ_BYTES,
     ) -> None:
+        """read_bytes: how much is taken in at a time, before others have their turn."""
         sock.setblocking(False)
+        self._read_bytes = read_bytes
+        self.on_sent: Callable[[], None] = lambda: None
+        """Called when what had to wait for the worker has been sent, or never will be."""
         self._loop = loop
         self._sock = sock
         self._reader = FrameReader()
@@ -65,31 +73,34 @@ class Lane:
             self._watch = None
             self._sock.close()
             self.unsent_bytes = 0
+            self.on_sent()
 
     def read_all(self) -> None:
         """Deliver every message that is there."""
-        while self._watch is not None:
-            try:
-                data = self._sock.recv(_READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self.close()
-                return
-            try:
-                for frames in self._reader.feed(data):
-                    self._on_message(frames)
-            except (*wire.MALFORMED, ProtocolError) as error:
-                self.close()  # nothing sensible can follow
-                self._on_nonsense(error)
-                return
-            if len(data) < _READ_BYTES:
-                return
+        while self._on_readable():
+            pass
 
-    def _on_readable(self) -> None:
-        self.read_all()
+    def _on_readable(self) -> bool:
+        """Take in what has come, as far as it is one turn's; whether there may be more."""
+        if self._watch is None:
+            return False
+        try:
+            data = self._sock.recv(self._read_bytes)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return False
+        try:
+            for frames in self._reader.feed(data):
+                self._on_message(frames)
+        except (*wire.MALFORMED, ProtocolError) as error:
+            self.close()  # nothing sensible can follow
+            self._on_nonsense(error)
+            return False
+        return len(data) == self._read_bytes
 
     def _write(self, data: memoryview) -> int:
         try:
@@ -109,6 +120,7 @@ class Lane:
             self._unsent.popleft()
         if self._watch is not None:
             self._loop.want_writable(self._watch, False)
+            self.on_sent()
 
 
 class Owner(Protocol):
@@ -148,7 +160,7 @@ class HostedWorker:
         self._lanes: list[Lane] = []
         self._reads_mail = False
         try:
-            self.calls, self.urgent, self._mail = self._open_lane(), self._open_lane(), self._open_lane()
+            self.calls, self.urgent, self.mail = self._open_lane(), self._open_lane(), self._open_lane(_MAIL_BYTES)
             for stream in ("stdout", "stderr"):
                 self._pipe_ends.append(self._open_pipe(stream))
         except OSError:
@@ -182,12 +194,17 @@ class HostedWorker:
         if not self._reads_mail:
             self._reads_mail = True
             self.urgent.send([wire.encode(wire.OpenMail())])
-        self._mail.send(frames)
+        self.mail.send(frames)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, or was told to: nothing is for it any more."""
+        return self.phase in (WorkerPhase.LEAVING, WorkerPhase.DEAD)
 
     @property
     def unsent_bytes(self) -> int:
         """Calls and mail that wait for the worker to read them."""
-        return self.calls.unsent_bytes + self._mail.unsent_bytes
+        return self.calls.unsent_bytes + self.mail.unsent_bytes
 
     def drain(self) -> None:
         """Read what the worker has written to its pipes so far."""
@@ -211,10 +228,10 @@ class HostedWorker:
         self.close_their_ends()
         self.output.log.close()
 
-    def _open_lane(self) -> Lane:
+    def _open_lane(self, read_bytes: int = _READ_BYTES) -> Lane:
         ours, theirs = socket.socketpair()
         self._theirs.append(theirs)
-        lane = Lane(self._loop, ours, self._on_frames, self._on_nonsense)
+        lane = Lane(self._loop, ours, self._on_frames, self._on_nonsense, read_bytes=read_bytes)
         self._lanes.append(lane)
         return lane
 
@@ -266,7 +283,7 @@ class HostedWorker:
         self._pidfd = None
         self.calls.read_all()
         self.urgent.read_all()
-        self._mail.read_all()
+        self.mail.read_all()
         self.drain()
         self.advance(WorkerEvent.EXITED)
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet

@@ -115,6 +115,10 @@ class MeshMemory:
         while len(self._ended) > KEPT_ENDED_CALLS or self._ended_bytes > KEPT_BYTES:
             self._ended_bytes -= self._ended.popitem(last=False)[1].size_bytes
 
+    def exit_of(self, rank: int) -> wire.WorkerExited | None:
+        """How a rank ended that has not been started again."""
+        return self._lost[rank][0] if rank in self._lost else None
+
     # ---- for the next controller --------------------------------------------------------------------------------
 
     @property

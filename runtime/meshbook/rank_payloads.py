@@ -37,11 +37,14 @@ class RankPayloads:
 
     def load(self, call: wire.Call, frames: Sequence[bytes], where: str) -> Any:
         """The sender's arguments. where: this process in words. Raises: LoadError, MeshError."""
-        buffers: Sequence[Any] = ()
-        if call.segment is not None:
-            owner = call.segment.pid
-            buffers = map_segment(call.segment, lambda segment: self._freed.append((owner, segment)))
-        return loads(frames[0] if frames else call.inline, buffers, where=where)
+        return loads(frames[0] if frames else call.inline, self.map(call.segment), where=where)
+
+    def map(self, segment: wire.SegmentRef | None) -> Sequence[Any]:
+        """The large buffers of a message; its owner is told when the last view of them has died. Raises: MeshError."""
+        if segment is None:
+            return ()
+        owner = segment.pid
+        return map_segment(segment, lambda number: self._freed.append((owner, number)))
 
     def discard(self, call: wire.Call) -> None:
         """The arguments will not be looked at."""
@@ -50,7 +53,12 @@ class RankPayloads:
             self.tell_freed()
 
     def pack(
-        self, call: int, answer: Answer, duration_s: float, waited_s: float = 0.0
+        self,
+        call: int,
+        answer: Answer,
+        duration_s: float,
+        waited_s: float = 0.0,
+        origin: wire.Origin | None = None,
     ) -> tuple[wire.Reply, list[Buffer]]:
         """The reply to a call; when its value cannot travel, the one that says so."""
         segment, payload, inline = None, [], b""
@@ -62,9 +70,10 @@ class RankPayloads:
                 payload, inline = ([], head) if len(head) <= wire.INLINE_MAX_BYTES else ([head], b"")
                 segment = self.pool.write(large) if large else None
             except BaseException as error:
-                return self.pack(call, Answer(wire.RAISED, failure=self._describe(error)), duration_s, waited_s)
+                failed = Answer(wire.RAISED, failure=self._describe(error))
+                return self.pack(call, failed, duration_s, waited_s, origin)
         self.tell_freed()  # before the reply, so that the next payload finds its segment free
-        return wire.Reply(call, answer.status, duration_s, segment, inline, waited_s), payload
+        return wire.Reply(call, answer.status, duration_s, segment, inline, waited_s, origin), payload
 
     def tell_freed(self) -> None:
         """Let the agent know which payloads have died here."""

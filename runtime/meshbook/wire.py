@@ -170,6 +170,15 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     environment: dict[str, str]
 
 
+class Origin(NamedTuple):
+    """A worker that has made a call. Its agent says so, not the worker itself."""
+
+    mesh: int
+    rank: int
+    """As it was then."""
+    pid: int
+
+
 class Call(_Message, frozen=True, tag="call"):
     """Run ``endpoint`` once on every member of ``target``; arguments are the payload."""
 
@@ -193,6 +202,8 @@ class Call(_Message, frozen=True, tag="call"):
     """Whether the sender expects answers. Calls to the main thread are always answered."""
     no_prompt: str = ""
     """Why a breakpoint in it cannot open a prompt; empty: it can."""
+    origin: Origin | None = None
+    """Who made it, where that is not the controller. Ids are each origin's own."""
 
 
 class Query(_Message, frozen=True, tag="query"):
@@ -216,6 +227,7 @@ class Cancel(_Message, frozen=True, tag="cancel"):
     call: int
     target: Target
     insist: bool = False
+    origin: Origin | None = None
 
 
 class AskProcesses(_Message, frozen=True, tag="ps?"):
@@ -406,9 +418,18 @@ class RankReply(NamedTuple):
 INLINE_MAX_BYTES = 1 << 14
 """Pickle heads up to this size travel inside their header."""
 
-OK, RAISED, INTERRUPTED, DROPPED, GONE = range(5)
+OK, RAISED, INTERRUPTED, DROPPED, GONE, LOST = range(6)
 """Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before, a value that was
-not kept while there was no controller (``inline`` says why)."""
+not kept while there was no controller (``inline`` says why), a rank that has ended (``inline`` is its `Death`; workers
+are told so, the controller knows)."""
+
+
+class Death(NamedTuple):
+    """Why a rank does not answer."""
+
+    host: str
+    cause: str
+    log_tail: str
 
 
 class Replies(_Message, frozen=True, tag="replies"):
@@ -416,6 +437,7 @@ class Replies(_Message, frozen=True, tag="replies"):
 
     id: int
     replies: tuple[RankReply, ...]
+    origin: Origin | None = None
 
 
 class LostRank(NamedTuple):
@@ -623,6 +645,14 @@ class OpenMail(_Message, frozen=True, tag="mail"):
     """The first message on the mail lane follows: somebody must read there from now on."""
 
 
+class MailHold(_Message, frozen=True, tag="hold"):
+    """Too much waits for these ranks: send them no calls until they are named again with ``held`` false."""
+
+    mesh: int
+    ranks: tuple[int, ...]
+    held: bool
+
+
 class Reply(_Message, frozen=True, tag="reply"):
     """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
 
@@ -633,6 +663,7 @@ class Reply(_Message, frozen=True, tag="reply"):
     inline: bytes = b""
     waited_s: float = 0.0
     """What of ``duration_s`` the main thread spent waiting in collectives, as far as the process sees it."""
+    origin: Origin | None = None
 
 
 class RankDisplay(_Message, frozen=True, tag="rdisplay"):
@@ -675,13 +706,16 @@ FromHost: TypeAlias = (
     | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
     | Processes | Stacks
 )  # fmt: skip
-ToWorker: TypeAlias = Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail
-FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankPrompted | RankStore | SegmentFree
+ToWorker: TypeAlias = (
+    Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail | Replies | MailHold
+)
+FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankPrompted | RankStore | SegmentFree | Call | Cancel
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that no peer of ours sends."""
 
 encode = msgspec.msgpack.Encoder().encode
+decode_death = msgspec.msgpack.Decoder(Death).decode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -285,6 +285,8 @@ class Worker:
                 self.groups.abort(epoch, reason)
             case wire.SegmentFree(segment=segment):
                 self._payloads.pool.release(segment)
+            case wire.MailHold():
+                self.mail.hold(message)
             case wire.OpenMail():
                 self.mail.start()
             case wire.Query(endpoint=endpoint) as query:

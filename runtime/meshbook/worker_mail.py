@@ -1,4 +1,5 @@
-"""The mail of a worker: a thread of its own that hands calls to mailboxes (`meshbook.mailboxes`).
+"""The mail of a worker: calls that it makes itself (`meshbook.mail_calls`), and a thread of its own that hands those of
+others to mailboxes (`meshbook.mailboxes`).
 
 It starts with the first message; before that a process has no such thread. It never runs user code and never waits for
 anything but its socket.
@@ -15,10 +16,14 @@ from typing import Any
 
 from meshbook import wire
 from meshbook.agent_channel import Channel
+from meshbook.calls import CallFuture
 from meshbook.endpoints import Answer
 from meshbook.errors import Failure, MeshError
+from meshbook.mail_calls import MailCalls
 from meshbook.mailboxes import Mailboxes
+from meshbook.pickling import Pickled
 from meshbook.rank_payloads import RankPayloads
+from meshbook.shape import Members
 
 
 class WorkerMail:
@@ -27,13 +32,47 @@ class WorkerMail:
     def __init__(self, channel: Channel, payloads: RankPayloads, identity: Callable[[], wire.Begin]) -> None:
         self.boxes = Mailboxes()
         self._channel, self._payloads, self._identity = channel, payloads, identity
-        self._letters: dict[int, _Letter] = {}
+        self._calls = MailCalls(channel, payloads)
+        self.hold = self._calls.hold
+        """Called by the control thread."""
+        self._letters: dict[tuple[wire.Origin | None, int], _Letter] = {}
         """Calls that wait for their reply."""
         self._starting = threading.Lock()
         self._started = False
 
+    def call(
+        self,
+        mesh_id: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        what: str,
+        output: int = 0,
+        on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
+        fail_fast: bool = True,
+    ) -> CallFuture[Any]:
+        """Call a mailbox (not 0) of ``members`` of any mesh of the session; as `Controller.call`, on any thread.
+
+        What the members print goes to ``output``. A rank that is lost is told by the future.
+        """
+        self.start()
+        return self._calls.call(
+            mesh_id, members, mailbox, endpoint, pickled,
+            what=what, output=output, on_reply=on_reply, fail_fast=fail_fast,
+        )  # fmt: skip
+
+    def post(
+        self, mesh_id: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, output: int = 0
+    ) -> None:
+        """Send a message that nobody answers; whoever ends before it has come there does not get it."""
+        self._calls.post(mesh_id, members, mailbox, endpoint, pickled, output=output)
+
     def start(self) -> None:
         """Read the mail from now on. From any thread, any number of times."""
+        if self._started:
+            return
         with self._starting:
             if self._started:
                 return
@@ -45,23 +84,34 @@ class WorkerMail:
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
-        while (received := self._channel.receive()) is not None:
-            message, frames = received
+        self._calls.reader = threading.get_ident()
+        while True:
+            while (timeout_s := self._calls.expire()) is not None and not self._channel.wait(timeout_s):
+                pass
+            if (received := self._channel.receive()) is None:
+                return
             try:
-                if isinstance(message, wire.Cancel):
-                    self._cancel(message)
-                else:
-                    assert isinstance(message, wire.Call)
-                    self._deliver(message, frames)
+                self._hear(*received)
             except BrokenPipeError:
                 return  # the agent is gone: the control thread sees to the rest
             except Exception:
                 traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
 
+    def _hear(self, message: wire.ToWorker, frames: list[bytes]) -> None:
+        match message:
+            case wire.Call():
+                self._deliver(message, frames)
+            case wire.Replies():
+                self._calls.on_replies(message, frames)
+            case wire.Cancel():
+                self._cancel(message)
+            case other:
+                raise AssertionError(f"{other!r} does not belong on the mail socket")
+
     def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
         letter = _Letter(self, call, frames)
         if call.reply:
-            self._letters[call.id] = letter
+            self._letters[call.origin, call.id] = letter
         try:
             mailbox = self.boxes.find(call.mailbox, self._identity().rank)
             mailbox.handler(call, letter.load, letter.reply)
@@ -70,7 +120,7 @@ class WorkerMail:
 
     def _cancel(self, cancel: wire.Cancel) -> None:
         """Tell the mailbox of a call that has no answer yet."""
-        if (letter := self._letters.get(cancel.call)) is None:
+        if (letter := self._letters.get((cancel.origin, cancel.call))) is None:
             return
         on_cancel = self.boxes.find(letter.call.mailbox, self._identity().rank).on_cancel
         if on_cancel is not None:
@@ -98,8 +148,8 @@ class WorkerMail:
 
     def reply(self, call: wire.Call, answer: Answer, duration_s: float) -> None:
         """Send an answer."""
-        self._letters.pop(call.id, None)
-        message, payload = self._payloads.pack(call.id, answer, duration_s)
+        self._letters.pop((call.origin, call.id), None)
+        message, payload = self._payloads.pack(call.id, answer, duration_s, origin=call.origin)
         self._channel.send(message, payload)
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from meshbook import wire
+from meshbook.calls import CallFuture
 from meshbook.endpoints import Answer
 from meshbook.mailboxes import LoadArgs, Reply
+from meshbook.pickling import dumps
+from meshbook.shape import Members
 from meshbook.this_worker import this_worker
 from meshbook.worker import Worker
 
@@ -66,6 +72,12 @@ class Desk:
     def note(self, value: Any) -> None:
         self.seen.append(value)
 
+    def take_note(self, sender: int, thread: int, number: int, body: Any, size: int) -> int:
+        assert len(body) == size
+        assert (body == body[0]).all()
+        self.seen.append((sender, thread, number))
+        return number
+
     def notes(self) -> list[Any]:
         return self.seen
 
@@ -113,3 +125,97 @@ def threads() -> list[str]:
 
 def segments_in_use() -> int:
     return len(worker()._payloads.pool.in_use)
+
+
+# ---- ranks that call each other ------------------------------------------------------------------------------------
+
+
+class There(NamedTuple):
+    """Mailboxes, as a rank needs to know them."""
+
+    mesh: int
+    members: Members
+    mailbox: int
+
+    def on(self, *ranks: int) -> There:
+        return self._replace(members=self.members.select(ranks))
+
+    def call(self, endpoint: str, *args: Any) -> CallFuture[Any]:
+        body = dumps((args, {}), what=endpoint)
+        return worker().mail.call(self.mesh, self.members, self.mailbox, endpoint, body, what=endpoint)
+
+    def post(self, endpoint: str, *args: Any) -> None:
+        worker().mail.post(self.mesh, self.members, self.mailbox, endpoint, dumps((args, {}), what=endpoint))
+
+
+def ask(there: There, endpoint: str, *args: Any, timeout: float = 20) -> dict[int, Any]:
+    """Call from the main thread of a rank, and wait."""
+    values = there.call(endpoint, *args).get(timeout)
+    return {rank: values.get(rank) for rank in values.ranks}
+
+
+def ask_for_seconds(there: There, endpoint: str, *args: Any) -> tuple[float, str]:
+    """How long a call takes to fail, from now, and what it says."""
+    started = time.monotonic()
+    try:
+        there.call(endpoint, *args).get(20)
+    except Exception as error:
+        return time.monotonic() - started, f"{type(error).__name__}: {error}"
+    raise AssertionError("it did not fail")
+
+
+def death_of_a_callee(there: There, victim_pid: int, signal_number: int) -> tuple[float, str]:
+    """Kill who is called while we wait; how long after that the wait ends, and what it says."""
+    future = there.call("nap", 60)
+    time.sleep(0.2)
+    started = time.monotonic()
+    os.kill(victim_pid, signal_number)
+    try:
+        future.get(20)
+    except Exception as error:
+        return time.monotonic() - started, f"{type(error).__name__}: {error}"
+    raise AssertionError("it did not fail")
+
+
+SIZES = (1, 1, 1, 100, 30_000, 400_000)
+"""Bytes of messages: inline, as a frame, in shared memory or in pieces."""
+
+
+def chatter(there: There, threads: int, messages: int, seed: int) -> None:
+    """Several threads send numbered messages of all sizes to all members, some answered, some not."""
+
+    def talk(thread: int) -> None:
+        choose = random.Random((seed, rank(), thread).__hash__())
+        futures = []
+        for number in range(messages):
+            size = choose.choice(SIZES)
+            message = (rank(), thread, number, np.full(size, number % 251, np.uint8), size)
+            if choose.random() < 0.5:
+                futures.append(there.call("take_note", *message))
+            else:
+                there.post("take_note", *message)
+        for future in futures:
+            future.get(60)
+        there.call("take_note", rank(), thread, messages, np.zeros(1, np.uint8), 1).get(60)
+
+    talking = [threading.Thread(target=talk, args=(index,)) for index in range(threads)]
+    for thread in talking:
+        thread.start()
+    for thread in talking:
+        thread.join()
+
+
+def cancel_after(there: There, seconds: float) -> str:
+    """Cancel a call that waits for that; how it ends."""
+    future = there.call("wait_for_cancel")
+    time.sleep(seconds)
+    future.cancel()
+    return f"{type(error := future.exception(20)).__name__}: {error}"
+
+
+def flood(there: There, messages: int, size: int) -> float:
+    """Send faster than anybody reads; how long it took."""
+    started = time.monotonic()
+    for number in range(messages):
+        there.post("take_note", rank(), 0, number, np.full(size, number % 251, np.uint8), size)
+    return time.monotonic() - started

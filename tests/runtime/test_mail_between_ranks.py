@@ -1,0 +1,151 @@
+"""Ranks call each other's mailboxes through their agent; the controller sees nothing of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import mail_ranks
+import numpy as np
+import psutil
+import pytest
+from mail_ranks import There
+
+from meshbook import ProcMesh, this_host
+from meshbook.errors import CallFailed, CallInterrupted
+
+_numbers = itertools.count(1000)
+
+
+def open_desks(mesh: ProcMesh) -> There:
+    """A mailbox on each rank of ``mesh``."""
+    mailbox = next(_numbers)
+    mesh.execute(mail_ranks.open_desk, mailbox).get(20)
+    return There(mesh.id, mesh.members, mailbox)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def desks(mesh4: ProcMesh) -> There:
+    return open_desks(mesh4)
+
+
+def test_ranks_call_each_other_and_themselves(mesh4: ProcMesh, desks: There) -> None:
+    answers = mesh4.execute(mail_ranks.ask, desks, "echo", "hello").get(30).values()
+    assert answers == [dict.fromkeys(range(4), "hello")] * 4
+
+
+def test_a_rank_calls_ranks_of_another_mesh(mesh4: ProcMesh, mesh2: ProcMesh) -> None:
+    there = open_desks(mesh2)
+    assert mesh4.execute(mail_ranks.ask, there, "echo", 3).get(30).values() == [{0: 3, 1: 3}] * 4
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_messages_of_each_sender_come_in_order_to_each_mailbox(mesh4: ProcMesh, seed: int) -> None:
+    there = open_desks(mesh4)
+    mesh4.execute(mail_ranks.chatter, there, threads=3, messages=40, seed=seed).get(120)
+    for notes in mesh4.execute(mail_ranks.ask, there.on(seed), "notes").get(30).values():
+        for sender, thread in itertools.product(range(4), range(3)):
+            mine = [number for rank, of, number in notes[seed] if (rank, of) == (sender, thread)]
+            assert mine == list(range(41))
+
+
+def test_an_exception_on_another_rank_is_raised_where_it_is_waited_for(mesh4: ProcMesh, desks: There) -> None:
+    with pytest.raises(CallFailed, match="ValueError: bad shard") as caught:
+        mesh4.slice(gpus=1).execute(mail_ranks.ask, desks.on(3), "fail").get(30)
+    (failure,) = caught.value.failures
+    assert failure.rank == 1
+    assert isinstance(failure.load(), CallFailed)
+
+
+def test_who_waits_for_a_rank_that_dies_is_told_at_once(mesh4: ProcMesh) -> None:
+    with this_host().spawn_procs({"gpus": 2}, name="mortal") as mesh:
+        there = open_desks(mesh)
+        victim = mesh.status()[1].pid
+        dead = mesh4.slice(gpus=0).execute(mail_ranks.death_of_a_callee, there.on(1), victim, signal.SIGKILL)
+        seconds, text = dead.get(30).get(0)
+        assert "WorkerLost: rank 1 on" in text
+        assert "killed by SIGKILL" in text
+        assert seconds < 1.0
+        seconds, text = mesh.slice(gpus=0).execute(mail_ranks.ask_for_seconds, there, "echo", 1).get(30).get(0)
+        assert "WorkerLost: rank 1 on" in text
+        assert "killed by SIGKILL" in text
+        assert seconds < 1.0
+    seconds, text = mesh4.slice(gpus=0).execute(mail_ranks.ask_for_seconds, there, "echo", 1).get(30).get(0)
+    assert "its mesh was stopped" in text
+
+
+def test_a_timeout_names_the_ranks_that_are_silent(mesh4: ProcMesh) -> None:
+    there = open_desks(mesh4)
+    mesh4.slice(gpus=0).execute(mail_ranks.There.post, there.on(2), "nap", 1.0).get(20)
+    with pytest.raises(CallFailed, match=r"CallTimeout: .*rank 2"):
+        mesh4.slice(gpus=0).execute(mail_ranks.ask, there, "echo", 1, timeout=0.3).get(30)
+
+
+def test_a_cancel_reaches_the_mailbox(mesh4: ProcMesh) -> None:
+    there = open_desks(mesh4)
+    text = mesh4.slice(gpus=0).execute(mail_ranks.cancel_after, there.on(1), 0.1).get(30).get(0)
+    assert "KeyboardInterrupt" in text
+
+
+def test_an_interrupt_of_a_cell_that_waits_cancels_what_it_waits_for(mesh4: ProcMesh) -> None:
+    there = open_desks(mesh4)
+    future = mesh4.slice(gpus=0).execute(mail_ranks.ask, there.on(1, 2), "wait_for_cancel")
+    time.sleep(0.3)
+    interrupted = mesh4.interrupt()
+    assert isinstance(interrupted, CallInterrupted)
+    assert set(interrupted.obeyed) == {0}
+    assert "KeyboardInterrupt" in str(future.exception(20))
+    again = mesh4.slice(gpus=0).execute(mail_ranks.ask, there.on(1, 2), "echo", 1).get(20)
+    assert again.get(0) == {1: 1, 2: 1}
+
+
+def test_large_payloads_go_through_shared_memory_and_are_freed(mesh4: ProcMesh, desks: There) -> None:
+    array = np.arange(2_000_000.0)
+    for _ in range(3):
+        sizes = mesh4.execute(mail_ranks.ask, desks, "size", array).get(60).values()
+        assert sizes == [dict.fromkeys(range(4), len(array))] * 4
+    back = mesh4.slice(gpus=0).execute(mail_ranks.ask, desks.on(1, 3), "echo", array).get(60).get(0)
+    assert np.array_equal(back[3], array)
+    del back
+    wait_until(lambda: set(mesh4.execute(mail_ranks.segments_in_use).get(20).values()) == {0})
+
+
+def test_a_flood_is_held_back_and_stalls_nobody(mesh4: ProcMesh) -> None:
+    there = open_desks(mesh4)
+    status = mesh4.status()
+    agent = psutil.Process(psutil.Process(status[0].pid).ppid())
+    before = agent.memory_info().rss
+    os.kill(status[1].pid, signal.SIGSTOP)
+    try:
+        flood = mesh4.slice(gpus=0).execute(mail_ranks.flood, there.on(1), messages=4000, size=20_000)
+        time.sleep(1.0)
+        started = time.monotonic()
+        assert mesh4.pick(gpus=[2, 3]).execute(mail_ranks.ask, there.on(2, 3), "echo", 1).get(20).get(2) == {2: 1, 3: 1}
+        assert time.monotonic() - started < 5
+        assert not flood.done()
+        assert agent.memory_info().rss - before < 60 << 20
+    finally:
+        os.kill(status[1].pid, signal.SIGCONT)
+    flood.get(60)
+    notes = mesh4.slice(gpus=0).execute(mail_ranks.ask, there.on(1), "notes").get(60).get(0)[1]
+    assert [number for _, _, number in notes] == list(range(4000))
+
+
+def test_a_flood_to_a_rank_that_dies_goes_on(mesh4: ProcMesh, mesh2: ProcMesh) -> None:
+    there = open_desks(mesh2)
+    victim = mesh2.status()[1].pid
+    os.kill(victim, signal.SIGSTOP)
+    flood = mesh4.slice(gpus=0).execute(mail_ranks.flood, there.on(1), messages=4000, size=20_000)
+    time.sleep(0.5)
+    os.kill(victim, signal.SIGKILL)
+    flood.get(30)
