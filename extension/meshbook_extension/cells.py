@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook.errors import CallError, CallFailed, MeshError, UsageError
 from meshbook.wording import name_ranks
 from meshbook_extension.cell_output import CellOutput
+from meshbook_extension.cell_profile import TRACE, CellProfile
 from meshbook_extension.collapse import grouping_for
 from meshbook_extension.jobs import Job
 from meshbook_extension.labels import format_seconds
@@ -42,6 +43,8 @@ MESH_CELL = Grammar(
         Option("--timeout", "interrupt the ranks after so many seconds", float, "S"),
         Option("--no-collective", "a collective in the cell raises, rather than wait for ranks outside of the target"),
         Option("--time", "show how long the ranks took, and what of it they worked or waited in collectives"),
+        Option("--profile", "run it under torch.profiler: a table, and one trace of all ranks for Perfetto"),
+        TRACE,
         Option("--setup", "%mesh heal runs it again on ranks that it starts, in the order of these cells"),
     ),
     examples=(
@@ -52,6 +55,8 @@ MESH_CELL = Grammar(
         "%%mesh --async --out losses",
         "%%mesh --timeout 30",
         "%%mesh --group rank",
+        "%%mesh --profile",
+        "%%mesh --profile --trace traces/",
         "%%mesh --setup",
     ),
     notes=f"""
@@ -79,7 +84,7 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
         check_identifier(out, "--out")
     if not code.strip():
         raise UsageError("the cell is empty: write code below the %%mesh line.")
-    cell_number = int(session.shell.displayhook.prompt_count)  # right in every IPython; execution_count is not
+    cell_number = _cell_number(session)
     whole = _whole_cell(session)
     line_offset = _lines_above(whole, code)
     check_syntax(code, cell_number, line_offset)
@@ -88,16 +93,47 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
         other = "--async" if arguments.flag("--async") else "the name of a slice; write its axes"
         raise MESH_CELL.refuse(f"--setup does not go with {other}.", "--setup")
     debug_name = session.debugged.name_cell(procs, whole) if session.debugged is not None else ""
+    profile = _profile(arguments, cell_number)
     cell = start(
-        session, procs, code, arguments, cell_number=cell_number, line_offset=line_offset, debug_name=debug_name
+        session,
+        procs,
+        code,
+        arguments,
+        cell_number=cell_number,
+        line_offset=line_offset,
+        debug_name=debug_name,
+        profile=profile,
     )
     if arguments.flag("--async"):
         _leave_running(session, cell, arguments)
         return
-    wait_for(session, cell, out=out, timeout_s=arguments.number("--timeout"), show_time=arguments.flag("--time"))
+    timeout_s, show_time = arguments.number("--timeout"), arguments.flag("--time")
+    wait_for(session, cell, out=out, timeout_s=timeout_s, show_time=show_time, profile=profile)
     if arguments.flag("--setup"):
         cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
         session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
+
+
+def _profile(arguments: Arguments, cell_number: int) -> CellProfile | None:
+    path = arguments.text(TRACE.name)
+    if path is None and not arguments.flag("--profile"):
+        return None
+    if arguments.flag("--async"):
+        raise MESH_CELL.refuse("--profile does not go with --async.", "--profile")
+    return CellProfile(cell_number, path)
+
+
+def run_profiled(session: Session, procs: ProcMesh, code: str, path: str | None) -> None:
+    """Execute ``%mesh profile CODE``. path: where the trace goes. Raises: as `run_mesh_cell`."""
+    cell_number = _cell_number(session)
+    check_syntax(code, cell_number, 0)
+    profile = CellProfile(cell_number, path)
+    cell = start(session, procs, code, Arguments(), cell_number=cell_number, line_offset=0, profile=profile)
+    wait_for(session, cell, profile=profile)
+
+
+def _cell_number(session: Session) -> int:
+    return int(session.shell.displayhook.prompt_count)  # right in every IPython; execution_count is not
 
 
 def start(
@@ -109,6 +145,7 @@ def start(
     cell_number: int,
     line_offset: int,
     debug_name: str = "",
+    profile: CellProfile | None = None,
 ) -> RunningCell:
     """Send the cell to the ranks; its output goes where the magic's own would go now."""
     output = CellOutput(
@@ -126,6 +163,7 @@ def start(
         on_output=output.receive,
         forbid_collectives=arguments.flag("--no-collective"),
         debug_name=debug_name,
+        profile=profile.name if profile is not None else "",
     )
     return RunningCell(procs, run, output, f"cell {cell_number}")
 
@@ -137,6 +175,7 @@ def wait_for(
     out: str | None = None,
     timeout_s: float | None = None,
     show_time: bool = False,
+    profile: CellProfile | None = None,
 ) -> None:
     """Wait for a cell and keep its result.
 
@@ -156,6 +195,8 @@ def wait_for(
             print(headline(times))
             if len(times) > 1:
                 sink_for(session.shell).display({"text/plain": chart(times), "text/html": chart_html(times)}, {})
+        if profile is not None:
+            profile.finish(cell)
 
 
 def partial_result(procs: ProcMesh, error: CallError) -> Any:

@@ -53,6 +53,6 @@ def install(guard: Guard) -> None:
         finally:
             guard.backward.discard(thread)
             if since := computed_at.pop(thread, 0.0):
-                guard.add_wait(thread, since)
+                guard.add_wait(thread, since, "the backward pass")
 
     vars(torch.autograd)["_engine_run_backward"] = run_backward

@@ -8,6 +8,7 @@ worker and plain data, and returns plain data.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -23,7 +24,12 @@ from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
 from meshbook.rank_failures import text_of
+<<<<<<< HEAD
 from meshbook.rank_stacks import RankTold, lines_of, read_threads
+=======
+from meshbook.rank_profile import recorded
+from meshbook.rank_stacks import RankTold, lines_of, tell_stacks
+>>>>>>> 95e22e3 (Profiles: %%mesh --profile, %mesh profile)
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
@@ -64,18 +70,23 @@ def run_cell(
     line_offset: int = 0,
     forbid_collectives: bool = False,
     debug_name: str = "",
+    profile: str = "",
 ) -> Answer:
-    """Run a cell in the rank's shell; the value is that of its last expression."""
+    """Run a cell in the rank's shell; the value is that of its last expression.
+
+    profile: record it under this name (`meshbook.rank_profile`); empty: do not.
+    """
     if worker.debug_session is not None:
         worker.debug_session.trace_again()
-    outcome = worker.shell.run_cell(
-        code,
-        cell_id=call.output,
-        cell_number=cell_number,
-        line_offset=line_offset,
-        forbid_collectives=forbid_collectives,
-        debug_name=debug_name,
-    )
+    with recorded(profile, worker.groups, worker.gate.shield) if profile else contextlib.nullcontext():
+        outcome = worker.shell.run_cell(
+            code,
+            cell_id=call.output,
+            cell_number=cell_number,
+            line_offset=line_offset,
+            forbid_collectives=forbid_collectives,
+            debug_name=debug_name,
+        )
     if outcome.failure is not None:
         return Answer(wire.INTERRUPTED if outcome.interrupted else wire.RAISED, failure=outcome.failure)
     if not outcome.has_value:
@@ -239,11 +250,17 @@ def status(worker: Worker) -> dict[str, object]:
     }
 
 
+<<<<<<< HEAD
 def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
     current, paused = worker.current, worker.shell.debugger.place
     busy_s = time.monotonic() - current[2] if current else 0.0
     return RankTold(busy_s, paused or where(worker), paused, collectives(worker), ())
+=======
+def clock(worker: Worker) -> float:
+    """The wall clock of this machine, in seconds since the epoch."""
+    return time.time()
+>>>>>>> 95e22e3 (Profiles: %%mesh --profile, %mesh profile)
 
 
 def stacks(worker: Worker, all_threads: bool) -> RankTold:
@@ -259,7 +276,11 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 QUERIES: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (
+<<<<<<< HEAD
         *(where, reaction, status, collectives, complete, inspect, user_names, progress, stacks, source_lines),
+=======
+        *(where, reaction, status, collectives, clock, complete, inspect, user_names, stacks, source_lines),
+>>>>>>> 95e22e3 (Profiles: %%mesh --profile, %mesh profile)
         *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
     )
 }

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from meshbook.collectives import Waiting
 from meshbook.errors import GroupAborted
+from meshbook.operation_log import Operation, OperationLog, Wait
 from meshbook.side_threads import run_aside
 from meshbook.whereabouts import users_place
 
@@ -58,6 +59,8 @@ class Guard:
         """Threads in a backward pass (`meshbook.backward_waits`)."""
         self.waited_s: dict[int, float] = {}
         """By thread: the seconds that it has spent waiting, in all."""
+        self.log: OperationLog | None = None
+        """While the rank is profiled."""
         self.on_future: Callable[[], object] = lambda: None
         """Called when somebody has taken the future of an operation, on that thread."""
         self.told = threading.Event()
@@ -65,9 +68,12 @@ class Guard:
         self._held_since: float | None = None
         self._held_s = 0.0
 
-    def add_wait(self, thread: int, since: float) -> None:
+    def add_wait(self, thread: int, since: float, what: str) -> None:
         """A wait that began at ``since`` (monotonic) is over; on the thread that waited."""
-        self.waited_s[thread] = self.waited_s.get(thread, 0.0) + time.monotonic() - since
+        now = time.monotonic()
+        self.waited_s[thread] = self.waited_s.get(thread, 0.0) + now - since
+        if self.log is not None:
+            self.log.add_wait(Wait(thread, what, since, now))
 
     def abort(self, epoch: int, reason: str) -> None:
         self.reason_epoch = max(self.reason_epoch, epoch)
@@ -122,6 +128,7 @@ class GuardedWork(dist.Work):
         self.inner, self.operation, self.number, self.peer = inner, operation, number, peer
         self.since = 0.0
         """When the wait began, monotonic."""
+        self.begun = time.monotonic() if inner.guard.log is not None else 0.0
         self._given_up = False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -133,6 +140,7 @@ class GuardedWork(dist.Work):
             raise GroupAborted(self.inner.dead or "this operation was given up")
         if self._ready():
             self._finish()
+            self._note_end()
             return True
         waits, thread = self.inner.guard.waits, threading.get_ident()
         self.since = time.monotonic()
@@ -145,8 +153,17 @@ class GuardedWork(dist.Work):
             raise
         finally:
             waits.pop(thread, None)
-            self.inner.guard.add_wait(thread, self.since)
+            self.inner.guard.add_wait(thread, self.since, self.operation)
+        self._note_end()
         return True
+
+    def _note_end(self) -> None:
+        """Its end was seen: put it into the log, once, if it began in it."""
+        guard, begun = self.inner.guard, self.begun
+        if guard.log is not None and begun:
+            self.begun = 0.0
+            where = (guard.epoch, self.inner.name, self.operation, self.number, self.peer is None)
+            guard.log.add_operation(Operation(*where, begun, time.monotonic()))
 
     def synchronize(self) -> None:
         self.wait()
@@ -223,6 +240,7 @@ class CollectiveWork(GuardedWork):
     def _open_gate(self) -> None:
         self.inner.guard.futures.pop(self, None)
         self.inner.forget_completed()
+        self._note_end()
         with contextlib.suppress(RuntimeError):  # opened already
             self._gate.set_result(None)
 

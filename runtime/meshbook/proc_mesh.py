@@ -16,6 +16,7 @@ from meshbook.future import Future
 from meshbook.gpu_use import GpuUse
 from meshbook.interruption import interrupt
 from meshbook.joined_futures import MappedFuture, join_futures
+from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
 from meshbook.logs import LogFollower, read_logs
@@ -55,6 +56,15 @@ class RankStatus(NamedTuple):
     moved_bytes: int = 0
     """Payload that the rank's process groups have moved since it began (`meshbook.traffic`)."""
     gpu: GpuUse | None = None
+
+
+class HostPart(NamedTuple):
+    """Members of a mesh on one host."""
+
+    name: str
+    is_here: bool
+    """Whether it is the machine that we run on."""
+    ranks: tuple[int, ...]
 
 
 class ProcMesh(Arranged):
@@ -123,12 +133,14 @@ class ProcMesh(Arranged):
         line_offset: int = 0,
         forbid_collectives: bool = False,
         debug_name: str = "",
+        profile: str = "",
     ) -> CellRun:
         """Run a notebook's cell; ``on_output`` gets everything that it prints and shows, also later.
 
         cell_number, line_offset: how tracebacks name the cell, and how many of its lines stand above ``code``.
         forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
         debug_name: what a debugger calls the cell's file.
+        profile: have torch.profiler record it under this name, to be collected by `meshbook.profiles`.
         """
         self._present()
         run = CellRun(self.new_output_id(), on_output)
@@ -136,7 +148,7 @@ class ProcMesh(Arranged):
             self._mesh,
             "run_cell",
             self._members,
-            dumps(((code, cell_number, line_offset, forbid_collectives, debug_name), {}), what="the cell"),
+            dumps(((code, cell_number, line_offset, forbid_collectives, debug_name, profile), {}), what="the cell"),
             what=f"cell {cell_number}" if cell_number else "the cell",
             output=OutputTarget(run.id, on_output),
             on_reply=run.on_reply,
@@ -349,6 +361,13 @@ class ProcMesh(Arranged):
     def hosts(self) -> tuple[str, ...]:
         """Host names, in rank order."""
         return tuple(host.name for host in self._mesh.hosts)
+
+    def by_host(self) -> list[HostPart]:
+        """The members on each host, in rank order."""
+        parts: dict[KnownHost, list[int]] = {}
+        for rank in self.ranks:
+            parts.setdefault(self._mesh.host_of(rank), []).append(rank)
+        return [HostPart(host.name, host.shares_memory, tuple(ranks)) for host, ranks in parts.items()]
 
     @property
     def device(self) -> str:

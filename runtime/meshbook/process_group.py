@@ -45,6 +45,7 @@ from meshbook.guarded_work import Guard, describe_waits
 from meshbook.inner_group import dispose
 from meshbook.link_store import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.module_repair import repair_modules, watch_modules
+from meshbook.operation_log import OperationLog
 from meshbook.regroup import Agreement, Greeting, agree
 from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
 from meshbook.side_threads import run_aside
@@ -324,6 +325,10 @@ class RankGroups:
     def waited_s(self, thread: int) -> float:
         """The seconds that ``thread`` has spent waiting in operations, in all; not those on CUDA streams."""
         return self._guard.waited_s.get(thread, 0.0)
+
+    def log_operations(self, log: OperationLog | None) -> None:
+        """From now on put what groups do into ``log``; None: into none."""
+        self._guard.log = log
 
     # ---- device meshes ----------------------------------------------------------------------------------------
 

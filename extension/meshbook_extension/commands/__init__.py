@@ -27,6 +27,7 @@ MODULES = (
     "looking",
     "stacks",
     "logs",
+    "profiling",
     "mode",
     "visual_debugger",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.errors import CallError
 from meshbook.wording import name_ranks
@@ -193,6 +193,6 @@ def _replay(session: Session, procs: ProcMesh, setup: Setup, ranks: tuple[int, .
     chosen = [rank for rank in target if rank in ranks]
     if chosen:
         alone = Arguments(options={"--no-collective": len(chosen) < len(target)})
-        numbers: dict[str, Any] = {"cell_number": setup.cell_number, "line_offset": setup.line_offset}
-        wait_for(session, start(session, procs.base().select(chosen), setup.code, alone, **numbers))
+        part, number, offset = procs.base().select(chosen), setup.cell_number, setup.line_offset
+        wait_for(session, start(session, part, setup.code, alone, cell_number=number, line_offset=offset))
     return bool(chosen)
