@@ -24,12 +24,8 @@ from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
 from meshbook.rank_failures import text_of
-<<<<<<< HEAD
-from meshbook.rank_stacks import RankTold, lines_of, read_threads
-=======
 from meshbook.rank_profile import recorded
-from meshbook.rank_stacks import RankTold, lines_of, tell_stacks
->>>>>>> 95e22e3 (Profiles: %%mesh --profile, %mesh profile)
+from meshbook.rank_stacks import RankTold, lines_of, read_threads
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
@@ -250,17 +246,16 @@ def status(worker: Worker) -> dict[str, object]:
     }
 
 
-<<<<<<< HEAD
+def clock(worker: Worker) -> float:
+    """The wall clock of this machine, in seconds since the epoch."""
+    return time.time()
+
+
 def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
     current, paused = worker.current, worker.shell.debugger.place
     busy_s = time.monotonic() - current[2] if current else 0.0
     return RankTold(busy_s, paused or where(worker), paused, collectives(worker), ())
-=======
-def clock(worker: Worker) -> float:
-    """The wall clock of this machine, in seconds since the epoch."""
-    return time.time()
->>>>>>> 95e22e3 (Profiles: %%mesh --profile, %mesh profile)
 
 
 def stacks(worker: Worker, all_threads: bool) -> RankTold:
@@ -276,11 +271,7 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 QUERIES: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (
-<<<<<<< HEAD
-        *(where, reaction, status, collectives, complete, inspect, user_names, progress, stacks, source_lines),
-=======
-        *(where, reaction, status, collectives, clock, complete, inspect, user_names, stacks, source_lines),
->>>>>>> 95e22e3 (Profiles: %%mesh --profile, %mesh profile)
+        *(where, reaction, status, collectives, clock, complete, inspect, user_names, progress, stacks, source_lines),
         *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
     )
 }
