@@ -190,7 +190,7 @@ def wait_for(
         raise
     finally:
         session.foreground.remove(cell)
-        session.health.errors.note(cell.procs.name, cell.what, cell.failures)
+        session.errors.note(cell.procs.name, cell.what, cell.failures)
         if show_time and (times := times_of(cell.run)):
             print(headline(times))
             if len(times) > 1:
@@ -231,7 +231,7 @@ def follow(session: Session, job: Job, out: str | None = None, *, show_time: boo
 def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
     """On the thread that completes the future: nothing here waits."""
     job.ended = time.monotonic()
-    session.health.errors.note(job.mesh, job.cell.what, job.cell.failures)
+    session.errors.note(job.mesh, job.cell.what, job.cell.failures)
     future = job.cell.run.future
     error = future.exception(0)
     if error is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.errors import MeshStoppedError, UsageError
 from meshbook.wording import did_you_mean, format_sizes
+from meshbook_extension.error_log import ErrorLog
 from meshbook_extension.hang_watch import HangWatch
 from meshbook_extension.jobs import Jobs
 from meshbook_extension.keepsake import Keeper, notebook_key
@@ -56,6 +57,7 @@ class Session:
         self.keeper = Keeper(self, notebook_key(shell))
         self.comeback: Comeback | None = None
         self.hooks: Hooks | None = None
+        self.errors = ErrorLog()
         self.health = HealthBoard()
         self.debugged: DebugTarget | None = None
         """The rank that `%mesh debug` is about."""
@@ -67,6 +69,7 @@ class Session:
         if earlier is not None:
             self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
             self.jobs, self.setups, self.returned = earlier.jobs, earlier.setups, earlier.returned
+            self.errors = earlier.errors
 
     def open(self) -> None:
         """From now on prints of calls made in cells go to those cells."""
@@ -77,6 +80,7 @@ class Session:
         set_output_source(self._calls.target)
         self.shell.events.register("post_run_cell", self._calls.finish)
         self.shell.events.register("post_run_cell", self.keeper.save)
+        self.shell.events.register("post_run_cell", self._note_error)
 
     def close(self) -> None:
         """End the publisher. The meshes run on, until they are stopped or the process ends."""
@@ -88,8 +92,14 @@ class Session:
         self.end_debugging()
         self.shell.events.unregister("post_run_cell", self._calls.finish)
         self.shell.events.unregister("post_run_cell", self.keeper.save)
+        self.shell.events.unregister("post_run_cell", self._note_error)
         self.watch.close()
         self.publisher.stop()
+
+    def _note_error(self, result: Any) -> None:
+        """A cell has ended: keep the failures that its calls have raised."""
+        number = getattr(result, "execution_count", None)
+        self.errors.note_raised(self.current or "", f"cell {number}" if number else "", result.error_in_exec)
 
     def end_debugging(self) -> None:
         """No rank is under the visual debugger any more."""

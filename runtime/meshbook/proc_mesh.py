@@ -20,6 +20,7 @@ from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
 from meshbook.logs import LogFollower, read_logs
+from meshbook.lost_ranks import Death
 from meshbook.mesh_stacks import MeshStacks
 from meshbook.output_events import OutputListener, OutputTarget
 from meshbook.pickling import dumps
@@ -348,6 +349,11 @@ class ProcMesh(Arranged):
     def lost(self) -> tuple[int, ...]:
         """The members that have ended without being told to, in order."""
         return tuple(rank for rank in self.ranks if rank in self._mesh.lost)
+
+    @property
+    def deaths(self) -> tuple[Death, ...]:
+        """How these have ended, in order."""
+        return tuple(death for rank in self.lost for death in self._mesh.lost[rank].deaths)
 
     @property
     def interrupted(self) -> tuple[int, ...]:

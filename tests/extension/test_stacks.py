@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 
@@ -44,3 +46,50 @@ def test_mesh_stacks_names_the_odd_rank_and_shows_the_lines_of_the_notebook(note
 
 def test_mesh_stacks_of_idle_ranks_is_one_line(notebook) -> None:
     assert notebook.run("%mesh stacks").stdout == "[0-3] idle\n"
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_listed_once_newest_first_and_shown_in_full_by_number(notebook) -> None:
+    notebook.fail("%%mesh\nif rank < 2:\n    raise ValueError('bad shard\\nsecond line')")
+    notebook.fail("%mesh eval undefined_name + 1")
+    newest, older = notebook.run("%mesh errors -n 2").stdout.splitlines()[:2]
+    assert re.fullmatch(
+        r" *\d+ +\d\d:\d\d:\d\d +\[[0-3,-]+\] +cell \d+ +NameError: name 'undefined_name' is not .*", newest
+    )
+    found = re.fullmatch(r" *(\d+) +\S+ +\[0,1\] +(cell \d+) +ValueError: bad shard \((cell \d+), line 3\)", older)
+    assert found and found[2] == found[3], older
+    full = notebook.run(f"%mesh errors {found[1]}").stdout
+    assert full.startswith(f"{found[1]}  ") and "raise ValueError('bad shard" in full and "second line" in full
+    assert notebook.run("%mesh errors rank=1 -n 9").stdout.count("ValueError: bad shard") == 1
+    assert "ValueError: bad shard" not in notebook.run("%mesh errors rank=3 -n 9").stdout
+    assert "Traceback" in notebook.run("%mesh errors -n 1 --full").stdout
+
+
+def test_errors_of_jobs_are_kept_and_waiting_for_one_does_not_repeat_it(notebook) -> None:
+    job = re.search(r"job (\d+)", notebook.run("%%mesh --async\nif rank == 2:\n    1 / 0").stdout)[1]
+    notebook.fail(f"%mesh wait {job}")
+    text = notebook.run("%mesh errors").stdout
+    assert len(re.findall(r"\[2\] +cell \d+ +ZeroDivisionError: division by zero \(cell \d+, line 3\)", text)) == 1
+
+
+def test_interrupted_ranks_are_listed_with_their_place(notebook) -> None:
+    notebook.fail("%%mesh --timeout 1\nimport time\ntime.sleep(60)")
+    assert re.search(r"\[0-3\] +cell \d+ +interrupted \(cell \d+, line 3\)", notebook.run("%mesh errors -n 1").stdout)
+
+
+def test_a_number_that_is_not_kept_is_answered_with_those_that_are(notebook) -> None:
+    assert "there is no error 9999: " in notebook.fail("%mesh errors 9999")
+
+
+def test_the_end_of_an_idle_rank_is_listed_with_its_cause(notebook) -> None:
+    procs = notebook.shell._meshbook_session.mesh()
+    os.kill(procs.status()[1].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not procs.lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    text = notebook.run("%mesh errors").stdout
+    assert re.match(r" *\d+ +\S+ +\[1\] +idle +ended: killed by SIGKILL", text), text
+    assert text == notebook.run("%mesh errors").stdout
+    notebook.run("%mesh heal")

@@ -10,10 +10,11 @@ from fakes import failure
 from meshbook.gpu_use import GpuUse
 from meshbook.proc_mesh import RankStatus
 from meshbook_extension.commands.looking import rank_table
+from meshbook_extension.error_log import ErrorLog
 from meshbook_extension.progress_bars import merge_bars
 from meshbook_extension.widget.fallback import as_html
 from meshbook_extension.widget.history import History, Throughput
-from meshbook_extension.widget.recent_errors import RecentErrors
+from meshbook_extension.widget.recent_errors import shown
 from meshbook_extension.widget.snapshot import Snapshot
 from meshbook_extension.widget.states import letter_of
 
@@ -125,10 +126,10 @@ def test_the_saved_table_holds_no_html_of_ranks() -> None:
 
 
 def test_equal_errors_are_kept_once_and_interrupts_are_not() -> None:
-    errors = RecentErrors()
+    errors = ErrorLog()
     errors.note("main", "cell 7", [failure(0), failure(1), failure(2, ename="KeyboardInterrupt")])
     errors.note("other", "cell 8", [failure(0)])
-    (error,) = errors.of("main")
+    (error,) = shown(errors.of("main"))
     assert (error.ranks, error.text, error.where, error.what) == (
         "0,1",
         "ValueError: bad shard",

@@ -1,8 +1,12 @@
-"""Who hangs, what failed, and what failures hold: stacks, errors, free."""
+"""Who hangs, and what failed: stacks, errors."""
 
 from __future__ import annotations
 
+import time
+
+from meshbook.wording import format_some_ranks
 from meshbook_extension.commands import command
+from meshbook_extension.error_log import LoggedError
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.session import Session
 from meshbook_extension.targets import FORMS
@@ -35,3 +39,65 @@ def stacks(session: Session, arguments: Arguments) -> None:
         all_threads=arguments.flag(ALL_THREADS.name), native=native, timeout_s=NATIVE_S if native else READ_S
     )
     print(found.text(all_frames=arguments.flag(ALL_FRAMES.name)))
+
+
+FULL = Option("--full", "with the tracebacks; of ranks that ended, the last lines of their logs")
+SHOWN = 10
+RANKS_CHARS = 24
+
+
+@command(
+    Grammar(
+        name="%mesh errors",
+        summary="The last failures of the ranks, newest first, equal ones once; or one of them with its traceback.",
+        words="[NUMBER|SLICE]",
+        count=(0, 1),
+        pairs="[AXIS=.. ...]",
+        options=(Option("-n", f"so many of them ({SHOWN})", int, "N"), FULL),
+        examples=("%mesh errors", "%mesh errors 7", "%mesh errors gpus=0 -n 3 --full"),
+        notes=FORMS,
+    )
+)
+def errors(session: Session, arguments: Arguments) -> None:
+    """A line each, or in full."""
+    session.errors.note_lost([procs for procs in session.meshes.values() if procs.alive])
+    if arguments.words and arguments.words[0].isdigit() and not arguments.pairs:
+        print(in_full(session.errors.find(int(arguments.words[0]))))
+        return
+    found = session.errors.all()[::-1]
+    if arguments.words or arguments.pairs:
+        procs = session.target(arguments.words, arguments.pairs)
+        found = [error for error in found if error.mesh == procs.name and not set(procs.ranks).isdisjoint(error.ranks)]
+    count = arguments.whole("-n")
+    chosen = found[: SHOWN if count is None else count]
+    if not chosen:
+        print("no failures" if not found else f"{len(found)} failures")
+    elif arguments.flag(FULL.name):
+        print("\n\n".join(map(in_full, chosen)))
+    else:
+        print(error_table(chosen, of_many=len({error.mesh for error in found}) > 1))
+        older = len(found) - len(chosen)
+        more = f"    {older} older: %mesh errors -n {len(found)}" if older else ""
+        print(f"  look: %mesh errors {chosen[0].number}{more}")
+
+
+def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
+    """A row each: number, time, ranks, cell, what. of_many: say of which mesh."""
+    rows = [
+        [
+            str(error.number),
+            time.strftime("%H:%M:%S", time.localtime(error.at)),
+            f"[{format_some_ranks(error.ranks, RANKS_CHARS)}]",
+            *([error.mesh] if of_many else []),
+            error.what or "idle",
+            error.headline + (f" ({error.where})" if error.where else ""),
+        ]
+        for error in errors
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(f"{c:{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows)
+
+
+def in_full(error: LoggedError) -> str:
+    """Its line, then what is kept of the traceback."""
+    return f"{error_table([error])}\n{error.traceback}".rstrip()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook_extension.publish import KernelSink, sink_for
 from meshbook_extension.widget.fallback import as_html
-from meshbook_extension.widget.recent_errors import RecentErrors
 from meshbook_extension.widget.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -22,10 +21,9 @@ PLACES = 4
 
 
 class HealthBoard:
-    """The widgets of a session, and the failures that they tell of."""
+    """The widgets of a session."""
 
     def __init__(self) -> None:
-        self.errors = RecentErrors()
         self._shown: dict[tuple[str, tuple[int, ...]], Shown] = {}
 
     def show(self, session: Session, procs: ProcMesh) -> bool:

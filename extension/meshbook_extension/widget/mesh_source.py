@@ -13,7 +13,7 @@ from meshbook.wording import format_ranks, name_ranks
 from meshbook_extension.progress_bars import merge_bars
 from meshbook_extension.widget.health import Answer
 from meshbook_extension.widget.history import Throughput
-from meshbook_extension.widget.recent_errors import RecentError, describe
+from meshbook_extension.widget.recent_errors import RecentError, describe, shown
 from meshbook_extension.widget.snapshot import CellNow, Snapshot
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class MeshSource:
         busy = {one.rank: one.busy_s for one in statuses if one.state != "idle"}
         errors = [
             *_deaths(procs.name, statuses),
-            *self._session.health.errors.of(procs.name),
+            *shown(self._session.errors.of(procs.name)),
             *(error for cell in cells for error in describe(procs.name, cell.what, cell.failures)),
         ]
         return Snapshot(
