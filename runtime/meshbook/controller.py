@@ -233,6 +233,10 @@ class Controller:
 
         self.submit(tell)
 
+    def find_mesh(self, id: int) -> KnownMesh | None:
+        """The mesh with this number, unless it has ended."""
+        return self._board.meshes.get(id)
+
     def next_id(self) -> int:
         """A number that this controller never uses twice."""
         return next(self._ids)

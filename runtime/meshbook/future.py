@@ -19,6 +19,8 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from meshbook.thread_interrupts import waiting_lock
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -26,7 +28,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _log = logging.getLogger(__name__)
-_allocate_lock = threading.Lock
 
 
 class _Outcome(NamedTuple):
@@ -52,7 +53,7 @@ class Future(Generic[T]):
         on_timeout: Callable[[float], BaseException] | None = None,
     ) -> None:
         self._final: dict[int, _Outcome] = {}
-        self._waiters: deque[threading.Lock] = deque()
+        self._waiters: deque[Any] = deque()
         self._callbacks: deque[Callable[[Future[T]], object]] = deque()
         self._on_cancel, self._on_timeout = on_cancel, on_timeout
 
@@ -172,7 +173,7 @@ class Future(Generic[T]):
     # ---- within --------------------------------------------------------------------------------------------
 
     def _wait(self, timeout: float | None) -> _Outcome:
-        lock = _allocate_lock()
+        lock = waiting_lock()
         lock.acquire()
         self._waiters.append(lock)
         if not self._final:

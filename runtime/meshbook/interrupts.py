@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from meshbook.caught import CaughtWatch
+from meshbook.thread_interrupts import gate_of_this_thread
 
 REPEAT_S = 0.02
 """How often an interrupt is repeated until the main thread has noticed it."""
@@ -45,7 +46,7 @@ class InterruptGate:
         self.raised = 0
         """How often KeyboardInterrupt was raised in the running call."""
         self.shield = _Shield(self)
-        """``with gate.shield:`` an interrupt that arrives inside is raised at the end. No-op on other threads."""
+        """``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has any."""
         signal.signal(signal.SIGINT, self._on_sigint)
 
     # ---- control thread -----------------------------------------------------------------------------------------
@@ -143,7 +144,10 @@ class InterruptGate:
 
 
 class _Shield:
-    """Counts how deep the main thread is in sections that must not be torn; on the path of every message."""
+    """Counts how deep the main thread is in sections that must not be torn; on the path of every message.
+
+    Threads with a `meshbook.thread_interrupts.ThreadGate` count for themselves.
+    """
 
     __slots__ = ("_gate", "_main", "depth")
 
@@ -155,9 +159,13 @@ class _Shield:
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
             self.depth += 1
+        elif (gate := gate_of_this_thread()) is not None:
+            gate.__enter__()
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == self._main:
             self.depth -= 1
             if not self.depth:
                 self._gate._raise_held_back()
+        elif (gate := gate_of_this_thread()) is not None:
+            gate.__exit__()

@@ -9,6 +9,8 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 
+from meshbook.actor.controller_road import ControllerRoad
+from meshbook.actor.roads import Road, add_road, remove_road, road_of, set_own_road
 from meshbook.attachment import Attachment, attach_session, find_session, new_controller
 from meshbook.controller import Controller, OutputSource
 from meshbook.errors import SpawnError, UsageError
@@ -286,6 +288,8 @@ def _take_controllers() -> list[Controller]:
         taken = _controllers()
         _controller = _this_host = None
         _attached.clear()
+        for controller in taken:
+            remove_road(controller.folder.id)
         return taken
 
 
@@ -304,6 +308,14 @@ def _the_controller() -> Controller:
 
 def _prepare(controller: Controller) -> None:
     controller.output_source = _output_source
+    add_road(controller.folder.id, ControllerRoad(controller))
+
+
+def _own_road() -> Road:
+    return road_of(_the_controller().folder.id)
+
+
+set_own_road(_own_road)
 
 
 def _forget_in_child() -> None:

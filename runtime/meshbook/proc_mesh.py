@@ -7,6 +7,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from meshbook import partition
+from meshbook.actor.actor_mesh import spawn_actors
+from meshbook.actor.roads import road_of
 from meshbook.arranged import Arranged
 from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
@@ -34,6 +36,7 @@ from meshbook.wire import AtPrompt
 from meshbook.wording import format_sizes
 
 T = TypeVar("T")
+TActor = TypeVar("TActor")
 
 STOP_GRACE_S = 1.0
 """Busy workers have this long to end when a mesh is stopped."""
@@ -323,6 +326,17 @@ class ProcMesh(Arranged):
             output=source(self) if source else None,
             fail_fast=fail_fast,
         )
+
+    def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
+        """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.
+
+        For type checkers it is a ``cls``, whose endpoints have the adverbs of `meshbook.actor.Endpoint`. A constructor
+        that fails fails the first call. Raises: UsageError for what is no actor class, ArgumentsError,
+        SerializationError.
+        """
+        members = self._present().members
+        actors: Any = spawn_actors(road_of(self.session), self.id, self.name, members, name, cls, args, kwargs, None)
+        return actors  # type: ignore[no-any-return]
 
     def new_output_id(self) -> int:
         """A number for an `OutputTarget`."""

@@ -67,6 +67,15 @@ class Attribution:
             self.running = outer
             _cell_of_context.reset(token)
 
+    @contextlib.contextmanager
+    def beside(self, cell_id: int) -> Iterator[None]:
+        """What the calling thread or task starts inside the block belongs to ``cell_id``, though another cell runs."""
+        token = _cell_of_context.set(cell_id)
+        try:
+            yield
+        finally:
+            _cell_of_context.reset(token)
+
     def origin(self) -> int | None:
         """The cell that the calling thread or task comes from, None when it comes from no cell."""
         cell = _cell_of_context.get()
@@ -128,6 +137,15 @@ class RankStream(io.TextIOBase):
 
     def flush(self) -> None:
         for key in list(self._partial):
+            if line := self._partial.pop(key, ""):
+                self._emit(key[0] if isinstance(key, tuple) else None, line)
+
+    def flush_thread(self) -> None:
+        """Write out what the calling thread has begun."""
+        thread = get_ident()
+        for key in [
+            key for key in list(self._partial) if key == thread or (isinstance(key, tuple) and key[1] == thread)
+        ]:
             if line := self._partial.pop(key, ""):
                 self._emit(key[0] if isinstance(key, tuple) else None, line)
 

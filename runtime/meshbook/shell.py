@@ -21,7 +21,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from meshbook.errors import Failure
@@ -216,6 +216,19 @@ class RankShell:
     def output_of(self, cell_id: int) -> contextlib.AbstractContextManager[None]:
         """Inside the block ``cell_id`` is the running cell: its text goes to the pipes, that of others is late."""
         return self._attribution.cell(cell_id)
+
+    @contextlib.contextmanager
+    def output_beside(self, cell_id: int) -> Iterator[None]:
+        """The same on another thread than the main one, or in a task: whatever cell runs, what is printed is late text.
+
+        All of it has been written at the end.
+        """
+        with self._attribution.beside(cell_id):
+            try:
+                yield
+            finally:
+                for stream in self._streams:
+                    stream.flush_thread()
 
     def keep_error(self, error: BaseException, call: int) -> None:
         """Keep the exception for a post-mortem, until the next one; those that ``call`` raised elsewhere belong to it.

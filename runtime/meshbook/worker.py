@@ -27,6 +27,8 @@ from collections.abc import Mapping
 import msgspec
 
 from meshbook import wire
+from meshbook.actor.actor_desk import ActorDesk
+from meshbook.actor.roads import set_own_road
 from meshbook.agent_channel import Channel
 from meshbook.call_children import interrupt_children
 from meshbook.debug_server import DebugSession
@@ -42,6 +44,7 @@ from meshbook.shell import RankShell
 from meshbook.side_threads import run_aside
 from meshbook.store import StoreOp, StoreResult
 from meshbook.this_worker import set_worker
+from meshbook.thread_interrupts import gate_of_this_thread
 from meshbook.worker_mail import WorkerMail
 
 IDLE_S = 0.5
@@ -72,6 +75,7 @@ class Worker:
         """The debug session of this process, the last one if there is none."""
         self._payloads = RankPayloads(self.urgent, shell.describe)
         self.mail = WorkerMail(Channel(mail_fd, self.gate), self._payloads, lambda: self.identity)
+        self.desk = ActorDesk(self, self.mail.boxes)
         self._cancelled: set[int] = set()
         """Calls that were dropped, and answered for, by the control thread; they must not run when they come."""
         self._finished: deque[int] = deque(maxlen=KEPT_FINISHED)
@@ -225,10 +229,14 @@ class Worker:
     ) -> None:
         self.shell.flush_text()
         content = _encode({"data": data, "metadata": metadata, "transient": transient})
-        self.calls.send(wire.RankDisplay(cell_id, update, is_result), [content])
+        self._lane().send(wire.RankDisplay(cell_id, update, is_result), [content])
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
-        self.calls.send(wire.LateText(cell_id, stream, text))
+        self._lane().send(wire.LateText(cell_id, stream, text))
+
+    def _lane(self) -> Channel | WorkerMail:
+        """Where replies of the calling thread will go, so that what it shows comes before them."""
+        return self.calls if gate_of_this_thread() is None else self.mail
 
     def _tell_prompt(self, at: wire.AtPrompt) -> None:
         self.shell.flush_text()
@@ -335,6 +343,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
             os.close(source)
         worker = Worker(shell, call_fd, urgent_fd, mail_fd)
         set_worker(worker)
+        set_own_road(None)
         worker.begin()
         worker.serve()
         atexit._run_exitfuncs()

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshbook import wire
@@ -19,6 +19,7 @@ from meshbook.agent_channel import Channel
 from meshbook.calls import CallFuture
 from meshbook.endpoints import Answer
 from meshbook.errors import Failure, MeshError
+from meshbook.frames import Buffer
 from meshbook.mail_calls import MailCalls
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
@@ -134,6 +135,10 @@ class WorkerMail:
             lines = traceback.format_exception(error)
         here = self._identity()
         return Failure(here.rank, here.host, type(error).__name__, text, tuple(lines), "", error)
+
+    def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
+        """Say something on this lane, in order with the replies of the calling thread. Any thread."""
+        self._channel.send(message, payload)
 
     # ---- for letters: any thread --------------------------------------------------------------------------------
 

@@ -1,0 +1,90 @@
+"""Actors: classes whose methods other processes call, with Monarch's names and meanings.
+
+from meshbook.actor import Actor, endpoint, this_host
+
+class Counter(Actor):
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    @endpoint
+    def add(self, by: int) -> int:
+        self.value += by
+        return self.value
+
+procs = this_host().spawn_procs(per_host={"gpus": 4})
+counters = procs.spawn("counters", Counter, 0)
+counters.add.call(2).get()                 # a ValueMesh
+counters.slice(gpus=0).add.call_one(1).get()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.context import Context, context, current_actor_name, current_rank, current_size
+from meshbook.actor.endpoints import Actor, Endpoint, concurrent_endpoint, endpoint
+from meshbook.actor.errors import (
+    ActorError,
+    ActorStoppedError,
+    ArgumentsError,
+    NoEndpointError,
+    SupervisionError,
+    UnhandledFault,
+)
+from meshbook.actor.ports import Channel, Port, PortReceiver
+from meshbook.actor.sending import Accumulator, as_endpoint, send
+from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
+from meshbook.future import Future
+from meshbook.shape import Extent, Point, Slice
+from meshbook.value_mesh import ValueMesh
+
+if TYPE_CHECKING:
+    from meshbook.mesh import HostMesh, this_host
+    from meshbook.proc_mesh import ProcMesh
+
+__all__ = [
+    "Accumulator",
+    "Actor",
+    "ActorError",
+    "ActorMesh",
+    "ActorStoppedError",
+    "ArgumentsError",
+    "Channel",
+    "Context",
+    "Endpoint",
+    "Extent",
+    "Future",
+    "HostMesh",
+    "MeshFailure",
+    "NoEndpointError",
+    "Point",
+    "Port",
+    "PortReceiver",
+    "ProcMesh",
+    "Slice",
+    "SupervisionError",
+    "UnhandledFault",
+    "ValueMesh",
+    "as_endpoint",
+    "concurrent_endpoint",
+    "context",
+    "current_actor_name",
+    "current_rank",
+    "current_size",
+    "endpoint",
+    "send",
+    "this_host",
+    "unhandled_fault_hook",
+]
+
+_LATER = {"HostMesh": "meshbook.mesh", "this_host": "meshbook.mesh", "ProcMesh": "meshbook.proc_mesh"}
+"""What stands above this package, which those modules import themselves."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        import importlib
+
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

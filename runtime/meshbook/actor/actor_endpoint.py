@@ -1,0 +1,138 @@
+"""Endpoints of a mesh of actors, and the adverbs by which they are called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actor.actor_group import ActorGroup, argument_names, name_view
+from meshbook.actor.described import EndpointInfo
+from meshbook.actor.errors import NoEndpointError
+from meshbook.actor.ports import Port
+from meshbook.actor.results import ActorFuture, Stream
+from meshbook.actor.supervision import MeshFailure, failures_of, on_unhandled
+from meshbook.errors import LayoutError, SerializationError, UsageError
+from meshbook.future import Future
+from meshbook.pickling import Pickled, dumps
+from meshbook.shape import Members, Region
+from meshbook.value_mesh import ValueMesh
+from meshbook.wording import format_sizes
+
+if TYPE_CHECKING:
+    from meshbook.actor.actor_mesh import ActorMesh
+
+
+class ActorEndpoint:
+    """An endpoint of a mesh of actors; see `meshbook.actor.Endpoint` for the adverbs."""
+
+    def __init__(self, mesh: ActorMesh, group: ActorGroup, info: EndpointInfo) -> None:
+        self._mesh, self._group, self._members, self._info = mesh, group, mesh.members, info
+        self.__name__, self.__doc__ = info.name, info.doc or None
+        self.__signature__ = info.signature or inspect.Signature()
+
+    def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+        """Call it on every actor; the values of all."""
+        return self._call(self._members, name_view(self._members), args, kwargs, _same)
+
+    def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call it on the only actor. Raises: LayoutError if there are several."""
+        if len(self._members) != 1:
+            raise LayoutError(
+                f"call_one calls one actor, and {self._group.name} has {format_sizes(self._members.sizes)} here. "
+                f"Slice it first ({self._example()}), or use call or choose."
+            )
+        return self._call(self._members, name_view(self._members), args, kwargs, _only)
+
+    def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call it on one actor, chosen at random."""
+        rank = random.choice(list(self._members.ranks()))
+        return self._call(Region.build(rank, []), self._members, args, kwargs, _only)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
+        """Call it on every actor; futures of the values in the order in which they come."""
+        pickled = self._pack(name_view(self._members), args, kwargs)
+        stream: Stream[Any] = Stream(len(self._members), self._group.name, self._info.name)
+        stream.begin(
+            self._group.call(self._members, self._info.name, pickled, on_reply=stream.on_reply, fail_fast=False)
+        )
+        return stream
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Call it on every actor without waiting; what fails is told to the owner of the actors."""
+        self._post(self._members, name_view(self._members), args, kwargs, None)
+
+    def post(self, args: tuple[Any, ...], kwargs: dict[str, Any], port: Port[Any] | None, one: bool) -> None:
+        """Call it on every actor, or on a random one, and have the answers sent to ``port``."""
+        members = Region.build(random.choice(list(self._members.ranks())), []) if one else self._members
+        self._post(members, self._members if one else name_view(self._members), args, kwargs, port)
+
+    def _post(self, members: Members, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
+        group, pickled = self._group, self._pack(view, args, kwargs, port)
+        source = group.call(members, self._info.name, pickled, fail_fast=False)
+        source.add_done_callback(functools.partial(_tell_of_failure, self._mesh, self._info.name))
+
+    def _call(self, members: Members, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
+        group, name = self._group, self._info.name
+        pickled = self._pack(view, args, kwargs)
+        return ActorFuture(group.call(members, name, pickled), make, group.name, name)
+
+    def _pack(self, view: Any, args: Any, kwargs: Any, port: Port[Any] | None = None) -> Pickled:
+        self._group.check_usable()
+        self._info.check(self._group.name, args, kwargs)
+        payload = ((view, port, *args), kwargs)
+        try:
+            return dumps(payload, what=self._what)
+        except SerializationError:  # once more, to say which argument it was
+            return dumps(payload, what=self._what, roots=argument_names(args, kwargs))
+
+    @property
+    def _what(self) -> str:
+        return f"{self._group.name}.{self._info.name}"
+
+    def _example(self) -> str:
+        axes = ", ".join(f"{axis}=0" for axis, size in self._members.sizes.items() if size > 1)
+        return f"{self._group.name}.slice({axes})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self._what
+        raise UsageError(f"{name} is an endpoint of actors: {name}.call(...), .call_one, .broadcast, .choose, .stream")
+
+    def __repr__(self) -> str:
+        signature = self._info.signature or "(...)"
+        return f"<endpoint {self._what}{signature} of {format_sizes(self._members.sizes)}>"
+
+
+class NotAnEndpoint:
+    """A method of the actors that no process but theirs can call, except by `as_endpoint`."""
+
+    def __init__(self, mesh: ActorMesh, group: ActorGroup, name: str) -> None:
+        self._mesh, self._group, self._name = mesh, group, name
+
+    def as_endpoint(self, explicit_response_port: bool) -> ActorEndpoint:
+        """The method, called as an endpoint would be."""
+        info = EndpointInfo(self._name, False, explicit_response_port, None, "")
+        return ActorEndpoint(self._mesh, self._group, info)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("call", "call_one", "choose", "stream", "broadcast"):
+            raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
+        raise AttributeError(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
+
+
+def _tell_of_failure(mesh: ActorMesh, endpoint: str, done: Future[Any]) -> None:
+    if (error := done.exception(0)) is not None and (failures := failures_of(error)):
+        on_unhandled(MeshFailure(mesh, endpoint, failures))
+
+
+def _same(values: ValueMesh[Any]) -> ValueMesh[Any]:
+    return values
+
+
+def _only(values: ValueMesh[Any]) -> Any:
+    return values.values()[0]

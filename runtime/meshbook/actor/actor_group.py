@@ -1,0 +1,102 @@
+"""What is known in a process of one mesh of actors, shared by all views of it there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from meshbook.actor.described import ActorClass
+from meshbook.actor.errors import ActorStoppedError, SupervisionError, UnhandledFault
+from meshbook.actor.roads import Road, road_of
+from meshbook.calls import CallFuture
+from meshbook.errors import Failure, MeshDetachedError, MeshStoppedError, WorkerLost
+from meshbook.future import Future
+from meshbook.pickling import Pickled
+from meshbook.shape import Members, Region
+
+OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
+
+
+class ActorGroup:
+    """What all views of a mesh of actors share in one process."""
+
+    def __init__(
+        self, session: str, mesh: int, mesh_name: str, mailbox: int, name: str, cls: ActorClass, members: Members
+    ) -> None:
+        """members: all of them. mailbox: the same in each of their processes."""
+        self.session, self.mesh, self.mesh_name = session, mesh, mesh_name
+        self.mailbox, self.name, self.cls, self.members = mailbox, name, cls, members
+        self.initialized: Future[None] = Future()
+        self.stopped: str | None = None
+        """Why, once it was stopped from here."""
+        self.faults: deque[str] = deque()
+        """Reports of what failed for which nobody waited, to be told at the next use."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls, self.members)
+        return _find_group, own
+
+    @property
+    def road(self) -> Road:
+        return road_of(self.session)
+
+    def call(
+        self,
+        members: Members,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        on_reply: OnReply | None = None,
+        fail_fast: bool = True,
+    ) -> CallFuture[Any]:
+        """Call an endpoint. Raises: MeshStoppedError, SupervisionError where a process is known to have ended."""
+        what = f"{self.name}.{endpoint}"
+        try:
+            return self.road.call(
+                self.mesh, members, self.mailbox, endpoint, pickled, what=what, on_reply=on_reply, fail_fast=fail_fast
+            )
+        except MeshDetachedError:
+            raise
+        except MeshStoppedError:
+            raise MeshStoppedError(self.mesh_name) from None
+        except WorkerLost as lost:
+            raise SupervisionError.of_worker(lost, self.name) from None
+
+    def check_usable(self) -> None:
+        """Raises: ActorStoppedError; UnhandledFault, once for each."""
+        if self.stopped is not None:
+            raise ActorStoppedError(self.name, self.stopped)
+        if self.faults:
+            reports = []
+            while self.faults:
+                reports.append(self.faults.popleft())
+            raise UnhandledFault("\n".join(reports))
+
+
+_groups: dict[tuple[str, int], ActorGroup] = {}
+"""Those that were spawned here, so that references which come back know what became of them."""
+
+
+def _find_group(session: str, mesh: int, mesh_name: str, mailbox: int, *rest: Any) -> ActorGroup:
+    return _groups.get((session, mailbox)) or ActorGroup(session, mesh, mesh_name, mailbox, *rest)
+
+
+def keep_group(group: ActorGroup) -> None:
+    """It was spawned here."""
+    _groups[group.session, group.mailbox] = group
+
+
+def forget_group(group: ActorGroup) -> None:
+    """It was stopped."""
+    _groups.pop((group.session, group.mailbox), None)
+
+
+def argument_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a person calls each argument, for an error that says which one is at fault."""
+    return {**{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
+
+
+def name_view(members: Members) -> str | Members:
+    """How an actor finds its place among those that are called: labels suffice for an affine view."""
+    return ",".join(members.labels) if isinstance(members, Region) else members

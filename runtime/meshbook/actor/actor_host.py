@@ -1,0 +1,351 @@
+"""An actor in its process: a thread that takes one message at a time from its inbox and runs the endpoint.
+
+    thread of the mail ──deliver──> inbox ──> thread of the actor ──reply──> the caller
+                       ──cancel───> drops a message that waits, interrupts the one that runs
+
+A class with an ``async`` endpoint gets an asyncio loop on that thread; its plain endpoints run there too. Messages are
+still handled one at a time, except those to a `concurrent_endpoint`. The first message makes the actor. When that fails
+it stays, and answers everything with what was raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from meshbook import wire
+from meshbook.actor.context import ActorInstance, Context, current_context
+from meshbook.actor.endpoints import EndpointMethod
+from meshbook.actor.errors import NoEndpointError
+from meshbook.actor.gated import Gated
+from meshbook.actor.inbox import Inbox, Message
+from meshbook.actor.ports import Port, ResponsePort
+from meshbook.endpoints import Answer
+from meshbook.errors import Failure, UsageError
+from meshbook.mailboxes import LoadArgs, Reply
+from meshbook.shape import Members, Point, Region
+from meshbook.thread_interrupts import ThreadGate
+
+
+class Surroundings(Protocol):
+    """What an actor needs of its process."""
+
+    def describe(self, error: BaseException) -> Failure:
+        """A failure of what user code has raised."""
+
+    def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
+        """What is printed inside belongs to ``output``, and has been sent at the end."""
+
+    @property
+    def rank(self) -> int:
+        """The process's base rank in its mesh."""
+
+    @property
+    def mesh_name(self) -> str:
+        """The name of its mesh."""
+
+    def tell_owner(self, host: ActorHost, failure: Failure, endpoint: str) -> None:
+        """A message failed for whose answer nobody waits."""
+
+    def actor_ended(self, host: ActorHost) -> None:
+        """The thread of an actor ends."""
+
+
+class ActorHost:
+    """One actor; `deliver` and `cancel` are for the thread of the mail, `state` for any."""
+
+    def __init__(self, surroundings: Surroundings, mailbox: int, name: str) -> None:
+        self.mailbox, self.name = mailbox, name
+        self.class_name = ""
+        self.owner: Port[Any] | None = None
+        """Who is told of failures."""
+        self.current: dict[int, tuple[wire.Call, float]] = {}
+        """Messages that are being handled, by serial, and since when."""
+        self._surroundings = surroundings
+        self._inbox = Inbox()
+        self._actor: Any = None
+        self._instance: ActorInstance | None = None
+        self._broken: Failure | None = None
+        self._tasks: dict[int, asyncio.Task[Answer]] = {}
+        self._promised: dict[int, Message] = {}
+        """Messages whose answer is to come on their response port, by serial."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.gate: ThreadGate | None = None
+        self.thread = threading.Thread(target=self._run, name=f"actor {name}", daemon=True)
+
+    # ---- the thread of the mail ---------------------------------------------------------------------------------
+
+    def deliver(self, call: wire.Call, load: LoadArgs, reply: Reply) -> None:
+        """Take a message; the first one is the class with its arguments."""
+        self._inbox.put(call, load, reply)
+
+    def end(self) -> None:
+        """Have the actor clean up and end after the messages that have come."""
+        self._inbox.end()
+
+    def cancel(self, call: wire.Call, insist: bool) -> None:
+        """The sender wants the end of ``call``."""
+        if self._inbox.drop(call):
+            return
+        for message in list(self._promised.values()):
+            if message.call is call:
+                self._keep_promise(message, self._failed(message, KeyboardInterrupt()))
+        serial = next((serial for serial, (other, _) in list(self.current.items()) if other is call), 0)
+        gate, loop, task = self.gate, self._loop, self._tasks.get(serial)
+        if gate is not None and not gate.interrupt(serial) and task is not None and loop is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    # ---- any thread ---------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, object]:
+        """Plain data: what it is, what it does, and since when."""
+        running = list(self.current.values())
+        oldest = min((since for _, since in running), default=None)
+        return {
+            "mailbox": self.mailbox,
+            "name": self.name,
+            "class": self.class_name,
+            "queued": len(self._inbox.waiting()),
+            "doing": [call.endpoint for call, _ in running],
+            "busy_s": time.monotonic() - oldest if oldest is not None else 0.0,
+            "broken": self._broken is not None,
+        }
+
+    # ---- the actor's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread's
+        self.gate = ThreadGate()
+        try:
+            first = self._inbox.get()
+            if first is not None:
+                self._answer(first, lambda: self._make(first))
+                if self._is_async():
+                    self._serve_in_loop()
+                else:
+                    self._serve()
+        finally:
+            self.gate.end()
+            self._surroundings.actor_ended(self)
+
+    def _make(self, message: Message) -> Answer:
+        """The actor itself; the payload: the view's labels, its owner, its class, its arguments."""
+        try:
+            (view, self.owner, cls, *args), kwargs = message.load()
+            self.class_name = cls.__qualname__
+            place = _point_of(self._surroundings.rank, message.call, view)
+            self._instance = ActorInstance(
+                self.name, self.class_name, self._surroundings.mesh_name, place, self.mailbox
+            )
+            with self._context(message.call, view):
+                self._actor = cls(*args, **kwargs)
+            return Answer(wire.OK, None, has_value=True)
+        except BaseException as error:
+            self._broken = self._surroundings.describe(error)
+            raise
+
+    def _is_async(self) -> bool:
+        cls = type(self._actor)
+        members = (inspect.getattr_static(cls, name, None) for name in dir(cls))
+        return any(isinstance(m, EndpointMethod) and inspect.iscoroutinefunction(m.method) for m in members)
+
+    def _serve(self) -> None:
+        while (message := self._inbox.get()) is not None:
+            self._answer(message, functools.partial(self._handle, message))
+            del message  # it may hold large arguments
+        self._answer_cleanup()
+
+    def _answer(self, message: Message, handle: Callable[[], Answer]) -> None:
+        """Run ``handle``, in which an interrupt may be raised, and reply."""
+        gate = self.gate
+        assert gate is not None
+        serial, call = message.serial, message.call
+        self.current[serial] = (call, time.monotonic())
+        with self._surroundings.output_of(call.output):
+            try:
+                try:
+                    gate.open(serial)
+                    answer = handle()
+                finally:
+                    gate.close()
+            except BaseException as error:  # whatever user code raises, SystemExit included, becomes the reply
+                gate.close()  # the interrupt may have come just before it was
+                answer = self._failed(message, error)
+        self._finish(message, answer)
+
+    def _finish(self, message: Message, answer: Answer | None) -> None:
+        self.current.pop(message.serial, None)
+        if answer is not None:
+            message.reply(answer)
+
+    def _failed(self, message: Message, error: BaseException) -> Answer:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        broken = self._broken if self._actor is None else None
+        failure = broken or self._surroundings.describe(error)
+        if not message.call.reply and not interrupted:
+            self._surroundings.tell_owner(self, failure, message.call.endpoint)
+        return Answer(wire.INTERRUPTED if interrupted else wire.RAISED, failure=failure)
+
+    def _handle(self, message: Message) -> Answer:
+        """A plain endpoint: its answer, or what it raises."""
+        method, port, args, kwargs = self._prepare(message)
+        with self._context(message.call, args[0]):
+            value = method(*([port] if port is not None else []), *args[2:], **kwargs)
+            answer: Answer = self._answer_of(message, value, port, args[1])
+            return answer
+
+    def _prepare(self, message: Message) -> tuple[Any, Port[Any] | None, tuple[Any, ...], dict[str, Any]]:
+        """The method, its response port if it wants one, and the payload: the view's labels, a port, arguments."""
+        if self._broken is not None:
+            raise UsageError(f"{self.name} could not be made")  # the reply tells what was raised there
+        declared = inspect.getattr_static(type(self._actor), message.call.endpoint, None)
+        if declared is None or message.call.endpoint.startswith("__"):
+            known = [n for n in dir(self._actor) if isinstance(getattr(type(self._actor), n, None), EndpointMethod)]
+            raise NoEndpointError(self.class_name, message.call.endpoint, known)
+        args, kwargs = message.load()
+        port: Port[Any] | None = None
+        if isinstance(declared, EndpointMethod) and declared.explicit_response_port:
+            port = args[1] or self._promise(message)
+        return getattr(self._actor, message.call.endpoint), port, args, kwargs
+
+    def _promise(self, message: Message) -> Port[Any]:
+        self._promised[message.serial] = message
+        reply = functools.partial(self._keep_promise, message)
+        return ResponsePort(reply, functools.partial(self._failed, message))
+
+    def _keep_promise(self, message: Message, answer: Answer) -> None:
+        self._promised.pop(message.serial, None)
+        message.reply(answer)
+
+    def _answer_of(self, message: Message, value: Any, port: Port[Any] | None, to: Port[Any] | None) -> Any:
+        """The answer of an endpoint that has returned; None where another one will come, or goes to a port."""
+        if port is not None:
+            return None
+        if to is not None:
+            to.send(value)
+            return Answer(wire.OK, None, has_value=True)
+        return Answer(wire.OK, value, has_value=True, what=f"the result of {self.name}.{message.call.endpoint}")
+
+    @contextlib.contextmanager
+    def _context(self, call: wire.Call, view: str | Members) -> Generator[None, None, None]:
+        instance = self._instance
+        assert instance is not None
+        point: Callable[[], Point] = functools.partial(_point_of, self._surroundings.rank, call, view)
+        token = current_context.set(Context(instance, point))
+        try:
+            yield
+        finally:
+            current_context.reset(token)
+
+    # ---- in an event loop ---------------------------------------------------------------------------------------
+
+    def _serve_in_loop(self) -> None:
+        self._loop = loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        self._inbox.enter_loop(loop)
+        serving = loop.create_task(self._serve_async())
+        try:
+            while not serving.done():
+                try:
+                    loop.run_until_complete(serving)
+                except KeyboardInterrupt:  # raised in a step of a task, which has it too
+                    continue
+        finally:
+            loop.close()
+
+    async def _serve_async(self) -> None:
+        beside: set[asyncio.Task[None]] = set()
+        while (message := await self._inbox.get_async()) is not None:
+            task = asyncio.ensure_future(self._answer_async(message))
+            if self._is_concurrent(message):
+                beside.add(task)
+                task.add_done_callback(beside.discard)
+            else:
+                await asyncio.wait({task})
+            del message, task
+        if beside:
+            await asyncio.wait(beside)
+        task = asyncio.ensure_future(self._clean_up_async())
+        await asyncio.wait({task})
+
+    def _is_concurrent(self, message: Message) -> bool:
+        declared = inspect.getattr_static(type(self._actor), message.call.endpoint, None)
+        return isinstance(declared, EndpointMethod) and declared.concurrent
+
+    async def _answer_async(self, message: Message) -> None:
+        """Handle a message in a task of its own, so that it can be cancelled."""
+        self.current[message.serial] = (message.call, time.monotonic())
+        with self._surroundings.output_of(message.call.output):
+            answer: Answer | None
+            task = asyncio.ensure_future(self._handle_async(message))
+            self._tasks[message.serial] = task
+            await asyncio.wait({task})
+            self._tasks.pop(message.serial, None)
+            try:
+                answer = task.result()
+            except asyncio.CancelledError as error:
+                answer = self._failed(message, KeyboardInterrupt().with_traceback(error.__traceback__))
+            except BaseException as error:
+                answer = self._failed(message, error)
+        self._finish(message, answer)
+
+    async def _handle_async(self, message: Message) -> Answer:
+        assert self.gate is not None
+        try:
+            return await Gated(self.gate, message.serial, self._call_async(message))
+        except (KeyboardInterrupt, SystemExit) as error:  # which would end the loop
+            return self._failed(message, error)
+
+    async def _call_async(self, message: Message) -> Answer:
+        method, port, args, kwargs = self._prepare(message)
+        with self._context(message.call, args[0]):
+            value = method(*([port] if port is not None else []), *args[2:], **kwargs)
+            if inspect.isawaitable(value):
+                value = await value
+            answer: Answer = self._answer_of(message, value, port, args[1])
+            return answer
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def _answer_cleanup(self) -> None:
+        """Run ``__cleanup__``; what it raises is told to the owner."""
+        cleanup = getattr(self._actor, "__cleanup__", None)
+        if cleanup is None:
+            return
+        with self._surroundings.output_of(0):
+            try:
+                result = cleanup(None)
+                if inspect.isawaitable(result):
+                    asyncio.run(_await(result))
+            except BaseException as error:
+                self._surroundings.tell_owner(self, self._surroundings.describe(error), "__cleanup__")
+
+    async def _clean_up_async(self) -> None:
+        cleanup = getattr(self._actor, "__cleanup__", None)
+        if cleanup is None:
+            return
+        with self._surroundings.output_of(0):
+            try:
+                result = cleanup(None)
+                if inspect.isawaitable(result):
+                    await result
+            except BaseException as error:
+                self._surroundings.tell_owner(self, self._surroundings.describe(error), "__cleanup__")
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def _point_of(rank: int, call: wire.Call, view: str | Members) -> Point:
+    """Where a rank stands in the view that was called; its labels suffice where the target is all of it."""
+    if isinstance(view, str):
+        view = Region(tuple(view.split(",")) if view else (), call.target[0])
+    return view.point(rank)

@@ -1,0 +1,150 @@
+"""ActorMesh: one actor per point, and views of some of them. What `ProcMesh.spawn` returns, and what travels.
+
+A reference is small: session, mesh, mailbox, members, and what the endpoints are called and take; not the class. It
+works in every process of the session.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshbook.actor.actor_desk import STOP
+from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
+from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
+from meshbook.actor.described import check_construction, describe_class
+from meshbook.actor.errors import NoEndpointError
+from meshbook.actor.ports import Port
+from meshbook.actor.results import ActorFuture
+from meshbook.actor.roads import DESK, Road
+from meshbook.arranged import Arranged
+from meshbook.errors import SerializationError, UsageError
+from meshbook.future import Future
+from meshbook.pickling import dumps
+from meshbook.shape import Members
+from meshbook.wording import format_sizes
+
+
+class ActorMesh(Arranged):
+    """Actors, arranged as the processes in which they live; views cost nothing. Attributes are their endpoints."""
+
+    def __init__(self, group: ActorGroup, members: Members) -> None:
+        super().__init__(members)
+        self._group = group
+
+    @property
+    def name(self) -> str:
+        return self._group.name
+
+    @property
+    def initialized(self) -> Future[None]:
+        """Completes when all have been made. Raises, when asked: ActorError with what ``__init__`` raised."""
+        return self._group.initialized
+
+    def _part(self, members: Members) -> ActorMesh:
+        return ActorMesh(self._group, members)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_group":
+            raise AttributeError(name)
+        group = self._group
+        if (info := group.cls.endpoints.get(name)) is not None:
+            return ActorEndpoint(self, group, info)
+        if name in group.cls.methods:
+            return NotAnEndpoint(self, group, name)
+        raise NoEndpointError(group.cls.name, name, group.cls.endpoints)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._group.cls.endpoints})
+
+    def stop(self, reason: str = "stopped by client") -> Future[None]:
+        """End all of them, views' others included, when they have handled what was sent before; `__cleanup__` runs.
+
+        The processes live on. Done when the actors have ended. Idempotent.
+        """
+        group = self._group
+        if group.stopped is not None:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        group.stopped = reason
+        forget_group(group)
+        pickled = dumps(((), {}), what="stop")
+        source = group.call(group.members, STOP, pickled, fail_fast=False)
+        return ActorFuture(source, _nothing, group.name, "stop")
+
+    def remember_fault(self, report: str) -> None:
+        """Have the next use of these actors raise `UnhandledFault`."""
+        self._group.faults.append(report)
+
+    async def __aenter__(self) -> ActorMesh:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    def __enter__(self) -> ActorMesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop().get()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActorMesh, (self._group, self._members)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ActorMesh):
+            return NotImplemented
+        mine, theirs = self._group, other._group
+        return (mine.session, mine.mailbox, self._members) == (theirs.session, theirs.mailbox, other._members)
+
+    def __hash__(self) -> int:
+        return hash((self._group.session, self._group.mailbox))
+
+    def __repr__(self) -> str:
+        group = self._group
+        state = ", stopped" if group.stopped is not None else ""
+        endpoints = ", ".join(group.cls.endpoints) or "no endpoints"
+        where = f'"{group.mesh_name}", ' if group.mesh_name else ""
+        return f'ActorMesh("{group.name}", {group.cls.name}, {where}{format_sizes(self.sizes)}{state}): {endpoints}'
+
+
+RESERVED = frozenset(name for name in dir(ActorMesh) if not name.startswith("__"))
+"""Names that endpoints cannot have: every mesh of actors has attributes of these names."""
+
+
+def spawn_actors(
+    road: Road,
+    mesh: int,
+    mesh_name: str,
+    members: Members,
+    name: str,
+    cls: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    owner: Port[Any] | None,
+) -> ActorMesh:
+    """Have an actor made in every process of ``members``; does not wait for it.
+
+    Raises: UsageError for what is no class of actors, ArgumentsError, SerializationError.
+    """
+    described = describe_class(cls, RESERVED)
+    check_construction(cls, name, args, kwargs)
+    if not isinstance(name, str) or not name:
+        raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
+    group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members)
+    payload = ((name_view(members), owner, cls, *args), kwargs)
+    try:
+        pickled = dumps(payload, what=cls.__qualname__)
+    except SerializationError:  # once more, to say which argument it was
+        pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
+    spawned = road.call(
+        mesh, members, DESK, f"{group.mailbox}:{road.session}:{name}", pickled,
+        what=f"{cls.__qualname__}()", fail_fast=False,
+    )  # fmt: skip
+    group.initialized = ActorFuture(spawned, _nothing, name, "__init__")
+    keep_group(group)
+    return ActorMesh(group, members)
+
+
+def _nothing(values: object) -> None:
+    return None

@@ -1,0 +1,70 @@
+"""Who is asked and for whom: `context`, `current_rank`, `current_size`, `current_actor_name`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from meshbook.shape import Extent, Point
+
+
+class ActorInstance(NamedTuple):
+    """One actor; in the notebook, or outside of any actor, the client."""
+
+    name: str
+    """As it was spawned: ``trainers``."""
+    class_name: str
+    mesh_name: str
+    rank: Point
+    """Its place among the processes of its mesh."""
+    mailbox: int
+
+    @property
+    def actor_id(self) -> str:
+        """Names it among all: ``main.trainers[3]``."""
+        return f"{self.mesh_name}.{self.name}[{self.rank.rank}]" if self.mesh_name else self.name
+
+
+class Context:
+    """What `context` returns. ``message_rank``: the actor's place in the mesh, or slice, that was called."""
+
+    def __init__(self, actor_instance: ActorInstance, message_rank: Callable[[], Point]) -> None:
+        self.actor_instance = actor_instance
+        self._message_rank = message_rank
+
+    @property
+    def message_rank(self) -> Point:
+        return self._message_rank()
+
+    def __repr__(self) -> str:
+        return f"Context({self.actor_instance.actor_id}, message_rank={self.message_rank})"
+
+
+def _nowhere() -> Point:
+    return Point(0, Extent((), ()))
+
+
+_client = Context(ActorInstance("client", "", "", _nowhere(), 0), _nowhere)
+current_context: ContextVar[Context] = ContextVar("meshbook_actor", default=_client)
+"""Set while an actor handles a message; tasks that it starts inherit it."""
+
+
+def context() -> Context:
+    """The actor that runs now, and its place among those that were called together with it."""
+    return current_context.get()
+
+
+def current_rank() -> Point:
+    """The place of this actor in the mesh, or slice, that was called: a mapping of axis to coordinate."""
+    return context().message_rank
+
+
+def current_size() -> dict[str, int]:
+    """The axes of the mesh, or slice, that was called."""
+    return context().message_rank.extent.sizes
+
+
+def current_actor_name() -> str:
+    """Names this actor among all: ``main.trainers[3]``."""
+    return context().actor_instance.actor_id

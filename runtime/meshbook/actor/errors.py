@@ -1,0 +1,107 @@
+"""Errors of actors; they stand in the runtime's tree.
+
+CallFailed   ── ActorError         an endpoint raised
+WorkerLost   ── SupervisionError   the processes of actors ended
+UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeError too)
+             ── ArgumentsError     arguments that do not fit the endpoint's signature (a TypeError too)
+MeshError    ── ActorStoppedError  a call to actors that were stopped
+             ── UnhandledFault     something failed for which nobody waited, and nobody handled it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshbook.errors import CallFailed, Failure, MeshError, UsageError, WorkerLost
+from meshbook.wording import did_you_mean, name_ranks
+
+
+class ActorError(CallFailed):
+    """An endpoint raised. ``partial`` maps the ranks that succeeded to their results; equal causes are shown once."""
+
+    def __init__(
+        self, failures: Iterable[Failure], endpoint: str = "", partial: Mapping[int, Any] | None = None
+    ) -> None:
+        super().__init__(failures, partial=partial)
+        self.endpoint = endpoint
+        self.args = (self.failures, endpoint)
+
+    @property
+    def exception(self) -> BaseException:
+        """The exception of the first rank that raised; itself where that could not travel."""
+        first = min(self.failures, key=lambda failure: failure.rank)
+        try:
+            return first.load() or self
+        except Exception:  # its class does not exist here, or does not survive pickling
+            return self
+
+    def __str__(self) -> str:
+        return f"{self.endpoint}: {super().__str__()}" if self.endpoint else super().__str__()
+
+
+class SupervisionError(WorkerLost, RuntimeError):
+    """Processes of actors ended: their calls fail, now and later."""
+
+    @classmethod
+    def of_worker(cls, lost: WorkerLost, actor: str) -> SupervisionError:
+        """actor: the name of the actors whose processes they were."""
+        error = cls(*lost.deaths[0], lost.deaths[1:], partial=lost.partial)
+        error.actor = actor
+        error.freed, error.freed_s, error.groups = lost.freed, lost.freed_s, lost.groups
+        return error
+
+    actor = ""
+
+    def __str__(self) -> str:
+        if not self.actor:
+            return super().__str__()
+        gone = (
+            f'  the actors "{self.actor}" of {name_ranks(self.ranks)} ended with it; after a repair, spawn them again'
+        )
+        return f"{super().__str__()}\n{gone}"
+
+
+class NoEndpointError(UsageError, AttributeError):
+    """A name that is no endpoint of the actors."""
+
+    def __init__(self, cls: str, name: str, endpoints: Iterable[str], is_method: bool = False) -> None:
+        self.cls, self.attribute, self.endpoints, self.is_method = cls, name, tuple(endpoints), is_method
+        super().__init__(cls, name, self.endpoints, is_method)
+
+    def __str__(self) -> str:
+        if self.is_method:
+            return (
+                f"{self.cls}.{self.attribute} is a method, but no endpoint: decorate it with @endpoint, "
+                f"or call it as as_endpoint(actors.{self.attribute}).call()"
+            )
+        known = ", ".join(self.endpoints) or "none"
+        near = did_you_mean(self.attribute, self.endpoints)
+        return f"{self.cls} has no endpoint {self.attribute}; it has: {known}.{near}"
+
+
+class ArgumentsError(UsageError, TypeError):
+    """Arguments that do not fit the signature of an endpoint."""
+
+
+class ActorStoppedError(MeshError):
+    """A call to actors that were stopped."""
+
+    def __init__(self, name: str, reason: str = "") -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        why = f" ({self.reason})" if self.reason else ""
+        return f'the actors "{self.name}" were stopped{why}. Spawn them again: procs.spawn("{self.name}", ...)'
+
+
+class UnhandledFault(MeshError):
+    """Something failed for which nobody waited; told at the next use of the actors, once. They can be used again."""
+
+    def __init__(self, report: str) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report

@@ -1,0 +1,101 @@
+"""The messages that wait for one actor, in the order in which they have come."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from typing import NamedTuple, TypeAlias
+
+from meshbook import wire
+from meshbook.endpoints import Answer
+from meshbook.mailboxes import LoadArgs, Reply
+
+
+class Message(NamedTuple):
+    """A call on its way to an actor. serial: never used twice in a process."""
+
+    serial: int
+    call: wire.Call
+    load: LoadArgs
+    reply: Reply
+    came_at: float
+
+
+_Item: TypeAlias = "Message | None"
+
+
+class Inbox:
+    """Filled by the thread of the mail; emptied by the actor's thread, which may wait in Python or in an event loop."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_queue: asyncio.Queue[_Item] | None = None
+        self._serial = 0
+        self._waiting: dict[int, Message] = {}
+        """Those that the actor has not begun, by serial."""
+
+    def put(self, call: wire.Call, load: LoadArgs, reply: Reply) -> None:
+        """A message has come."""
+        with self._lock:
+            self._serial += 1
+            message = Message(self._serial, call, load, reply, time.monotonic())
+            self._waiting[message.serial] = message
+            self._pass_on(message)
+
+    def end(self) -> None:
+        """After all that has come so far the actor is to end."""
+        with self._lock:
+            self._pass_on(None)
+
+    def _pass_on(self, item: _Item) -> None:
+        if self._loop is None or self._loop_queue is None:
+            self._queue.put(item)
+        else:
+            self._loop.call_soon_threadsafe(self._loop_queue.put_nowait, item)
+
+    def drop(self, call: wire.Call) -> bool:
+        """The sender does not want ``call`` any more; whether it waited here."""
+        with self._lock:
+            found = next((message for message in self._waiting.values() if message.call is call), None)
+            if found is None:
+                return False
+            del self._waiting[found.serial]
+        found.reply(Answer(wire.DROPPED))
+        return True
+
+    def waiting(self) -> list[str]:
+        """The endpoints of the messages that wait."""
+        with self._lock:
+            return [message.call.endpoint for message in self._waiting.values()]
+
+    # ---- the actor's thread -------------------------------------------------------------------------------------
+
+    def get(self) -> _Item:
+        """Wait for the next; None: the actor is to end."""
+        while True:
+            message = self._queue.get()
+            if message is None or self._begin(message):
+                return message
+
+    def enter_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on `get_async`, in ``loop``, is used."""
+        with self._lock:
+            self._loop, self._loop_queue = loop, asyncio.Queue()
+            while not self._queue.empty():
+                self._loop_queue.put_nowait(self._queue.get())
+
+    async def get_async(self) -> _Item:
+        """As `get`."""
+        assert self._loop_queue is not None
+        while True:
+            message = await self._loop_queue.get()
+            if message is None or self._begin(message):
+                return message
+
+    def _begin(self, message: Message) -> bool:
+        with self._lock:
+            return self._waiting.pop(message.serial, None) is not None

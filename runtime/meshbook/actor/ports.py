@@ -1,0 +1,199 @@
+"""Ports: one-way roads for values, from any process to the one that made them.
+
+port, receiver = Channel.open()
+port.send(3)                       # here, or wherever the port was sent to
+receiver.recv().get()              # 3
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from meshbook import wire
+from meshbook.actor.roads import Place, Road, own_road, road_of
+from meshbook.endpoints import Answer
+from meshbook.future import Future
+from meshbook.joined_futures import MappedFuture
+from meshbook.mailboxes import LoadArgs, Reply
+from meshbook.pickling import dumps, loads
+from meshbook.shape import Members, Region
+
+R = TypeVar("R")
+
+
+class Port(Generic[R]):
+    """Where values can be sent to. Small, and works in every process of the session."""
+
+    def __init__(self, session: str, place: Place, mailbox: int) -> None:
+        self._session, self._place, self._mailbox = session, Place(*place), mailbox
+
+    def send(self, obj: R) -> None:
+        """Send a value; returns before it has arrived. Raises: SerializationError, WorkerLost, MeshStoppedError."""
+        self._post("send", obj)
+
+    def exception(self, error: BaseException) -> None:
+        """Have the receiver's next `recv` raise ``error``."""
+        self._post("exception", error)
+
+    def _post(self, endpoint: str, value: object) -> None:
+        road = road_of(self._session)
+        pickled = dumps(((value,), {}), what="the value")
+        if self._place == road.place:
+            head, buffers = pickled.head, [bytes(buffer) for buffer in pickled.buffers]
+            mailbox = road.mailboxes.find(self._mailbox, self._place.rank)
+            call = wire.Call(0, self._place.mesh, endpoint, (), mailbox=self._mailbox, reply=False)
+            mailbox.handler(call, lambda: loads(head, buffers), _drop)
+        else:
+            road.post(self._place.mesh, one_member(self._place.rank), self._mailbox, endpoint, pickled)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Port, (self._session, tuple(self._place), self._mailbox)
+
+    def __repr__(self) -> str:
+        return f"Port(mesh {self._place.mesh}, rank {self._place.rank})"
+
+
+def one_member(rank: int) -> Members:
+    """A single rank, without axes."""
+    return Region.build(rank, [])
+
+
+def _drop(answer: Answer) -> None:
+    """Nobody waits for an answer."""
+
+
+class PortReceiver(Generic[R]):
+    """Where the values of a port come out, in the order in which each sender has sent them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._come: deque[Callable[[], R]] = deque()
+        self._asked: deque[Future[Callable[[], R]]] = deque()
+
+    def recv(self) -> Future[R]:
+        """The next value. Raises, when asked for its result: what was sent as an exception."""
+        asked: Future[Callable[[], R]] = Future()
+        with self._lock:
+            load = self._come.popleft() if self._come else None
+            if load is None:
+                self._asked.append(asked)
+        if load is not None:
+            asked.set_result(load)
+        return MappedFuture(asked, _run)
+
+    def take(self, load: Callable[[], R]) -> None:
+        """A message has come. load: builds its value, on the thread that asks for it."""
+        with self._lock:
+            asked = self._asked.popleft() if self._asked else None
+            if asked is None:
+                self._come.append(load)
+        if asked is not None:
+            asked.set_result(load)
+
+
+def _run(load: Callable[[], R]) -> R:
+    return load()
+
+
+class Channel(Generic[R]):
+    """A port together with its receiver."""
+
+    @staticmethod
+    def open(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
+        """Make a port of this process. once: it takes a single message.
+
+        It closes when its receiver is let go of.
+        """
+        road = own_road()
+        receiver: PortReceiver[Any] = PortReceiver()
+        return make_port(road, receiver, once=once), receiver
+
+
+def make_port(road: Road, receiver: PortReceiver[Any], *, once: bool = False) -> Port[Any]:
+    """A port whose messages ``receiver`` gets."""
+    id = road.new_mailbox()
+    wanted = weakref.ref(receiver)
+    mailboxes = road.mailboxes
+
+    def on_message(call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+        if (to := wanted()) is not None:
+            to.take(_loader(call.endpoint, load_args))
+        if once:
+            mailboxes.close(id, "the port was for one message")
+        if call.reply:
+            reply(Answer(wire.OK, None, has_value=True))
+
+    mailboxes.open(id, on_message)
+    weakref.finalize(receiver, mailboxes.close, id, "its receiver is gone").atexit = False
+    return Port(road.session, road.place, id)
+
+
+def _loader(endpoint: str, load_args: LoadArgs) -> Callable[[], Any]:
+    lock = threading.Lock()
+    loaded: list[Any] = []
+
+    def load() -> Any:
+        with lock:
+            if not loaded:
+                (value,), _ = load_args()
+                loaded.append(value)
+        if endpoint == "exception":
+            raise loaded[0]
+        return loaded[0]
+
+    return load
+
+
+class ResponsePort(Port[R]):
+    """The port of an explicit response: what is sent on it is the answer to the call. Can be passed on."""
+
+    def __init__(self, reply: Reply, fail: Callable[[BaseException], Answer]) -> None:
+        self._reply, self._fail = reply, fail
+        self._receiver: PortReceiver[R] | None = None
+
+    def send(self, obj: R) -> None:
+        self._reply(Answer(wire.OK, obj, has_value=True, what="the response"))
+
+    def exception(self, error: BaseException) -> None:
+        self._reply(self._fail(error))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Passed on, it is a port of this process that passes on what it gets."""
+        road = own_road()
+        receiver = _Forwarder(self)
+        return make_port(road, receiver, once=True).__reduce__()
+
+    def __repr__(self) -> str:
+        return "Port(the caller)"
+
+
+class _Forwarder(PortReceiver[R]):
+    """Hands the first message of a port over to another."""
+
+    _kept: set[Any] = set()
+    """Until their message has come, since nobody else holds them."""
+
+    def __init__(self, port: Port[R]) -> None:
+        super().__init__()
+        self._port = port
+        self._kept.add(self)
+
+    def take(self, load: Callable[[], R]) -> None:
+        from meshbook.side_threads import run_aside  # what loads runs the user's code: not on the thread of the mail
+
+        self._kept.discard(self)
+        port = self._port
+
+        def pass_on() -> None:
+            try:
+                value = load()
+            except BaseException as error:
+                port.exception(error)
+            else:
+                port.send(value)
+
+        run_aside(pass_on)

@@ -1,0 +1,99 @@
+"""How references find their way: the road from this process to mailboxes, its own and those of others.
+
+A reference (a mesh of actors, a port) that arrives in a process speaks through that process's road: in a worker the
+mail lane of the worker, in the notebook the controller of the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from meshbook.calls import CallFuture
+from meshbook.errors import Failure, UsageError
+from meshbook.mailboxes import Mailboxes
+from meshbook.pickling import Pickled
+from meshbook.shape import Members
+
+DESK = (1 << 62) - 1
+"""The mailbox of a process in which actors are spawned (`meshbook.actor.actor_desk`)."""
+
+
+class Place(NamedTuple):
+    """A process: mesh 0, rank 0 is the controller's."""
+
+    mesh: int
+    rank: int
+
+
+class Road(Protocol):
+    """What references need of their process."""
+
+    mailboxes: Mailboxes
+
+    @property
+    def session(self) -> str:
+        """The id of the session."""
+
+    @property
+    def place(self) -> Place:
+        """Where this process is reached."""
+
+    def new_mailbox(self) -> int:
+        """A number for a mailbox that nobody else has."""
+
+    def call(
+        self,
+        mesh: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        what: str,
+        on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
+        fail_fast: bool = True,
+    ) -> CallFuture[Any]:
+        """Call ``endpoint`` of a mailbox on every member. Raises: MeshStoppedError, WorkerLost."""
+
+    def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
+        """The same without an answer. Raises: MeshStoppedError, WorkerLost."""
+
+
+_roads: dict[str, Road] = {}
+_own: Callable[[], Road] | None = None
+
+
+def set_own_road(own: Callable[[], Road] | None) -> None:
+    """The road on which this process makes ports, and takes references of sessions that it knows nothing of."""
+    global _own
+    _own = own
+
+
+def add_road(session: str, road: Road) -> None:
+    """References of ``session`` speak through ``road`` here."""
+    _roads[session] = road
+
+
+def remove_road(session: str) -> None:
+    """The session has ended, or was left."""
+    _roads.pop(session, None)
+
+
+def own_road() -> Road:
+    """The process's own. Raises: UsageError in a process that belongs to no session."""
+    if _own is None:
+        raise UsageError("this process is neither a rank of a mesh nor the one that drives meshes; spawn a mesh first.")
+    return _own()
+
+
+def road_of(session: str) -> Road:
+    """Where references of ``session`` go through. Raises: UsageError if it is not ours."""
+    if session in _roads:
+        return _roads[session]
+    if _own is not None and (own := _own()).session == session:
+        return own
+    raise UsageError(
+        f"this is a reference into session {session}, which this process does not drive. "
+        f'Attach it: meshbook.attach("{session}").'
+    )

@@ -1,0 +1,91 @@
+"""Failures that reach no caller, and who is told of them.
+
+A message that nobody waits for (a broadcast, say) fails: the owner of the actors, who has spawned them, is told. In the
+notebook that is `unhandled_fault_hook`; by default it prints a line at once and has the next use of the actors raise
+`UnhandledFault`. Neither ends a process.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
+from meshbook.wording import name_ranks
+
+if TYPE_CHECKING:
+    from meshbook.actor.actor_mesh import ActorMesh
+
+
+class MeshFailure:
+    """What failed on a mesh of actors, where nobody waited for an answer."""
+
+    def __init__(self, mesh: ActorMesh, endpoint: str, failures: Iterable[Failure]) -> None:
+        self.mesh, self.endpoint = mesh, endpoint
+        self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
+
+    @property
+    def mesh_name(self) -> str:
+        """The name under which the actors were spawned."""
+        return self.mesh.name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks on which it failed, in order."""
+        return tuple(failure.rank for failure in self.failures)
+
+    def report(self) -> str:
+        """What a person needs to know: a line for each cause, and its traceback."""
+        lines = []
+        for group in group_failures(self.failures):
+            lines.append(f"{self.mesh_name}.{self.endpoint}, which nobody waited for: {_cause(group)}")
+            lines += [f"  {line}" for part in group[0].traceback for line in part.splitlines()]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MeshFailure, (self.mesh, self.endpoint, [failure._replace(exception=None) for failure in self.failures])
+
+    def __repr__(self) -> str:
+        causes = "; ".join(_cause(group) for group in group_failures(self.failures))
+        return f"MeshFailure({self.mesh_name}.{self.endpoint}: {causes})"
+
+
+def _cause(group: list[Failure]) -> str:
+    first = group[0]
+    ranks = name_ranks(failure.rank for failure in group)
+    if first.ename == "WorkerLost":
+        return f"{ranks} ended: {first.evalue}"
+    return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
+
+
+def unhandled_fault_hook(failure: MeshFailure) -> None:
+    """Print a line, and have the next use of the actors raise `UnhandledFault`.
+
+    Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...``.
+    """
+    print(f"{failure!r}\n  the next use of {failure.mesh_name} raises it", file=sys.stderr)
+    failure.mesh.remember_fault(failure.report())
+
+
+def on_unhandled(failure: MeshFailure) -> None:
+    """Nobody has handled it: it is for the notebook. On any thread; raises nothing."""
+    hook = vars(sys.modules["meshbook.actor"]).get("unhandled_fault_hook", unhandled_fault_hook)
+    try:
+        hook(failure)
+    except Exception:
+        traceback.print_exc()
+        unhandled_fault_hook(failure)
+
+
+def failures_of(error: BaseException) -> list[Failure]:
+    """What a call's error says of each rank; nothing where the ranks have done no wrong."""
+    if isinstance(error, CallFailed):
+        return list(error.failures)
+    if isinstance(error, WorkerLost):
+        return [
+            Failure(death.rank, death.host, "WorkerLost", death.cause, tuple(death.log_tail.splitlines()), "")
+            for death in error.deaths
+        ]
+    return []
