@@ -91,7 +91,7 @@ class SimulatedSource:
         return simulate(self.sizes, calm=self.calm, tick=self.tick)
 
     def actions(self) -> Sequence[str]:
-        return ("interrupt", "where", "logs")
+        return ("interrupt", "stacks", "logs")
 
     def act(self, action: str, ranks: Sequence[int]) -> Answer:
         self.acted.append((action, tuple(ranks)))

@@ -41,7 +41,7 @@ def live_of(sizes: Mapping[str, int], **options: Any) -> dict[str, Any]:
         "phase": "live",
         "note": "",
         "tick_s": 1.0,
-        "actions": ["interrupt", "where", "logs", "heal"],
+        "actions": ["interrupt", "stacks", "logs", "heal"],
         "history": history.live(),
     }
 
@@ -100,8 +100,8 @@ def test_4096_ranks_are_updated_smoothly_and_a_square_opens(page: Page) -> None:
     assert page.locator(".mb-members .mb-tile").count() == 8
     page.locator(".mb-members .mb-tile").nth(4).click()
     assert "rank 44" in page.locator(".mb-detail").inner_text().lower()
-    page.locator("button", has_text="Where").click()
-    assert page.evaluate("() => window.model.sent.at(-1)") == {"kind": "act", "action": "where", "ranks": [44]}
+    page.locator("button", has_text="Stacks").click()
+    assert page.evaluate("() => window.model.sent.at(-1)") == {"kind": "act", "action": "stacks", "ranks": [44]}
 
 
 def test_tiles_are_reached_by_keys(page: Page) -> None:

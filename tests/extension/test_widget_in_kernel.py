@@ -139,9 +139,9 @@ def test_nothing_is_asked_while_nobody_looks(front: FrontEnd, model: str) -> Non
     front.run(f"import threading, time; assert not {ticking}")
     front.send(model, {"kind": "look", "view": "a", "visible": True})
     before = len(front.updates(model))
-    front.until(lambda: len(front.updates(model)) > before + 1, timeout_s=10)
+    front.until(lambda: len(front.updates(model)) > before + 1, timeout_s=20)
     front.send(model, {"kind": "look", "view": "a", "visible": False})
-    front.until(lambda: front.updates(model)[-1]["phase"] == "paused", timeout_s=10)
+    front.until(lambda: front.updates(model)[-1]["phase"] == "paused", timeout_s=20)
     front.run(
         f"deadline = time.monotonic() + 5\nwhile {ticking} and time.monotonic() < deadline: time.sleep(.02)\n"
         f"assert not {ticking}"
@@ -156,16 +156,16 @@ def test_updates_come_and_buttons_act_while_a_cell_runs(front: FrontEnd, model: 
     assert live["cells"][0]["what"].startswith("cell ") and live["cells"][0]["ended"] == 0
     assert any("time.sleep" in text for text in live["texts"])
 
-    front.send(model, {"kind": "act", "action": "where", "ranks": [1, 2]})
-    front.until(lambda: front.answers(model), timeout_s=5)
+    front.send(model, {"kind": "act", "action": "stacks", "ranks": [1, 2]})
+    front.until(lambda: front.answers(model), timeout_s=20)
     assert front.answers(model)[-1]["text"].startswith("[1,2] busy for ")
 
     pressed = time.monotonic()
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
     messages = front.wait_for(request, status="error")
-    assert time.monotonic() - pressed < 5
+    assert time.monotonic() - pressed < 20  # the cell would run for 60
     assert [m["content"]["ename"] for m in messages if m["msg_type"] == "error"] == ["CallInterrupted"]
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=10)
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=20)
     front.send(model, {"kind": "look", "view": "b", "visible": False})
 
 
@@ -174,7 +174,7 @@ def test_the_output_is_brought_up_to_date_when_nobody_looks(front: FrontEnd, mod
     request = front.client.execute("%%mesh\nimport time\ntime.sleep(3)", allow_stdin=False)
     front.until(lambda: front.updates(model)[-1]["states"] == "BBBB", timeout_s=20)
     front.send(model, {"kind": "look", "view": "g", "visible": False})
-    front.until(lambda: any(m["msg_type"] == "update_display_data" for m in front.messages), timeout_s=5)
+    front.until(lambda: any(m["msg_type"] == "update_display_data" for m in front.messages), timeout_s=20)
     (update, *_) = [m["content"]["data"] for m in front.messages if m["msg_type"] == "update_display_data"]
     assert "4 busy" in update["text/html"] and "time.sleep" in update["text/plain"]
     assert update[WIDGET_VIEW]["model_id"] == model
@@ -209,7 +209,7 @@ def test_cells_sent_meanwhile_run_in_order(front: FrontEnd, model: str) -> None:
     front.run("order = []")
     first = front.client.execute("%%mesh\nimport time\ntime.sleep(1.5)", allow_stdin=False)
     later = [front.client.execute(f"order.append({i})", allow_stdin=False) for i in range(3)]
-    front.send(model, {"kind": "act", "action": "where", "ranks": []})
+    front.send(model, {"kind": "act", "action": "stacks", "ranks": []})
     for request in (first, *later):
         front.until(lambda request=request: any(_is_idle(m, request) for m in front.messages))
     while front.client.shell_channel.socket.poll(200):
@@ -221,7 +221,7 @@ def test_a_job_is_cancelled_by_the_interrupt_button(front: FrontEnd, model: str)
     front.run("%%mesh --async\nimport time\ntime.sleep(60)")
     before = len(front.answers(model))
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
-    front.until(lambda: len(front.answers(model)) > before, timeout_s=10)
+    front.until(lambda: len(front.answers(model)) > before, timeout_s=20)
     assert "ranks 0-3 stopped" in front.answers(model)[-1]["text"]
     request = front.client.execute("%mesh wait 1", allow_stdin=False)
     front.wait_for(request, status="error")
@@ -237,7 +237,7 @@ def test_a_rank_that_does_not_obey_is_told_and_insisting_frees_it(front: FrontEn
     front.until(lambda: front.updates(model)[-1]["states"] == "BIII", timeout_s=20)
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
     front.wait_for(request, status="error")
-    front.until(lambda: front.updates(model)[-1]["states"] == "XIII", timeout_s=10)
+    front.until(lambda: front.updates(model)[-1]["states"] == "XIII", timeout_s=20)
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
     front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=15)
     front.send(model, {"kind": "look", "view": "f", "visible": False})
@@ -254,7 +254,7 @@ def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
         allow_stdin=False,
     )
     front.send(model, {"kind": "look", "view": "c", "visible": True})
-    front.until(lambda: any(cell["progress"] for live in front.updates(model) for cell in live["cells"]), timeout_s=10)
+    front.until(lambda: any(cell["progress"] for live in front.updates(model) for cell in live["cells"]), timeout_s=20)
     live = front.updates(model)[-1]
     progress = live["cells"][0]["progress"]
     assert progress["title"] == "epoch 1" and progress["ranks"] == 4 and progress["slowest"] == 0
@@ -288,19 +288,19 @@ def test_a_dead_rank_is_told_and_healed(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "h", "visible": True})
     request = front.client.execute("%%mesh rank=1\nimport os; os._exit(3)", allow_stdin=False)
     front.wait_for(request, status="error")
-    front.until(lambda: front.updates(model)[-1]["states"] == "IDII", timeout_s=10)
+    front.until(lambda: front.updates(model)[-1]["states"] == "IDII", timeout_s=20)
     (error,) = [error for error in front.updates(model)[-1]["errors"] if error["text"].startswith("ended: ")]
     assert error["ranks"] == "1" and "exit" in error["text"]
     front.send(model, {"kind": "act", "action": "heal", "ranks": []})
     front.until(lambda: front.answers(model)[-1]["action"] == "heal", timeout_s=30)
     assert front.answers(model)[-1]["text"].startswith('mesh "main": rank 1 started again, all 4 ranks joined')
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=10)
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=20)
     front.send(model, {"kind": "look", "view": "h", "visible": False})
 
 
 def test_a_stopped_mesh_ends_the_widget(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "d", "visible": True})
-    front.until(lambda: front.updates(model)[-1]["phase"] == "live", timeout_s=10)
+    front.until(lambda: front.updates(model)[-1]["phase"] == "live", timeout_s=20)
     front.run("%mesh stop")
-    front.until(lambda: front.updates(model)[-1]["phase"] == "ended", timeout_s=10)
+    front.until(lambda: front.updates(model)[-1]["phase"] == "ended", timeout_s=20)
     assert "stopped" in front.updates(model)[-1]["note"]

@@ -15,7 +15,7 @@ const STATES = {
   I: ["idle", "I"],
 };
 const ORDER = Object.keys(STATES);
-const ACTIONS = { interrupt: "Interrupt", where: "Stacks", logs: "Logs", heal: "Heal" };
+const ACTIONS = { interrupt: "Interrupt", stacks: "Stacks", logs: "Logs", heal: "Heal" };
 const LOOK_AGAIN_MS = 10_000;
 const LARGE = 64; // up to here each rank has a tile with its number
 const SINGLE = 256; // up to here each rank has a tile
@@ -568,7 +568,7 @@ class HealthView {
     if (!this.live) return;
     const tile = this.shown ?? this.memory.member ?? this.memory.chosen ?? (this.layout.pids.length === 1 ? { from: 0, to: 1 } : null);
     if (!tile || tile.to > this.live.states.length) {
-      this.detail.replaceChildren(make("h4", "", "No rank chosen"), make("p", "", "Point at a tile to see its rank; click to keep it. Where and Logs then mean that rank."));
+      this.detail.replaceChildren(make("h4", "", "No rank chosen"), make("p", "", "Point at a tile to see its rank; click to keep it. Stacks and Logs then mean that rank."));
       return;
     }
     const rows = tile.to - tile.from === 1 ? this.rankRows(tile.from) : this.blockRows(tile);

@@ -34,7 +34,7 @@ class Source(Protocol):
         """The mesh, now. Raises: MeshError where it cannot be known any more."""
 
     def actions(self) -> Sequence[str]:
-        """The buttons: of interrupt, where, logs, heal."""
+        """The buttons: of interrupt, stacks, logs, heal."""
 
     def act(self, action: str, ranks: Sequence[int]) -> Answer:
         """Do what a button says, on ``ranks`` where the person has chosen some. Raises: MeshError."""

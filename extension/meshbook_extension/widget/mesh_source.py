@@ -70,7 +70,7 @@ class MeshSource:
 
     def actions(self) -> Sequence[str]:
         """The buttons, from left to right."""
-        return ("interrupt", "where", "logs", "heal")
+        return ("interrupt", "stacks", "logs", "heal")
 
     def act(self, action: str, ranks: Sequence[int]) -> Answer:
         """Raises: MeshError."""
@@ -81,7 +81,7 @@ class MeshSource:
             return self._interrupt()
         if action == "heal":
             return self._heal()
-        if action == "where":
+        if action == "stacks":
             return Answer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks()))
         return _logs(chosen)
 
