@@ -19,23 +19,18 @@ from typing import Any, NamedTuple
 
 from IPython.core import completer as ipython_completer
 from IPython.core import oinspect
-from IPython.core.completer import IPCompleter, ProvisionalCompleterWarning
+from IPython.core.completer import IPCompleter, ProvisionalCompleterWarning, has_open_quotes
 from IPython.utils.tokenutil import token_at_cursor
 
+from meshbook.attribute_names import attribute_names, listed
 from meshbook.import_names import import_names
 from meshbook.object_summary import summarise
 
 MATCHES_MAX = 2000
 """Front ends filter what they have got as one types on, so that ``torch.`` had better bring all of its names."""
 
-LOOKED_AT_MAX = 10_000
-"""Names that an object may list before the rest is left out: completion must not take the GIL for long."""
-
 TEXT_MAX_CHARS = 500
 """A completion that is longer (a key of a dict, say) is left out."""
-
-
-TORCH_CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
 class Match(NamedTuple):
@@ -64,11 +59,9 @@ class _LiveCompleter(IPCompleter):
             self.evaluation = "limited"
         self.custom_completers = shell.Completer.custom_completers
 
-    def _attr_matches(self, *args: Any, **options: Any) -> tuple[list[str], str]:
-        """As IPython's (from 8.8), which sorts, types and wraps each of them afterwards."""
-        found, fragment = super()._attr_matches(*args, **options)
-        many = len(found) > MATCHES_MAX
-        return [name for name in found if not (many and "._" in name)][:MATCHES_MAX], fragment
+    def fwd_unicode_match(self, text: str) -> Any:
+        """``\\alp``: the shell's own completer keeps the names of all characters, which take a second to list."""
+        return self.shell.Completer.fwd_unicode_match(text) if "\\" in text else ("", ())
 
     @staticmethod
     def _get_keys(obj: Any) -> list[Any]:
@@ -81,8 +74,8 @@ def prepare() -> None:
     """Once per process: make IPython's completer fit for ranks."""
     expect_provisional()
     ipython_completer.MATCHES_LIMIT = MATCHES_MAX
-    vars(ipython_completer)["dir2"] = _attributes
-    _trust_containers_of_torch()
+    vars(ipython_completer)["dir2"] = lambda thing: sorted({name for name in listed(thing) if isinstance(name, str)})
+    _trust_modules_of_torch()
 
 
 def expect_provisional() -> None:
@@ -90,38 +83,34 @@ def expect_provisional() -> None:
     warnings.filterwarnings("ignore", category=ProvisionalCompleterWarning)
 
 
-def _attributes(thing: Any) -> list[str]:
-    """As IPython's ``dir2``, of so many names only; those of the type where ``__dir__`` fails."""
-    try:
-        found = list(dir(thing))
-    except Exception:
-        found = []
-    found = found[:LOOKED_AT_MAX] + dir(type(thing))
-    return sorted({name for name in found if isinstance(name, str)})
-
-
-def _trust_containers_of_torch() -> None:
-    """Have parts of a ``torch.nn.Module`` looked at: its own ``__getattr__`` and ``__getitem__`` are harmless."""
+def _trust_modules_of_torch() -> None:
+    """Have parameters of ``model.part(`` found: the ``__getattr__`` of a ``torch.nn.Module`` is harmless."""
     try:
         from IPython.core.guarded_eval import EVALUATION_POLICIES
     except ImportError:  # until IPython 8.6
         return
-    policy = EVALUATION_POLICIES.get("limited")
-    attributes: Any = getattr(policy, "allowed_getattr_external", None)
-    items: Any = getattr(policy, "allowed_getitem_external", None)
-    if isinstance(attributes, set) and isinstance(items, set):
-        attributes.add(("torch", "nn", "Module"))
-        items.update(("torch", "nn", name) for name in TORCH_CONTAINERS)
+    trusted: Any = getattr(EVALUATION_POLICIES.get("limited"), "allowed_getattr_external", None)
+    if isinstance(trusted, set):
+        trusted.add(("torch", "nn", "Module"))
 
 
 def complete(shell: Any, code: str, cursor: int) -> Matches:
     """What may stand at ``cursor``, in code points."""
-    before = code[:cursor]
-    imported = import_names(before.rpartition("\n")[2])
+    line = code[:cursor].rpartition("\n")[2]
+    imported = import_names(line)
     if imported is not None:
         items = [Match(name, "module") for name in imported.names[:MATCHES_MAX]]
         return Matches(cursor - len(imported.typed), cursor, items)
     namespace = dict(shell.user_ns)
+    is_python = not line.lstrip().startswith(("!", "%")) and not has_open_quotes(line)
+    if is_python and (attributes := attribute_names(line, namespace)) is not None:
+        typed, found = attributes
+        return Matches(cursor - len(typed), cursor, [Match(name, "attribute") for name in found[:MATCHES_MAX]])
+    return _by_ipython(shell, namespace, code, cursor)
+
+
+def _by_ipython(shell: Any, namespace: dict[str, Any], code: str, cursor: int) -> Matches:
+    """Names, magics, paths, keys, parameters."""
     try:
         found = list(_LiveCompleter(shell, namespace).completions(code, cursor))
     except ProvisionalCompleterWarning:  # the user has turned warnings into errors since
@@ -130,8 +119,9 @@ def complete(shell: Any, code: str, cursor: int) -> Matches:
     if not found:
         return Matches(cursor, cursor, [])
     start, end = min(each.start for each in found), max(each.end for each in found)
-    if all(each.start == start and each.text.startswith(".") for each in found) and code[start] == ".":
-        start += 1  # from IPython 9.1; the dot stands there already
+    kept = code[start:end].rpartition(".")[0]
+    if kept and all(each.start == start and each.text.startswith(f"{kept}.") for each in found):
+        start += len(kept) + 1  # some versions of IPython begin at the name before the dot
     items = []
     for each in found:
         text = code[start : each.start] + each.text[max(0, start - each.start) :] + code[each.end : end]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,11 +63,10 @@ class BusyCompletion:
         if not self._typist.is_ours(content["code"], content["cursor_pos"]):
             return False
         request = session.deserialize(frames, content=True, copy=False)
-        try:
-            task = asyncio.get_running_loop().create_task(self._answer_aside(idents, request))
-        except RuntimeError:  # ipykernel 6: the main thread itself, in the wait loop of a magic
+        if threading.current_thread() is threading.main_thread():  # ipykernel 6, in the wait loop of a magic
             self._send(idents, request, self._reply(request), self._kernel.shell_stream.socket)
         else:
+            task = asyncio.get_running_loop().create_task(self._answer_aside(idents, request))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
         return True
