@@ -45,6 +45,14 @@ class CallOutput:
             self._key, self._target = key, self._make_target(procs)
         return self._target
 
+    def output(self, procs: ProcMesh) -> CellOutput:
+        """That of the cell that runs now, on the thread of cells."""
+        self.target(procs)
+        if self._output is None:  # the cell has shown all, and begins anew
+            self._target = self._make_target(procs)
+        assert self._output is not None
+        return self._output
+
     def _make_target(self, procs: ProcMesh) -> OutputTarget:
         whole = procs.base()
         output = CellOutput(

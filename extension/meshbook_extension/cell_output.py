@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import NamedTuple
 
 from meshbook.output_events import DisplayData, Notice, OutputCut, OutputEvent, RankDone, RankStopped, StreamText
 from meshbook.wording import name_ranks
@@ -29,6 +30,10 @@ STOP_NOTE_S = 0.3
 COUNT_INTERVAL_S = 5.0
 """Between counts of what is not shown, once the cell has ended."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class _Words(NamedTuple):
+    text: str
 
 
 class CellOutput:
@@ -55,10 +60,10 @@ class CellOutput:
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
-        self._events: deque[tuple[float, OutputEvent]] = deque()
+        self._events: deque[tuple[float, OutputEvent | _Words]] = deque()
         self._labeller = Labeller()
         self._texts: list[Text] = []
-        self._notes: list[str] = []
+        self._notes: list[Text] = []
         self._updates: dict[str, DisplayData] = {}
         self._failures = FailureView()
         self._budget = Budget()
@@ -68,7 +73,7 @@ class CellOutput:
         self._next_bars_at = 0.0
         self._next_count_at = 0.0
         self._told_of_limit = False
-        self._finishing = False
+        self._finishing = self._closing = False
         self._ended = False
         self._drained = threading.Event()
         self._error: Exception | None = None
@@ -89,11 +94,22 @@ class CellOutput:
         self._events.append((now, Notice(text, 0)))
         self._publisher.schedule(self, now)
 
+    def say(self, text: str) -> None:
+        """As `note`, but what the person asked for: on stdout."""
+        now = time.monotonic()
+        self._events.append((now, _Words(text)))
+        self._publisher.schedule(self, now)
+
     def finish(self, timeout_s: float = 5.0) -> None:
         """Show everything received so far and wait until it is shown. What comes later is shown too.
 
         Raises: whatever went wrong while showing it.
         """
+        self._closing = True
+        self.drain(timeout_s)
+
+    def drain(self, timeout_s: float = 5.0) -> None:
+        """As `finish`, while the cell goes on."""
         self._drained.clear()
         self._finishing = True
         self._publisher.schedule(self, time.monotonic())
@@ -111,6 +127,7 @@ class CellOutput:
     def pump(self, now: float) -> float | None:
         """Take the events in and show what is due; returns when more will be."""
         finishing, self._finishing = self._finishing, False
+        self._ended = self._ended or (finishing and self._closing)
         while self._events:
             self._take(*self._events.popleft())
         everything = finishing or len(self.done) == len(self._ranks) or self._failures.is_due(now)
@@ -118,7 +135,6 @@ class CellOutput:
             self._take_skipped(now)
             self._show(self._grouping.close(now), now)
             self._end_line()
-            self._ended = True
         elif everything or now >= self._next_text_at:
             self._show(self._grouping.take(now, at_once=everything), now)
         if everything and self._failures.due_at() is not None:
@@ -128,7 +144,7 @@ class CellOutput:
         self._show_notes()
         self._show_updates()
         self._show_bars(now)
-        if finishing or (self._ended and now >= self._next_count_at):
+        if self._ended and (finishing or now >= self._next_count_at):
             self._show_count(now)
         if finishing:
             self._drained.set()
@@ -149,7 +165,7 @@ class CellOutput:
             times.append(self._next_count_at)
         return min((at for at in times if at is not None), default=None)
 
-    def _take(self, at: float, event: OutputEvent) -> None:
+    def _take(self, at: float, event: OutputEvent | _Words) -> None:
         if isinstance(event, StreamText):
             self._take_text(event, at)
         elif isinstance(event, DisplayData):
@@ -165,7 +181,7 @@ class CellOutput:
         elif isinstance(event, RankStopped):
             self._stops.append((at + STOP_NOTE_S, event))
         else:
-            self._notes.append(f"{event.text}\n")
+            self._notes.append(Text("stdout" if isinstance(event, _Words) else "stderr", f"{event.text}\n"))
 
     def _take_text(self, event: StreamText, at: float) -> None:
         if self._budget.exceeded and "\r" not in event.text:
@@ -212,12 +228,11 @@ class CellOutput:
     def _tell_of_limit(self) -> None:
         if not self._told_of_limit:
             self._told_of_limit = True
-            self._notes.append(
-                "more is printed than can be shown here; all of it goes to the logs: %mesh logs -n 100\n"
-            )
+            more = "more is printed than can be shown here; all of it goes to the logs: %mesh logs -n 100\n"
+            self._notes.append(Text("stderr", more))
 
-    def _say(self, text: str) -> None:
-        self._texts += [*self._labeller.end_line(), Text("stderr", text)]
+    def _say(self, text: Text) -> None:
+        self._texts += [*self._labeller.end_line(), text]
 
     def _end_line(self) -> None:
         """What comes next begins on a line of its own."""
@@ -258,7 +273,8 @@ class CellOutput:
                 places.setdefault(event.place, []).append(event.rank)
         self._stops.clear()
         self._notes += [
-            f"{name_ranks(ranks)} stopped at {place}{self.stops_where}\n" for place, ranks in places.items()
+            Text("stderr", f"{name_ranks(ranks)} stopped at {place}{self.stops_where}\n")
+            for place, ranks in places.items()
         ]
 
     def _show_updates(self) -> None:
@@ -286,7 +302,7 @@ class CellOutput:
         self._show(self._grouping.take(now, at_once=True), now)
         note, last = self._budget.report(self._log_paths())
         if note:
-            self._say(note)
+            self._say(Text("stderr", note))
         for piece in last:
             self._texts += self._labeller.write(piece)
         self._end_line()

@@ -15,6 +15,7 @@ from meshbook_extension.collapse import grouping_for
 from meshbook_extension.jobs import Job
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option, parse
+from meshbook_extension.prompts import CellLeft, CellPrompt
 from meshbook_extension.publish import parent_of, sink_for
 from meshbook_extension.rank_times import chart, headline, times_of
 from meshbook_extension.rank_times_html import chart_html
@@ -108,7 +109,11 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
         _leave_running(session, cell, arguments)
         return
     timeout_s, show_time = arguments.number("--timeout"), arguments.flag("--time")
-    wait_for(session, cell, out=out, timeout_s=timeout_s, show_time=show_time, profile=profile)
+    try:
+        wait_for(session, cell, out=out, timeout_s=timeout_s, show_time=show_time, profile=profile)
+    except CellLeft:
+        _leave_running(session, cell, arguments)
+        return
     if arguments.flag("--setup"):
         cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
         session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
@@ -183,6 +188,7 @@ def wait_for(
     """
     session.foreground.append(cell)
     session.watch.add(cell)
+    cell.prompt = CellPrompt(session, cell)
     try:
         session.keep_result(cell.result(timeout_s), out)
     except CallError as error:
@@ -190,6 +196,7 @@ def wait_for(
         raise
     finally:
         session.foreground.remove(cell)
+        cell.prompt = None
         session.errors.note(cell.procs.name, cell.what, cell.failures)
         if show_time and (times := times_of(cell.run)):
             print(headline(times))
@@ -249,9 +256,13 @@ class _Deadline:
 
     def __init__(self, job: Job, timeout_s: float) -> None:
         self._job, self._timeout_s = job, timeout_s
+        self._clock = job.cell.procs.stops.clock
+        self._until = self._clock() + timeout_s
 
     def pump(self, now: float) -> float | None:
-        """Called once, at the deadline."""
+        """Called at the deadline, which time at a prompt puts off."""
+        if self._job.ended is None and (left_s := self._until - self._clock()) > 0.01:
+            return now + max(left_s, 0.1)
         if self._job.ended is None:
             self._job.cell.output.note(
                 f"job {self._job.number} took more than {self._timeout_s:g} s and is interrupted"

@@ -47,7 +47,7 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
         ended += [(call, mesh) for call in attachment.calls_of(mesh) if call.future.done()]
         told = [_adopt(session, call, mesh, keepsake) for call in running]
         print("; ".join([_headline(session.meshes[mesh.name], again=again), *told]))
-        for line in _describe_lost(mesh):
+        for line in [*_describe_lost(mesh), *_describe_stopped(mesh)]:
             print(f"  {line}")
     if gone:
         print(f"  slices that name other ranks by now are gone: {', '.join(gone)}")
@@ -84,6 +84,12 @@ def _describe_lost(mesh: ProcMesh) -> list[str]:
         return []
     whose = "its" if len(lost) == 1 else "their"
     return [f"{name_ranks(lost)} ended; why: %mesh status, {whose} last lines: %mesh logs rank={format_ranks(lost)}"]
+
+
+def _describe_stopped(mesh: ProcMesh) -> list[str]:
+    stopped = mesh.stops.of(mesh.stopped())
+    places = {stop.at.place: [r for r in stopped if stopped[r].at.place == stop.at.place] for stop in stopped.values()}
+    return [f"{name_ranks(ranks)} stopped at {place}; look: %mesh pdb" for place, ranks in places.items()]
 
 
 def _cell_of(session: Session, call: AdoptedCall, mesh: ProcMesh) -> RunningCell:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
     from meshbook.value_mesh import ValueMesh
     from meshbook_extension.cell_output import CellOutput
+    from meshbook_extension.prompts import CellPrompt
 
 STILL_RUNNING_S = 2.0
 """So long after a rank failed, the person is told who still runs."""
@@ -56,6 +57,8 @@ class RunningCell:
         self._told = False
         self._awaits_return = False
         self._tell_ahead_at: float | None = None
+        self.prompt: CellPrompt | None = None
+        """Where the person answers ranks that stop at breakpoints; None while the cell runs beside the notebook."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -71,11 +74,12 @@ class RunningCell:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
         Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
-        cancelled; their ``partial`` has the results of the ranks that succeeded.
+        cancelled; their ``partial`` has the results of the ranks that succeeded. CellLeft if the person has left ranks
+        at their prompts.
         """
         error: CallError
         try:
-            if wait_until_done(self.run.future, timeout_s, self._look_after):
+            if wait_until_done(self.run.future, timeout_s, self._look_after, self.procs.stops.clock):
                 return self.outcome()
             error = self._stop_late(timeout_s or 0.0)
         except KeyboardInterrupt:
@@ -114,6 +118,8 @@ class RunningCell:
 
     def _look_after(self) -> None:
         """While the person waits."""
+        if self.prompt is not None:
+            self.prompt.open_if_wanted()
         self._tell_who_is_ahead()
         self._tell_who_still_runs()
 

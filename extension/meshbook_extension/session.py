@@ -19,6 +19,7 @@ from meshbook_extension.widget.display import HealthBoard
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
+    from meshbook_extension.cell_output import CellOutput
     from meshbook_extension.comeback import Comeback
     from meshbook_extension.completion.hooks import Hooks
     from meshbook_extension.running_cell import RunningCell
@@ -73,20 +74,27 @@ class Session:
 
     def open(self) -> None:
         """From now on prints of calls made in cells go to those cells."""
-        from meshbook.mesh import set_output_source
+        from meshbook.mesh import set_attendant, set_output_source
         from meshbook_extension.call_output import CallOutput
+        from meshbook_extension.prompts import CallAttendant
 
         self._calls = CallOutput(self)
         set_output_source(self._calls.target)
+        set_attendant(CallAttendant(self))
         self.shell.events.register("post_run_cell", self._calls.finish)
         self.shell.events.register("post_run_cell", self.keeper.save)
         self.shell.events.register("post_run_cell", self._note_error)
 
+    def call_output(self, procs: ProcMesh) -> CellOutput:
+        """Where the running cell shows what calls print."""
+        return self._calls.output(procs)
+
     def close(self) -> None:
         """End the publisher. The meshes run on, until they are stopped or the process ends."""
-        from meshbook.mesh import set_output_source
+        from meshbook.mesh import set_attendant, set_output_source
 
         set_output_source(None)
+        set_attendant(None)
         if self.hooks is not None:
             self.hooks.uninstall()
         self.end_debugging()

@@ -21,20 +21,23 @@ WHILE_WAITING: list[Callable[[], None]] = []
 
 
 def wait_until_done(
-    future: Future[Any], timeout_s: float | None = None, on_step: Callable[[], None] | None = None
+    future: Future[Any],
+    timeout_s: float | None = None,
+    on_step: Callable[[], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Wait until ``future`` is done, with a result or an error; returns False at the deadline.
 
-    on_step: called every `STEP_S` meanwhile. Raises: KeyboardInterrupt.
+    on_step: called every `STEP_S` meanwhile. clock: what ``timeout_s`` is counted on. Raises: KeyboardInterrupt.
     """
     done = threading.Event()
     future.add_done_callback(lambda _future: done.set())
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = None if timeout_s is None else clock() + timeout_s
     while True:
-        left_s = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
+        left_s = STEP_S if deadline is None else min(STEP_S, deadline - clock())
         if done.wait(max(0.0, left_s)):
             return True
-        if deadline is not None and time.monotonic() >= deadline:
+        if deadline is not None and clock() >= deadline:
             return False
         _run_tasks()
         if on_step is not None:

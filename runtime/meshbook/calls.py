@@ -249,6 +249,12 @@ class CallControl(Interrupter, Protocol):
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
 
+    def wants_person(self, call: OpenCall) -> bool:
+        """Whether a rank of the call is stopped at a prompt that this thread could open."""
+
+    def attend(self, call: OpenCall) -> None:
+        """Open it. Raises: KeyboardInterrupt, LeftStopped."""
+
 
 class CallFuture(Future[T], Generic[T]):
     """The future of a call: an interrupt while waiting reaches the ranks, a timeout names the silent ones."""
@@ -313,13 +319,29 @@ class CallFuture(Future[T], Generic[T]):
         """Serve the sockets while waiting; returns what is left of the timeout."""
         started = time.monotonic()
         if timeout is None or timeout > WAIT_NOTE_S:
-            self._control.drive(self.done, WAIT_NOTE_S)
+            started += self._drive(WAIT_NOTE_S)
             if not self.done() and (note := describe_wait(self._control, self.call, only_stuck=True)):
                 print(f"{note}\n  {self.call.what} waits for that; an interrupt drops it", file=sys.stderr)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
         if not self.done():
-            self._control.drive(self.done, left)
+            started += self._drive(left)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+
+    def _drive(self, timeout_s: float | None) -> float:
+        """Serve the sockets, and the prompts of ranks that stop; returns the seconds at those, which do not count."""
+        at_prompts_s = 0.0
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = None if until is None else max(0.0, until + at_prompts_s - time.monotonic())
+            self._control.drive(self._done_or_stopped, left)
+            if self.done() or not self._control.wants_person(self.call):
+                return at_prompts_s
+            opened = time.monotonic()
+            self._control.attend(self.call)
+            at_prompts_s += time.monotonic() - opened
+
+    def _done_or_stopped(self) -> bool:
+        return self.done() or self._control.wants_person(self.call)
 
     def end_on_ranks(self, timeout_s: float) -> None:
         """Interrupt the ranks that are still at it, whatever the outcome was, and wait until none is."""

@@ -71,6 +71,10 @@ class Controller:
         self._board = Switchboard(self._wake, self.next_id)
         self.output_source: OutputSource | None = None
         """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
+        self.refusal: Callable[[], str] = str
+        """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
+        self.attendance: Callable[[KnownMesh, OpenCall], None] | None = None
+        """Opens the prompt of ranks that have stopped in a call that the main thread waits for."""
         self._tick_at = 0.0
         self._heard: set[str] = set()
         """Hosts to which we may owe acknowledgements."""
@@ -285,7 +289,8 @@ class Controller:
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(
             call.id, mesh.id, endpoint, members.encode(), output.id if output else 0,
-            inline=head if small else b"", label=what, mailbox=mailbox,
+            inline=head if small else b"", label=what, no_prompt=self.refusal(),
+mailbox=mailbox,
         )  # fmt: skip
         payload = [] if small else [head]
         segment = self.write_payload(buffers)
@@ -345,6 +350,19 @@ class Controller:
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """Serve the sockets while the main thread waits (`meshbook.turns`)."""
         self._turns.drive(done, timeout_s)
+
+    def wants_person(self, call: OpenCall) -> bool:
+        """Whether a rank of the call is stopped at a prompt that this thread, the main one, could open."""
+        mesh = self._board.meshes.get(call.mesh)
+        if mesh is None or not mesh.stops or self.attendance is None:
+            return False
+        stopped = mesh.stops.of(call.waiting).keys() - mesh.stops.left
+        return bool(stopped) and threading.current_thread() is threading.main_thread()
+
+    def attend(self, call: OpenCall) -> None:
+        """Open it. Raises: KeyboardInterrupt, LeftStopped."""
+        if self.attendance is not None:
+            self.attendance(self._board.meshes[call.mesh], call)
 
     def open_calls(self, mesh_id: int) -> list[OpenCall]:
         """The calls that some rank has not answered, oldest first."""

@@ -23,7 +23,7 @@ from meshbook.pickling import Pickled, dumps_bounded
 from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
-from meshbook.rank_failures import text_of
+from meshbook.rank_failures import describe_briefly
 from meshbook.rank_profile import recorded
 from meshbook.rank_stacks import RankTold, lines_of, read_threads
 from meshbook.remote_value import RemoteValue
@@ -161,11 +161,11 @@ def prepare_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool
 
 def postmortem(worker: Worker, call: wire.Call) -> Answer:
     """Open a prompt on the frames of the rank's last exception; returns when the person has seen enough."""
-    kept = worker.shell.last_error
+    kept, worker.shell.debugger.refusal = worker.shell.last_error, ""  # who asks for it is there
     if kept is None or kept.error.__traceback__ is None:
         raise UsageError("this rank has no exception with frames to look at.")
     error = kept.error
-    worker.shell.debugger.post_mortem(error.__traceback__, f"{type(error).__name__}: {text_of(error)}"[:500])
+    worker.shell.debugger.post_mortem(error.__traceback__, describe_briefly(error))
     return _ok()
 
 

@@ -385,6 +385,21 @@ class MailboxClosed(MeshError):
         return f"rank {self.rank} has no mailbox {self.mailbox}: {why}. Spawn it again, and use the new reference."
 
 
+class LeftStopped(MeshError):
+    """The person left the prompts of ranks that a call waits for; the call goes on."""
+
+    def __init__(self, what: str, ranks: Iterable[int]) -> None:
+        super().__init__(what, tuple(ranks))
+        self.what, self.ranks = what, tuple(ranks)
+
+    def __str__(self) -> str:
+        stay = "stays" if len(self.ranks) == 1 else "stay"
+        return (
+            f"{name_ranks(self.ranks)} {stay} stopped in {self.what}, which goes on; .get() waits for it again.\n"
+            "  the prompt: %mesh pdb"
+        )
+
+
 class GroupAborted(MeshError):
     """A rank's collective was given up, or not begun, since the process groups were aborted.
 

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from meshbook.collectives import ANY_PEER, GroupProgress
 from meshbook.errors import GroupAborted, UsageError
 from meshbook.guarded_work import AsideWork, CollectiveWork, Guard, PeerWork
-from meshbook.inner_group import InnerGroup, Recipe, dispose
+from meshbook.inner_group import HELD_MAX_S, InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
 from meshbook.traffic import payload_bytes
 
@@ -222,7 +222,9 @@ class GuardedGroup(_Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.recipe = self.recipe._replace(timeout_s=timeout.total_seconds())
-        self.live.group.set_timeout(timeout)
+        inner = self.live
+        inner.timeout_s = timeout.total_seconds()
+        inner.group.set_timeout(timeout + timedelta(seconds=HELD_MAX_S))
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.live.group._start_coalescing(device)

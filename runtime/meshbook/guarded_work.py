@@ -145,8 +145,9 @@ class GuardedWork(dist.Work):
         waits, thread = self.inner.guard.waits, threading.get_ident()
         self.since = time.monotonic()
         waits[thread] = self
+        limit_s = timeout.total_seconds()
         try:
-            self._wait(timeout.total_seconds())
+            self._wait(limit_s if limit_s > 0 else self.inner.timeout_s)
         except BaseException:
             if not self.is_completed():
                 self.give_up()
@@ -178,7 +179,11 @@ class GuardedWork(dist.Work):
         return self.is_completed()
 
     def _wait(self, timeout_s: float) -> None:
+        """timeout_s: on the guard's clock."""
         raise NotImplementedError
+
+    def _time_out(self, timeout_s: float) -> NoReturn:
+        raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
 
     def _finish(self) -> None:
         raise NotImplementedError
@@ -261,8 +266,8 @@ class CollectiveWork(GuardedWork):
             self.inner.forget_completed()
 
     def _wait(self, timeout_s: float) -> None:
-        deadline = self.since + timeout_s if timeout_s > 0 else None
         raw, inner = self._raw, self.inner
+        deadline = inner.guard.clock() + timeout_s
         while not inner.dead:
             try:
                 raw.wait(_STEP)
@@ -270,8 +275,8 @@ class CollectiveWork(GuardedWork):
                 if raw.is_completed():  # it failed, or ended just after the step
                     self._finish()
                     return
-                if deadline is not None and time.monotonic() > deadline:
-                    raise
+                if inner.guard.clock() > deadline:
+                    self._time_out(timeout_s)
             else:
                 inner.forget_completed()
                 return
@@ -309,12 +314,13 @@ class AsideWork(CollectiveWork):
             self._raise_failed(self._error)
 
     def _wait(self, timeout_s: float) -> None:
-        deadline = self.since + timeout_s if timeout_s > 0 else None
+        clock = self.inner.guard.clock
+        deadline = clock() + timeout_s
         while not self._done.wait(STEP_S):
             if self.inner.dead:
                 raise GroupAborted(self.inner.dead)
-            if deadline is not None and time.monotonic() > deadline:
-                raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
+            if clock() > deadline:
+                self._time_out(timeout_s)
         self._finish()
 
 
@@ -369,8 +375,11 @@ class PeerWork(GuardedWork):
         return int(self._raw._source_rank()) if self._raw is not None else -1
 
     def _wait(self, timeout_s: float) -> None:
-        if not self._done.wait(timeout_s if timeout_s > 0 else None):
-            raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
+        clock = self.inner.guard.clock
+        deadline = clock() + timeout_s
+        while not self._done.wait(max(STEP_S, min(deadline - clock(), threading.TIMEOUT_MAX))):
+            if clock() > deadline:
+                self._time_out(timeout_s)
         self._finish()
 
     def _finish(self) -> None:

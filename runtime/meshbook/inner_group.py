@@ -37,6 +37,9 @@ GIVE_UP_AFTER_S = 600.0
 _GRACE_S = 2.0
 """A group that was given up listens so much longer: who connects late to a closed port tries again for half an hour."""
 
+HELD_MAX_S = 24 * 3600.0
+"""C++ cannot be told that a deadline stands still (`meshbook.guarded_work.Guard.hold`): it gets one so much later."""
+
 _LOOK_S = 0.02
 _AGAIN_S = 0.25
 _GREETING = struct.Struct("=q")
@@ -71,7 +74,7 @@ class InnerGroup:
         self, recipe: Recipe, store: Store, guard: Guard, options: Any = None, device_id: torch.device | None = None
     ) -> None:
         self.guard = guard
-        self.name = recipe.name
+        self.name, self.timeout_s = recipe.name, recipe.timeout_s
         self.dead = ""
         """Why nothing more comes of it."""
         self.open_peer_works: set[PeerWork] = set()
@@ -110,7 +113,7 @@ class InnerGroup:
             before = _descriptors()
             options._devices = _gloo_devices()
             self._listening = [name for fd in _descriptors() - before if (name := _listening_at(fd)) is not None]
-        options._timeout = timedelta(seconds=recipe.timeout_s)
+        options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
         options.global_ranks_in_group = list(recipe.ranks)
         options.group_name = recipe.name
         return dist.ProcessGroupGloo(store, recipe.rank, self._size, options)
@@ -119,7 +122,7 @@ class InnerGroup:
         if options is None:
             options = dist.ProcessGroupNCCL.Options()
             options.is_high_priority_stream = False
-        options._timeout = timedelta(seconds=recipe.timeout_s)
+        options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
         options.global_ranks_in_group = list(recipe.ranks)
         options.group_name = recipe.name
         return dist.ProcessGroupNCCL(store, recipe.rank, self._size, options)

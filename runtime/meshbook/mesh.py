@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from meshbook.actor.controller_road import ControllerRoad
 from meshbook.actor.roads import Road, add_road, remove_road, road_of, set_own_road
 from meshbook.attachment import Attachment, attach_session, find_session, new_controller
+from meshbook.attendance import Attendant, ConsoleAttendant
+from meshbook.calls import OpenCall
 from meshbook.controller import Controller, OutputSource
-from meshbook.errors import SpawnError, UsageError
+from meshbook.errors import LeftStopped, SpawnError, UsageError
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
@@ -43,6 +45,7 @@ _attached: list[Controller] = []
 """Of sessions that were attached while this process had one already."""
 _this_host: HostMesh | None = None
 _output_source: OutputSource | None = None
+_attendant: Attendant = ConsoleAttendant()
 
 
 class HostMesh:
@@ -198,6 +201,18 @@ def set_output_source(source: OutputSource | None) -> None:
         controller.output_source = source
 
 
+def set_attendant(attendant: Attendant | None) -> None:
+    """Have ``attendant`` answer ranks that stop at breakpoints; without one: the terminal, where there is one."""
+    global _attendant
+    _attendant = attendant or ConsoleAttendant()
+
+
+def _attend(controller: Controller, mesh: KnownMesh, call: OpenCall) -> None:
+    procs = ProcMesh(controller, mesh, call.members)
+    if _attendant.attend(procs, call.future.done):
+        raise LeftStopped(call.what, mesh.stops.of(procs.ranks))
+
+
 def prewarm() -> None:
     """Start this host's agent and its template in the background, so that the first spawn finds them warm."""
     this_host()
@@ -309,6 +324,8 @@ def _the_controller() -> Controller:
 def _prepare(controller: Controller) -> None:
     controller.output_source = _output_source
     add_road(controller.folder.id, ControllerRoad(controller))
+    controller.refusal = lambda: _attendant.refusal()
+    controller.attendance = functools.partial(_attend, controller)
 
 
 def _own_road() -> Road:
@@ -339,6 +356,7 @@ __all__ = [
     "recall",
     "remember",
     "sessions",
+    "set_attendant",
     "set_output_source",
     "shutdown",
     "start_hosts",

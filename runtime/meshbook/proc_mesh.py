@@ -10,6 +10,7 @@ from meshbook import partition
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.roads import road_of
 from meshbook.arranged import Arranged
+from meshbook.calls import CallFuture
 from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
 from meshbook.elastic import Change, Elastic
@@ -313,7 +314,7 @@ class ProcMesh(Arranged):
         what: str,
         roots: Mapping[str, object] | None = None,
         fail_fast: bool = True,
-    ) -> Future[Any]:
+    ) -> CallFuture[Any]:
         self._present()
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
         source = self._controller.output_source
@@ -450,6 +451,13 @@ class ProcMesh(Arranged):
     # ---- prompts ------------------------------------------------------------------------------------------------
 
     @property
+    def busy(self) -> tuple[int, ...]:
+        """The members that have a call to answer, in order."""
+        calls = self._controller.open_calls(self._mesh.id)
+        ranks = frozenset().union(*(frozenset(call.waiting) for call in calls))
+        return tuple(rank for rank in self.ranks if rank in ranks)
+
+    @property
     def stops(self) -> Stops:
         """The ranks of the mesh that wait at a prompt of pdb, as far as they have told of it."""
         return self._mesh.stops
@@ -466,6 +474,13 @@ class ProcMesh(Arranged):
         for number in set(prompts.values()):
             ranks = [rank for rank, its in prompts.items() if its == number]
             self._controller.tell_ranks(self._mesh, "pdb_command", ranks, (number, line))
+
+    def postmortem(self) -> CallFuture[Any]:
+        """Have the members, which must be idle, open a prompt each on the frames of their last exception.
+
+        Completes when the person has left all of them.
+        """
+        return self._call("postmortem", (), what="the post-mortem", fail_fast=False)
 
     def interrupt(self) -> CallInterrupted:
         """Interrupt all that runs or waits on these ranks, whoever started it; the second time more insistently.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import bdb
 import builtins
+import contextlib
+import ctypes
 import pdb
 import re
 import sys
@@ -109,6 +111,17 @@ class RankPdb(pdb.Pdb):
         sys.settrace(self.trace_dispatch)
         return self.trace_dispatch
 
+    def setup(self, frame: FrameType | None, traceback: Any) -> Any:
+        """A post-mortem begins at the innermost line of the user's own code, not in the depths of a library."""
+        handled = super().setup(frame, traceback)
+        own = [index for index, (each, _) in enumerate(self.stack) if is_users_code(each.f_code)]
+        if traceback is not None and own:
+            self.curindex = own[-1]
+            self.curframe = self.stack[self.curindex][0]
+            with contextlib.suppress(AttributeError):  # a property, in later versions
+                self.curframe_locals = self.curframe.f_locals
+        return handled
+
     def interaction(self, frame: FrameType | None, tb: Any) -> None:
         place = _place_of(frame) if tb is None else _place_of_error(tb)
         with self._host.stay(self, place):
@@ -142,6 +155,12 @@ class RankPdb(pdb.Pdb):
 
     def _cmdloop(self) -> None:
         self.cmdloop()
+
+    def default(self, line: str) -> None:
+        """A statement: what it assigns to a function's variables is theirs at once."""
+        super().default(line)
+        frame: Any = self.curframe
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))  # until Python 3.12
 
     def complete_names(self, text: str) -> list[str]:
         """What the last word of ``text`` may go on to: names in the current frame, attributes, pdb's commands."""
@@ -184,7 +203,10 @@ def _place_of(frame: FrameType | None) -> str:
 
 
 def _place_of_error(tb: Any) -> str:
-    tb = getattr(tb, "__traceback__", tb)  # from Python 3.13 on it is the exception
-    while tb.tb_next is not None:
+    tb = getattr(tb, "__traceback__", tb)  # from Python 3.13 on it may be the exception
+    entries = []
+    while tb is not None:
+        entries.append((tb.tb_frame.f_code, tb.tb_lineno))
         tb = tb.tb_next
-    return name_place(tb.tb_frame.f_code.co_filename, tb.tb_lineno)
+    code, line = ([entry for entry in entries if is_users_code(entry[0])] or entries)[-1]
+    return name_place(code.co_filename, line)

@@ -32,6 +32,7 @@ def pdb_break_in(worker: Worker) -> str:
     if worker.current is None:
         return "idle"
     if not debugger.place:
+        debugger.refusal = ""  # who asks for it is there
         worker.gate.visit(debugger.break_in)
     return describe_frame(sys._current_frames().get(worker.main_thread))
 

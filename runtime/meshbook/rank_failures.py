@@ -100,6 +100,11 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be had: str() raised {type(problem).__name__})"
 
 
+def describe_briefly(error: BaseException) -> str:
+    """``ValueError: bad shard``, the first line of it."""
+    return f"{type(error).__name__}: {text_of(error)}".rstrip(": \n").splitlines()[0][:200]
+
+
 def cut_text(text: str, limit: int) -> str:
     """Keep the first ``limit`` characters, and say how many there were."""
     return text if len(text) <= limit else f"{text[:limit]}{_COLOUR_RESET} ... (cut; {len(text):,} characters in all)"

@@ -24,7 +24,7 @@ from meshbook.cell_compiler import CellCompiler
 from meshbook.errors import UsageError
 from meshbook.rank_debugger import RankDebugger
 from meshbook.rank_display import RankDisplayHook, RankDisplayPublisher, sendable
-from meshbook.rank_failures import drop_own_frames, forget_last_error, format_error, text_of
+from meshbook.rank_failures import describe_briefly, drop_own_frames, forget_last_error, format_error
 from meshbook.shell_commands import run_command, run_script
 
 
@@ -176,7 +176,7 @@ class RankIPython(InteractiveShell):
         """``%debug``: force is true there."""
         error = getattr(sys, "last_value", None)
         if force and error is not None and error.__traceback__ is not None:
-            self.rank_debugger.post_mortem(error.__traceback__, f"{type(error).__name__}: {text_of(error)}")
+            self.rank_debugger.post_mortem(error.__traceback__, describe_briefly(error))
         elif force:
             raise UsageError("this rank has no exception to look at; of all ranks: %mesh postmortem")
 

@@ -25,6 +25,7 @@ MODULES = (
     "jobs",
     "recovery",
     "looking",
+    "debugging",
     "stacks",
     "logs",
     "profiling",

@@ -1,0 +1,211 @@
+"""pdb on ranks, typed at as in a notebook: each cell's stdin is answered with what a person would type."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import psutil
+import pytest
+
+from tests.kernel.conftest import CELL_TIMEOUT_S, Cell, Kernel
+
+TWO_STOP = """%%mesh
+x = rank * 10
+if rank in (1, 2):
+    breakpoint()
+    x += 1
+t = torch.ones(1)
+dist.all_reduce(t)
+x"""
+
+
+class Typed(Cell):
+    """A cell whose prompts were answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[str] = []
+
+    @property
+    def plain(self) -> str:
+        """All that was shown, without colours, with the prompts and what was typed where they came."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(content.get("text", "") for _, content in self.messages))
+
+
+Answer = str | Callable[[Kernel], object]
+"""What is typed; or what happens while the prompt stands, unanswered."""
+
+
+def run_typing(kernel: Kernel, code: str, answers: Sequence[Answer]) -> Typed:
+    """Run a cell and answer its prompts; one more prompt than there are answers fails the test."""
+    cell, left, client = Typed(), list(answers), kernel.client
+    request = client.execute(code, allow_stdin=True, stop_on_error=False)
+    deadline = time.monotonic() + CELL_TIMEOUT_S
+    idle = False
+    while not (cell.reply and idle):
+        assert time.monotonic() < deadline, f"{cell.plain}\nprompts: {cell.prompts}"
+        while client.iopub_channel.msg_ready():
+            message = client.get_iopub_msg(timeout=1)
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if message["msg_type"] == "status":
+                idle = idle or message["content"]["execution_state"] == "idle"
+            else:
+                cell.add(message)
+        if client.stdin_channel.msg_ready():
+            prompt = client.get_stdin_msg(timeout=1)["content"]["prompt"]
+            cell.prompts.append(prompt)
+            assert left, f"{cell.plain}\nnobody answers {prompt!r}"
+            answer = left.pop(0)
+            text = answer if isinstance(answer, str) else ""
+            cell.messages.append(("typed", {"text": f"{prompt}{text}\n"}))
+            if isinstance(answer, str):
+                client.input(answer)
+            else:
+                answer(kernel)
+        if client.shell_channel.msg_ready():
+            message = client.get_shell_msg(timeout=1)
+            if message["parent_header"].get("msg_id") == request:
+                cell.reply = message["content"]
+        time.sleep(0.005)
+    assert not left, f"{cell.plain}\nnever asked for: {left}"
+    return cell
+
+
+@pytest.fixture(scope="module")
+def kernel(installed_kernelspec: object) -> Iterator[Kernel]:
+    kernel = Kernel("meshbook")
+    kernel.wait_for_ready()
+    assert kernel.run("%mesh spawn gpus=4 --device cpu").ok
+    yield kernel
+    family = kernel.process.children(recursive=True)
+    kernel.close()
+    psutil.wait_procs(family, timeout=15)
+
+
+def test_a_breakpoint_opens_the_prompt_in_the_running_cell(kernel: Kernel) -> None:
+    cell = run_typing(
+        kernel, TWO_STOP, ["p x", "l", "w", "n", "s", "?ra", "cast p x", "rank 2", "p x", "ranks", "help", "c", "c"]
+    )
+    text = cell.plain
+    assert cell.ok, text
+    assert "ranks 1,2 stopped at cell 2, line 4\n" in text
+    assert "[1] > <cell 2>(4)<module>()\n[1] -> breakpoint()\n[1] (Pdb) p x\n[1] 10\n" in text
+    assert "[1]   4  ->\t    breakpoint()\n" in text
+    assert "[1] (Pdb) n\n[1] > <cell 2>(5)<module>()\n[1] -> x += 1\n" in text
+    assert "[1] (Pdb) s\n[1] > <cell 2>(6)<module>()\n[1] -> t = torch.ones(1)\n" in text
+    assert "[1] range  rank\n" in text
+    assert "[1] (Pdb) cast p x\n[1] 11\n[2] 20\n" in text
+    assert "[1] (Pdb) rank 2\nrank 2 stopped at cell 2, line 4\n[2] (Pdb) p x\n[2] 20\n" in text
+    assert "  [0,3]  in all_reduce (cell 2, line 7)\n" in text
+    assert "  [2]    stopped at cell 2, line 4    <- this prompt\n" in text
+    assert "cast CMD [TARGET]" in text and "Documented commands" in text
+    assert cell.prompts[0] == "[1] (Pdb) " and cell.prompts[-2:] == ["[2] (Pdb) ", "[1] (Pdb) "]
+    assert kernel.value("list(_mesh.values())") == "[0, 11, 21, 30]"
+
+
+def test_q_ends_the_cell_on_its_rank_quietly_and_frees_the_others(kernel: Kernel) -> None:
+    cell = run_typing(kernel, "%%mesh\nif rank == 1: breakpoint()\nt = torch.ones(1)\ndist.all_reduce(t)", ["q"])
+    assert not cell.ok
+    assert "BdbQuit" in cell.reply["ename"] or "BdbQuit" in cell.reply["evalue"]
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join("\n".join(c.get("traceback", [])) for _, c in cell.messages))
+    assert "ended by q at its prompt" in shown and "site-packages" not in shown
+    assert "ranks 0,2,3 were waiting in all_reduce" in shown
+    assert kernel.run("%%mesh\nt = torch.ones(1); dist.all_reduce(t); assert t.item() == 4").ok
+
+
+def test_interrupt_at_the_prompt_ends_the_debugging(kernel: Kernel) -> None:
+    pressed = []
+
+    def press(kernel: Kernel) -> None:
+        pressed.append(time.monotonic())
+        kernel.manager.interrupt_kernel()
+
+    cell = run_typing(kernel, TWO_STOP, [press])
+    assert not cell.ok and "Interrupt" in cell.reply["ename"], cell.reply
+    assert time.monotonic() - pressed[0] < 10
+    assert kernel.run("%%mesh\nt = torch.ones(1); dist.all_reduce(t); assert t.item() == 4").ok
+    assert "none of ranks 0-3 is stopped" in kernel.run('%mesh pdb --cast "p x"').reply["evalue"]
+
+
+def test_detach_leaves_ranks_stopped_and_the_next_prompt_finds_them(kernel: Kernel) -> None:
+    cell = run_typing(kernel, TWO_STOP, ["detach"])
+    assert cell.ok and "ranks 1,2 stay stopped; %mesh pdb opens the prompt again" in cell.plain
+    assert "job 1 runs on ranks 0-3" in cell.plain
+    status = kernel.run("%mesh status --text").text()
+    assert re.search(r"^1 .* pdb .* cell \d+, line 4$", status, re.M), status
+    cast = kernel.run('%mesh pdb --cast "p x" rank=1,2')
+    assert cast.ok and "[1] 10\n[2] 20\n" in cast.text()
+    assert run_typing(kernel, "%mesh pdb", ["p rank", "cast c"]).ok
+    assert kernel.run("%mesh wait 1").ok
+
+
+def test_a_background_cell_tells_where_it_stopped(kernel: Kernel) -> None:
+    run_typing(kernel, "%%mesh --async rank=2\nbreakpoint()\ny = 5", [])
+    kernel.wait_for_text("look: %mesh pdb")
+    cell = run_typing(kernel, "%mesh pdb", ["p rank", "c"])
+    assert cell.ok and "[2] 2\n" in cell.plain
+    assert kernel.run("%mesh wait").ok
+
+
+def test_a_running_rank_is_stopped_at_its_next_line(kernel: Kernel) -> None:
+    kernel.run("%%mesh --async rank=3\nimport time\ngo = True\nwhile go:\n    time.sleep(0.05)")
+    cell = run_typing(kernel, "%mesh pdb rank=3", ["!go = False", "c"])
+    assert cell.ok and re.search(r"rank 3 stopped at cell \d+, line [45]", cell.plain), cell.plain
+    assert kernel.run("%mesh wait").ok
+    idle = run_typing(kernel, "%mesh pdb rank=3", [])
+    assert "rank 3 is not running anything" in idle.reply["evalue"]
+
+
+def test_postmortem_begins_with_the_rank_that_failed_first(kernel: Kernel) -> None:
+    code = """%%mesh
+def load(shard):
+    if rank == 2:
+        raise ValueError(f"bad shard {shard}")
+    dist.barrier()
+load(7)"""
+    assert not kernel.run(code).ok
+    assert kernel.run("%%mesh\nafter = 1").ok
+    cell = run_typing(kernel, "%mesh postmortem", ["p shard", "rank 0", "cast p shard", "d", "q"])
+    assert cell.ok, cell.plain
+    assert re.search(r"rank 2 post-mortem of ValueError: bad shard 7, at cell \d+, line 4", cell.plain), cell.plain
+    assert "[2] (Pdb) p shard\n[2] 7\n" in cell.plain
+    assert "ranks 0,1,3 post-mortem of GroupAborted: the process groups were aborted" in cell.plain
+    assert re.search(r"\[0\] \(Pdb\) cast p shard\n\[0-3\] 7\n.*\[0\] > .*c10d_logger.py", cell.plain, re.S), cell.plain
+    cast = kernel.run('%mesh postmortem 2 --cast "p shard"')
+    assert cast.ok and "[0-3] 7\n" in cast.text()
+    assert kernel.run("%%mesh\nt = torch.ones(1); dist.all_reduce(t); assert t.item() == 4").ok
+
+
+def test_a_call_that_is_waited_for_opens_the_prompt_too(kernel: Kernel) -> None:
+    code = """def f(x):
+    import os
+    if os.environ["RANK"] == "1":
+        breakpoint()
+    return x
+session = get_ipython()._meshbook_session
+print(list(session.mesh().execute(f, 5).get().values()))"""
+    cell = run_typing(kernel, code, ["p x", "x = 8", "c"])
+    assert cell.ok and "[1] 5\n" in cell.plain and "[5, 8, 5, 5]" in cell.plain, cell.plain
+
+
+def test_headless_cells_fail_at_the_breakpoint(kernel: Kernel) -> None:
+    cell = kernel.run("%%mesh\ny = 1\nbreakpoint()")
+    assert not cell.ok
+    assert "nobody could type at its prompt" in cell.reply["evalue"]
+    assert "line 3" in cell.reply["evalue"]
+
+
+def test_the_death_of_a_stopped_rank_closes_its_prompt(kernel: Kernel) -> None:
+    pid = int(kernel.run("%%mesh\nimport os; print('pid', os.getpid())").text().split("[1] pid ")[1].split()[0])
+
+    def kill(kernel: Kernel) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    cell = run_typing(kernel, "%%mesh\nif rank == 1: breakpoint()", [kill])
+    assert not cell.ok and "WorkerLost" in cell.reply["ename"]
+    assert kernel.run("%mesh heal").ok
