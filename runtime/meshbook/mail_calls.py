@@ -143,6 +143,13 @@ class MailCalls:
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """Nothing: the mail has a thread of its own."""
 
+    def wants_person(self, call: OpenCall) -> bool:
+        """No person waits in a worker."""
+        return False
+
+    def attend(self, call: OpenCall) -> None:
+        """Nothing."""
+
     def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
         """Workers do not look at each other."""
         return dict.fromkeys(ranks, "it has not answered")

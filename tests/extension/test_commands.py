@@ -34,7 +34,7 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh spwan gpus=4", 'unknown command "spwan". Did you mean "spawn"?\n  for example: %mesh spawn gpus=4'),
         ("%mesh gpus=4", 'unknown command "gpus=4". Did you mean %mesh spawn gpus=4, or %%mesh gpus=4 above a cell?'),
         ("%mesh heal", "no mesh yet. Start one: %mesh spawn gpus=4"),
-        ("%mesh profile", 'unknown command "profile".'),
+        ("%mesh postmortem", "no mesh yet. Start one: %mesh spawn gpus=4"),
         ("%mesh spawn", "say how many ranks, along an axis that you name."),
         ("%mesh spawn gpus", '"gpus" has no size; write it as gpus=4.'),
         ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
@@ -59,7 +59,7 @@ def test_without_a_mesh_each_mistake_is_answered_on_one_screen(empty_notebook, c
 def test_commands_of_later_days_are_not_listed(empty_notebook) -> None:
     text = empty_notebook.run("%mesh help").stdout
     assert "%mesh spawn" in text and "%mesh heal" in text
-    for name in ("pdb", "postmortem", "export", "profile"):
+    for name in ("export", "sync"):
         assert f"%mesh {name}" not in text
 
 
