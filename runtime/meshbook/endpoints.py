@@ -19,6 +19,7 @@ from meshbook import wire
 from meshbook.collectives import Collectives
 from meshbook.debug_server import DEBUG_QUERIES, debugged_place
 from meshbook.errors import Failure, UsageError
+from meshbook.kept_memory import free as free_kept
 from meshbook.pickling import Pickled, dumps_bounded
 from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
@@ -169,6 +170,11 @@ def postmortem(worker: Worker, call: wire.Call) -> Answer:
     return _ok()
 
 
+def free(worker: Worker, call: wire.Call) -> Answer:
+    """Let go of the last exception's frames, and of device caches."""
+    return _ok(free_kept(worker.shell))
+
+
 def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Answer:
     """Rebind ``mesh`` and ``point`` to other axes over the same ranks."""
     names: dict[str, object] = {"point": Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)}
@@ -186,7 +192,7 @@ def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Answer:
 
 CALLS: dict[str, Callable[..., Answer]] = {
     function.__name__: function
-    for function in (run_cell, invoke, push, pull, form_group, prepare_group, set_axes, broadcast, postmortem)
+    for function in (run_cell, invoke, push, pull, form_group, prepare_group, set_axes, broadcast, postmortem, free)
 }
 
 

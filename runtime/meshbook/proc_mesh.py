@@ -19,6 +19,7 @@ from meshbook.future import Future
 from meshbook.gpu_use import GpuUse
 from meshbook.interruption import interrupt
 from meshbook.joined_futures import MappedFuture, join_futures
+from meshbook.kept_memory import Freed
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
@@ -185,6 +186,13 @@ class ProcMesh(Arranged):
     def pull(self, name: str) -> Future[ValueMesh[Any]]:
         """Bring the value of ``name`` from every member."""
         return self.evaluate(name)
+
+    def free(self) -> Future[ValueMesh[Freed]]:
+        """Let go of the frames of each member's last exception, with their tensors, and of device caches.
+
+        There is nothing to look at for a post-mortem after that.
+        """
+        return self._call("free", (), what="free")
 
     def scatter(self, name: str, value: Any, axis: str | None = None, dim: int = 0) -> Future[list[ValueMesh[None]]]:
         """Bind ``name`` to one piece of ``value`` per index of ``axis``; members that share the index get the same.

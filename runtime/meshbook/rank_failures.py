@@ -119,7 +119,9 @@ def keep_for_postmortem(error: BaseException) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it is Python's or torch's own error for that."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text_of(error)
 
 
 def let_go_of_last_error(shell: InteractiveShell) -> bool:

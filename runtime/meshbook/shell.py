@@ -25,6 +25,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from meshbook.errors import Failure
+from meshbook.kept_memory import memory_advice
 from meshbook.no_collectives import collectives_off
 from meshbook.rank_completer import Matches, complete, describe, names, prepare
 from meshbook.rank_debugger import RankDebugger
@@ -164,9 +165,11 @@ class RankShell:
         """
         started = time.perf_counter()
         self._interrupts = 0
+        before: KeptError | None = None
         try:
             if self.last_error is not None and is_out_of_memory(self.last_error.error):
                 self.forget_last_error()  # else its tensors would be in the way of the next try
+            before = self.last_error
             asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
             with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
                 result = self._ipython.run_rank_cell(code, cell_number, line_offset, debug_name)
@@ -178,6 +181,9 @@ class RankShell:
             if self._interrupts and isinstance(error, asyncio.CancelledError):
                 error = KeyboardInterrupt().with_traceback(error.__traceback__)
             failure = describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=result.ran)
+            if advice := memory_advice(error, before, self.namespace):
+                failure = failure._replace(traceback=(*failure.traceback, *advice))
+            del before
             self.keep_error(error, cell_id)
         return CellOutcome(
             ok=failure is None,

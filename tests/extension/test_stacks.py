@@ -93,3 +93,43 @@ def test_the_end_of_an_idle_rank_is_listed_with_its_cause(notebook) -> None:
     assert re.match(r" *\d+ +\S+ +\[1\] +idle +ended: killed by SIGKILL", text), text
     assert text == notebook.run("%mesh errors").stdout
     notebook.run("%mesh heal")
+
+
+# ---- what failures hold ------------------------------------------------------------------------------------------
+
+HOLDS = """%%mesh
+def fill():
+    x = torch.ones(25_000_000)
+    y = [x[5:], torch.ones(10)]
+    raise ValueError("bad shard")
+if rank == 1:
+    fill()"""
+
+
+def test_free_lets_go_of_what_the_frames_of_a_failure_hold(notebook) -> None:
+    notebook.run("%mesh free")
+    notebook.fail(HOLDS)
+    text = notebook.run("%mesh free").stdout
+    assert re.search(
+        r"^\[1\] the frames of ValueError are let go: they held 100 MB; the process is \S+ MB smaller$", text, re.M
+    )
+    assert "[0,2,3] nothing to let go\n" in text
+    assert notebook.run("%mesh free rank=1").stdout == "[1] nothing to let go\n"
+
+
+def test_free_leaves_busy_ranks_alone(notebook) -> None:
+    notebook.run("%%mesh --async\nimport time\nif rank == 2: time.sleep(2)")
+    time.sleep(0.5)
+    text = notebook.run("%mesh free").stdout
+    assert text.endswith("rank 2 is busy: free what it holds afterwards\n") and "[0,1,3] nothing to let go" in text
+    notebook.run("%mesh wait")
+
+
+def test_an_out_of_memory_error_says_what_kept_frames_hold(notebook) -> None:
+    notebook.fail(HOLDS)
+    code = "%%mesh rank=1\ndef grow():\n    z = torch.ones(5_000_000)\n    torch.empty(1 << 60)\ngrow()"
+    text = notebook.fail(code)
+    assert "the frames of the ValueError before it, kept for a post-mortem, held 100 MB; they are let go now" in text
+    assert "the frames of this error hold 20 MB; the next cell lets them go, or now: %mesh free\n" in text
+    assert "they held 20 MB" in notebook.run("%mesh free rank=1").stdout
+    assert "hold little" in notebook.fail("%%mesh rank=0\nbytearray(1 << 60)")

@@ -1,15 +1,20 @@
-"""Who hangs, and what failed: stacks, errors."""
+"""Who hangs, what failed, and what failures hold: stacks, errors, free."""
 
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-from meshbook.wording import format_some_ranks
+from meshbook.wording import format_bytes, format_some_ranks, name_ranks
 from meshbook_extension.commands import command
 from meshbook_extension.error_log import LoggedError
+from meshbook_extension.labels import label
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.session import Session
 from meshbook_extension.targets import FORMS
+
+if TYPE_CHECKING:
+    from meshbook.kept_memory import Freed
 
 READ_S, NATIVE_S = 3.0, 20.0
 """What reading stacks from outside may take; native ones need the symbols of all libraries."""
@@ -43,6 +48,8 @@ def stacks(session: Session, arguments: Arguments) -> None:
 
 FULL = Option("--full", "with the tracebacks; of ranks that ended, the last lines of their logs")
 SHOWN = 10
+WORTH_BYTES = 1_000_000
+"""Less is not worth a word."""
 RANKS_CHARS = 24
 
 
@@ -101,3 +108,43 @@ def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
 def in_full(error: LoggedError) -> str:
     """Its line, then what is kept of the traceback."""
     return f"{error_table([error])}\n{error.traceback}".rstrip()
+
+
+@command(
+    Grammar(
+        name="%mesh free",
+        summary="Let go of what the last exception of each rank holds, and of device caches; says how much that was.",
+        words="[SLICE]",
+        count=(0, 1),
+        pairs="[AXIS=.. ...]",
+        examples=("%mesh free", "%mesh free rank=3"),
+        notes=f"The frames of a rank's last exception are kept for a post-mortem, and hold their tensors.\n\n{FORMS}",
+    )
+)
+def free(session: Session, arguments: Arguments) -> None:
+    """A line for ranks with equal words."""
+    procs = session.target(arguments.words, arguments.pairs)
+    states = {one.rank: one.state for one in procs.status()}
+    idle = [rank for rank, state in states.items() if state == "idle"]
+    if idle:
+        texts: dict[str, list[int]] = {}
+        freed = procs.select(idle).free().get()
+        for rank, each in zip(idle, freed.values(), strict=True):
+            texts.setdefault(describe_freed(each), []).append(rank)
+        print("\n".join(f"{label(ranks)} {text}" for text, ranks in texts.items()))
+    if busy := [rank for rank, state in states.items() if state not in ("idle", "dead")]:
+        is_, it_holds = ("is", "it holds") if len(busy) == 1 else ("are", "they hold")
+        print(f"{name_ranks(busy)} {is_} busy: free what {it_holds} afterwards")
+
+
+def describe_freed(freed: Freed) -> str:
+    """``1.21 GB that the frames of ValueError held; the process is smaller by 1.2 GB``"""
+    parts = []
+    if freed.ename:
+        held = format_bytes(freed.held_bytes) if freed.held_bytes else "nothing"
+        parts.append(f"the frames of {freed.ename} are let go: they held {held}")
+    if freed.resident_bytes >= WORTH_BYTES:
+        parts.append(f"the process is {format_bytes(freed.resident_bytes)} smaller")
+    if freed.device_bytes:
+        parts.append(f"{format_bytes(freed.device_bytes)} of device memory given back")
+    return "; ".join(parts) or "nothing to let go"
