@@ -162,6 +162,16 @@ class Lab:
         except Exception:
             self._load(page, f"{self.url}/{path}/{name}?reset")
 
+    def run_cell(self, page: Page, index: int) -> None:
+        """Start a cell; the command itself would last as long as the cell."""
+        page.evaluate(
+            """index => {
+              window.jupyterapp.shell.currentWidget.content.activeCellIndex = index;
+              window.jupyterapp.commands.execute('notebook:run-cell-and-select-next');
+            }""",
+            index,
+        )
+
     def _load(self, page: Page, url: str) -> None:
         page.goto(url, timeout=1000 * START_TIMEOUT_S)
         page.wait_for_function(IDLE, timeout=1000 * START_TIMEOUT_S)

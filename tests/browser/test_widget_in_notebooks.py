@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -58,24 +60,13 @@ def notebook(lab: Any, browser: Any, front: str, saved: str) -> Iterator[Page]:
     page.close()
 
 
-def run(page: Page, index: int) -> None:
-    """Start a cell; the command itself would last as long as the cell."""
-    page.evaluate(
-        """index => {
-          window.jupyterapp.shell.currentWidget.content.activeCellIndex = index;
-          window.jupyterapp.commands.execute('notebook:run-cell-and-select-next');
-        }""",
-        index,
-    )
-
-
 def widget(page: Page) -> Locator:
     return page.locator(".meshbook").first
 
 
-def test_it_renders_with_a_tile_per_rank(notebook: Page) -> None:
+def test_it_renders_with_a_tile_per_rank(notebook: Page, lab: Any) -> None:
     for cell in range(3):
-        run(notebook, cell)
+        lab.run_cell(notebook, cell)
     widget(notebook).wait_for(timeout=150_000)
     assert widget(notebook).locator(".mb-tile").count() == 4
     assert widget(notebook).locator(".mb-counts").inner_text().split() == ["I", "4", "idle"]
@@ -85,7 +76,7 @@ def test_it_renders_with_a_tile_per_rank(notebook: Page) -> None:
 
 def test_it_updates_and_its_buttons_act_while_a_cell_runs(notebook: Page, lab: Any) -> None:
     box = widget(notebook)
-    run(notebook, 3)
+    lab.run_cell(notebook, 3)
     box.locator(".mb-tile.mb-B").nth(3).wait_for(timeout=SOON_MS)
     box.locator(".mb-cell", has_text="epoch 1").wait_for(timeout=SOON_MS)
     first = box.locator(".mb-cell").inner_text()
@@ -110,8 +101,8 @@ def test_it_updates_and_its_buttons_act_while_a_cell_runs(notebook: Page, lab: A
     box.locator(".mb-cell").wait_for(state="detached", timeout=SOON_MS)
 
 
-def test_text_of_ranks_is_shown_as_text(notebook: Page) -> None:
-    run(notebook, 4)
+def test_text_of_ranks_is_shown_as_text(notebook: Page, lab: Any) -> None:
+    lab.run_cell(notebook, 4)
     error = widget(notebook).locator(".mb-errors li")
     error.wait_for(timeout=SOON_MS)
     assert "ValueError: <img src=x onerror=window.broken=1>" in error.inner_text()
@@ -128,6 +119,9 @@ def test_the_saved_notebook_shows_the_ranks(notebook: Page, lab: Any, saved: str
     (output,) = outputs
     assert "4 ranks on 1 host" in "".join(output["data"]["text/plain"])
     assert "<table" in "".join(output["data"]["text/html"])
+    convert = [sys.executable, "-m", "nbconvert", "--to=html", "--stdout", "--log-level=ERROR", str(lab.root / saved)]
+    page = subprocess.run(convert, capture_output=True, text=True, check=True, timeout=SOON_MS / 1000).stdout
+    assert "main: gpus=4, cpu; 4 idle</div><table" in page
 
 
 def test_it_is_dark_in_a_dark_theme(notebook: Page) -> None:
