@@ -366,7 +366,7 @@ class ProcMesh(Arranged):
     @property
     def alive(self) -> bool:
         """Whether the mesh has not been stopped."""
-        return self._mesh.phase in (MeshPhase.STARTING, MeshPhase.READY)
+        return self._mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED)
 
     @property
     def lost(self) -> tuple[int, ...]:

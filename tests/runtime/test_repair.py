@@ -208,6 +208,7 @@ def test_only_one_repairs_at_a_time(mesh2: ProcMesh) -> None:
     time.sleep(0.5)
     with pytest.raises(errors.UsageError, match='mesh "two" is repairing already'):
         mesh2.heal()
+    assert mesh2.alive and mesh2.status()[0].state == "busy"
     thread.join(30)
     blocker.get(30)
 
