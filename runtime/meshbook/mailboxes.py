@@ -46,6 +46,8 @@ class Mailboxes:
     def __init__(self) -> None:
         self._open: dict[int, Mailbox] = {}
         self._closed: OrderedDict[int, str] = OrderedDict()
+        self.not_yet: Callable[[int], Mailbox | None] = lambda id: None
+        """Asked for a mailbox that has never been open: who takes what comes too early, if anybody."""
 
     def open(self, id: int, handler: Handler, on_cancel: Callable[[wire.Call, bool], None] | None = None) -> None:
         """Hand calls to mailbox ``id`` (not 0) to ``handler`` from now on; see `Handler` and `Mailbox`."""
@@ -63,6 +65,9 @@ class Mailboxes:
 
     def find(self, id: int, rank: int) -> Mailbox:
         """Raises: MailboxClosed if there is none. rank: ours, for the error."""
-        if (mailbox := self._open.get(id)) is None:
+        mailbox = self._open.get(id)
+        if mailbox is None and id not in self._closed:
+            mailbox = self.not_yet(id)
+        if mailbox is None:
             raise MailboxClosed(rank, id, self._closed.get(id, ""))
         return mailbox

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshbook import partition
 from meshbook.actor.actor_mesh import spawn_actors
+from meshbook.actor.proc_ref import find_procs
 from meshbook.actor.roads import road_of
 from meshbook.arranged import Arranged
 from meshbook.calls import CallFuture
@@ -522,6 +523,10 @@ class ProcMesh(Arranged):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """On a rank it is a `meshbook.actor.proc_ref.ProcRef`."""
+        return find_procs, (self.session, self.id, self.name, self._members)
 
     def __repr__(self) -> str:
         state = "" if self.alive else ", stopped"

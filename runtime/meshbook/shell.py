@@ -253,6 +253,11 @@ class RankShell:
             self._is_untidy = False
             gc.collect()  # what drew the traceback left cycles around the frames
 
+    @property
+    def output_here(self) -> int:
+        """The cell that the calling thread or task prints for; 0 for none."""
+        return self._attribution.origin() or 0
+
     def forget_last_error(self) -> None:
         """Free the frames of the last exception."""
         self.last_error = None

@@ -29,6 +29,7 @@ import msgspec
 from meshbook import wire
 from meshbook.actor.actor_desk import ActorDesk
 from meshbook.actor.roads import set_own_road
+from meshbook.actor.worker_road import WorkerRoad
 from meshbook.agent_channel import Channel
 from meshbook.call_children import interrupt_children
 from meshbook.debug_server import DebugSession
@@ -343,7 +344,8 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
             os.close(source)
         worker = Worker(shell, call_fd, urgent_fd, mail_fd)
         set_worker(worker)
-        set_own_road(None)
+        road = WorkerRoad(worker)
+        set_own_road(lambda: road, takes_all=True)
         worker.begin()
         worker.serve()
         atexit._run_exitfuncs()

@@ -115,6 +115,7 @@ class WorkerMail:
             self._letters[call.origin, call.id] = letter
         try:
             mailbox = self.boxes.find(call.mailbox, self._identity().rank)
+            letter.on_cancel = mailbox.on_cancel
             mailbox.handler(call, letter.load, letter.reply)
         except Exception as error:
             letter.reply(Answer(wire.RAISED, failure=self._explain(error)))
@@ -123,9 +124,8 @@ class WorkerMail:
         """Tell the mailbox of a call that has no answer yet."""
         if (letter := self._letters.get((cancel.origin, cancel.call))) is None:
             return
-        on_cancel = self.boxes.find(letter.call.mailbox, self._identity().rank).on_cancel
-        if on_cancel is not None:
-            on_cancel(letter.call, cancel.insist)
+        if letter.on_cancel is not None:
+            letter.on_cancel(letter.call, cancel.insist)
 
     def _explain(self, error: Exception) -> Failure:
         """What goes wrong here has no traceback that tells a person anything, unless it is a fault of the handler."""
@@ -161,10 +161,12 @@ class WorkerMail:
 class _Letter:
     """A call between its arrival and its reply."""
 
-    __slots__ = ("_came_at", "_frames", "_lock", "_mail", "_replied", "call")
+    __slots__ = ("_came_at", "_frames", "_lock", "_mail", "_replied", "call", "on_cancel")
 
     def __init__(self, mail: WorkerMail, call: wire.Call, frames: list[bytes]) -> None:
         self.call = call
+        self.on_cancel: Callable[[wire.Call, bool], None] | None = None
+        """That of its mailbox, which may have closed since."""
         self._mail = mail
         self._frames: list[bytes] | None = frames
         self._lock = threading.Lock()

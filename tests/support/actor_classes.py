@@ -18,6 +18,7 @@ from meshbook.actor import (
     current_rank,
     current_size,
     endpoint,
+    this_proc,
 )
 
 
@@ -182,3 +183,113 @@ class Cleaner(Actor):
 class Reserved(Actor):
     @endpoint
     def slice(self) -> None: ...
+
+
+# ---- actors that call actors ---------------------------------------------------------------------------------------
+
+
+class PingPong(Actor):
+    """Two of them throw a ball at each other until it was thrown ``n`` times."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    @endpoint
+    async def start(self, other: Any, n: int, done: Port[list[int]]) -> None:
+        self.other, self.done = other, done
+        other.catch.broadcast(n)
+
+    @endpoint
+    async def join(self, other: Any, done: Port[list[int]]) -> None:
+        self.other, self.done = other, done
+
+    @endpoint
+    async def catch(self, n: int) -> None:
+        self.seen.append(n)
+        if n == 0:
+            self.done.send(self.seen)
+        else:
+            self.other.catch.broadcast(n - 1)
+
+    @endpoint
+    async def thrown(self) -> list[int]:
+        return self.seen
+
+
+class Relay(Actor):
+    """Uses other actors on behalf of its caller."""
+
+    def __init__(self, counters: Any = None) -> None:
+        self.counters = counters
+
+    @endpoint
+    def add_everywhere(self, by: int) -> list[int]:
+        values: list[int] = self.counters.add.call(by).get(20).values()
+        return values
+
+    @endpoint
+    async def add_async(self, by: int) -> int:
+        return sum([await future for future in self.counters.add.stream(by)])
+
+    @endpoint
+    async def add_one(self, counter: Any, by: int, times: int) -> list[int]:
+        return [await counter.add.call_one(by) for _ in range(times)]
+
+    @endpoint
+    def fail_there(self) -> None:
+        self.counters.fail.call().get(20)
+
+    @endpoint
+    def say_there(self, text: str) -> None:
+        self.counters.say.call(text).get(20)
+
+    @endpoint
+    def part(self) -> Any:
+        return self.counters.slice(gpus=slice(0, 2))
+
+    @endpoint
+    def send_many(self, port: Port[tuple[int, int]], n: int) -> None:
+        for index in range(n):
+            port.send((context().actor_instance.rank.rank, index))
+
+    @endpoint
+    def wrong(self) -> None:
+        self.counters.add.call(1, 2, 3, 4)
+
+    @endpoint
+    async def wait_there(self, sleepers: Any) -> None:
+        await sleepers.sleep.call(60)
+
+    @endpoint
+    def wait_there_plainly(self, sleepers: Any) -> None:
+        sleepers.sleep.call(60).get()
+
+
+class Parent(Actor):
+    """Spawns actors and is their owner."""
+
+    def __init__(self, handles: bool = True) -> None:
+        self.handles = handles
+        self.told: list[str] = []
+
+    @endpoint
+    def spawn_beside(self, value: int) -> list[int]:
+        self.child = this_proc().spawn("child", Counter, value)
+        return self.child.add.call(1).get(20).values()  # type: ignore[no-any-return]
+
+    @endpoint
+    def spawn_on(self, procs: Any) -> Any:
+        self.children = procs.spawn("children", Counter, 5)
+        return self.children
+
+    @endpoint
+    def break_child(self) -> None:
+        self.child.fail.broadcast()
+
+    @endpoint
+    def reports(self) -> list[str]:
+        return self.told
+
+    def __supervise__(self, failure: Any) -> bool:
+        self.told.append(f"{failure.mesh_name} {failure.ranks} {failure.what}")
+        return self.handles

@@ -33,6 +33,7 @@ from meshbook.actor.errors import (
     UnhandledFault,
 )
 from meshbook.actor.ports import Channel, Port, PortReceiver
+from meshbook.actor.proc_ref import this_proc
 from meshbook.actor.sending import Accumulator, as_endpoint, send
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.future import Future
@@ -75,6 +76,7 @@ __all__ = [
     "endpoint",
     "send",
     "this_host",
+    "this_proc",
     "unhandled_fault_hook",
 ]
 

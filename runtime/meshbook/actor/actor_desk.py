@@ -12,14 +12,19 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
-from meshbook.actor.actor_host import ActorHost
-from meshbook.actor.roads import DESK
+from meshbook.actor.actor_host import SUPERVISE, ActorHost
+from meshbook.actor.ports import Port
+from meshbook.actor.roads import DESK, Place
+from meshbook.actor.supervision import MeshFailure
 from meshbook.endpoints import Answer
-from meshbook.errors import Failure, MeshError
-from meshbook.mailboxes import LoadArgs, Mailboxes, Reply
+from meshbook.errors import Failure, MailboxClosed, MeshError
+from meshbook.mailboxes import LoadArgs, Mailbox, Mailboxes, Reply
 
 if TYPE_CHECKING:
     from meshbook.worker import Worker
+
+EARLY_S = 2.0
+"""How long a message waits for the actor that it is for to be spawned."""
 
 STOP = "__stop__"
 """The endpoint of every actor that ends it."""
@@ -35,7 +40,10 @@ class ActorDesk:
         self._hosts: dict[int, ActorHost] = {}
         self._stopping: dict[int, list[Reply]] = {}
         self._describing = threading.Lock()
+        self._early: dict[int, list[tuple[wire.Call, LoadArgs, Reply]]] = {}
+        """What has come for actors that are not there yet, by mailbox."""
         mailboxes.open(DESK, self._spawn, self._cancel_spawn)
+        mailboxes.not_yet = self._not_yet
 
     def states(self) -> list[dict[str, object]]:
         """What each actor is doing; plain data."""
@@ -49,7 +57,28 @@ class ActorDesk:
         self._hosts[host.mailbox] = host
         self._mailboxes.open(host.mailbox, functools.partial(self._deliver, host), host.cancel)
         host.deliver(call, load_args, reply)
+        for early in self._early.pop(host.mailbox, []):
+            host.deliver(*early)
         host.thread.start()
+
+    def _not_yet(self, mailbox: int) -> Mailbox | None:
+        """For messages that have overtaken, on another road, the spawn of the actor that they are for."""
+        return Mailbox(self._keep_early) if mailbox < DESK else None
+
+    def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+        closed = MailboxClosed(self.rank, call.mailbox)
+        if call.origin is None:  # the one who spawned it was here before
+            raise closed
+        waiting = self._early.setdefault(call.mailbox, [])
+        waiting.append((call, load_args, reply))
+        if len(waiting) == 1:
+            timer = threading.Timer(EARLY_S, self._give_up_early, [call.mailbox, closed])
+            timer.daemon = True
+            timer.start()
+
+    def _give_up_early(self, mailbox: int, closed: MailboxClosed) -> None:
+        for _, _, reply in self._early.pop(mailbox, []):
+            reply(Answer(wire.RAISED, failure=self.describe(closed)))
 
     def _cancel_spawn(self, call: wire.Call, insist: bool) -> None:
         for host in list(self._hosts.values()):
@@ -80,13 +109,17 @@ class ActorDesk:
     def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
         return self._worker.shell.output_beside(output)
 
-    def tell_owner(self, host: ActorHost, failure: Failure, endpoint: str) -> None:
+    def port_to(self, mailbox: int) -> Port[Any]:
+        identity = self._worker.identity
+        return Port(self.session, Place(identity.mesh, identity.rank), mailbox)
+
+    def tell_owner(self, host: ActorHost, failure: MeshFailure) -> None:
         """Where the owner cannot be told, it is printed."""
         if host.owner is not None:
             with contextlib.suppress(MeshError):
-                host.owner.send((host.name, endpoint, failure._replace(exception=None)))
+                host.owner.post(SUPERVISE, failure)
                 return
-        print("".join(f"{line}\n" for line in failure.traceback), flush=True)
+        print(failure.report(), flush=True)
 
     def actor_ended(self, host: ActorHost) -> None:
         self._hosts.pop(host.mailbox, None)

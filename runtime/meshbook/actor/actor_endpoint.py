@@ -71,6 +71,9 @@ class ActorEndpoint:
 
     def _post(self, members: Members, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
         group, pickled = self._group, self._pack(view, args, kwargs, port)
+        if group.road.place.mesh:  # on a rank: the actor tells its owner
+            group.road.post(group.mesh, members, group.mailbox, self._info.name, pickled)
+            return
         source = group.call(members, self._info.name, pickled, fail_fast=False)
         source.add_done_callback(functools.partial(_tell_of_failure, self._mesh, self._info.name))
 
@@ -127,7 +130,7 @@ class NotAnEndpoint:
 
 def _tell_of_failure(mesh: ActorMesh, endpoint: str, done: Future[Any]) -> None:
     if (error := done.exception(0)) is not None and (failures := failures_of(error)):
-        on_unhandled(MeshFailure(mesh, endpoint, failures))
+        on_unhandled(MeshFailure(mesh, f"{mesh.name}.{endpoint}", failures))
 
 
 def _same(values: ValueMesh[Any]) -> ValueMesh[Any]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from meshbook.actor.described import ActorClass
 from meshbook.actor.errors import ActorStoppedError, SupervisionError, UnhandledFault
-from meshbook.actor.roads import Road, road_of
+from meshbook.actor.roads import OnReply, Road, road_of
+from meshbook.actor.supervision import MeshFailure
 from meshbook.calls import CallFuture
-from meshbook.errors import Failure, MeshDetachedError, MeshStoppedError, WorkerLost
+from meshbook.errors import MeshDetachedError, MeshStoppedError, WorkerLost
 from meshbook.future import Future
 from meshbook.pickling import Pickled
 from meshbook.shape import Members, Region
-
-OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
 
 
 class ActorGroup:
@@ -30,8 +28,8 @@ class ActorGroup:
         self.initialized: Future[None] = Future()
         self.stopped: str | None = None
         """Why, once it was stopped from here."""
-        self.faults: deque[str] = deque()
-        """Reports of what failed for which nobody waited, to be told at the next use."""
+        self.faults: deque[MeshFailure] = deque()
+        """What failed for which nobody waited, to be told at the next use."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls, self.members)
@@ -68,10 +66,10 @@ class ActorGroup:
         if self.stopped is not None:
             raise ActorStoppedError(self.name, self.stopped)
         if self.faults:
-            reports = []
+            faults = []
             while self.faults:
-                reports.append(self.faults.popleft())
-            raise UnhandledFault("\n".join(reports))
+                faults.append(self.faults.popleft())
+            raise UnhandledFault("\n".join(fault.report() for fault in faults))
 
 
 _groups: dict[tuple[str, int], ActorGroup] = {}

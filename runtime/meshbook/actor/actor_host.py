@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshbook import wire
 from meshbook.actor.context import ActorInstance, Context, current_context
@@ -27,11 +27,19 @@ from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.gated import Gated
 from meshbook.actor.inbox import Inbox, Message
 from meshbook.actor.ports import Port, ResponsePort
+from meshbook.actor.supervision import MeshFailure
 from meshbook.endpoints import Answer
 from meshbook.errors import Failure, UsageError
 from meshbook.mailboxes import LoadArgs, Reply
 from meshbook.shape import Members, Point, Region
 from meshbook.thread_interrupts import ThreadGate
+
+if TYPE_CHECKING:
+    from meshbook.actor.actor_mesh import ActorMesh
+
+
+SUPERVISE = "__supervise__"
+"""What failures of meshes that an actor has spawned come as."""
 
 
 class Surroundings(Protocol):
@@ -51,8 +59,11 @@ class Surroundings(Protocol):
     def mesh_name(self) -> str:
         """The name of its mesh."""
 
-    def tell_owner(self, host: ActorHost, failure: Failure, endpoint: str) -> None:
-        """A message failed for whose answer nobody waits."""
+    def port_to(self, mailbox: int) -> Port[Any]:
+        """Reaches a mailbox of this process from anywhere."""
+
+    def tell_owner(self, host: ActorHost, failure: MeshFailure) -> None:
+        """Something failed for which nobody waits."""
 
     def actor_ended(self, host: ActorHost) -> None:
         """The thread of an actor ends."""
@@ -68,12 +79,15 @@ class ActorHost:
         """Who is told of failures."""
         self.current: dict[int, tuple[wire.Call, float]] = {}
         """Messages that are being handled, by serial, and since when."""
+        self.mesh: ActorMesh | None = None
+        """All actors that were spawned together with this one."""
         self._surroundings = surroundings
         self._inbox = Inbox()
         self._actor: Any = None
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
         self._tasks: dict[int, asyncio.Task[Answer]] = {}
+        self._contexts: dict[int, Context] = {}
         self._promised: dict[int, Message] = {}
         """Messages whose answer is to come on their response port, by serial."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,6 +112,8 @@ class ActorHost:
             if message.call is call:
                 self._keep_promise(message, self._failed(message, KeyboardInterrupt()))
         serial = next((serial for serial, (other, _) in list(self.current.items()) if other is call), 0)
+        if (context := self._contexts.get(serial)) is not None:
+            context.interrupted = True
         gate, loop, task = self.gate, self._loop, self._tasks.get(serial)
         if gate is not None and not gate.interrupt(serial) and task is not None and loop is not None:
             loop.call_soon_threadsafe(task.cancel)
@@ -138,13 +154,13 @@ class ActorHost:
     def _make(self, message: Message) -> Answer:
         """The actor itself; the payload: the view's labels, its owner, its class, its arguments."""
         try:
-            (view, self.owner, cls, *args), kwargs = message.load()
+            (view, self.mesh, self.owner, cls, *args), kwargs = message.load()
             self.class_name = cls.__qualname__
             place = _point_of(self._surroundings.rank, message.call, view)
             self._instance = ActorInstance(
                 self.name, self.class_name, self._surroundings.mesh_name, place, self.mailbox
             )
-            with self._context(message.call, view):
+            with self._context(message, view):
                 self._actor = cls(*args, **kwargs)
             return Answer(wire.OK, None, has_value=True)
         except BaseException as error:
@@ -190,13 +206,20 @@ class ActorHost:
         broken = self._broken if self._actor is None else None
         failure = broken or self._surroundings.describe(error)
         if not message.call.reply and not interrupted:
-            self._surroundings.tell_owner(self, failure, message.call.endpoint)
+            self._tell_owner(failure, message.call.endpoint)
         return Answer(wire.INTERRUPTED if interrupted else wire.RAISED, failure=failure)
+
+    def _tell_owner(self, failure: Failure, endpoint: str) -> None:
+        if self.mesh is not None:
+            told = failure._replace(exception=None)  # its class need not exist there
+            self._surroundings.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told]))
 
     def _handle(self, message: Message) -> Answer:
         """A plain endpoint: its answer, or what it raises."""
+        if message.call.endpoint == SUPERVISE:
+            return self._supervised(*self._supervise(message))
         method, port, args, kwargs = self._prepare(message)
-        with self._context(message.call, args[0]):
+        with self._context(message, args[0]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)
             answer: Answer = self._answer_of(message, value, port, args[1])
             return answer
@@ -234,15 +257,30 @@ class ActorHost:
         return Answer(wire.OK, value, has_value=True, what=f"the result of {self.name}.{message.call.endpoint}")
 
     @contextlib.contextmanager
-    def _context(self, call: wire.Call, view: str | Members) -> Generator[None, None, None]:
-        instance = self._instance
+    def _context(self, message: Message, view: str | Members) -> Generator[None, None, None]:
+        instance, surroundings = self._instance, self._surroundings
         assert instance is not None
-        point: Callable[[], Point] = functools.partial(_point_of, self._surroundings.rank, call, view)
-        token = current_context.set(Context(instance, point))
+        point: Callable[[], Point] = functools.partial(_point_of, surroundings.rank, message.call, view)
+        context = Context(instance, point, surroundings.port_to(self.mailbox))
+        self._contexts[message.serial] = context
+        token = current_context.set(context)
         try:
             yield
         finally:
             current_context.reset(token)
+            self._contexts.pop(message.serial, None)
+
+    def _supervise(self, message: Message) -> tuple[Any, MeshFailure]:
+        """Ask the actor to deal with a failure of what it has spawned: what it says, and the failure."""
+        (failure,), _ = message.load()
+        supervise = getattr(self._actor, SUPERVISE, None)
+        with self._context(message, ""):
+            return (supervise(failure) if supervise is not None else False), failure
+
+    def _supervised(self, handled: object, failure: MeshFailure) -> Answer:
+        if not handled and self.mesh is not None:
+            self._surroundings.tell_owner(self, failure.pass_on(self.mesh))
+        return Answer(wire.OK, None, has_value=True)
 
     # ---- in an event loop ---------------------------------------------------------------------------------------
 
@@ -304,8 +342,13 @@ class ActorHost:
             return self._failed(message, error)
 
     async def _call_async(self, message: Message) -> Answer:
+        if message.call.endpoint == SUPERVISE:
+            handled, failure = self._supervise(message)
+            if inspect.isawaitable(handled):
+                handled = await handled
+            return self._supervised(handled, failure)
         method, port, args, kwargs = self._prepare(message)
-        with self._context(message.call, args[0]):
+        with self._context(message, args[0]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)
             if inspect.isawaitable(value):
                 value = await value
@@ -325,7 +368,7 @@ class ActorHost:
                 if inspect.isawaitable(result):
                     asyncio.run(_await(result))
             except BaseException as error:
-                self._surroundings.tell_owner(self, self._surroundings.describe(error), "__cleanup__")
+                self._tell_owner(self._surroundings.describe(error), "__cleanup__")
 
     async def _clean_up_async(self) -> None:
         cleanup = getattr(self._actor, "__cleanup__", None)
@@ -337,7 +380,7 @@ class ActorHost:
                 if inspect.isawaitable(result):
                     await result
             except BaseException as error:
-                self._surroundings.tell_owner(self, self._surroundings.describe(error), "__cleanup__")
+                self._tell_owner(self._surroundings.describe(error), "__cleanup__")
 
 
 async def _await(result: Any) -> Any:

@@ -16,6 +16,7 @@ from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.ports import Port
 from meshbook.actor.results import ActorFuture
 from meshbook.actor.roads import DESK, Road
+from meshbook.actor.supervision import MeshFailure
 from meshbook.arranged import Arranged
 from meshbook.errors import SerializationError, UsageError
 from meshbook.future import Future
@@ -72,9 +73,9 @@ class ActorMesh(Arranged):
         source = group.call(group.members, STOP, pickled, fail_fast=False)
         return ActorFuture(source, _nothing, group.name, "stop")
 
-    def remember_fault(self, report: str) -> None:
+    def remember_fault(self, failure: MeshFailure) -> None:
         """Have the next use of these actors raise `UnhandledFault`."""
-        self._group.faults.append(report)
+        self._group.faults.append(failure)
 
     async def __aenter__(self) -> ActorMesh:
         return self
@@ -112,7 +113,7 @@ RESERVED = frozenset(name for name in dir(ActorMesh) if not name.startswith("__"
 """Names that endpoints cannot have: every mesh of actors has attributes of these names."""
 
 
-def spawn_actors(
+def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     road: Road,
     mesh: int,
     mesh_name: str,
@@ -132,7 +133,8 @@ def spawn_actors(
     if not isinstance(name, str) or not name:
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
     group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members)
-    payload = ((name_view(members), owner, cls, *args), kwargs)
+    mesh_of_it = ActorMesh(group, members)
+    payload = ((name_view(members), mesh_of_it, owner, cls, *args), kwargs)
     try:
         pickled = dumps(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was
@@ -143,7 +145,7 @@ def spawn_actors(
     )  # fmt: skip
     group.initialized = ActorFuture(spawned, _nothing, name, "__init__")
     keep_group(group)
-    return ActorMesh(group, members)
+    return mesh_of_it
 
 
 def _nothing(values: object) -> None:

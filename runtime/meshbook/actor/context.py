@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.shape import Extent, Point
+
+if TYPE_CHECKING:
+    from meshbook.actor.ports import Port
 
 
 class ActorInstance(NamedTuple):
@@ -29,9 +32,15 @@ class ActorInstance(NamedTuple):
 class Context:
     """What `context` returns. ``message_rank``: the actor's place in the mesh, or slice, that was called."""
 
-    def __init__(self, actor_instance: ActorInstance, message_rank: Callable[[], Point]) -> None:
+    def __init__(
+        self, actor_instance: ActorInstance, message_rank: Callable[[], Point], port: Port[Any] | None = None
+    ) -> None:
         self.actor_instance = actor_instance
         self._message_rank = message_rank
+        self.supervisor = port
+        """Where failures of what is spawned now are told; None outside of actors."""
+        self.interrupted = False
+        """Whether the sender of the message wants its end."""
 
     @property
     def message_rank(self) -> Point:

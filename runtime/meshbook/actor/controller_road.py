@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from meshbook.actor.roads import Place
+from meshbook.actor.roads import OnReply, Place
 from meshbook.calls import CallFuture
 from meshbook.controller import Controller
-from meshbook.errors import Failure, MeshStoppedError
+from meshbook.errors import MeshStoppedError
 from meshbook.known_mesh import KnownMesh
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
@@ -43,7 +42,7 @@ class ControllerRoad:
         pickled: Pickled,
         *,
         what: str,
-        on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
+        on_reply: OnReply | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
         known = self._find(mesh)
@@ -62,6 +61,9 @@ class ControllerRoad:
 
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
         self._controller.post(self._find(mesh), endpoint, members, pickled, mailbox)
+
+    def procs(self, session: str, mesh: int, name: str, members: Members) -> ProcMesh:
+        return ProcMesh(self._controller, self._find(mesh), members)
 
     def _find(self, mesh: int) -> KnownMesh:
         if (known := self._controller.find_mesh(mesh)) is None:

@@ -33,13 +33,14 @@ class Port(Generic[R]):
 
     def send(self, obj: R) -> None:
         """Send a value; returns before it has arrived. Raises: SerializationError, WorkerLost, MeshStoppedError."""
-        self._post("send", obj)
+        self.post("send", obj)
 
     def exception(self, error: BaseException) -> None:
         """Have the receiver's next `recv` raise ``error``."""
-        self._post("exception", error)
+        self.post("exception", error)
 
-    def _post(self, endpoint: str, value: object) -> None:
+    def post(self, endpoint: str, value: object) -> None:
+        """Send a value under another name than ``send``, for mailboxes that tell them apart."""
         road = road_of(self._session)
         pickled = dumps(((value,), {}), what="the value")
         if self._place == road.place:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
+from meshbook.actor.context import context
 from meshbook.actor.errors import ActorError, ActorStoppedError, SupervisionError
 from meshbook.calls import CallFuture
 from meshbook.errors import CallFailed, Failure, MailboxClosed, WorkerLost
@@ -58,6 +60,10 @@ class ActorFuture(Future[T], Generic[T]):
         """Wait without blocking the running asyncio loop; an interrupt reaches the actors, as with `get`."""
         try:
             return self._make((yield from self._source.__await__()))
+        except asyncio.CancelledError:
+            if context().interrupted:  # who has called us does not want it any more
+                self._source.cancel()
+            raise
         except (CallFailed, WorkerLost) as error:
             raise translate(error, *self._names) from None
 

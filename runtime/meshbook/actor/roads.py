@@ -7,13 +7,16 @@ mail lane of the worker, in the notebook the controller of the session.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook.calls import CallFuture
 from meshbook.errors import Failure, UsageError
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
 from meshbook.shape import Members
+
+OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
+"""As `meshbook.calls.OpenCall.on_reply`."""
 
 DESK = (1 << 62) - 1
 """The mailbox of a process in which actors are spawned (`meshbook.actor.actor_desk`)."""
@@ -29,7 +32,9 @@ class Place(NamedTuple):
 class Road(Protocol):
     """What references need of their process."""
 
-    mailboxes: Mailboxes
+    @property
+    def mailboxes(self) -> Mailboxes:
+        """Those of this process."""
 
     @property
     def session(self) -> str:
@@ -51,7 +56,7 @@ class Road(Protocol):
         pickled: Pickled,
         *,
         what: str,
-        on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
+        on_reply: OnReply | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
         """Call ``endpoint`` of a mailbox on every member. Raises: MeshStoppedError, WorkerLost."""
@@ -59,15 +64,19 @@ class Road(Protocol):
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
         """The same without an answer. Raises: MeshStoppedError, WorkerLost."""
 
+    def procs(self, session: str, mesh: int, name: str, members: Members) -> Any:
+        """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""
+
 
 _roads: dict[str, Road] = {}
 _own: Callable[[], Road] | None = None
+_takes_all = False
 
 
-def set_own_road(own: Callable[[], Road] | None) -> None:
-    """The road on which this process makes ports, and takes references of sessions that it knows nothing of."""
-    global _own
-    _own = own
+def set_own_road(own: Callable[[], Road], *, takes_all: bool = False) -> None:
+    """The road on which this process makes ports. takes_all: all references speak through it, as on a rank."""
+    global _own, _takes_all
+    _own, _takes_all = own, takes_all
 
 
 def add_road(session: str, road: Road) -> None:
@@ -91,8 +100,8 @@ def road_of(session: str) -> Road:
     """Where references of ``session`` go through. Raises: UsageError if it is not ours."""
     if session in _roads:
         return _roads[session]
-    if _own is not None and (own := _own()).session == session:
-        return own
+    if _own is not None and (_takes_all or not session):
+        return _own()
     raise UsageError(
         f"this is a reference into session {session}, which this process does not drive. "
         f'Attach it: meshbook.attach("{session}").'

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class MeshFailure:
     """What failed on a mesh of actors, where nobody waited for an answer."""
 
-    def __init__(self, mesh: ActorMesh, endpoint: str, failures: Iterable[Failure]) -> None:
-        self.mesh, self.endpoint = mesh, endpoint
+    def __init__(self, mesh: ActorMesh, what: str, failures: Iterable[Failure]) -> None:
+        """mesh: whose owner is told. what: failed, as in ``loaders.read``; perhaps of actors that ``mesh`` owns."""
+        self.mesh, self.what = mesh, what
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
 
     @property
@@ -40,16 +41,24 @@ class MeshFailure:
         """What a person needs to know: a line for each cause, and its traceback."""
         lines = []
         for group in group_failures(self.failures):
-            lines.append(f"{self.mesh_name}.{self.endpoint}, which nobody waited for: {_cause(group)}")
+            lines.append(f"{self.what}, which nobody waited for: {_cause(group)}")
             lines += [f"  {line}" for part in group[0].traceback for line in part.splitlines()]
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MeshFailure, (self.mesh, self.endpoint, [failure._replace(exception=None) for failure in self.failures])
+        return MeshFailure, (self.mesh, self.what, [failure._replace(exception=None) for failure in self.failures])
 
     def __repr__(self) -> str:
         causes = "; ".join(_cause(group) for group in group_failures(self.failures))
-        return f"MeshFailure({self.mesh_name}.{self.endpoint}: {causes})"
+        return f"MeshFailure({self.what}: {causes})"
+
+    def pass_on(self, mesh: ActorMesh) -> MeshFailure:
+        """The same for the owner of ``mesh``, whose actors did not handle it."""
+        return MeshFailure(mesh, self.what, self.failures)
+
+    def joined(self, other: MeshFailure) -> MeshFailure:
+        """One failure for both, which are of the same actors."""
+        return MeshFailure(self.mesh, self.what, (*self.failures, *other.failures))
 
 
 def _cause(group: list[Failure]) -> str:
@@ -65,8 +74,9 @@ def unhandled_fault_hook(failure: MeshFailure) -> None:
 
     Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...``.
     """
-    print(f"{failure!r}\n  the next use of {failure.mesh_name} raises it", file=sys.stderr)
-    failure.mesh.remember_fault(failure.report())
+    for group in group_failures(failure.failures):
+        print(f"{failure.what}: {_cause(group)}\n  the next use of {failure.mesh_name} raises it", file=sys.stderr)
+    failure.mesh.remember_fault(failure)
 
 
 def on_unhandled(failure: MeshFailure) -> None:

@@ -1,0 +1,50 @@
+"""Meshes of processes as their ranks know them: to slice, to spawn actors on, and to send on."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from meshbook.actor.actor_mesh import spawn_actors
+from meshbook.actor.context import context
+from meshbook.actor.roads import own_road, road_of
+from meshbook.arranged import Arranged
+from meshbook.shape import Members, Region
+from meshbook.wording import format_sizes
+
+TActor = TypeVar("TActor")
+
+
+class ProcRef(Arranged):
+    """A `ProcMesh` that was sent to a rank. Sent back to whoever drives the mesh, it is a ProcMesh again."""
+
+    def __init__(self, session: str, mesh: int, name: str, members: Members) -> None:
+        super().__init__(members)
+        self.session, self.id, self.name = session, mesh, name
+
+    def _part(self, members: Members) -> ProcRef:
+        return ProcRef(self.session, self.id, self.name, members)
+
+    def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
+        """Make an actor in every process, as `ProcMesh.spawn` does; the actor that runs now is their owner."""
+        owner = context().supervisor
+        road = road_of(self.session)
+        actors: Any = spawn_actors(road, self.id, self.name, self._members, name, cls, args, kwargs, owner)
+        return actors  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_procs, (self.session, self.id, self.name, self._members)
+
+    def __repr__(self) -> str:
+        return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}), as a rank knows it'
+
+
+def find_procs(session: str, mesh: int, name: str, members: Members) -> Any:
+    """The mesh of processes that a reference means."""
+    return road_of(session).procs(session, mesh, name, members)
+
+
+def this_proc() -> ProcRef:
+    """The process in which this runs, as a mesh without axes. Raises: UsageError outside of the ranks of a mesh."""
+    road = own_road()
+    procs: ProcRef = road.procs(road.session, road.place.mesh, "", Region.build(road.place.rank, []))
+    return procs

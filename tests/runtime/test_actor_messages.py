@@ -1,0 +1,97 @@
+"""Actors that call actors, spawn them and own them; references and ports in messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from actor_classes import Counter, Parent, Relay, Sleeper
+from collector import Collector
+
+from meshbook import ProcMesh
+from meshbook.actor import ActorError
+from meshbook.errors import CallInterrupted
+from meshbook.mesh import set_output_source
+from meshbook.output_events import OutputTarget
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+def test_an_actor_calls_actors_of_other_processes(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter, 10)
+    relays = mesh4.spawn("relays", Relay, counters)
+    assert relays.slice(gpus=1).add_everywhere.call_one(1).get(20) == [11] * 4
+    assert relays.slice(gpus=0).add_async.call_one(1).get(20) == 48
+    assert counters.get.call().get(20).values() == [12] * 4
+
+
+def test_messages_of_one_actor_to_another_keep_their_order(mesh4: ProcMesh) -> None:
+    counters, relays = mesh4.spawn("counters", Counter), mesh4.spawn("relays", Relay)
+    answers = relays.add_one.call(counters.slice(gpus=2), 1, 50).get(60).values()
+    assert all(answer == sorted(answer) for answer in answers)
+    assert sorted(value for answer in answers for value in answer) == list(range(1, 201))
+
+
+def test_references_come_back_as_results(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter, 3)
+    relay = mesh4.slice(gpus=3).spawn("relay", Relay, counters)
+    part = relay.part.call_one().get(20)
+    assert part == counters.slice(gpus=slice(0, 2))
+    assert part.get.call().get(20).values() == [3, 3]
+
+
+def test_errors_of_actors_pass_through_the_actors_that_called_them(mesh4: ProcMesh) -> None:
+    relay = mesh4.slice(gpus=0).spawn("relay", Relay, mesh4.spawn("counters", Counter))
+    with pytest.raises(ActorError, match=r"relay.fail_there: rank 0 raised ActorError: counters.fail: rank.*bad shard"):
+        relay.fail_there.call_one().get(20)
+    with pytest.raises(ActorError, match=r"ArgumentsError: counters.add: too many positional arguments"):
+        relay.wrong.call_one().get(20)
+
+
+def test_prints_of_actors_that_actors_call_belong_to_the_calling_cell(mesh4: ProcMesh) -> None:
+    heard = Collector()
+    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard))
+    try:
+        relay = mesh4.slice(gpus=0).spawn("relay", Relay, mesh4.spawn("counters", Counter).slice(gpus=2))
+        relay.say_there.call_one("hello").get(20)
+        wait_until(lambda: heard.text(2) == "hello\nend of hello")
+    finally:
+        set_output_source(None)
+
+
+@pytest.mark.parametrize("how", ["wait_there", "wait_there_plainly"])
+def test_an_interrupt_reaches_the_actors_that_are_called_by_actors(mesh4: ProcMesh, how: str) -> None:
+    sleepers = mesh4.slice(gpus=slice(1, 3)).spawn("sleepers", Sleeper)
+    relay = mesh4.slice(gpus=0).spawn("relay", Relay)
+    future = getattr(relay, how).call_one(sleepers)
+    wait_until(lambda: sleepers.last.call() is not None)
+    timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(CallInterrupted, match="rank 0 stopped"):
+        future.get(30)
+    timer.join()
+    assert sleepers.last.call().get(20).values() == ["asleep"] * 2
+
+
+def test_an_actor_spawns_actors_beside_it_and_on_other_processes(mesh4: ProcMesh) -> None:
+    parents = mesh4.spawn("parents", Parent)
+    assert parents.spawn_beside.call(7).get(20).values() == [[8]] * 4
+    children = parents.slice(gpus=0).spawn_on.call_one(mesh4.slice(gpus=slice(2, 4))).get(20)
+    assert children.add.call(1).get(20).values() == [6, 6]
+    assert children.ranks == (2, 3)
+
+
+def test_an_actor_is_told_of_failures_of_what_it_owns(mesh4: ProcMesh) -> None:
+    parent = mesh4.slice(gpus=1).spawn("parent", Parent)
+    parent.spawn_beside.call_one(0).get(20)
+    parent.break_child.call_one().get(20)
+    wait_until(lambda: parent.reports.call_one().get(20) == ["child (1,) child.fail"])
