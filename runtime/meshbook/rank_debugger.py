@@ -25,7 +25,7 @@ from typing import Any
 
 from meshbook.errors import UsageError
 from meshbook.rank_debugger_pdb import COMPLETIONS_MAX, RankPdb
-from meshbook.whereabouts import is_users_code
+from meshbook.whereabouts import is_runtimes_code, is_users_code
 from meshbook.wire import AtPrompt
 
 
@@ -145,7 +145,10 @@ class RankDebugger:
 
     def _on_breakpoint(self, *args: object, **kwargs: object) -> None:
         if os.environ.get("PYTHONBREAKPOINT") != "0":
-            self.stop(sys._getframe(1))
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and is_runtimes_code(frame.f_code):  # a hook of ours in front of this one
+                frame = frame.f_back
+            self.stop(frame or sys._getframe(1))
 
     # ---- control thread -----------------------------------------------------------------------------------------
 

@@ -17,12 +17,11 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from meshbook.cell_files import cell_label
-from meshbook.whereabouts import is_users_code, name_place
+from meshbook.whereabouts import is_runtimes_code, is_users_code, name_place
 
 PROMPT = "(Pdb) "
 COMPLETIONS_MAX = 100
@@ -30,7 +29,6 @@ TEXT_MAX_CHARS = 100_000
 """More than that of one command's output is cut."""
 
 _SKIPPED = ("meshbook", "meshbook.*", "IPython", "IPython.*", "asyncio", "asyncio.*")
-_RUNTIME = f"{Path(__file__).parent}/"
 _LAST_NAME = re.compile(r"[\w.]*$")
 
 
@@ -99,7 +97,7 @@ class RankPdb(pdb.Pdb):
         self.reset()
         self._is_outside = False
         each: FrameType | None = frame
-        while each is not None and not each.f_code.co_filename.startswith(_RUNTIME):
+        while each is not None and not is_runtimes_code(each.f_code):
             each.f_trace = self.trace_dispatch
             self.botframe: FrameType | None = each
             each = each.f_back

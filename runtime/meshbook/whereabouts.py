@@ -69,6 +69,11 @@ def kind_of_file(filename: str) -> str:
     return USER
 
 
+def is_runtimes_code(code: CodeType) -> bool:
+    """Whether the code is ours."""
+    return code.co_filename.startswith(_RUNTIME)
+
+
 def _name_collective(called: list[FrameType]) -> str:
     """The torch.distributed function among library frames ordered innermost first, or nothing."""
     for frame in called:
