@@ -2,12 +2,14 @@
 
     python notebooks/run.py notebooks/quickstart.ipynb [--save EXECUTED.ipynb] [--timeout SECONDS]
 
+Cells that ask for input (a debugger's prompt) get the lines of their metadata's ``answers``, one for each prompt.
 The exit code is 0 when every cell succeeded, 1 when one failed, 2 when the notebook cannot be run at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import sys
 import time
@@ -22,6 +24,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from traitlets.config import Config
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+END_OF_FILE = "\x04"
 FIGURES = ("image/png", "image/svg+xml", "image/jpeg")
 
 
@@ -33,7 +36,10 @@ class Narrator(NotebookClient):
         self.figures = 0
         self._cells = 0
         self._at_line_start = True
+        self._typist: asyncio.Task[None] | None = None
         self.on_cell_start = self._introduce
+        self.on_cell_execute = self._expect_questions
+        self.on_cell_executed = self._stop_typing
 
     def _introduce(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
         self.end_line()
@@ -44,6 +50,29 @@ class Narrator(NotebookClient):
         headings = [line.lstrip("# ") for line in cell.source.splitlines() if line.startswith("#")]
         if headings:
             print(f"\n## {headings[0]}")
+
+    async def _expect_questions(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
+        client: Any = self.kc
+        answers = cell.metadata.get("answers", [])
+        client.allow_stdin = bool(answers)
+        if answers:
+            self._typist = asyncio.create_task(self._answer(client, cell, answers))
+
+    async def _answer(self, client: Any, cell: nbformat.NotebookNode, answers: Sequence[str]) -> None:
+        """Type a line at each prompt; end of file when there is none left. The dialogue is kept as output."""
+        lines = iter(answers)
+        while True:
+            request = await client.stdin_channel.get_msg(timeout=None)
+            line = next(lines, END_OF_FILE)
+            text = f"{request['content']['prompt']}{'' if line == END_OF_FILE else line}\n"
+            self._show(text)
+            cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=text))
+            client.input(line)
+
+    def _stop_typing(self, **_: Any) -> None:
+        if self._typist is not None:
+            self._typist.cancel()
+            self._typist = None
 
     def output(self, outs: list[Any], msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
         """Keep the output as nbclient does, and print it."""

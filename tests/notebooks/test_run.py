@@ -40,6 +40,27 @@ def test_failing_cell_stops_the_run_and_sets_the_exit_code(tmp_path: Path) -> No
     assert "never" not in result.stdout
 
 
+def test_questions_are_answered_from_the_cells_metadata(tmp_path: Path) -> None:
+    path = write(tmp_path / "small.ipynb", "print('hello', input('who? '), input('and? '))", "print('on')")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[0].metadata["answers"] = ["Ada", "Bob"]
+    nbformat.write(notebook, path)
+    result = run(path, "--save", str(tmp_path / "saved.ipynb"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "    who? Ada\n    and? Bob\n    hello Ada Bob\n[2] print('on')\n    on\n" in result.stdout
+    saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)
+    assert "who? Ada" in saved.cells[0].outputs[0]["text"]
+
+
+def test_a_question_without_an_answer_does_not_hang(tmp_path: Path) -> None:
+    path = write(tmp_path / "small.ipynb", "input('who? '), input('and? ')")
+    assert "StdinNotImplementedError" in run(path).stdout
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[0].metadata["answers"] = ["Ada"]
+    nbformat.write(notebook, path)
+    assert "EOFError" in run(path).stdout
+
+
 def test_silent_cell_meets_its_time_limit(tmp_path: Path) -> None:
     result = run(write(tmp_path / "small.ipynb", "import time; time.sleep(600)"), "--timeout", "2")
     assert result.returncode == 1
