@@ -25,6 +25,8 @@ from traitlets.config import Config
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 END_OF_FILE = "\x04"
+QUESTION_S = 0.3
+"""A question waits so long for the output that came before it, which takes another road."""
 FIGURES = ("image/png", "image/svg+xml", "image/jpeg")
 
 
@@ -63,6 +65,7 @@ class Narrator(NotebookClient):
         lines = iter(answers)
         while True:
             request = await client.stdin_channel.get_msg(timeout=None)
+            await asyncio.sleep(QUESTION_S)
             line = next(lines, END_OF_FILE)
             text = f"{request['content']['prompt']}{'' if line == END_OF_FILE else line}\n"
             self._show(text)

@@ -199,9 +199,10 @@ def wait_for(
         cell.prompt = None
         session.errors.note(cell.procs.name, cell.what, cell.failures)
         if show_time and (times := times_of(cell.run)):
-            print(headline(times))
+            sink = sink_for(session.shell)
+            sink.stream("stdout", f"{headline(times)}\n")
             if len(times) > 1:
-                sink_for(session.shell).display({"text/plain": chart(times), "text/html": chart_html(times)}, {})
+                sink.display({"text/plain": chart(times), "text/html": chart_html(times)}, {})
         if profile is not None:
             profile.finish(cell)
 
