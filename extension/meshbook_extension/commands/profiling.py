@@ -24,8 +24,8 @@ from meshbook_extension.targets import FORMS
         ),
         notes=f"""
 {FORMS}
-The statement is the rest of the line. For a whole cell: %%mesh --profile. Profile a few steps, not an epoch: an operation
-costs some 2 microseconds and 1 kB of memory, and a million of them half a minute afterwards.""",
+The statement is the rest of the line. For a whole cell: %%mesh --profile. Profile a few steps, not an epoch: an
+operation costs some 2 microseconds and 1 kB of memory, and a million of them half a minute afterwards.""",
     )
 )
 def profile(session: Session, arguments: Arguments) -> None:
