@@ -14,6 +14,8 @@ more ends after `LEASE_S`: a rank that is stopped goes on then.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
 import os
 import select
@@ -23,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshbook.whereabouts import users_place
@@ -37,7 +39,16 @@ WAIT_MAX_S = 1.0
 LEASE_S = 60.0
 START_TIMEOUT_S = 15.0
 _UNREAD_MAX_BYTES = 1 << 20
+_END_TIMEOUT_S = 3.0
 _RUNNING, _SUSPENDED = 1, 2  # pydevd's STATE_RUN, STATE_SUSPEND
+_AT_BREAKPOINT = 111  # pydevd's CMD_SET_BREAK
+
+_SETTINGS = {
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # no advice on options of Python in a rank's output
+    "PYDEVD_IPYTHON_COMPATIBLE_DEBUGGING": "1",  # a step goes from one statement of a cell to the next
+    "PYDEVD_IPYTHON_CONTEXT": "rank_ipython.py, run_code, run_ast_nodes",
+}
+"""What pydevd reads from the environment when it is imported."""
 
 _changing = threading.Lock()
 """Held while a session begins or ends: pydevd is one per process."""
@@ -102,6 +113,10 @@ class DebugSession:
         except OSError:
             pass
 
+    def join(self, timeout_s: float) -> None:
+        """After `end`: wait until the tracer is gone."""
+        self._thread.join(timeout_s)
+
     # ---- main thread --------------------------------------------------------------------------------------------
 
     def trace_again(self) -> None:
@@ -160,32 +175,41 @@ class DebugSession:
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         """``breakpoint()``: stop in the debugger where one is attached, else as without it."""
         if not self.ended and self._pydevd._is_attached():
-            import debugpy
-
-            debugpy.breakpoint()
+            self._stop_at(sys._getframe(1))
             return None
         return self._hook(*args, **kwargs)
+
+    def _stop_at(self, frame: FrameType) -> None:
+        """Stop this thread in ``frame``, until the person lets it go on."""
+        tracer, thread = self._pydevd.get_global_debugger(), threading.current_thread()
+        info = self._pydevd.set_additional_thread_info(thread)
+        info.is_tracing += 1  # as in a trace function: what runs in here is nobody's to step through
+        try:
+            tracer.set_suspend(thread, _AT_BREAKPOINT)
+            tracer.do_wait_suspend(thread, frame, "line", None)
+        finally:
+            info.is_tracing -= 1
 
 
 def load_pydevd() -> Any:
     """debugpy's tracer. Raises: ImportError."""
     hook = sys.breakpointhook
-    quiet = "PYDEVD_DISABLE_FILE_VALIDATION" not in os.environ  # no advice on options of Python in a rank's output
-    if quiet:
-        os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
+    ours = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
+    os.environ.update(ours)
     try:
         importlib.import_module("debugpy.server.api")  # puts its own pydevd in place
         return importlib.import_module("pydevd")
     finally:
         sys.breakpointhook = hook
-        if quiet:
-            del os.environ["PYDEVD_DISABLE_FILE_VALIDATION"]
+        for name in ours:
+            del os.environ[name]
 
 
 def hidden_folders() -> list[str]:
     """Folders of code that a person who steps through a cell does not want to see."""
     shell = getattr(sys.modules.get("IPython"), "__file__", None)
-    return [str(Path(__file__).parent)] + ([str(Path(shell).parent)] if shell else [])
+    between = [contextlib.__file__, str(Path(asyncio.__file__).parent)]
+    return [str(Path(__file__).parent), *between, *([str(Path(shell).parent)] if shell else [])]
 
 
 def start_tracing(pydevd: Any, sock: socket.socket) -> None:
@@ -216,6 +240,11 @@ def stop_tracing(pydevd: Any, visit_main: Callable[[Callable[[Any], object]], No
     """
     tracer = pydevd.get_global_debugger()
     pydevd.stoptrace()
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while pydevd.get_global_debugger() is tracer is not None and time.monotonic() < deadline:
+        time.sleep(0.01)  # its own threads end it too, and only then may the next one begin
+    if pydevd.get_global_debugger() is tracer:
+        pydevd.set_global_debugger(None)
     if tracer is not None:
         visit_main(lambda _frame: tracer.disable_tracing())
 
@@ -236,7 +265,7 @@ def debug_open(worker: Worker, id: str) -> dict[str, object]:
     with _changing:
         if worker.debug_session is not None:
             worker.debug_session.end("another debugger has taken its place")
-            worker.debug_session._thread.join(5)
+            worker.debug_session.join(2 * _END_TIMEOUT_S)
         try:
             worker.debug_session = DebugSession(id, worker.gate)
         except ImportError as error:

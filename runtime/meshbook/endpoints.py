@@ -206,6 +206,8 @@ def where(worker: Worker) -> str:
         return "idle"
     if place := worker.shell.debugger.place:
         return f"stopped at {place}"
+    if place := debugged_place(worker):
+        return f"stopped by the debugger at {place}"
     if operation := worker.groups.waits_in(worker.main_thread):
         place = users_place(frame)
         return f"in {operation} ({place})" if place else f"in {operation}"

@@ -133,6 +133,12 @@ class Cell:
         return bool(self.reply["status"] == "ok")
 
 
+@pytest.fixture(scope="session")
+def kernel_type(installed_kernelspec: Path) -> type[Kernel]:
+    """For kernels that several tests share."""
+    return Kernel
+
+
 @pytest.fixture
 def start_kernel(
     installed_kernelspec: Path, watch: Callable[[list[psutil.Process]], None]

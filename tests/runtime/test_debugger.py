@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 from debug_client import DebugClient
 
+from meshbook import debug_door
 from meshbook.debug_door import TOKEN, DebugDoor
+from meshbook.debug_messages import pack
 from meshbook.debug_tunnel import DebugTunnel
+from meshbook.errors import WorkerLost
 from meshbook.proc_mesh import ProcMesh
 
 CELL = "%%mesh\nx = 1\nfor i in range(3):\n    x += i\nrank * 100 + x"
@@ -61,3 +70,167 @@ def test_an_editor_stops_in_a_rank_looks_steps_and_goes_on(mesh2: ProcMesh, atta
     client.ask("setBreakpoints", source={"path": NAME}, breakpoints=[])
     client.ask("continue", threadId=thread)
     assert cell.future.get(60).values() == [4, 104]
+
+
+def test_an_interrupt_at_a_breakpoint_ends_the_cell_and_the_debugger_goes_on(mesh2: ProcMesh, attach) -> None:
+    client, _ = attach(mesh2, 1)
+    stop_at(client, 4)
+    cell = start(mesh2)
+    client.event("stopped")
+    assert mesh2.status()[1].state == "pdb"
+    assert mesh2.status()[1].where == "cell 7, line 4"
+    report = cell.interrupt()
+    assert not report.stuck, str(report)
+    client.event("continued")
+    assert mesh2.status()[1].state == "idle"
+    again = start(mesh2)
+    client.event("stopped")
+    again.interrupt()
+
+
+def test_a_rank_is_as_fast_as_before_when_the_debugger_has_gone(mesh2: ProcMesh, attach) -> None:
+    client, _ = attach(mesh2, 1)
+    stop_at(client, 4)
+    cell = start(mesh2)
+    client.event("stopped")
+    client.close()
+    assert cell.future.get(60).values() == [4, 104]
+    assert traced(mesh2) == [False, False]
+    client, _ = attach(mesh2, 1)  # and it can come back
+    stop_at(client, 4)
+    cell = start(mesh2)
+    client.event("stopped")
+    client.ask("disconnect")
+    assert cell.future.get(60).values() == [4, 104]
+
+
+def traced(mesh: ProcMesh) -> list[bool]:
+    """Whether the ranks' main threads are traced, once what ends has ended."""
+    for _ in range(100):
+        found = mesh.execute(_is_traced).get(60).values()
+        if not any(found):
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _is_traced() -> bool:
+    import sys
+
+    return sys.gettrace() is not None
+
+
+def test_who_attaches_last_has_the_rank(mesh2: ProcMesh, attach) -> None:
+    first, _ = attach(mesh2, 1)
+    stop_at(first, 4)
+    cell = start(mesh2)
+    first.event("stopped")
+    second, _ = attach(mesh2, 1)
+    assert cell.future.get(60).values() == [4, 104]
+    assert first.closes()
+    stop_at(second, 4)
+    start(mesh2)
+    second.event("stopped")
+
+
+def test_a_rank_that_dies_at_a_breakpoint_ends_the_session(mesh2: ProcMesh, attach) -> None:
+    client, door = attach(mesh2, 1)
+    stop_at(client, 4)
+    cell = start(mesh2)
+    client.event("stopped")
+    os.kill(mesh2.status()[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        cell.future.get(60)
+    assert client.closes()
+    mesh2.heal()
+    again = DebugClient(door.port)
+    again.attach(**{TOKEN: door.token})
+    stop_at(again, 4)
+    start(mesh2)
+    again.event("stopped")
+    again.close()
+
+
+def test_breakpoint_stops_in_the_debugger_while_one_is_attached(mesh2: ProcMesh, attach) -> None:
+    client, _ = attach(mesh2, 1)
+    client.ask("configurationDone")
+    cell = start(mesh2, "if rank == 1:\n    breakpoint()\nrank")
+    thread = client.event("stopped")["body"]["threadId"]
+    frames = client.ask("stackTrace", threadId=thread)["body"]["stackFrames"]
+    assert [(frame["source"]["path"], frame["line"]) for frame in frames] == [(NAME, 3)]
+    client.ask("continue", threadId=thread)
+    assert cell.future.get(60).values() == [0, 1]
+
+
+def test_ranks_that_wait_for_a_stopped_one_do_not_time_out(mesh2: ProcMesh, attach) -> None:
+    client, _ = attach(mesh2, 1)
+    stop_at(client, 4)
+    code = (
+        "import datetime\nx = torch.ones(1)\n"
+        "0 if rank else 0\nwork = dist.all_reduce(x, async_op=True)\n"
+        "_ = work.wait(datetime.timedelta(seconds=2))\nfloat(x)"
+    )
+    cell = start(mesh2, code)
+    thread = client.event("stopped")["body"]["threadId"]
+    time.sleep(3.5)
+    assert mesh2.status()[0].state == "busy"
+    client.ask("continue", threadId=thread)
+    assert cell.future.get(60).values() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 5000,
+        pack({"type": "request", "seq": 1, "command": "threads"}),
+        pack({"type": "request", "seq": 1, "command": "attach", "arguments": {}}),
+        pack({"type": "request", "seq": 1, "command": "attach", "arguments": {TOKEN: 7}}),
+        b"Content-Length: 99999999999\r\n\r\n",
+        b"Content-Length: 3\r\n\r\n\xff\xfe{",
+        b"Content-Length: 2\r\n\r\n[]",
+    ],
+)
+def test_a_stranger_at_the_door_gets_no_byte(said: bytes, door: DebugDoor) -> None:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=30) as stranger:
+        stranger.sendall(said)
+        assert stranger.recv(100) == b""
+
+
+def test_no_attach_without_the_token_reaches_a_rank(door: DebugDoor) -> None:
+    for arguments in ({}, {TOKEN: ""}, {TOKEN: door.token[:-1]}, {TOKEN: None}, {TOKEN: door.token + "x"}):
+        client = DebugClient(door.port)
+        client.ask("initialize")
+        client.send("attach", **arguments)
+        assert client.closes()
+        assert client.messages == []
+        client.close()
+
+
+def test_strangers_are_few_and_do_not_stay(door: DebugDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debug_door, "STRANGER_S", 0.5)
+    silent = [
+        socket.create_connection(("127.0.0.1", door.port), timeout=30) for _ in range(debug_door.STRANGERS_MAX + 5)
+    ]
+    for stranger in silent:
+        assert stranger.recv(1) == b""
+        stranger.close()
+
+
+@pytest.fixture
+def door() -> Iterator[DebugDoor]:
+    """A door behind which no rank may be asked for."""
+
+    def refuse(*_: Any) -> DebugTunnel:
+        raise AssertionError("a stranger came through")
+
+    door = DebugDoor(refuse)
+    yield door
+    door.close()
+
+
+def test_the_token_stands_in_no_command_line_and_no_environment(mesh2: ProcMesh, attach) -> None:
+    _, door = attach(mesh2, 1)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            assert door.token not in " ".join(process.cmdline()) + str(process.environ())

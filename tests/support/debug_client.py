@@ -57,9 +57,11 @@ class DebugClient:
         self.ask("attach", justMyCode=False, **arguments)
         self.event("initialized")
 
-    def is_closed(self) -> bool:
-        """Whether the other side hangs up, without another byte."""
-        return self._sock.recv(1) == b""
+    def closes(self) -> bool:
+        """Whether the other side hangs up; what it says before that is kept."""
+        while data := self._sock.recv(1 << 16):
+            self.messages += self._reader.feed(data)
+        return True
 
     def close(self) -> None:
         self._sock.close()

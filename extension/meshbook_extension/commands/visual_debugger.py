@@ -73,7 +73,9 @@ def _describe(target: DebugTarget) -> str:
             f"rank {number} ({target.rank.status()[0].host}) can be debugged now; end it: %mesh debug --off",
             panel,
             f"  VS Code: attach at {HOST}:{port} with these lines in launch.json; the token is for this session only",
-            *(f"    {line}" for line in json.dumps(launch, indent=2).splitlines()),
+            "    {",
+            *(f"      {json.dumps(name)}: {json.dumps(value)}," for name, value in launch.items()),
+            "    }",
             f"  from another machine first: ssh -L {port}:{HOST}:{port} {socket.gethostname()}",
         ]
     )

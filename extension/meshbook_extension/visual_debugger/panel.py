@@ -26,7 +26,7 @@ NAMES_TIMEOUT_S = 2.0
 HASH_SEED = 0xC70F6907
 """With which ipykernel hashes a cell's text, and the front end does too."""
 
-_HIDDEN = {"exit", "quit", "In", "Out", "get_ipython", "special variables", "function variables"}
+_HIDDEN = {"exit", "quit", "open", "In", "Out", "get_ipython", "special variables", "function variables"}
 
 
 class RankPanel:
