@@ -31,6 +31,7 @@ from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.launcher import FoundHost, LaunchedHost, Ticket
 from meshbook.lifecycle import MeshPhase
+from meshbook.mailboxes import Mailboxes
 from meshbook.mesh_stacks import MeshStacks
 from meshbook.output_events import OutputTarget
 from meshbook.pickling import Pickled
@@ -69,6 +70,7 @@ class Controller:
         self._closing = False
         self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
         self._board = Switchboard(self._wake, self.next_id)
+        self._board.mail.submit = self.submit
         self.output_source: OutputSource | None = None
         """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
         self.refusal: Callable[[], str] = str
@@ -318,6 +320,11 @@ mailbox=mailbox,
     def post(self, mesh: KnownMesh, endpoint: str, members: Members, pickled: Pickled, mailbox: int) -> None:
         """Send a message that nobody answers (`meshbook.posting`). Raises: MeshStoppedError, WorkerLost."""
         post(self, mesh, members, mailbox, endpoint, pickled)
+
+    @property
+    def mailboxes(self) -> Mailboxes:
+        """Those of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller_mail`)."""
+        return self._board.mail.boxes
 
     def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
         """Put the large buffers of a message into shared memory; None when there are none."""

@@ -33,7 +33,7 @@ from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_cancels import dropped_replies, states_of, take_parked
-from meshbook.hosted_mail import HostedMail
+from meshbook.hosted_mail import HOLD_BYTES, HostedMail
 from meshbook.hosted_mesh import HostedMesh
 from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
@@ -57,6 +57,8 @@ MAX_UNSENT_BYTES = 64 << 20
 
 GOODBYE_GRACE_S = 1.0
 
+_LEFT = wire.Death("", "the process that controls the mesh has ended, or has detached from it", "")
+
 
 class HostAgent:
     """Sockets to the controller, the templates, and the meshes of this host."""
@@ -79,10 +81,10 @@ class HostAgent:
         self._former = FormerControllers()
         self._pool = SegmentPool()
         self.loans = Loans(self._segment_unused)
-        self.mail = HostedMail(self._meshes, self.loans, self._free_in_worker)
+        self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool)
         self.oom = OomWatch()
         self._bulk_out = BulkSender()
-        self._bulk_in = BulkReceiver(self._serve_parked)
+        self.bulk_in = BulkReceiver(self._on_whole)
         self._parked: deque[tuple[wire.Call, list[bytes]]] = deque()
         self._freed: deque[tuple[int, int]] = deque()
         self._exit_code: int | None = None
@@ -99,6 +101,7 @@ class HostAgent:
         while self._exit_code is None:
             self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
             self._outbox.flush()
+            self.mail.settle()
             self._loop.run_once()
         self._outbox.flush()
         for template in self._templates.values():
@@ -137,6 +140,11 @@ class HostAgent:
         for piece, data in pieces:
             self._lanes["bulk"].send(wire.encode(piece), [bytes(data)])
         return None, name
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is on its way to the controller that workers should send it no more."""
+        return self._lanes["calls"].link.unacked_bytes + self._lanes["bulk"].link.unacked_bytes > HOLD_BYTES
 
     def _segment_unused(self, owner_pid: int, segment: int) -> None:
         """All workers have let go of a payload."""
@@ -189,7 +197,9 @@ class HostAgent:
                 mesh = self._meshes.get(mesh_id)
                 OutsideStacks(self._loop, mesh.workers.values() if mesh else (), message, self.send_urgent).start()
             case wire.Bulk():
-                self._bulk_in.receive(message, payload[0])
+                self.bulk_in.receive(message, payload[0])
+            case wire.Replies():
+                self.mail.controller.on_replies(message, payload)
             case wire.SegmentFree(pid, segment):
                 self._free_in_worker(pid, segment)
             case (
@@ -223,6 +233,7 @@ class HostAgent:
                     self._lease.watch_process(message.pid, message.started)
             case wire.Leave(lease_s):
                 self._lease.leave(lease_s)
+                self.mail.controller.lose(_LEFT)
                 self._beat_once()
             case wire.Refused(reason):
                 print(reason, file=sys.stderr)
@@ -235,13 +246,13 @@ class HostAgent:
                 assert_never(message)
 
     def _on_call(self, call: wire.Call, payload: list[bytes]) -> None:
-        if self._parked or (call.bulk is not None and not self._bulk_in.has(call.bulk[0])):
+        if self._parked or (call.bulk is not None and not self.bulk_in.has(call.bulk[0])):
             self._parked.append((call, payload))
             return
         if (mesh := self._meshes.get(call.mesh)) is None:
             return  # stopped meanwhile: the controller has failed its calls
         if call.bulk is not None:
-            buffers = self._bulk_in.take(*call.bulk)
+            buffers = self.bulk_in.take(*call.bulk)
             try:
                 segment = self._pool.write(buffers)
             except MeshError as error:
@@ -258,12 +269,16 @@ class HostAgent:
         call, members = found
         self.send(dropped_replies(call.id, members))
         if call.bulk is not None:
-            self._bulk_in.discard(call.bulk[0])
+            self.bulk_in.discard(call.bulk[0])
         self._serve_parked()
         return True
 
+    def _on_whole(self) -> None:
+        """A payload is whole: pass on what waited for it, in its order."""
+        self._serve_parked()
+        self.mail.controller.serve_parked()
+
     def _serve_parked(self) -> None:
-        """A payload is whole: pass on the calls that waited for it, in their order."""
         parked, self._parked = self._parked, deque()
         for call, payload in parked:
             self._on_call(call, payload)
@@ -365,6 +380,8 @@ class HostAgent:
     def _pause(self) -> None:
         """Nobody listens: keep what there is to say."""
         self._outbox.flush()
+        if self._welcome is not None and self._welcome.machine == machine_id() and not self._lease.runs:
+            self.mail.controller.lose(_LEFT)
         self.keeping.begin()
         for lane in self._lanes.values():
             lane.paused = True
@@ -389,7 +406,8 @@ class HostAgent:
         self._lease.hear()
         self.keeping.end()
         self._parked.clear()
-        self._bulk_in = BulkReceiver(self._serve_parked)
+        self.bulk_in = BulkReceiver(self._on_whole)
+        self.mail.controller.lose(_LEFT)
         self._greet()
         hosted, again, unneeded = report(self._meshes.values(), found)
         self.send(hosted)

@@ -2,6 +2,7 @@
 
     worker ──Call──> agent ──Call, with its origin──> members that live here        the controller sees nothing of this
            <─Replies──    <───────Reply──────────────
+                         ──Call──> the controller, for mailboxes of its process (rank 0 of mesh 0)
 
 A rank that cannot answer is answered for (`wire.LOST`). Who sends more than a member reads is told to wait
 (`wire.MailHold`): its calls, not its answers, and only to that member.
@@ -10,15 +11,18 @@ A rank that cannot answer is answered for (`wire.LOST`). Who sends more than a m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from meshbook import wire
+from meshbook.away_calls import AwayCalls, Road, lost_reply
+from meshbook.errors import Failure, MeshError
 from meshbook.frames import Buffer
 from meshbook.hosted_worker import HostedWorker
 from meshbook.loans import Loans
+from meshbook.segments import SegmentPool
 
 if TYPE_CHECKING:
     from meshbook.hosted_mesh import HostedMesh
@@ -28,16 +32,26 @@ HOLD_BYTES = 8 << 20
 
 
 class HostedMail:
-    """Of one host. meshes: those that have workers here. free: tells a worker that its segment is not needed."""
+    """Of one host. meshes: those that have workers here. controller: the road to its process. pool: the agent's own."""
 
-    def __init__(self, meshes: Mapping[int, HostedMesh], loans: Loans, free: Callable[[int, int], object]) -> None:
-        self._meshes, self._loans, self._free = meshes, loans, free
+    def __init__(
+        self, host: str, meshes: Mapping[int, HostedMesh], loans: Loans, controller: Road, pool: SegmentPool
+    ) -> None:
+        self._host, self._meshes, self._loans = host, meshes, loans
+        self.controller = AwayCalls(controller, pool, self._answer, self._discard, self._explain)
+        """The calls that are the controller's to answer."""
         self._held: dict[HostedWorker, set[HostedWorker]] = {}
         """Workers that read too slowly, with those who wait for it."""
+        self._held_by_road: dict[Road, dict[HostedWorker, wire.MailHold]] = {}
+        """Who waits for room on a road, and what they were told."""
 
     def call(self, sender: HostedWorker, mesh_id: int, call: wire.Call, payload: Sequence[Buffer]) -> None:
         """Pass on what a worker of mesh ``mesh_id`` has called."""
         call = msgspec.structs.replace(call, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
+        if call.mesh == 0:
+            self.controller.send(sender, call, payload, (0,))
+            self._hold_if_full(self.controller.road, sender, wire.MailHold(0, (0,), True))
+            return
         key = (call.segment.pid, call.segment.segment) if call.segment is not None else None
         if key is not None:
             self._loans.lend(key)
@@ -53,19 +67,29 @@ class HostedMail:
 
     def cancel(self, sender: HostedWorker, mesh_id: int, cancel: wire.Cancel) -> None:
         """Pass on that a worker wants the end of its call."""
-        if (mesh := self._meshes.get(cancel.mesh)) is not None:
-            mesh.cancel(msgspec.structs.replace(cancel, origin=wire.Origin(mesh_id, sender.rank, sender.pid)))
+        cancel = msgspec.structs.replace(cancel, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
+        if cancel.mesh == 0:
+            self.controller.cancel(cancel)
+        elif (mesh := self._meshes.get(cancel.mesh)) is not None:
+            mesh.cancel(cancel)
 
     def _answer(self, sender: HostedWorker, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Hand answers to the worker that has called."""
         for reply in replies.replies:
-            if reply.segment is not None:
-                if sender.has_ended:
-                    self._free(reply.segment.pid, reply.segment.segment)
-                else:
-                    self._loans.lend((reply.segment.pid, reply.segment.segment), [sender])
+            if reply.segment is not None and sender.has_ended:
+                self._discard(reply.segment)
+            elif reply.segment is not None:
+                self._loans.lend((reply.segment.pid, reply.segment.segment), [sender])
         if not sender.has_ended:
             sender.send_mail([wire.encode(replies), *frames])
+
+    def _discard(self, segment: wire.SegmentRef) -> None:
+        """Nobody wants this payload."""
+        self._loans.lend((segment.pid, segment.segment))
+        self._loans.end((segment.pid, segment.segment))
+
+    def _explain(self, rank: int, error: MeshError) -> bytes:
+        return explained(rank, self._host, error)
 
     def _answer_for_the_lost(self, sender: HostedWorker, call: wire.Call, mesh: HostedMesh | None) -> None:
         lost = [rank for part in call.target for rank in part.ranks() if mesh is None or rank not in mesh.workers]
@@ -89,6 +113,18 @@ class HostedMail:
             if not sender.has_ended:
                 sender.urgent.send([wire.encode(wire.MailHold(mesh, (rank,), False))])
 
+    def _hold_if_full(self, road: Road, sender: HostedWorker, hold: wire.MailHold) -> None:
+        if road.is_full and sender not in (waiting := self._held_by_road.setdefault(road, {})):
+            waiting[sender] = hold
+            sender.urgent.send([wire.encode(hold)])
+
+    def settle(self) -> None:
+        """Once per turn of the agent's loop: let go on those for whom there is room again."""
+        for road in [road for road in self._held_by_road if not road.is_full]:
+            for sender, hold in self._held_by_road.pop(road).items():
+                if not sender.has_ended:
+                    sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
+
 
 _STOPPED = wire.Death("", "its mesh was stopped, or was never on this host", "")
 
@@ -98,6 +134,7 @@ def lost_replies(call: int, lost: Iterable[tuple[int, wire.Death]], origin: wire
     return wire.Replies(call, tuple(lost_reply(rank, death) for rank, death in lost), origin)
 
 
-def lost_reply(rank: int, death: wire.Death) -> wire.RankReply:
-    """The answer in the name of a rank that has ended."""
-    return wire.RankReply(rank, wire.LOST, 0, 0.0, None, inline=wire.encode(death))
+def explained(rank: int, host: str, error: MeshError) -> bytes:
+    """The payload of a reply that says why there is no other."""
+    name, text = type(error).__name__, str(error)
+    return msgspec.msgpack.encode(Failure(rank, host, name, text, (f"{name}: {text}",), "")[:6])

@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-import msgspec
-
 from meshbook import wire
+from meshbook.away_calls import lost_reply
 from meshbook.bulk import Spans
 from meshbook.deaths import OomWatch, last_words
-from meshbook.errors import Failure, MeshError
+from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_cancels import EarlyCancels, dropped_replies, wake_stopped
 from meshbook.hosted_crew import Crew
-from meshbook.hosted_mail import HostedMail, lost_reply
+from meshbook.hosted_mail import HostedMail, explained
 from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_worker import HostedWorker
 from meshbook.keeping import Keeping
@@ -143,10 +142,7 @@ class HostedMesh:
         self._uplink.send(wire.Replies(call.id, replies), [self._explain(rank, error) for rank in ranks])
 
     def _explain(self, rank: int, error: MeshError) -> bytes:
-        """The payload of a reply that says why there is no other."""
-        name, text = type(error).__name__, str(error)
-        failure = Failure(rank, self.crew.host, name, text, (f"{name}: {text}",), "")
-        return msgspec.msgpack.encode(failure[:6])
+        return explained(rank, self.crew.host, error)
 
     def query(self, query: wire.Query) -> None:
         """Pass a query on to the control threads of its members here."""

@@ -43,9 +43,9 @@ class KnownHost:
         """The epoch of a controller that has taken the host from us."""
         self.bulk_out = BulkSender()
         self.bulk_in = BulkReceiver(self._serve_parked)
-        self.parked: deque[tuple[wire.Replies, list[bytes]]] = deque()
-        self.on_whole: Callable[[wire.Replies, list[bytes]], None] = lambda replies, frames: None
-        """Called with replies that were parked, once their payloads are whole."""
+        self.parked: deque[tuple[wire.Replies | wire.Call, list[bytes]]] = deque()
+        self.on_whole: Callable[[wire.Replies | wire.Call, list[bytes]], None] = lambda message, frames: None
+        """Called with what was parked, once its payload is whole."""
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
         self._outbox = Batch(functools.partial(self._send_or_wait, "calls"))
@@ -136,19 +136,20 @@ class KnownHost:
         """Whether the host has acknowledged all that we have sent."""
         return not any(self._backlogs.values()) and all(link.unacked_bytes == 0 for link in self._links.values())
 
-    def park(self, replies: wire.Replies, frames: list[bytes]) -> bool:
-        """Keep replies back while their payload is still on its way; True when kept."""
-        incomplete = any(r.bulk is not None and not self.bulk_in.has(r.bulk[0]) for r in replies.replies)
+    def park(self, message: wire.Replies | wire.Call, frames: list[bytes]) -> bool:
+        """Keep a message back while its payload is still on its way; True when kept."""
+        parts = message.replies if isinstance(message, wire.Replies) else (message,)
+        incomplete = any(part.bulk is not None and not self.bulk_in.has(part.bulk[0]) for part in parts)
         if incomplete or self.parked:
-            self.parked.append((replies, frames))
+            self.parked.append((message, frames))
             return True
         return False
 
     def _serve_parked(self) -> None:
         parked, self.parked = self.parked, deque()
-        for replies, frames in parked:
-            if not self.park(replies, frames):
-                self.on_whole(replies, frames)
+        for message, frames in parked:
+            if not self.park(message, frames):
+                self.on_whole(message, frames)
 
     def _send_or_wait(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
         if self._backlogs[lane] or self._links[lane].full:

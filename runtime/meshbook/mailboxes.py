@@ -16,6 +16,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from meshbook import wire
 from meshbook.endpoints import Answer
 from meshbook.errors import MailboxClosed
+from meshbook.shape import Region
+
+CONTROLLER_MESH, CONTROLLER = 0, Region.of({"process": 1})
+"""Under which mesh, and as which member of it, workers call mailboxes of the controller's process."""
 
 KEPT_REASONS = 1024
 """Closed mailboxes of which it is remembered why."""

@@ -79,8 +79,32 @@ class Payloads:
             self._lent.pop(segment, None)
             self._pool.release(segment)
 
-    def receive(self, host: KnownHost, reply: wire.RankReply) -> Sequence[Any]:
-        """The large buffers of a reply; its worker is told when the last view of them has died here."""
+    def send_reply(
+        self,
+        host: KnownHost,
+        call: int,
+        origin: wire.Origin | None,
+        reply: wire.RankReply,
+        frames: Sequence[bytes],
+        segment: wire.SegmentRef | None,
+        buffers: Sequence[Any],
+    ) -> None:
+        """Answer a call of a worker of ``host``."""
+        if segment is not None and host.shares_memory and not host.lost:
+            self._lent[segment.segment] = 1
+            reply = reply._replace(segment=segment)
+        elif segment is not None:
+            if not host.lost:
+                name, pieces = host.bulk_out.pieces(buffers)
+                for piece, data in pieces:
+                    host.send_bulk(piece, bytes(data))
+                reply = reply._replace(bulk=name)
+            self.on_free(segment.segment)
+        if not host.lost:
+            host.send(wire.Replies(call, (reply,), origin), frames)
+
+    def receive(self, host: KnownHost, reply: wire.RankReply | wire.Call) -> Sequence[Any]:
+        """The large buffers of a reply or a call; its worker is told when the last view of them has died here."""
         if reply.bulk is not None:
             if not host.bulk_in.has(reply.bulk[0]):
                 raise PeerProtocolError(f"a reply names payload {reply.bulk[0]}, which was not sent")

@@ -51,5 +51,10 @@ def check(host: KnownHost, message: wire.FromHost, meshes: Mapping[int, KnownMes
         case wire.StoreAnswer(mesh_id, rank):
             if (mesh := meshes.get(mesh_id)) is not None and host not in mesh.store_hosts:
                 raise PeerProtocolError(f'it answered for the store of mesh "{mesh.name}", which it does not keep')
+        case wire.Call(origin=origin, mesh=to) | wire.Cancel(origin=origin, mesh=to):
+            if origin is None or to != 0:
+                raise PeerProtocolError("it sent a call that is not for this process, or nobody's")
+            if (mesh := meshes.get(origin.mesh)) is not None:
+                check_ranks(host, mesh, [origin.rank])
         case _:
             pass

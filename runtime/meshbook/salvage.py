@@ -13,8 +13,11 @@ from meshbook.mesh_memory import without_value
 Sent = tuple[bytes, Sequence[Buffer]]
 """(header, payload) of a message as it was given to a link."""
 
-_OF_THE_OLD = (wire.MeshReady, wire.SpawnFailed, wire.MeshStopped, wire.Retired, wire.Hosted)
-"""Answers to what the former controller asked, and its view of meshes: the next one gets a report instead."""
+_OF_THE_OLD = (
+    wire.MeshReady, wire.SpawnFailed, wire.MeshStopped, wire.Retired, wire.Hosted, wire.Call, wire.Cancel,
+)  # fmt: skip
+"""Answers to what the former controller asked, and its view of meshes: the next one gets a report instead. Calls to
+mailboxes of its process: the next one has others."""
 
 
 class Salvage(NamedTuple):

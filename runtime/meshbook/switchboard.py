@@ -21,6 +21,7 @@ from meshbook import wire
 from meshbook.batches import unbatch
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
+from meshbook.controller_mail import ControllerMail
 from meshbook.errors import (
     HostLost,
     MeshDetachedError,
@@ -67,6 +68,7 @@ class Switchboard:
         self.calls.watch = self._watch
         self._rescues: dict[int, GroupRescue] = {}
         self.payloads = Payloads(wake)
+        self.mail = ControllerMail(self.payloads)
         self.room = threading.Event()
         """Cleared while so much waits for slow hosts that new calls should wait too."""
         self.room.set()
@@ -153,9 +155,11 @@ class Switchboard:
 
     def _dispatch(self, host: KnownHost, message: wire.FromHost, payload: list[bytes]) -> None:
         match message:
-            case wire.Replies():
+            case wire.Replies() | wire.Call():
                 if not host.park(message, payload):
-                    self._on_replies(host, message, payload)
+                    self._on_whole(host, message, payload)
+            case wire.Cancel():
+                self.mail.on_cancel(message)
             case wire.Outputs(mesh_id, chunks):
                 for chunk in chunks:
                     self.calls.tell(chunk.output, StreamText(chunk.rank, chunk.stream, chunk.text, chunk.output))
@@ -219,10 +223,17 @@ class Switchboard:
             return
         host.hello, host.name = hello, hello.name
         host.shares_memory = hello.machine == self.machine
-        host.on_whole = lambda replies, frames: self._on_replies(host, replies, frames)
+        host.on_whole = lambda message, frames: self._on_whole(host, message, frames)
         me = os.getpid()
         host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, me, start_time(me) or 0))
         host.ready.set_result(host)
+
+    def _on_whole(self, host: KnownHost, message: wire.Replies | wire.Call, frames: list[bytes]) -> None:
+        """It has come with all of its payload."""
+        if isinstance(message, wire.Replies):
+            self._on_replies(host, message, frames)
+        else:
+            self.mail.on_call(host, message, frames)
 
     def _on_replies(self, host: KnownHost, message: wire.Replies, frames: list[bytes]) -> None:
         check_replies(host, message, frames)

@@ -696,14 +696,15 @@ class RankStored(_Message, frozen=True, tag="rstored"):
 
 
 ToHost: TypeAlias = (
-    Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups | StoreRequest
-    | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh | ReadLogs | ReadOn
+    Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
+    | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh
+    | ReadLogs | ReadOn
     | Leave | Goodbye
     | AskProcesses | AskStacks
 )  # fmt: skip
 FromHost: TypeAlias = (
-    Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired | MeshStopped
-    | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
+    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired
+    | MeshStopped | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
     | Processes | Stacks
 )  # fmt: skip
 ToWorker: TypeAlias = (

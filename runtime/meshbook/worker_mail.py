@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ from meshbook import wire
 from meshbook.agent_channel import Channel
 from meshbook.calls import CallFuture
 from meshbook.endpoints import Answer
-from meshbook.errors import Failure, MeshError
+from meshbook.errors import Failure
 from meshbook.frames import Buffer
+from meshbook.letters import Letter, refusal
 from meshbook.mail_calls import MailCalls
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
@@ -36,7 +36,7 @@ class WorkerMail:
         self._calls = MailCalls(channel, payloads)
         self.hold = self._calls.hold
         """Called by the control thread."""
-        self._letters: dict[tuple[wire.Origin | None, int], _Letter] = {}
+        self._letters: dict[tuple[wire.Origin | None, int], Letter] = {}
         """Calls that wait for their reply."""
         self._starting = threading.Lock()
         self._started = False
@@ -110,15 +110,21 @@ class WorkerMail:
                 raise AssertionError(f"{other!r} does not belong on the mail socket")
 
     def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
-        letter = _Letter(self, call, frames)
+        here = self._identity()
+        letter = Letter(
+            call,
+            lambda: self._payloads.load(call, frames, f"rank {here.rank} on {here.host}"),
+            lambda: self._payloads.discard(call),
+            lambda answer, duration_s: self._reply(call, answer, duration_s),
+        )
         if call.reply:
             self._letters[call.origin, call.id] = letter
         try:
-            mailbox = self.boxes.find(call.mailbox, self._identity().rank)
+            mailbox = self.boxes.find(call.mailbox, here.rank)
             letter.on_cancel = mailbox.on_cancel
             mailbox.handler(call, letter.load, letter.reply)
         except Exception as error:
-            letter.reply(Answer(wire.RAISED, failure=self._explain(error)))
+            letter.reply(refusal(error, here.rank, here.host))
 
     def _cancel(self, cancel: wire.Cancel) -> None:
         """Tell the mailbox of a call that has no answer yet."""
@@ -127,68 +133,12 @@ class WorkerMail:
         if letter.on_cancel is not None:
             letter.on_cancel(letter.call, cancel.insist)
 
-    def _explain(self, error: Exception) -> Failure:
-        """What goes wrong here has no traceback that tells a person anything, unless it is a fault of the handler."""
-        text = str(error)
-        lines = [f"{type(error).__name__}: {text}"]
-        if not isinstance(error, MeshError):
-            lines = traceback.format_exception(error)
-        here = self._identity()
-        return Failure(here.rank, here.host, type(error).__name__, text, tuple(lines), "", error)
-
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
         """Say something on this lane, in order with the replies of the calling thread. Any thread."""
         self._channel.send(message, payload)
 
-    # ---- for letters: any thread --------------------------------------------------------------------------------
-
-    def load(self, call: wire.Call, frames: list[bytes]) -> Any:
-        """The sender's arguments."""
-        here = self._identity()
-        return self._payloads.load(call, frames, f"rank {here.rank} on {here.host}")
-
-    def discard(self, call: wire.Call) -> None:
-        """Let go of arguments that nobody has loaded."""
-        self._payloads.discard(call)
-
-    def reply(self, call: wire.Call, answer: Answer, duration_s: float) -> None:
-        """Send an answer."""
+    def _reply(self, call: wire.Call, answer: Answer, duration_s: float) -> None:
+        """On any thread: send an answer."""
         self._letters.pop((call.origin, call.id), None)
         message, payload = self._payloads.pack(call.id, answer, duration_s, origin=call.origin)
         self._channel.send(message, payload)
-
-
-class _Letter:
-    """A call between its arrival and its reply."""
-
-    __slots__ = ("_came_at", "_frames", "_lock", "_mail", "_replied", "call", "on_cancel")
-
-    def __init__(self, mail: WorkerMail, call: wire.Call, frames: list[bytes]) -> None:
-        self.call = call
-        self.on_cancel: Callable[[wire.Call, bool], None] | None = None
-        """That of its mailbox, which may have closed since."""
-        self._mail = mail
-        self._frames: list[bytes] | None = frames
-        self._lock = threading.Lock()
-        self._replied = False
-        self._came_at = time.monotonic()
-
-    def load(self) -> Any:
-        frames = self._take()
-        assert frames is not None, "arguments are loaded once"
-        return self._mail.load(self.call, frames)
-
-    def reply(self, answer: Answer) -> None:
-        with self._lock:
-            if self._replied:
-                return
-            self._replied = True
-        if self._take() is not None:
-            self._mail.discard(self.call)
-        if self.call.reply:
-            self._mail.reply(self.call, answer, time.monotonic() - self._came_at)
-
-    def _take(self) -> list[bytes] | None:
-        with self._lock:
-            frames, self._frames = self._frames, None
-        return frames

@@ -14,7 +14,7 @@ import numpy as np
 from meshbook import wire
 from meshbook.calls import CallFuture
 from meshbook.endpoints import Answer
-from meshbook.mailboxes import LoadArgs, Reply
+from meshbook.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, Reply
 from meshbook.pickling import dumps
 from meshbook.shape import Members
 from meshbook.this_worker import this_worker
@@ -219,3 +219,14 @@ def flood(there: There, messages: int, size: int) -> float:
     for number in range(messages):
         there.post("take_note", rank(), 0, number, np.full(size, number % 251, np.uint8), size)
     return time.monotonic() - started
+
+
+def tell_controller(mailbox: int, messages: int, size: int) -> None:
+    """Numbered messages to a mailbox of the controller's process, none of them answered."""
+    there = There(CONTROLLER_MESH, CONTROLLER, mailbox)
+    for number in range(messages):
+        there.post("note", (rank(), number, np.full(size, number % 251, np.uint8)))
+
+
+def ask_controller(mailbox: int, endpoint: str, *args: Any) -> Any:
+    return There(CONTROLLER_MESH, CONTROLLER, mailbox).call(endpoint, *args).get(20).get(0)

@@ -1,0 +1,92 @@
+"""Calls of workers to mailboxes of the controller's process, which is rank 0 of mesh 0 to them.
+
+They come in under the turn (`meshbook.turns`), so handlers run there; arguments are loaded and answers made on the
+threads of those to whom the mailboxes belong.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshbook import wire
+from meshbook.endpoints import Answer
+from meshbook.errors import MeshError
+from meshbook.known_host import KnownHost
+from meshbook.letters import Letter, refusal
+from meshbook.mailboxes import Mailboxes
+from meshbook.payloads import Payloads, Unavailable
+from meshbook.pickling import dumps, loads
+from meshbook.rank_payloads import pack_failure
+
+
+class ControllerMail:
+    """Of one controller."""
+
+    def __init__(self, payloads: Payloads) -> None:
+        self.boxes = Mailboxes()
+        """From any thread."""
+        self.submit: Callable[[Callable[[], None]], None] = lambda action: action()
+        """Has a closure run under the turn; set by who gives turns."""
+        self._payloads = payloads
+        self._letters: dict[tuple[wire.Origin | None, int], Letter] = {}
+        """Calls that wait for their reply."""
+
+    def on_call(self, host: KnownHost, call: wire.Call, frames: Sequence[bytes]) -> None:
+        """Under the turn: a worker of ``host`` calls."""
+        buffers = self._buffers(host, call)
+
+        def load() -> Any:
+            return loads(frames[0] if frames else call.inline, buffers, where="the controller's process")
+
+        def send(answer: Answer, duration_s: float) -> None:
+            self._reply(host, call, answer, duration_s)
+
+        letter = Letter(call, load, lambda: None, send)
+        if call.reply:
+            self._letters[call.origin, call.id] = letter
+        try:
+            mailbox = self.boxes.find(call.mailbox, 0)
+            letter.on_cancel = mailbox.on_cancel
+            mailbox.handler(call, letter.load, letter.reply)
+        except Exception as error:
+            letter.reply(refusal(error, 0, socket.gethostname()))
+
+    def on_cancel(self, cancel: wire.Cancel) -> None:
+        """Under the turn: a worker wants the end of its call."""
+        letter = self._letters.get((cancel.origin, cancel.call))
+        if letter is not None and letter.on_cancel is not None:
+            letter.on_cancel(letter.call, cancel.insist)
+
+    def _buffers(self, host: KnownHost, call: wire.Call) -> Sequence[Any]:
+        try:
+            return self._payloads.receive(host, call)
+        except MeshError as error:
+            return Unavailable(error)
+
+    def _reply(self, host: KnownHost, call: wire.Call, answer: Answer, duration_s: float) -> None:
+        """On any thread: send an answer."""
+        head, status, segment = b"", answer.status, None
+        frames: list[bytes] = []
+        large: Sequence[memoryview] = ()
+        try:
+            if answer.failure is not None:
+                frames = [bytes(part) for part in pack_failure(answer.failure)]
+            elif answer.has_value:
+                head, large = answer.pickled or dumps(answer.value, what=answer.what)
+                if len(head) > wire.INLINE_MAX_BYTES:
+                    frames, head = [head], b""
+                segment = self._payloads.write(large)
+        except Exception as error:
+            status, head, large, segment = wire.RAISED, b"", (), None
+            failure = refusal(error, 0, socket.gethostname()).failure
+            assert failure is not None
+            frames = [bytes(part) for part in pack_failure(failure)]
+        reply = wire.RankReply(0, status, len(frames), duration_s, None, None, head)
+
+        def send() -> None:
+            self._letters.pop((call.origin, call.id), None)
+            self._payloads.send_reply(host, call.id, call.origin, reply, frames, segment, large)
+
+        self.submit(send)
