@@ -1,0 +1,40 @@
+"""docs/debugging.md: its commands are understood, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from meshbook_extension.cells import MESH_CELL
+from meshbook_extension.commands import COMMANDS, load_all
+from meshbook_extension.options import parse
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "debugging.md").read_text()
+
+
+def _anchors(path: Path) -> set[str]:
+    text = path.read_text()
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def test_every_command_is_understood() -> None:
+    load_all()
+    commands = [code for code in re.findall(r"`(%%?mesh[^`\n]*)`", TEXT) if not re.search(r"[A-Z]{2}", code)]
+    assert len(commands) > 15
+    for code in commands:
+        if code.startswith("%%mesh"):
+            assert parse(MESH_CELL, code.removeprefix("%%mesh")) is not None
+        elif name := code.removeprefix("%mesh").strip().partition(" ")[0]:
+            assert name in COMMANDS, code
+            assert parse(COMMANDS[name].grammar, code.removeprefix(f"%mesh {name}")) is not None
+
+
+def test_every_link_leads_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        path, _, anchor = target.partition("#")
+        file = (DOCS / path).resolve() if path else DOCS / "debugging.md"
+        assert file.exists(), target
+        assert not anchor or anchor in _anchors(file), target
