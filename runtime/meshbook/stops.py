@@ -47,7 +47,9 @@ class Stops:
             if at.number <= self._numbers.get(rank, 0):
                 return None
             self._numbers[rank] = at.number
-            self._texts[rank] = (self._texts.get(rank, "") + at.text)[-LEFT_MAX_CHARS:]
+            is_news = at.place and rank not in self._stops and rank not in self.stepping
+            before = "" if is_news else self._texts.get(rank, "")  # nobody has read it, and nobody will
+            self._texts[rank] = (before + at.text)[-LEFT_MAX_CHARS:]
             new = None
             if not at.place:
                 self._stops.pop(rank, None)
