@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.errors import CallFailed, Failure, UsageError, WorkerLost, group_failures
+from meshbook.wording import name_ranks
 from meshbook_extension.failure_view import INTERRUPT, LOST
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class LoggedError(NamedTuple):
         if self.ename == LOST:
             return f"ended: {first_line}"
         if self.ename == INTERRUPT:
-            return "interrupted"
+            return f"interrupted {first_line}".rstrip()
         return f"{self.ename}: {first_line}" if first_line else self.ename
 
 
@@ -64,7 +65,7 @@ class ErrorLog:
         with self._lock:
             fresh = [failure for failure in failures if not any(failure is old for old in self._noted)]
             self._noted.extend(fresh)
-            for group in group_failures(fresh):
+            for group in group_failures(_merge_interrupts(fresh)):
                 first, ranks = group[0], tuple(failure.rank for failure in group)
                 if first.ename == LOST:
                     self._dead.update((mesh, rank) for rank in ranks)
@@ -110,6 +111,18 @@ class ErrorLog:
                 return error
         known = f"{kept[0].number} to {kept[-1].number} are kept" if kept else "no rank has failed yet"
         raise UsageError(f"there is no error {number}: {known}. List them: %mesh errors")
+
+
+def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
+    """Interrupted ranks are one entry, which says where each was."""
+    interrupted = [failure for failure in failures if failure.ename == INTERRUPT]
+    places: dict[str, list[int]] = {}
+    for failure in sorted(interrupted, key=lambda failure: failure.rank):
+        places.setdefault(failure.where or "before its first line", []).append(failure.rank)
+    told = [place if len(places) == 1 else f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
+    text = f"at {told[0]}" if len(told) == 1 else f"({'; '.join(told)})"
+    merged = [failure._replace(evalue=text, where="", traceback=()) for failure in interrupted]
+    return [*(failure for failure in failures if failure.ename != INTERRUPT), *merged]
 
 
 def _cut(text: str) -> str:

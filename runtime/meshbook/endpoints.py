@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook import wire
+from meshbook.awaited_frames import cell_frames
 from meshbook.collectives import Collectives
 from meshbook.debug_server import DEBUG_QUERIES, debugged_place
 from meshbook.errors import Failure, UsageError
@@ -26,7 +27,7 @@ from meshbook.processes import resident_bytes
 from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
 from meshbook.rank_failures import describe_briefly
 from meshbook.rank_profile import recorded
-from meshbook.rank_stacks import RankTold, lines_of, read_threads
+from meshbook.rank_stacks import RankTold, lines_of, place_in_debugger, read_threads
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
@@ -211,6 +212,10 @@ def where(worker: Worker) -> str:
     if operation := worker.groups.waits_in(worker.main_thread):
         place = users_place(frame)
         return f"in {operation} ({place})" if place else f"in {operation}"
+    if worker.shell.loop.is_running() and (awaiting := cell_frames(worker.shell.loop)):
+        place = next((at for each in awaiting if (at := users_place(each))), "")
+        if place and not users_place(frame):  # else a coroutine runs just now
+            return f"awaiting at {place}"
     return describe_frame(frame)
 
 
@@ -261,7 +266,7 @@ def clock(worker: Worker) -> float:
 
 def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
-    current, paused = worker.current, worker.shell.debugger.place
+    current, paused = worker.current, worker.shell.debugger.place or place_in_debugger(worker)
     busy_s = time.monotonic() - current[2] if current else 0.0
     return RankTold(busy_s, paused or where(worker), paused, collectives(worker), ())
 

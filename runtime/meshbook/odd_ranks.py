@@ -19,6 +19,7 @@ from meshbook.collectives import ANY_PEER, Collectives, Waiting
 from meshbook.stuck import place_of
 from meshbook.wording import name_ranks
 
+WRAP = ",\n  "
 SHOWN = 3
 """Places, and odd ranks, that one sentence tells of."""
 
@@ -83,7 +84,7 @@ class _Moment:
         if not held:
             return None
         fewest = min(self._by_place(held).values(), key=len)
-        text = f"{name_ranks(held)} wait for each other: {self._describe_waits(held)}"
+        text = f"{name_ranks(held)} wait for each other:\n  {self._describe_waits(held, WRAP)}"
         return Verdict(tuple(fewest), tuple(sorted(held - set(fewest))), self._since(held), True, text)
 
     # ---- who waits for whom -------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class _Moment:
             places.setdefault(place_of(self._waits[rank]), []).append(rank)
         return dict(sorted(places.items(), key=lambda item: -len(item[1])))
 
-    def _describe_waits(self, ranks: Iterable[int]) -> str:
+    def _describe_waits(self, ranks: Iterable[int], comma: str = ", ") -> str:
         """``ranks 0-2 wait in all_reduce (cell 7, line 5), operation 41``"""
         parts = []
         by_place = self._by_place(ranks)
@@ -154,7 +155,7 @@ class _Moment:
             group = f' of group "{self._waits[each[0]].group}"' if self._many_groups and what else ""
             parts.append(f"{name_ranks(each)} wait{'s' if len(each) == 1 else ''} in {place}{what}{group}")
         more = len(by_place) - SHOWN
-        return ", ".join(parts) + (f", others in {more} more place{'s' if more > 1 else ''}" if more > 0 else "")
+        return comma.join(parts) + (f"{comma}others in {more} more place{'s' if more > 1 else ''}" if more > 0 else "")
 
     def _describe_odd(self, odd: set[int], held: set[int]) -> str:
         """``rank 3 has issued 40 and is in time.sleep (train.py:41)``"""
@@ -163,7 +164,7 @@ class _Moment:
             texts.setdefault(f"{self._told_of(rank, held)}{self._looks[rank].doing}", []).append(rank)
         shown = [f"{name_ranks(ranks)} {text}" for text, ranks in list(texts.items())[:SHOWN]]
         rest = [rank for ranks in list(texts.values())[SHOWN:] for rank in ranks]
-        return ",\n  ".join(shown + ([f"{name_ranks(rest)} do something else"] if rest else []))
+        return WRAP.join(shown + ([f"{name_ranks(rest)} do something else"] if rest else []))
 
     def _told_of(self, rank: int, held: set[int]) -> str:
         """How far it is in the group in which most wait for it."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshbook.awaited_frames import cell_frames, task_frames
 from meshbook.collectives import Collectives
 from meshbook.stack_frames import MAX_THREADS, Frame, ThreadStack, cut_frames, make_frame
-from meshbook.whereabouts import USER, kind_of_file
+from meshbook.whereabouts import is_users_code, users_place
 
 if TYPE_CHECKING:
     from meshbook.worker import Worker
@@ -45,10 +46,25 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
         name = names.get(ident, f"thread {ident}")
         is_main = ident == worker.main_thread
         if is_main and worker.current is not None:
-            threads.insert(0, ThreadStack("main", True, _read(frame)))
+            awaiting = cell_frames(worker.shell.loop) if worker.shell.loop.is_running() else []
+            running = awaiting and users_place(frame)  # a coroutine is on the stack already
+            threads.insert(0, ThreadStack("main", True, _read([*([] if running else awaiting), *_callers(frame)])))
         elif all_threads and not is_main and not name.startswith(_OURS) and len(threads) < MAX_THREADS:
-            threads.append(ThreadStack(name, False, _read(frame)))
+            threads.append(ThreadStack(name, False, _read(_callers(frame))))
+    if all_threads and worker.shell.loop.is_running():
+        tasks = task_frames(worker.shell.loop)[: MAX_THREADS - len(threads)]
+        threads += [ThreadStack(name, False, _read(frames)) for name, frames in tasks if frames]
     return tuple(threads)
+
+
+def place_in_debugger(worker: Worker) -> str:
+    """Where an editor's debugger has stopped the main thread; empty when it has not."""
+    for frame in _callers(sys._current_frames().get(worker.main_thread)):
+        if "pydevd" in frame.f_code.co_filename and "wait_suspend" in frame.f_code.co_name:
+            return users_place(frame)
+        if is_users_code(frame.f_code):
+            break
+    return ""
 
 
 def lines_of(places: Sequence[tuple[str, int]]) -> list[Frame]:
@@ -56,13 +72,18 @@ def lines_of(places: Sequence[tuple[str, int]]) -> list[Frame]:
     return [make_frame("", file, line, linecache.getline(file, line)) for file, line in places]
 
 
-def _read(frame: FrameType | None) -> tuple[Frame, ...]:
-    return cut_frames(_frames(frame))
+def _read(frames: Iterable[FrameType]) -> tuple[Frame, ...]:
+    return cut_frames(_describe(frame) for frame in frames)
 
 
-def _frames(frame: FrameType | None) -> Iterator[Frame]:
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and those that wait for it."""
     while frame is not None:
-        code, line = frame.f_code, frame.f_lineno or 0
-        source = linecache.getline(code.co_filename, line) if kind_of_file(code.co_filename) == USER else ""
-        yield make_frame(getattr(code, "co_qualname", code.co_name), code.co_filename, line, source)
+        yield frame
         frame = frame.f_back
+
+
+def _describe(frame: FrameType) -> Frame:
+    code, line = frame.f_code, frame.f_lineno or 0
+    source = linecache.getline(code.co_filename, line) if is_users_code(code) else ""
+    return make_frame(getattr(code, "co_qualname", code.co_name), code.co_filename, line, source)

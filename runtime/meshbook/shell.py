@@ -138,6 +138,11 @@ class RankShell:
         self._rank = rank
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """What cells that await run on."""
+        return self._loop
+
+    @property
     def namespace(self) -> dict[str, Any]:
         """The rank's global names, the ``__dict__`` of its ``__main__``."""
         names: dict[str, Any] = self._ipython.user_ns

@@ -83,14 +83,14 @@ def _body(one: RankStack, all_frames: bool) -> list[str]:
     for thread in one.threads:
         if not thread.is_main:
             lines.append(f"  thread {thread.name}")
-        lines += _frames(thread, all_frames, one.state == "waiting" and thread.is_main)
+        lines += _frames(thread, all_frames, one.state in ("waiting", "pdb") and thread.is_main)
     if one.problem:
         lines.append(f"    {one.problem}")
     return lines
 
 
 def _frames(thread: ThreadStack, all_frames: bool, waits: bool) -> list[str]:
-    """Outermost first, as tracebacks go. waits: the headline names the operation that it ends in."""
+    """Outermost first, as tracebacks go. waits: the headline says what it ends in."""
     rows: list[tuple[str, str, str]] = []
     runs = _runs([frame for frame in reversed(thread.frames) if not _is_interpreter(frame)], all_frames)
     for index, (shown, run) in enumerate(runs):

@@ -75,8 +75,11 @@ def test_errors_of_jobs_are_kept_and_waiting_for_one_does_not_repeat_it(notebook
 
 
 def test_interrupted_ranks_are_listed_with_their_place(notebook) -> None:
-    notebook.fail("%%mesh --timeout 1\nimport time\ntime.sleep(60)")
-    assert re.search(r"\[0-3\] +cell \d+ +interrupted \(cell \d+, line 3\)", notebook.run("%mesh errors -n 1").stdout)
+    notebook.fail("%%mesh --timeout 1\nimport time\nif rank < 2: time.sleep(60)\ntime.sleep(60)")
+    text = notebook.run("%mesh errors -n 1").stdout
+    assert re.search(
+        r"\[0-3\]  (cell \d+)  interrupted \(ranks 0,1 at \1, line 3; ranks 2,3 at \1, line 4\)\n", text
+    ), text
 
 
 def test_a_number_that_is_not_kept_is_answered_with_those_that_are(notebook) -> None:
@@ -133,3 +136,15 @@ def test_an_out_of_memory_error_says_what_kept_frames_hold(notebook) -> None:
     assert "the frames of this error hold 20 MB; the next cell lets them go, or now: %mesh free\n" in text
     assert "they held 20 MB" in notebook.run("%mesh free rank=1").stdout
     assert "hold little" in notebook.fail("%%mesh rank=0\nbytearray(1 << 60)")
+
+
+def test_a_cell_that_awaits_is_shown_where_it_awaits(notebook) -> None:
+    notebook.run("%%mesh --async\nimport asyncio\nasync def fetch():\n    await asyncio.sleep(2)\nawait fetch()")
+    time.sleep(0.7)
+    text = notebook.run("%mesh stacks").stdout
+    cell = re.search(r"cell \d+", text)[0]
+    head, *frames = text.splitlines()
+    assert re.fullmatch(rf"\[0-3\] busy for [\d.]+ s, awaiting at {cell}, line 4", head), text
+    assert frames[0] == f"    {cell}, line 5  <module>  await fetch()"
+    assert frames[1] == f"    {cell}, line 4  fetch     await asyncio.sleep(2)"
+    notebook.run("%mesh wait")

@@ -75,8 +75,8 @@ def test_two_that_wait_for_each_other_are_a_circle() -> None:
     verdict = find_odd(looks)
     assert verdict is not None and verdict.circular
     assert verdict.text == (
-        "ranks 0,1 wait for each other: rank 0 waits in all_reduce (cell 7, line 5), operation 1, "
-        "rank 1 waits in recv from rank 0 (cell 7, line 8)"
+        "ranks 0,1 wait for each other:\n  rank 0 waits in all_reduce (cell 7, line 5), operation 1,\n"
+        "  rank 1 waits in recv from rank 0 (cell 7, line 8)"
     )
 
 
