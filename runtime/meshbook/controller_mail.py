@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshbook import wire
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.errors import MeshError
 from meshbook.known_host import KnownHost
 from meshbook.letters import Letter, refusal

@@ -13,15 +13,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
+from meshbook.actor_query import actors
+from meshbook.answers import Answer
 from meshbook.awaited_frames import cell_frames
 from meshbook.collectives import Collectives
 from meshbook.debug_server import DEBUG_QUERIES, debugged_place
-from meshbook.errors import Failure, UsageError
+from meshbook.errors import UsageError
 from meshbook.kept_memory import free as free_kept
-from meshbook.pickling import Pickled, dumps_bounded
+from meshbook.pickling import dumps_bounded
 from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
 from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
@@ -41,19 +43,6 @@ if TYPE_CHECKING:
 
 RESULT_MAX_BYTES = 1 << 20
 """A cell's last expression travels to the notebook up to this size; larger ones stay on the rank."""
-
-
-class Answer(NamedTuple):
-    """What goes into a reply."""
-
-    status: int
-    value: object = None
-    has_value: bool = False
-    failure: Failure | None = None
-    pickled: Pickled | None = None
-    """The value's pickle, where it is known already."""
-    what: str = "the result"
-    """How an error names the value that cannot travel."""
 
 
 def _ok(value: object = None, what: str = "the result") -> Answer:
@@ -289,6 +278,7 @@ QUERIES: dict[str, Callable[..., object]] = {
     )
 }
 QUERIES.update(DEBUG_QUERIES)
+QUERIES["actors"] = actors
 
 SLOW_QUERIES: frozenset[str] = frozenset(
     {"complete", "inspect", "user_names", "stacks", "source_lines", *DEBUG_QUERIES}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshbook import wire
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.errors import Failure, MeshError
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook import wire
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.errors import MailboxClosed
 from meshbook.shape import Region
 

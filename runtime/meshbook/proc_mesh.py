@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshbook import partition
 from meshbook.actor.actor_mesh import spawn_actors
+from meshbook.actor.listing import ActorState, states_from
 from meshbook.actor.proc_ref import find_procs
 from meshbook.actor.roads import road_of
 from meshbook.arranged import Arranged
@@ -347,6 +348,10 @@ class ProcMesh(Arranged):
         members = self._present().members
         actors: Any = spawn_actors(road_of(self.session), self.id, self.name, members, name, cls, args, kwargs, None)
         return actors  # type: ignore[no-any-return]
+
+    def actors(self) -> list[ActorState]:
+        """What the members' actors are doing, now."""
+        return states_from(self.ask("actors"))
 
     def new_output_id(self) -> int:
         """A number for an `OutputTarget`."""

@@ -14,7 +14,7 @@ import msgspec
 
 from meshbook import wire
 from meshbook.agent_channel import Channel
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.errors import Failure
 from meshbook.frames import Buffer
 from meshbook.pickling import dumps, dumps_bounded, loads

@@ -31,10 +31,11 @@ from meshbook.actor.actor_desk import ActorDesk
 from meshbook.actor.roads import set_own_road
 from meshbook.actor.worker_road import WorkerRoad
 from meshbook.agent_channel import Channel
+from meshbook.answers import Answer
 from meshbook.call_children import interrupt_children
 from meshbook.debug_server import DebugSession
 from meshbook.dump_signal import accept_dumps
-from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES, Answer
+from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES
 from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
 from meshbook.process_group import RankGroups

@@ -15,8 +15,8 @@ from typing import Any
 
 from meshbook import wire
 from meshbook.agent_channel import Channel
+from meshbook.answers import Answer
 from meshbook.calls import CallFuture
-from meshbook.endpoints import Answer
 from meshbook.errors import Failure
 from meshbook.frames import Buffer
 from meshbook.letters import Letter, refusal

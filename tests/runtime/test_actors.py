@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -37,6 +38,7 @@ from meshbook.actor import (
     current_size,
     endpoint,
 )
+from meshbook.actor.listing import ActorState, actor_table
 from meshbook.errors import (
     CallInterrupted,
     CallTimeout,
@@ -454,6 +456,33 @@ def test_reprs_tell_what_can_be_called(mesh4: ProcMesh) -> None:
     assert counters.add.__doc__ == "Add, and return the sum."
     assert list(inspect.signature(counters.add).parameters) == ["by", "times"]
     assert {"add", "slice", "stop"} <= set(dir(counters))
+
+
+def test_actors_are_listed_with_what_they_do(mesh2: ProcMesh) -> None:
+    mesh2.spawn("counters", Counter).initialized.get(20)
+    sleepers = mesh2.spawn("sleepers", Sleeper)
+    slow = sleepers.slice(gpus=1).sleep.call_one(60)
+    waiting = [sleepers.slice(gpus=1).last.call_one() for _ in range(2)]
+    wait_until(lambda: any(state.queued == 2 and state.doing == ("sleep",) for state in mesh2.actors()))
+    table = re.sub(r"for [\d.]+ s", "for 1 s", actor_table(mesh2.actors()))
+    assert re.sub(r"py:\d+", "py:7", table).splitlines() == [
+        "counters  Counter  0,1  idle",
+        "sleepers  Sleeper  0    idle",
+        "                   1    sleep for 1 s (actor_classes.py:7), 2 wait",
+    ]
+    slow.cancel()
+    assert [future.get(20) for future in waiting] == ["asleep"] * 2
+
+
+def test_a_thousand_actors_make_a_short_table() -> None:
+    states = [
+        ActorState(rank, 1, "readers", "Reader", 0, ("read",), rank / 100, f"cell {rank % 20}, line 1", False)
+        for rank in range(1000)
+    ]
+    lines = actor_table(states).splitlines()
+    assert len(lines) == 13
+    assert all(len(line) < 100 for line in lines)
+    assert lines[-1].endswith("and 400 more ranks")
 
 
 def test_outside_of_actors_the_context_is_the_client() -> None:

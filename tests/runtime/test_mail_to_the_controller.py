@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from meshbook import ProcMesh, wire
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.errors import CallFailed
 from meshbook.mailboxes import LoadArgs, Reply
 

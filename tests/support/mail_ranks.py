@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshbook import wire
+from meshbook.answers import Answer
 from meshbook.calls import CallFuture
-from meshbook.endpoints import Answer
 from meshbook.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, Reply
 from meshbook.pickling import dumps
 from meshbook.shape import Members

@@ -28,6 +28,7 @@ MODULES = (
     "debugging",
     "stacks",
     "logs",
+    "actors",
     "profiling",
     "mode",
     "visual_debugger",

@@ -16,7 +16,7 @@ from meshbook.actor.actor_host import SUPERVISE, ActorHost
 from meshbook.actor.ports import Port
 from meshbook.actor.roads import DESK, Place
 from meshbook.actor.supervision import MeshFailure
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.mailboxes import LoadArgs, Mailbox, Mailboxes, Reply
 
@@ -125,9 +125,3 @@ class ActorDesk:
         self._hosts.pop(host.mailbox, None)
         for reply in self._stopping.pop(host.mailbox, []):
             reply(Answer(wire.OK, None, has_value=True))
-
-
-def actors(worker: Any) -> list[dict[str, object]]:
-    """Query: what the actors of the process are doing."""
-    desk: ActorDesk = worker.desk
-    return desk.states()

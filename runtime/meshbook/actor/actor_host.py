@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -28,11 +29,12 @@ from meshbook.actor.gated import Gated
 from meshbook.actor.inbox import Inbox, Message
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.supervision import MeshFailure
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.errors import Failure, UsageError
 from meshbook.mailboxes import LoadArgs, Reply
 from meshbook.shape import Members, Point, Region
 from meshbook.thread_interrupts import ThreadGate
+from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
@@ -130,6 +132,7 @@ class ActorHost:
             "class": self.class_name,
             "queued": len(self._inbox.waiting()),
             "doing": [call.endpoint for call, _ in running],
+            "where": users_place(sys._current_frames().get(self.thread.ident or 0)) if running else "",
             "busy_s": time.monotonic() - oldest if oldest is not None else 0.0,
             "broken": self._broken is not None,
         }

@@ -9,7 +9,7 @@ import time
 from typing import NamedTuple, TypeAlias
 
 from meshbook import wire
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.mailboxes import LoadArgs, Reply
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from meshbook import wire
 from meshbook.actor.roads import Place, Road, own_road, road_of
-from meshbook.endpoints import Answer
+from meshbook.answers import Answer
 from meshbook.future import Future
 from meshbook.joined_futures import MappedFuture
 from meshbook.mailboxes import LoadArgs, Reply

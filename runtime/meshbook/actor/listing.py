@@ -1,0 +1,82 @@
+"""The actors of a mesh, as its ranks tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshbook.wording import format_some_ranks
+
+ROWS = 12
+"""Rows for one mesh of actors; its other ranks are counted."""
+RANKS_CHARS = 24
+
+
+class ActorState(NamedTuple):
+    """One actor."""
+
+    rank: int
+    mailbox: int
+    """The same for all that were spawned together, and never used twice."""
+    name: str
+    class_name: str
+    queued: int
+    """Messages that wait."""
+    doing: tuple[str, ...]
+    """The endpoints that run; several only of an async class."""
+    busy_s: float
+    where: str
+    """The line that it is at: ``cell 7, line 3``."""
+    broken: bool
+    """Whether its constructor failed."""
+
+
+def states_from(answers: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[ActorState]:
+    """From the answers to the query ``actors``; ordered by name, then by rank."""
+    states = [
+        ActorState(
+            rank, told["mailbox"], told["name"], told["class"], told["queued"], tuple(told["doing"]), told["busy_s"],
+            told["where"], told["broken"],
+        )
+        for rank, actors in answers.items()
+        for told in actors
+    ]  # fmt: skip
+    return sorted(states, key=lambda state: (state.name, state.mailbox, state.rank))
+
+
+def actor_table(states: Iterable[ActorState]) -> str:
+    """A row for each mesh of actors and what its members do; those that do the same share a row."""
+    rows: list[tuple[str, str, str, str]] = []
+    meshes: dict[int, list[ActorState]] = {}
+    for state in states:
+        meshes.setdefault(state.mailbox, []).append(state)
+    for members in meshes.values():
+        name, class_name = members[0].name, members[0].class_name
+        groups: dict[str, list[ActorState]] = {}
+        for member in members:
+            groups.setdefault(_key(member), []).append(member)
+        for group in list(groups.values())[:ROWS]:
+            rows.append((name, class_name, format_some_ranks((one.rank for one in group), RANKS_CHARS), _doing(group)))
+            name = class_name = ""
+        if hidden := sum(len(group) for group in list(groups.values())[ROWS:]):
+            rows.append(("", "", "", f"and {hidden} more ranks"))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
+
+
+def _key(state: ActorState) -> str:
+    return f"{state.broken} {state.doing} {state.where} {state.queued}"
+
+
+def _doing(group: list[ActorState]) -> str:
+    """``step for 3.2 s (train.py:41), 5 wait``"""
+    first = group[0]
+    if first.broken:
+        return "could not be made: its next call tells why"
+    parts = ["idle"]
+    if first.doing:
+        longest = max(one.busy_s for one in group)
+        parts = [f"{', '.join(first.doing)} for {longest:.1f} s" + (f" ({first.where})" if first.where else "")]
+    if first.queued:
+        parts.append(f"{first.queued} wait{'s' if first.queued == 1 else ''}")
+    return ", ".join(parts)
