@@ -344,3 +344,38 @@ def test_a_cell_behind_a_stuck_rank_says_what_it_waits_for_and_is_dropped_by_an_
     kernel.run("procs.run('rank').get()")
     ran = kernel.run("procs.run(\"'ran' in globals()\").get().values()").of("execute_result")[0]["data"]["text/plain"]
     assert ran == "[False, False, False, False]"
+
+
+def test_a_hanging_cell_names_the_rank_and_a_subshell_shows_its_stack(kernel: Kernel) -> None:
+    request = kernel.send("%%mesh\nimport time\nif rank == 2:\n    time.sleep(60)\ndist.barrier()")
+    deadline = time.monotonic() + 30
+    while "look: %mesh stacks" not in request.text() and time.monotonic() < deadline:
+        kernel.listen(0.1)
+    assert "  rank 2 has issued " in request.text() and " and is in time.sleep (cell " in request.text()
+    if (subshell := _new_subshell(kernel)) is not None:  # from ipykernel 7 on
+        stacks = kernel.wait(_execute_in(kernel, subshell, "%mesh stacks"))
+        assert "[2] busy for " in stacks.text() and "time.sleep(60)\n" in stacks.text()
+    kernel.manager.interrupt_kernel()
+    assert kernel.wait(request).reply["ename"] == "CallInterrupted"
+
+
+def _new_subshell(kernel: Kernel) -> str | None:
+    control = kernel.client.control_channel
+    sent = kernel.client.session.msg("create_subshell_request")
+    control.send(sent)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if control.socket.poll(100):
+            reply = control.get_msg(timeout=1)
+            if reply["parent_header"].get("msg_id") == sent["header"]["msg_id"]:
+                return str(reply["content"]["subshell_id"]) if reply["content"]["status"] == "ok" else None
+    return None
+
+
+def _execute_in(kernel: Kernel, subshell: str, code: str) -> Request:
+    content = {"code": code, "silent": False, "store_history": False, "user_expressions": {}, "allow_stdin": False}
+    message = kernel.client.session.msg("execute_request", content)
+    message["header"]["subshell_id"] = subshell
+    kernel.client.shell_channel.send(message)
+    request = kernel.requests[message["header"]["msg_id"]] = Request(message["header"]["msg_id"])
+    return request

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from meshbook import outside_stacks
+from meshbook import outside_stacks, wire
 from meshbook.dump_formats import parse_faulthandler, parse_py_spy
+from meshbook.event_loop import EventLoop
+from meshbook.outside_stacks import OutsideStacks
 from meshbook.proc_mesh import ProcMesh
+from meshbook.processes import process_state
+from meshbook.shape import Region
 
 GIL = "import ctypes; hold = ctypes.PyDLL(None).usleep"
 CODE = f"""{GIL}
@@ -136,3 +144,33 @@ def test_what_py_spy_says_instead_of_stacks_is_no_stack() -> None:
     (thread,) = parse_py_spy(spied, 12)
     assert thread.is_main and thread.owns_gil and thread.frames[0].file == "a.py"
     assert "ptrace_scope" in outside_stacks._explain("Error: Permission Denied: Try running again with elevated")
+
+
+def test_without_py_spy_a_stopped_process_is_answered_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside_stacks, "find_py_spy", lambda: None)
+    answers: list[wire.Stacks] = []
+    with subprocess.Popen(["sleep", "60"]) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        while process_state(child.pid) != "T":
+            time.sleep(0.01)
+        worker: Any = SimpleNamespace(rank=3, pid=child.pid, control_thread=0, dump_fd=-1)
+        ask = wire.AskStacks(7, 1, Region.of({"gpus": 4}).encode(), native=False, wait_s=2.0)
+        OutsideStacks(EventLoop(), [worker], ask, answers.append).start()
+        child.kill()
+    (dump,) = answers[0].dumps
+    assert (dump.rank, dump.threads) == (3, ()) and "pip install 'meshbook[stacks]'" in dump.problem
+
+
+def test_a_py_spy_that_hangs_is_ended_at_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = tmp_path / "py-spy"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(outside_stacks, "find_py_spy", lambda: str(slow))
+    answers: list[wire.Stacks] = []
+    loop = EventLoop()
+    worker: Any = SimpleNamespace(rank=0, pid=os.getpid(), control_thread=0, dump_fd=-1)
+    ask = wire.AskStacks(7, 1, Region.of({"gpus": 1}).encode(), native=True, wait_s=0.3)
+    OutsideStacks(loop, [worker], ask, answers.append).start()
+    while not answers:
+        loop.run_once()
+    assert "py-spy could not read it in time" in answers[0].dumps[0].problem
