@@ -44,7 +44,8 @@ def summary(what: str, traces: Mapping[int, RankTrace]) -> str:
 
 def _head(what: str, traces: Mapping[int, RankTrace]) -> str:
     longest_s = max(trace.cell_s for trace in traces.values())
-    text = f"profile of {what} on {name_ranks(traces)}: {format_seconds(longest_s)}"
+    cut = any(trace.is_cut for trace in traces.values())
+    text = f"profile of {'the begin of ' if cut else ''}{what} on {name_ranks(traces)}: {format_seconds(longest_s)}"
     waits = {rank: trace.waited_s / trace.cell_s for rank, trace in traces.items() if trace.cell_s}
     text += _share("waiting in collectives", waits)
     if any(trace.gpu_s for trace in traces.values()):

@@ -18,7 +18,7 @@ import msgspec
 
 from meshbook.operation_log import Operation
 from meshbook.rank_profile import RankTrace
-from meshbook.trace_events import FIRST_LANE
+from meshbook.trace_events import FIRST_LANE, meta
 
 LANES = 8
 """Operations that overlap lie in lanes of their own, up to so many."""
@@ -59,21 +59,17 @@ def _pieces(
     traces: Mapping[int, RankTrace], labels: Mapping[int, str], lanes: Mapping[int, list[tuple[Operation, int]]]
 ) -> Iterable[bytes]:
     for rank, trace in traces.items():
-        yield _meta("process_name", rank, 0, {"name": labels[rank]})
-        yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
+        yield _encode(meta("process_name", rank, 0, {"name": labels[rank]}))
+        yield _encode(meta("process_sort_index", rank, 0, {"sort_index": rank}))
         for lane in sorted({lane for _, lane in lanes[rank]}):
             name = "collectives" if lane == 0 else f"collectives ({lane + 1})"
-            yield _meta("thread_name", rank, FIRST_LANE + lane, {"name": name})
-            yield _meta("thread_sort_index", rank, FIRST_LANE + lane, {"sort_index": FIRST_LANE + lane})
+            yield _encode(meta("thread_name", rank, FIRST_LANE + lane, {"name": name}))
+            yield _encode(meta("thread_sort_index", rank, FIRST_LANE + lane, {"sort_index": FIRST_LANE + lane}))
         for operation, lane in lanes[rank]:
             yield _encode(_span(rank, operation, lane))
         if events := zlib.decompress(trace.events) if trace.events else b"":
             yield events
     yield from map(_encode, arrows(lanes))
-
-
-def _meta(name: str, rank: int, tid: int, args: dict[str, Any]) -> bytes:
-    return _encode({"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args})
 
 
 def _span(rank: int, operation: Operation, lane: int) -> dict[str, Any]:

@@ -8,12 +8,14 @@ JSON (`meshbook.merged_trace` joins the pieces), and the time in each kind of op
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import signal
 import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 """torch's profiler writes a line to stderr at each start and end, unless this says otherwise when it first starts."""
+
+
+RECORD_S = 20.0
+"""Recording ends after so long, while the cell runs on: a second of it may well be 100,000 operations, and 100 MB."""
 
 
 class OpTime(NamedTuple):
@@ -43,6 +49,7 @@ class RankTrace(NamedTuple):
     problem: str
     """Why there is nothing else here; empty when all is well."""
     cell_s: float = 0.0
+    """How long the cell was recorded."""
     waited_s: float = 0.0
     """In operations of process groups, on the main thread."""
     gpu_s: float = 0.0
@@ -54,6 +61,8 @@ class RankTrace(NamedTuple):
     """zlib: JSON objects, separated by commas; times are microseconds since the base, processes are ranks."""
     left_out: int = 0
     """So many of the shortest events are not in it."""
+    is_cut: bool = False
+    """Whether the cell ran on after ``cell_s``."""
 
 
 class _Recording:
@@ -65,6 +74,7 @@ class _Recording:
         self.main_thread = threading.get_ident()
         self.main_tid = threading.get_native_id()
         self.begun = self.ended = 0.0
+        self.is_cut = False
 
 
 _last: _Recording | None = None
@@ -78,17 +88,47 @@ def recorded(name: str, groups: RankGroups, shield: contextlib.AbstractContextMa
     """
     global _last
     recording = _last = _Recording(name)
+
+    def end() -> None:
+        if not recording.ended:
+            recording.ended = time.monotonic()
+            with shield:
+                groups.log_operations(None)
+                _stop(recording)
+
+    def cut() -> None:
+        recording.is_cut = not recording.ended
+        end()
+
     with shield:
         _start(recording)
         groups.log_operations(recording.log)
     recording.begun = time.monotonic()
     try:
+        with _alarm(RECORD_S, cut):
+            yield
+    finally:
+        end()
+
+
+@contextlib.contextmanager
+def _alarm(after_s: float, action: Callable[[], None]) -> Iterator[None]:
+    """Call ``action`` on the main thread when the block lasts so long; not where the user's code has the signal."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
+        yield
+        return
+
+    def ours(signum: int, frame: object) -> None:
+        action()
+
+    signal.signal(signal.SIGALRM, ours)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
         yield
     finally:
-        recording.ended = time.monotonic()
-        with shield:
-            groups.log_operations(None)
-            _stop(recording)
+        if signal.getsignal(signal.SIGALRM) is ours:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _start(recording: _Recording) -> None:
@@ -125,6 +165,14 @@ def take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
 
     base_s: for each rank the time of its clock (as `time.time`) that becomes 0. max_events: the most that travel.
     """
+    gc.disable()  # so many objects, and no garbage among them
+    try:
+        return _take(name, base_s, max_events)
+    finally:
+        gc.enable()
+
+
+def _take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
     global _last
     recording, _last = _last, None
     if recording is None or recording.name != name:
@@ -151,6 +199,7 @@ def take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
     return RankTrace(
         problem="",
         cell_s=recording.ended - recording.begun,
+        is_cut=recording.is_cut,
         waited_s=sum(wait.ended - wait.begun for wait in waits),
         gpu_s=gpu_s,
         gpu_collectives_s=gpu_collectives_s,

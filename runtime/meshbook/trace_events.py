@@ -33,7 +33,6 @@ class Event(msgspec.Struct, omit_defaults=True):
     dur: float = 0.0
     id: int | str | None = None
     bp: str | None = None
-    args: Any = None
 
 
 class RankEvents:
@@ -49,7 +48,6 @@ class RankEvents:
             if (event.ph == "X" and event.cat in _SHOWN) or (event.ph in "sf" and event.cat == "ac2g"):
                 event.tid = self._thread(event)
                 event.ts -= base_s * 1e6
-                event.args = None
                 self.events.append(event)
 
     def _thread(self, event: Event) -> int:
@@ -133,9 +131,17 @@ class RankEvents:
             event.ts, event.dur = round(event.ts, 3), round(event.dur, 3)
             if isinstance(event.id, int):
                 event.id += flow_ids
-        names = [Event("M", "thread_name", pid=rank, tid=tid, args={"name": name}) for tid, name in self._names.items()]
-        orders = [Event("M", "thread_sort_index", pid=rank, tid=tid, args={"sort_index": tid}) for tid in self._names]
-        return msgspec.json.encode([*names, *orders, *self.events])[1:-1]
+        threads = [meta(kind, rank, tid, args) for tid, name in self._names.items() for kind, args in _of(tid, name)]
+        return msgspec.json.encode([*threads, *self.events])[1:-1]
+
+
+def meta(name: str, rank: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    """An event that says what a process or a thread is called, or where it stands."""
+    return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
+
+
+def _of(tid: int, name: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+    return ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})
 
 
 def _unwind(stack: list[tuple[Event, float, list[float]]], now: float) -> Iterator[tuple[Event, float]]:

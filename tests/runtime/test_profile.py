@@ -116,6 +116,16 @@ def test_a_cell_that_fails_has_a_profile_and_a_rank_that_ended_has_none(mesh2: P
     assert sorted(ended.traces) == [0] and ended.problems == {1: "it has ended"}
 
 
+def test_a_long_cell_is_recorded_at_its_begin(mesh4: ProcMesh) -> None:
+    mesh4.run("import meshbook.rank_profile as p\np.RECORD_S = 0.3").get(60)
+    cell = "import time\nfor _ in range(15): torch.ones(9) + 1; time.sleep(0.1)\ntorch.ones(9).cumsum(0)"
+    profile = _profiled(mesh4, cell)
+    mesh4.run("p.RECORD_S = 20.0").get(60)
+    for trace in profile.traces.values():
+        assert trace.is_cut and trace.cell_s < 1.2 and "aten::add" in trace.ops and "aten::cumsum" not in trace.ops
+    assert not _profiled(mesh4, "torch.ones(9) + 1").traces[0].is_cut
+
+
 def test_what_was_profiled_is_taken_once_and_a_profiler_in_the_cell_is_told_of(mesh4: ProcMesh) -> None:
     _profiled(mesh4, "1")
     assert set(collect(mesh4, "cell 7", mesh4.ranks, 0.0).problems.values()) == {"cell 7 did not run there"}
