@@ -25,6 +25,7 @@ class ConsoleOutput:
         elif isinstance(event, OutputCut):
             self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}\n")
         elif isinstance(event, RankStopped) and not event.stop.seen:
+            event.stop.seen = True
             self._write("stderr", f"rank {event.rank} stopped at {event.place}\n")
         elif isinstance(event, Notice):
             self._write("stderr", f"{event.text}\n")

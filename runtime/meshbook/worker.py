@@ -77,6 +77,7 @@ class Worker:
         """The debug session of this process, the last one if there is none."""
         self._payloads = RankPayloads(self.urgent, shell.describe)
         self.mail = WorkerMail(Channel(mail_fd, self.gate), self._payloads, lambda: self.identity)
+        self.mail.on_call = self._limit_prompts
         self.desk = ActorDesk(self, self.mail.boxes)
         self._cancelled: set[int] = set()
         """Calls that were dropped, and answered for, by the control thread; they must not run when they come."""
@@ -240,9 +241,14 @@ class Worker:
         """Where replies of the calling thread will go, so that what it shows comes before them."""
         return self.calls if gate_of_this_thread() is None else self.mail
 
+    def _limit_prompts(self, call: wire.Call) -> None:
+        """A call to a mailbox, on the mail's thread: whether somebody is there to answer prompts."""
+        if call.origin is None:  # a worker that calls another does not know
+            self.shell.debugger.refusal = call.no_prompt
+
     def _tell_prompt(self, at: wire.AtPrompt) -> None:
         self.shell.flush_text()
-        self.calls.send(wire.RankPrompted(self._output, at))
+        self.calls.send(wire.RankPrompted(self.shell.output_here or self._output, at))
 
     # ---- the store of torch.distributed -------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class WorkerMail:
         self.boxes = Mailboxes()
         self._channel, self._payloads, self._identity = channel, payloads, identity
         self._calls = MailCalls(channel, payloads)
+        self.on_call: Callable[[wire.Call], None] = lambda call: None
+        """Told of each call before its mailbox."""
         self.hold = self._calls.hold
         """Called by the control thread."""
         self._letters: dict[tuple[wire.Origin | None, int], Letter] = {}
@@ -119,6 +121,7 @@ class WorkerMail:
         )
         if call.reply:
             self._letters[call.origin, call.id] = letter
+        self.on_call(call)
         try:
             mailbox = self.boxes.find(call.mailbox, here.rank)
             letter.on_cancel = mailbox.on_cancel

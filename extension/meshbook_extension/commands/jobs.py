@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from meshbook.errors import CallInterrupted, MeshError
+from meshbook.wording import name_ranks
 from meshbook_extension.commands import command
 from meshbook_extension.jobs import Job
 from meshbook_extension.labels import format_seconds
@@ -54,8 +55,16 @@ def wait(session: Session, arguments: Arguments) -> None:
 
 
 def _wait_for(job: Job, timeout_s: float | None) -> bool:
+    told = False
+
+    def tell_of_stops() -> None:
+        nonlocal told
+        if not told and (stopped := job.cell.procs.stops.of(job.cell.ranks)):
+            told = True
+            print(f"{name_ranks(stopped)} stopped at a prompt: interrupt this wait, then look: %mesh pdb")
+
     try:
-        return wait_until_done(job.cell.run.future, timeout_s)
+        return wait_until_done(job.cell.run.future, timeout_s, tell_of_stops)
     except KeyboardInterrupt:
         raise interrupted(f"job {job.number} runs on; end it: %mesh cancel {job.number}") from None
 
