@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 
-from tests.kernel.conftest import CELL_TIMEOUT_S, Cell, Kernel
+from tests.kernel.conftest import Kernel
+from tests.kernel.typed_cells import run_typing
 
 TWO_STOP = """%%mesh
 x = rank * 10
@@ -21,59 +26,6 @@ if rank in (1, 2):
 t = torch.ones(1)
 dist.all_reduce(t)
 x"""
-
-
-class Typed(Cell):
-    """A cell whose prompts were answered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompts: list[str] = []
-
-    @property
-    def plain(self) -> str:
-        """All that was shown, without colours, with the prompts and what was typed where they came."""
-        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(content.get("text", "") for _, content in self.messages))
-
-
-Answer = str | Callable[[Kernel], object]
-"""What is typed; or what happens while the prompt stands, unanswered."""
-
-
-def run_typing(kernel: Kernel, code: str, answers: Sequence[Answer]) -> Typed:
-    """Run a cell and answer its prompts; one more prompt than there are answers fails the test."""
-    cell, left, client = Typed(), list(answers), kernel.client
-    request = client.execute(code, allow_stdin=True, stop_on_error=False)
-    deadline = time.monotonic() + CELL_TIMEOUT_S
-    idle = False
-    while not (cell.reply and idle):
-        assert time.monotonic() < deadline, f"{cell.plain}\nprompts: {cell.prompts}"
-        while client.iopub_channel.msg_ready():
-            message = client.get_iopub_msg(timeout=1)
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            if message["msg_type"] == "status":
-                idle = idle or message["content"]["execution_state"] == "idle"
-            else:
-                cell.add(message)
-        if client.stdin_channel.msg_ready():
-            prompt = client.get_stdin_msg(timeout=1)["content"]["prompt"]
-            cell.prompts.append(prompt)
-            assert left, f"{cell.plain}\nnobody answers {prompt!r}"
-            answer = left.pop(0)
-            text = answer if isinstance(answer, str) else ""
-            cell.messages.append(("typed", {"text": f"{prompt}{text}\n"}))
-            if isinstance(answer, str):
-                client.input(answer)
-            else:
-                answer(kernel)
-        if client.shell_channel.msg_ready():
-            message = client.get_shell_msg(timeout=1)
-            if message["parent_header"].get("msg_id") == request:
-                cell.reply = message["content"]
-        time.sleep(0.005)
-    assert not left, f"{cell.plain}\nnever asked for: {left}"
-    return cell
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +161,35 @@ def test_the_death_of_a_stopped_rank_closes_its_prompt(kernel: Kernel) -> None:
     cell = run_typing(kernel, "%%mesh\nif rank == 1: breakpoint()", [kill])
     assert not cell.ok and "WorkerLost" in cell.reply["ename"]
     assert kernel.run("%mesh heal").ok
+
+
+def test_a_line_for_a_rank_that_died_meanwhile_goes_to_nobody(kernel: Kernel) -> None:
+    pids = kernel.run("%%mesh\nimport os; print('pid', os.getpid())").text()
+    pid = int(pids.split("[2] pid ")[1].split()[0])
+
+    def kill_then_type(kernel: Kernel) -> None:
+        os.kill(pid, signal.SIGKILL)
+        kernel.wait_for_text("rank 2 has ended; Enter goes to rank 3")
+        kernel.client.input("c")
+
+    cell = run_typing(kernel, "%%mesh rank=2,3\nbreakpoint()", [kill_then_type, "p rank", "c"])
+    assert "rank 2 has ended; not sent: c" in cell.plain and "[3] (Pdb) p rank\n[3] 3\n" in cell.plain
+    assert not cell.ok and "WorkerLost" in cell.reply["ename"]
+    assert kernel.run("%mesh heal").ok
+
+
+@pytest.mark.slow
+def test_nbclient_gets_an_error_at_the_breakpoint(installed_kernelspec: object, tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell("%mesh spawn gpus=2 --device cpu"),
+            nbformat.v4.new_code_cell("%%mesh\nx = 1\nbreakpoint()"),
+        ],
+        metadata={"kernelspec": {"name": "meshbook", "display_name": "Meshbook", "language": "python"}},
+    )
+    path = tmp_path / "stops.ipynb"
+    nbformat.write(notebook, path)
+    command = [sys.executable, "-m", "jupyter", "execute", str(path), "--timeout=60"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.returncode != 0
+    assert "this notebook runs without a person at it" in ran.stderr and "line 3" in ran.stderr, ran.stderr

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.kernel.typed_cells import run_typing
+
 StartKernel = Callable[..., Any]
 Watch = Callable[[Iterable[psutil.Process]], None]
 
@@ -82,6 +84,28 @@ def test_the_next_kernel_goes_on_with_the_mesh(start_kernel: StartKernel, watch:
     assert shown(kernel.run("%%mesh first\nkept")) == ["[0] 40"]
     assert all(process.is_running() for process in family)
     assert "attached" not in kernel.run("1").text()
+    end(kernel, family)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_at_a_prompt_waits_for_the_next_kernel(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch)
+
+    def die(kernel: Any) -> None:
+        kernel.process.kill()
+        kernel.process.wait(10)
+
+    with pytest.raises(AssertionError, match="never asked for"):
+        run_typing(kernel, "%%mesh\nx = rank\nif rank == 1: breakpoint()\ndist.barrier()", [die, "never"], limit_s=3)
+    kernel.manager.restart_kernel(now=True)
+    kernel.client.wait_for_ready(timeout=60)
+    said = kernel.run("1").text("stdout")
+    assert (
+        "cell 2 still runs on ranks 0,1 (job 1)" in said and "rank 1 stopped at cell 2, line 3; look: %mesh pdb" in said
+    )
+    assert "[1] (Pdb) p x\n[1] 1\n" in run_typing(kernel, "%mesh pdb", ["p x", "c"]).plain
+    assert kernel.run("%mesh wait 1").ok
     end(kernel, family)
 
 

@@ -1,0 +1,62 @@
+"""Cells whose prompts are answered, as by a person who types into their stdin."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+
+from tests.kernel.conftest import CELL_TIMEOUT_S, Cell, Kernel
+
+
+class Typed(Cell):
+    """A cell whose prompts were answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[str] = []
+
+    @property
+    def plain(self) -> str:
+        """All that was shown, without colours, with the prompts and what was typed where they came."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(content.get("text", "") for _, content in self.messages))
+
+
+Answer = str | Callable[[Kernel], object]
+"""What is typed; or what happens while the prompt stands, unanswered."""
+
+
+def run_typing(kernel: Kernel, code: str, answers: Sequence[Answer], limit_s: float = CELL_TIMEOUT_S) -> Typed:
+    """Run a cell and answer its prompts; one more prompt than there are answers fails the test."""
+    cell, left, client = Typed(), list(answers), kernel.client
+    request = client.execute(code, allow_stdin=True, stop_on_error=False)
+    deadline = time.monotonic() + limit_s
+    idle = False
+    while not (cell.reply and idle):
+        assert time.monotonic() < deadline, f"{cell.plain}\nprompts: {cell.prompts}, never asked for: {left}"
+        while client.iopub_channel.msg_ready():
+            message = client.get_iopub_msg(timeout=1)
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if message["msg_type"] == "status":
+                idle = idle or message["content"]["execution_state"] == "idle"
+            else:
+                cell.add(message)
+        if client.stdin_channel.msg_ready():
+            prompt = client.get_stdin_msg(timeout=1)["content"]["prompt"]
+            cell.prompts.append(prompt)
+            assert left, f"{cell.plain}\nnobody answers {prompt!r}"
+            answer = left.pop(0)
+            text = answer if isinstance(answer, str) else ""
+            cell.messages.append(("typed", {"text": f"{prompt}{text}\n"}))
+            if isinstance(answer, str):
+                client.input(answer)
+            else:
+                answer(kernel)
+        if client.shell_channel.msg_ready():
+            message = client.get_shell_msg(timeout=1)
+            if message["parent_header"].get("msg_id") == request:
+                cell.reply = message["content"]
+        time.sleep(0.005)
+    assert not left, f"{cell.plain}\nnever asked for: {left}"
+    return cell
