@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 
+from meshbook.actor.actor_group import forget_session
 from meshbook.actor.controller_road import ControllerRoad
 from meshbook.actor.roads import Road, add_road, remove_road, road_of, set_own_road
 from meshbook.attachment import Attachment, attach_session, find_session, new_controller
@@ -305,6 +306,7 @@ def _take_controllers() -> list[Controller]:
         _attached.clear()
         for controller in taken:
             remove_road(controller.folder.id)
+            forget_session(controller.folder.id)
         return taken
 
 

@@ -346,7 +346,7 @@ class ProcMesh(Arranged):
         SerializationError.
         """
         members = self._present().members
-        actors: Any = spawn_actors(road_of(self.session), self.id, self.name, members, name, cls, args, kwargs, None)
+        actors: Any = spawn_actors(road_of(self.session), self.id, self.name, members, name, cls, args, kwargs)
         return actors  # type: ignore[no-any-return]
 
     def actors(self) -> list[ActorState]:

@@ -69,6 +69,8 @@ class Switchboard:
         self._rescues: dict[int, GroupRescue] = {}
         self.payloads = Payloads(wake)
         self.mail = ControllerMail(self.payloads)
+        self.on_worker_lost: list[Callable[[KnownMesh, WorkerLost], None]] = []
+        """Told of every worker that ends without being told to."""
         self.room = threading.Event()
         """Cleared while so much waits for slow hosts that new calls should wait too."""
         self.room.set()
@@ -361,6 +363,8 @@ class Switchboard:
         if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):
             self.groups_of(mesh).on_lost(error)
         self.calls.lose(mesh.id, error)
+        for listener in self.on_worker_lost:
+            listener(mesh, error)
 
     def _lose(self, host: KnownHost, reason: str) -> None:
         if host.lost:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from actor_classes import Counter, Parent, Relay, Sleeper
+from actor_classes import Counter, Delegate, Parent, PingPong, Relay, Sleeper
 from collector import Collector
 
+import meshbook.actor
 from meshbook import ProcMesh
-from meshbook.actor import ActorError
+from meshbook.actor import ActorError, Channel, MeshFailure, send
 from meshbook.errors import CallInterrupted
 from meshbook.mesh import set_output_source
 from meshbook.output_events import OutputTarget
@@ -88,6 +89,61 @@ def test_an_actor_spawns_actors_beside_it_and_on_other_processes(mesh4: ProcMesh
     children = parents.slice(gpus=0).spawn_on.call_one(mesh4.slice(gpus=slice(2, 4))).get(20)
     assert children.add.call(1).get(20).values() == [6, 6]
     assert children.ranks == (2, 3)
+
+
+def test_two_actors_throw_a_ball_and_report_to_the_notebook(mesh4: ProcMesh) -> None:
+    left = mesh4.slice(gpus=0).spawn("left", PingPong)
+    right = mesh4.slice(gpus=3).spawn("right", PingPong)
+    port, receiver = Channel[list[int]].open()
+    right.join.call_one(left, port).get(20)
+    left.start.call_one(right, 100, port).get(20)
+    assert receiver.recv().get(20) == list(range(100, -1, -2))
+    assert left.thrown.call_one().get(20) == list(range(99, 0, -2))
+
+
+def test_a_port_brings_the_values_of_each_sender_in_order(mesh4: ProcMesh) -> None:
+    relays = mesh4.spawn("relays", Relay)
+    port, receiver = Channel[tuple[int, int]].open()
+    relays.send_many.broadcast(port, 100)
+    got = [receiver.recv().get(20) for _ in range(400)]
+    for rank in range(4):
+        assert [index for sender, index in got if sender == rank] == list(range(100))
+
+
+def test_send_has_all_answers_sent_to_a_port(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter, 1)
+    port, receiver = Channel[int].open()
+    send(counters.add, (1,), {"times": 2}, port)
+    assert [receiver.recv().get(20) for _ in range(4)] == [3] * 4
+    send(counters.add, (1,), {}, port, selection="choose")
+    assert receiver.recv().get(20) == 4
+    send(counters.fail, (), {}, port, selection="choose")
+    with pytest.raises(ValueError, match="bad shard"):
+        receiver.recv().get(20)
+
+
+def test_a_response_port_can_be_passed_on(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter)
+    delegates = mesh4.slice(gpus=0).spawn("delegates", Delegate, counters.slice(gpus=2))
+    assert delegates.ask.call_one(4).get(20) == 8
+
+
+def test_a_failure_that_no_owner_handles_reaches_the_notebook(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[MeshFailure] = []
+    monkeypatch.setattr(meshbook.actor, "unhandled_fault_hook", seen.append)
+    parent = mesh4.slice(gpus=1).spawn("parent", Parent, handles=False)
+    parent.spawn_beside.call_one(0).get(20)
+    parent.break_child.call_one().get(20)
+    wait_until(lambda: bool(seen))
+    assert (seen[0].mesh_name, seen[0].what, seen[0].ranks) == ("parent", "child.fail", (1,))
+    assert parent.reports.call_one().get(20) == ["child (1,) child.fail"]
+
+
+def test_an_actor_is_told_of_the_death_of_processes_whose_actors_it_owns(mesh2: ProcMesh) -> None:
+    parent = mesh2.slice(gpus=0).spawn("parent", Parent)
+    children = parent.spawn_on.call_one(mesh2.slice(gpus=1)).get(20)
+    children.die.broadcast()
+    wait_until(lambda: parent.reports.call_one().get(20) == ["children (1,) children"])
 
 
 def test_an_actor_is_told_of_failures_of_what_it_owns(mesh4: ProcMesh) -> None:

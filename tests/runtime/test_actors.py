@@ -330,6 +330,15 @@ def test_a_hook_can_take_failures_that_nobody_handles(mesh4: ProcMesh, monkeypat
     assert counters.get.call().get(20).values() == [0] * 4
 
 
+def test_the_hook_is_told_of_processes_that_end(mesh2: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[MeshFailure] = []
+    monkeypatch.setattr(meshbook.actor, "unhandled_fault_hook", seen.append)
+    counters = mesh2.spawn("counters", Counter)
+    counters.slice(gpus=1).die.broadcast()
+    wait_until(lambda: bool(seen))
+    assert re.match(r"counters: rank 1 ended: .*SIGKILL", seen[0].report())
+
+
 # ---- interrupts ----------------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,10 @@ class Counter(Actor):
     def answer_later(self, port: Port[int], value: int) -> None:
         threading.Timer(0.05, port.send, [value * 2]).start()
 
+    @endpoint
+    def answer_on(self, port: Port[int], value: int) -> None:
+        port.send(value * 2)
+
     @endpoint(explicit_response_port=True)
     def refuse_later(self, port: Port[int]) -> None:
         port.exception(KeyError("refused"))
@@ -293,3 +297,14 @@ class Parent(Actor):
     def __supervise__(self, failure: Any) -> bool:
         self.told.append(f"{failure.mesh_name} {failure.ranks} {failure.what}")
         return self.handles
+
+
+class Delegate(Actor):
+    """Has another actor answer its callers."""
+
+    def __init__(self, to: Any) -> None:
+        self.to = to
+
+    @endpoint(explicit_response_port=True)
+    def ask(self, port: Port[int], value: int) -> None:
+        self.to.answer_on.broadcast(port, value)

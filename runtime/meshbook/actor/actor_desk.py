@@ -12,16 +12,19 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
-from meshbook.actor.actor_host import SUPERVISE, ActorHost
+from meshbook.actor.actor_host import ActorHost
 from meshbook.actor.ports import Port
 from meshbook.actor.roads import DESK, Place
-from meshbook.actor.supervision import MeshFailure
+from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.answers import Answer
 from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.mailboxes import LoadArgs, Mailbox, Mailboxes, Reply
 
 if TYPE_CHECKING:
     from meshbook.worker import Worker
+
+WATCH = "__watch__"
+"""The endpoint of every actor that answers when it has ended; unless its process ends, which the caller is told."""
 
 EARLY_S = 2.0
 """How long a message waits for the actor that it is for to be spawned."""
@@ -38,7 +41,7 @@ class ActorDesk:
         self.session = ""
         """The id of the session, once an actor was spawned."""
         self._hosts: dict[int, ActorHost] = {}
-        self._stopping: dict[int, list[Reply]] = {}
+        self._at_end: dict[int, list[Reply]] = {}
         self._describing = threading.Lock()
         self._early: dict[int, list[tuple[wire.Call, LoadArgs, Reply]]] = {}
         """What has come for actors that are not there yet, by mailbox."""
@@ -85,11 +88,14 @@ class ActorDesk:
             host.cancel(call, insist)
 
     def _deliver(self, host: ActorHost, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+        if call.endpoint == WATCH:
+            self._at_end.setdefault(host.mailbox, []).append(reply)
+            return
         if call.endpoint != STOP:
             host.deliver(call, load_args, reply)
             return
         self._mailboxes.close(host.mailbox, f'the actors "{host.name}" were stopped')
-        self._stopping.setdefault(host.mailbox, []).append(reply)
+        self._at_end.setdefault(host.mailbox, []).append(reply)
         host.end()
 
     # ---- threads of actors --------------------------------------------------------------------------------------
@@ -123,5 +129,5 @@ class ActorDesk:
 
     def actor_ended(self, host: ActorHost) -> None:
         self._hosts.pop(host.mailbox, None)
-        for reply in self._stopping.pop(host.mailbox, []):
+        for reply in self._at_end.pop(host.mailbox, []):
             reply(Answer(wire.OK, None, has_value=True))

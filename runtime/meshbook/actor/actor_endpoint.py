@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import random
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from meshbook.actor.described import EndpointInfo
 from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.ports import Port
 from meshbook.actor.results import ActorFuture, Stream
-from meshbook.actor.supervision import MeshFailure, failures_of, on_unhandled
 from meshbook.errors import LayoutError, SerializationError, UsageError
 from meshbook.future import Future
 from meshbook.pickling import Pickled, dumps
@@ -70,12 +68,7 @@ class ActorEndpoint:
         self._post(members, self._members if one else name_view(self._members), args, kwargs, port)
 
     def _post(self, members: Members, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
-        group, pickled = self._group, self._pack(view, args, kwargs, port)
-        if group.road.place.mesh:  # on a rank: the actor tells its owner
-            group.road.post(group.mesh, members, group.mailbox, self._info.name, pickled)
-            return
-        source = group.call(members, self._info.name, pickled, fail_fast=False)
-        source.add_done_callback(functools.partial(_tell_of_failure, self._mesh, self._info.name))
+        self._group.post(members, self._info.name, self._pack(view, args, kwargs, port))
 
     def _call(self, members: Members, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
         group, name = self._group, self._info.name
@@ -126,11 +119,6 @@ class NotAnEndpoint:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
-
-
-def _tell_of_failure(mesh: ActorMesh, endpoint: str, done: Future[Any]) -> None:
-    if (error := done.exception(0)) is not None and (failures := failures_of(error)):
-        on_unhandled(MeshFailure(mesh, f"{mesh.name}.{endpoint}", failures))
 
 
 def _same(values: ValueMesh[Any]) -> ValueMesh[Any]:

@@ -61,6 +61,17 @@ class ActorGroup:
         except WorkerLost as lost:
             raise SupervisionError.of_worker(lost, self.name) from None
 
+    def post(self, members: Members, endpoint: str, pickled: Pickled) -> None:
+        """Call an endpoint without an answer; what fails is told to the owner. Raises: as `call`."""
+        try:
+            self.road.post(self.mesh, members, self.mailbox, endpoint, pickled)
+        except MeshDetachedError:
+            raise
+        except MeshStoppedError:
+            raise MeshStoppedError(self.mesh_name) from None
+        except WorkerLost as lost:
+            raise SupervisionError.of_worker(lost, self.name) from None
+
     def check_usable(self) -> None:
         """Raises: ActorStoppedError; UnhandledFault, once for each."""
         if self.stopped is not None:
@@ -78,6 +89,17 @@ _groups: dict[tuple[str, int], ActorGroup] = {}
 
 def _find_group(session: str, mesh: int, mesh_name: str, mailbox: int, *rest: Any) -> ActorGroup:
     return _groups.get((session, mailbox)) or ActorGroup(session, mesh, mesh_name, mailbox, *rest)
+
+
+def groups_on(session: str, mesh: int) -> list[ActorGroup]:
+    """Those that were spawned here on a mesh of processes, and not stopped."""
+    return [group for group in list(_groups.values()) if (group.session, group.mesh) == (session, mesh)]
+
+
+def forget_session(session: str) -> None:
+    """This process has left it."""
+    for key in [key for key in _groups if key[0] == session]:
+        del _groups[key]
 
 
 def keep_group(group: ActorGroup) -> None:

@@ -28,7 +28,7 @@ from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.gated import Gated
 from meshbook.actor.inbox import Inbox, Message
 from meshbook.actor.ports import Port, ResponsePort
-from meshbook.actor.supervision import MeshFailure
+from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.answers import Answer
 from meshbook.errors import Failure, UsageError
 from meshbook.mailboxes import LoadArgs, Reply
@@ -38,10 +38,6 @@ from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
-
-
-SUPERVISE = "__supervise__"
-"""What failures of meshes that an actor has spawned come as."""
 
 
 class Surroundings(Protocol):
@@ -88,7 +84,7 @@ class ActorHost:
         self._actor: Any = None
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
-        self._tasks: dict[int, asyncio.Task[Answer]] = {}
+        self._tasks: dict[int, asyncio.Task[Answer | None]] = {}
         self._contexts: dict[int, Context] = {}
         self._promised: dict[int, Message] = {}
         """Messages whose answer is to come on their response port, by serial."""
@@ -181,7 +177,7 @@ class ActorHost:
             del message  # it may hold large arguments
         self._answer_cleanup()
 
-    def _answer(self, message: Message, handle: Callable[[], Answer]) -> None:
+    def _answer(self, message: Message, handle: Callable[[], Answer | None]) -> None:
         """Run ``handle``, in which an interrupt may be raised, and reply."""
         gate = self.gate
         assert gate is not None
@@ -189,6 +185,7 @@ class ActorHost:
         self.current[serial] = (call, time.monotonic())
         with self._surroundings.output_of(call.output):
             try:
+                answer: Answer | None
                 try:
                     gate.open(serial)
                     answer = handle()
@@ -217,15 +214,15 @@ class ActorHost:
             told = failure._replace(exception=None)  # its class need not exist there
             self._surroundings.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told]))
 
-    def _handle(self, message: Message) -> Answer:
+    def _handle(self, message: Message) -> Answer | None:
         """A plain endpoint: its answer, or what it raises."""
         if message.call.endpoint == SUPERVISE:
             return self._supervised(*self._supervise(message))
         method, port, args, kwargs = self._prepare(message)
-        with self._context(message, args[0]):
+        with self._context(message, args[0]), _errors_to(args[1]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)
-            answer: Answer = self._answer_of(message, value, port, args[1])
-            return answer
+            return self._answer_of(message, value, port, args[1])
+        return None
 
     def _prepare(self, message: Message) -> tuple[Any, Port[Any] | None, tuple[Any, ...], dict[str, Any]]:
         """The method, its response port if it wants one, and the payload: the view's labels, a port, arguments."""
@@ -250,7 +247,7 @@ class ActorHost:
         self._promised.pop(message.serial, None)
         message.reply(answer)
 
-    def _answer_of(self, message: Message, value: Any, port: Port[Any] | None, to: Port[Any] | None) -> Any:
+    def _answer_of(self, message: Message, value: Any, port: Port[Any] | None, to: Port[Any] | None) -> Answer | None:
         """The answer of an endpoint that has returned; None where another one will come, or goes to a port."""
         if port is not None:
             return None
@@ -337,26 +334,26 @@ class ActorHost:
                 answer = self._failed(message, error)
         self._finish(message, answer)
 
-    async def _handle_async(self, message: Message) -> Answer:
+    async def _handle_async(self, message: Message) -> Answer | None:
         assert self.gate is not None
         try:
             return await Gated(self.gate, message.serial, self._call_async(message))
         except (KeyboardInterrupt, SystemExit) as error:  # which would end the loop
             return self._failed(message, error)
 
-    async def _call_async(self, message: Message) -> Answer:
+    async def _call_async(self, message: Message) -> Answer | None:
         if message.call.endpoint == SUPERVISE:
             handled, failure = self._supervise(message)
             if inspect.isawaitable(handled):
                 handled = await handled
             return self._supervised(handled, failure)
         method, port, args, kwargs = self._prepare(message)
-        with self._context(message, args[0]):
+        with self._context(message, args[0]), _errors_to(args[1]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)
             if inspect.isawaitable(value):
                 value = await value
-            answer: Answer = self._answer_of(message, value, port, args[1])
-            return answer
+            return self._answer_of(message, value, port, args[1])
+        return None
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -388,6 +385,17 @@ class ActorHost:
 
 async def _await(result: Any) -> Any:
     return await result
+
+
+@contextlib.contextmanager
+def _errors_to(port: Port[Any] | None) -> Generator[None, None, None]:
+    """What is raised inside goes to the port, if the caller wants answers there."""
+    try:
+        yield
+    except Exception as error:
+        if port is None:
+            raise
+        port.exception(error)
 
 
 def _point_of(rank: int, call: wire.Call, view: str | Members) -> Point:

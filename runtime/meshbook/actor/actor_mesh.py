@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshbook.actor.actor_desk import STOP
+from meshbook.actor.actor_desk import STOP, WATCH
 from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.described import check_construction, describe_class
@@ -16,9 +16,9 @@ from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.ports import Port
 from meshbook.actor.results import ActorFuture
 from meshbook.actor.roads import DESK, Road
-from meshbook.actor.supervision import MeshFailure
+from meshbook.actor.supervision import SUPERVISE, MeshFailure, failures_of
 from meshbook.arranged import Arranged
-from meshbook.errors import SerializationError, UsageError
+from meshbook.errors import SerializationError, UsageError, WorkerLost
 from meshbook.future import Future
 from meshbook.pickling import dumps
 from meshbook.shape import Members
@@ -122,7 +122,6 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     cls: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    owner: Port[Any] | None,
 ) -> ActorMesh:
     """Have an actor made in every process of ``members``; does not wait for it.
 
@@ -133,8 +132,8 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     if not isinstance(name, str) or not name:
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
     group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members)
-    mesh_of_it = ActorMesh(group, members)
-    payload = ((name_view(members), mesh_of_it, owner, cls, *args), kwargs)
+    actors = ActorMesh(group, members)
+    payload = ((name_view(members), actors, road.supervisor, cls, *args), kwargs)
     try:
         pickled = dumps(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was
@@ -145,7 +144,25 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     )  # fmt: skip
     group.initialized = ActorFuture(spawned, _nothing, name, "__init__")
     keep_group(group)
-    return mesh_of_it
+    if road.place.mesh and road.supervisor is not None:  # an actor: nobody else tells it
+        watch(actors, road.supervisor)
+    return actors
+
+
+def watch(actors: ActorMesh, owner: Port[Any]) -> None:
+    """Tell ``owner`` when processes of ``actors`` end, until the actors were stopped."""
+    group = actors._group
+
+    def on_end(done: Future[Any]) -> None:
+        error = done.exception(0)
+        if not isinstance(error, WorkerLost):
+            return
+        left = [rank for rank in actors.ranks if rank not in error.ranks]
+        if left:
+            watch(actors.select(left), owner)
+        owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
+
+    group.call(actors.members, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
 
 
 def _nothing(values: object) -> None:

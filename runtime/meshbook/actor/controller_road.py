@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
+from meshbook import wire
+from meshbook.actor.actor_group import groups_on
+from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.ports import Port
 from meshbook.actor.roads import OnReply, Place
+from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
 from meshbook.calls import CallFuture
 from meshbook.controller import Controller
-from meshbook.errors import MeshStoppedError
+from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
 from meshbook.known_mesh import KnownMesh
-from meshbook.mailboxes import Mailboxes
+from meshbook.mailboxes import LoadArgs, Mailboxes, Reply
 from meshbook.pickling import Pickled
 from meshbook.proc_mesh import ProcMesh
 from meshbook.shape import Members, Region
+from meshbook.side_threads import run_aside
 
 
 class ControllerRoad:
@@ -20,7 +27,41 @@ class ControllerRoad:
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self.mailboxes = Mailboxes()
+        self._faults = FaultJoiner()
+        self._supervisor: Port[Any] | None = None
+        controller.tell_board(lambda board: board.on_worker_lost.append(self._on_lost))
+
+    @property
+    def mailboxes(self) -> Mailboxes:
+        return self._controller.mailboxes
+
+    @property
+    def supervisor(self) -> Port[Any]:
+        if self._supervisor is None:
+            id = self.new_mailbox()
+            self.mailboxes.open(id, self._on_fault)
+            self._supervisor = Port(self.session, self.place, id)
+        return self._supervisor
+
+    def _on_fault(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+        """A rank tells of a failure that no actor has handled."""
+
+        def take() -> None:
+            try:
+                (failure,), _ = load_args()
+            except MeshError:
+                traceback.print_exc()
+            else:
+                self._faults.take(failure)
+
+        run_aside(take)  # what loads does not belong on the thread that serves the sockets
+
+    def _on_lost(self, mesh: KnownMesh, lost: WorkerLost) -> None:
+        """A process has ended. Under the turn."""
+        for group in groups_on(self.session, mesh.id):
+            if group.members.has(lost.rank):
+                actors = ActorMesh(group, group.members)
+                self._faults.take(MeshFailure(actors, group.name, failures_of(lost)))
 
     @property
     def session(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
-from meshbook.actor.context import context
 from meshbook.actor.roads import own_road, road_of
 from meshbook.arranged import Arranged
 from meshbook.shape import Members, Region
@@ -26,9 +25,8 @@ class ProcRef(Arranged):
 
     def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
         """Make an actor in every process, as `ProcMesh.spawn` does; the actor that runs now is their owner."""
-        owner = context().supervisor
         road = road_of(self.session)
-        actors: Any = spawn_actors(road, self.id, self.name, self._members, name, cls, args, kwargs, owner)
+        actors: Any = spawn_actors(road, self.id, self.name, self._members, name, cls, args, kwargs)
         return actors  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,13 +7,16 @@ mail lane of the worker, in the notebook the controller of the session.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook.calls import CallFuture
 from meshbook.errors import Failure, UsageError
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
 from meshbook.shape import Members
+
+if TYPE_CHECKING:
+    from meshbook.actor.ports import Port
 
 OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
 """As `meshbook.calls.OpenCall.on_reply`."""
@@ -63,6 +66,10 @@ class Road(Protocol):
 
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
         """The same without an answer. Raises: MeshStoppedError, WorkerLost."""
+
+    @property
+    def supervisor(self) -> Port[Any] | None:
+        """Where failures of what is spawned here are told."""
 
     def procs(self, session: str, mesh: int, name: str, members: Members) -> Any:
         """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""

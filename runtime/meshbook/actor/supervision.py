@@ -8,6 +8,7 @@ notebook that is `unhandled_fault_hook`; by default it prints a line at once and
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,13 @@ from meshbook.wording import name_ranks
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
+
+
+SUPERVISE = "__supervise__"
+"""What failures of meshes that an actor has spawned come as."""
+
+JOIN_S = 0.03
+"""How long a failure waits for the like of it from other ranks."""
 
 
 class MeshFailure:
@@ -41,7 +49,8 @@ class MeshFailure:
         """What a person needs to know: a line for each cause, and its traceback."""
         lines = []
         for group in group_failures(self.failures):
-            lines.append(f"{self.what}, which nobody waited for: {_cause(group)}")
+            waited = "" if group[0].ename == WorkerLost.__name__ else ", which nobody waited for"
+            lines.append(f"{self.what}{waited}: {_cause(group)}")
             lines += [f"  {line}" for part in group[0].traceback for line in part.splitlines()]
         return "\n".join(lines)
 
@@ -64,17 +73,20 @@ class MeshFailure:
 def _cause(group: list[Failure]) -> str:
     first = group[0]
     ranks = name_ranks(failure.rank for failure in group)
-    if first.ename == "WorkerLost":
+    if first.ename == WorkerLost.__name__:
         return f"{ranks} ended: {first.evalue}"
     return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
 
 
 def unhandled_fault_hook(failure: MeshFailure) -> None:
-    """Print a line, and have the next use of the actors raise `UnhandledFault`.
+    """Print a line, and have the next use of the actors raise `UnhandledFault`. Calls tell of dead processes anyway.
 
     Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...``.
     """
-    for group in group_failures(failure.failures):
+    raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]
+    if not raised:
+        return
+    for group in group_failures(raised):
         print(f"{failure.what}: {_cause(group)}\n  the next use of {failure.mesh_name} raises it", file=sys.stderr)
     failure.mesh.remember_fault(failure)
 
@@ -87,6 +99,30 @@ def on_unhandled(failure: MeshFailure) -> None:
     except Exception:
         traceback.print_exc()
         unhandled_fault_hook(failure)
+
+
+class FaultJoiner:
+    """Makes one failure of those of many ranks that come at the same time, and tells the hook."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._joined: dict[tuple[ActorMesh, str], MeshFailure] = {}
+
+    def take(self, failure: MeshFailure) -> None:
+        """One has come. On any thread; returns at once."""
+        key = (failure.mesh, failure.what)
+        with self._lock:
+            known = self._joined.get(key)
+            self._joined[key] = failure if known is None else known.joined(failure)
+        if known is None:
+            timer = threading.Timer(JOIN_S, self._tell, [key])
+            timer.daemon = True
+            timer.start()
+
+    def _tell(self, key: tuple[ActorMesh, str]) -> None:
+        with self._lock:
+            failure = self._joined.pop(key)
+        on_unhandled(failure)
 
 
 def failures_of(error: BaseException) -> list[Failure]:

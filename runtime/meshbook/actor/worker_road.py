@@ -6,6 +6,8 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
+from meshbook.actor.context import context
+from meshbook.actor.ports import Port
 from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.roads import OnReply, Place
 from meshbook.calls import CallFuture
@@ -69,6 +71,10 @@ class WorkerRoad:
 
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
         self._worker.mail.post(mesh, members, mailbox, endpoint, pickled, output=self._worker.shell.output_here)
+
+    @property
+    def supervisor(self) -> Port[Any] | None:
+        return context().supervisor
 
     def procs(self, session: str, mesh: int, name: str, members: Members) -> ProcRef:
         return ProcRef(session, mesh, name, members)
