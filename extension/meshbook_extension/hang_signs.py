@@ -16,7 +16,7 @@ from typing import NamedTuple
 from meshbook.odd_ranks import Look, find_odd
 from meshbook.rank_stacks import RankTold
 
-HELD_S = 4.0
+HELD_S = 5.0
 CIRCLE_S = 2.0
 """The same where ranks wait for each other, which no patience helps."""
 ALONE_S, ALONE_TIMES = 8.0, 3

@@ -279,7 +279,8 @@ class CallTimeout(CallError, TimeoutError):
     def __str__(self) -> str:
         return (
             f"{self.what}: no answer from {name_ranks(self.silent)} within {self.timeout_s:g} s. "
-            "They are still at it: wait again, or press interrupt (mesh.interrupt() in Python)."
+            "They are still at it: wait again, see where they are (%mesh stacks; mesh.stacks() in Python), "
+            "or press interrupt (mesh.interrupt())."
         )
 
 

@@ -43,8 +43,7 @@ def collect_stacks(asker: Asker, mesh: KnownMesh, members: Members, ask: StackQu
     }
     silent = [rank for rank in everyone.ranks() if rank not in answers and rank not in mesh.lost]
     reasons = explain_silence(asker, mesh, silent)
-    unread = [rank for rank in wanted if ask.native or rank in reasons]
-    dumps = read_stacks(asker, mesh, unread, ask.native, ask.timeout_s)
+    dumps = read_stacks(asker, mesh, wanted if ask.native else silent, ask.native, ask.timeout_s)
     threads = _with_lines(asker, mesh, list(answers), dumps, ask.all_threads)
     found = {
         rank: _told(rank, answers[rank], threads.get(rank), dumps.get(rank))
