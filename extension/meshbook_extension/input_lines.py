@@ -5,6 +5,8 @@ IPython's cleanup transformers get the lines of a cell and return others. Ours c
     auto mode (only while it is on)   x = 1          ->  %%mesh
                                                          x = 1
     help and %%local (always)         %mesh spawn?   ->  %mesh help spawn
+                                      %mesh eval x?  ->  %%mesh
+                                                         x?
                                       %%local        ->  (an empty line)
 """
 
@@ -17,6 +19,7 @@ from typing import Any
 from meshbook_extension.publish import parent_of
 
 _COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
+_EVAL_HELP = re.compile(r"\s*%mesh\s+eval\s+((?:\S+\s+)*)(%{0,2}[^\W\d][\w.]*\?{1,2})\s*")
 _CELL_LINE = re.compile(r"\s*%%mesh(?![\w?])(?!\s*\?)")
 _CELL_HELP = re.compile(r"\s(--help|-h)\s*$")
 _LOCAL = re.compile(r"%%local\s*")
@@ -25,8 +28,14 @@ _OWN_LINE = re.compile(r"\s*%mesh\b")
 
 def answer_help(lines: list[str]) -> list[str]:
     """``?`` behind a command of ``%mesh``: IPython would look for a variable of that name."""
-    found = _COMMAND_HELP.fullmatch(lines[0]) if len(lines) == 1 else None
-    return [f"%mesh help {found[1]}\n"] if found else lines
+    if len(lines) != 1:
+        return lines
+    if found := _COMMAND_HELP.fullmatch(lines[0]):
+        return [f"%mesh help {found[1]}\n"]
+    if found := _EVAL_HELP.fullmatch(lines[0]):
+        target = re.sub(r"--at(=|\s+)", "", found[1]).strip()
+        return [f"%%mesh {target}".rstrip() + "\n", f"{found[2]}\n"]
+    return lines
 
 
 def take_empty_cell(lines: list[str]) -> list[str]:

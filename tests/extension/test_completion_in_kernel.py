@@ -177,6 +177,13 @@ def test_question_marks_are_answered_by_a_rank(front: FrontEnd) -> None:
     assert "return sum(values)" in _text_of(front, "%%mesh rank=0\naverage??")
 
 
+def test_a_question_mark_behind_eval_asks_the_ranks(front: FrontEnd) -> None:
+    assert "[0-2] Signature: average(values, weighting='equal')" in _text_of(front, "%mesh eval average?")
+    text = _text_of(front, "%mesh eval --at left average??")
+    assert "[0,1] " in text and "return sum(values)" in text
+    assert "[2] " in _text_of(front, "%mesh eval rank=2 average?")
+
+
 def _text_of(front: FrontEnd, cell: str) -> str:
     shown: list[str] = []
     front.client.execute_interactive(

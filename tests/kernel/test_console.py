@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pexpect
@@ -39,6 +40,17 @@ def test_console_runs_cells_on_a_mesh_and_ends_cleanly(
     console.send(f"print('hello from', rank){ALT_ENTER}")
     console.expect(r"\[0\] hello from 0\r\n\[1\] hello from 1\r\n")
     console.expect(r"In \[.*3.*\]: ")
+    console.send(f"%%mesh\rknown_on_ranks = 1{ALT_ENTER}")
+    console.expect(r"In \[.*4.*\]: ")
+    console.send("%%mesh rank=0\r")
+    time.sleep(1)
+    console.send("print(known_on")
+    time.sleep(2)  # the console asks the kernel when it has drawn what was typed
+    console.send("\t")
+    console.expect("_ranks")
+    console.send(f" + 41){ALT_ENTER}")
+    console.expect(r"\[0\] 42\r\n")
+    console.expect(r"In \[.*5.*\]: ")
     watch(psutil.Process(console.pid).children(recursive=True))
     console.send(CONTROL_D)
     console.expect("Do you really want to exit")
