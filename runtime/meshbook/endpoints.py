@@ -245,6 +245,7 @@ def status(worker: Worker) -> dict[str, object]:
         "rss_bytes": resident_bytes(os.getpid()),
         "moved_bytes": worker.groups.moved_bytes,
         "gpu": worker.gpu.last(),
+        "kept_bytes": worker.kept.last(worker.shell),
     }
 
 

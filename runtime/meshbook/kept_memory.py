@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.processes import resident_bytes
 from meshbook.rank_failures import is_out_of_memory
+from meshbook.side_threads import run_aside
 from meshbook.wording import format_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +42,34 @@ class Freed(NamedTuple):
     """By how much the process is smaller."""
     device_bytes: int
     """By how much less it holds of CUDA devices, caches included."""
+
+
+class KeptGauge:
+    """What the exception that a rank keeps holds; measured aside, once for each."""
+
+    def __init__(self) -> None:
+        self._measured_at = -1.0
+        self._bytes = 0
+
+    def last(self, shell: RankShell) -> int:
+        """Bytes; 0 where none is kept, and until it is known."""
+        kept = shell.last_error
+        if kept is None:
+            return 0
+        if kept.at != self._measured_at:  # not the exception itself: we must not be what keeps it
+            self._measured_at, self._bytes = kept.at, 0
+            run_aside(lambda: self._measure(shell))
+        return self._bytes
+
+    def _measure(self, shell: RankShell) -> None:
+        kept = shell.last_error
+        if kept is not None:
+            try:
+                found = held_bytes(kept.error, shell.namespace)
+            except Exception:  # the rank goes on meanwhile, and frames are not made for being looked at
+                found = 0
+            if kept.at == self._measured_at:
+                self._bytes = found
 
 
 def free(shell: RankShell) -> Freed:
@@ -81,7 +110,7 @@ def memory_advice(error: BaseException, before: KeptError | None, namespace: Map
 
 def held_bytes(error: BaseException, namespace: Mapping[str, Any]) -> int:
     """The memory of tensors and arrays in the local variables of the exception's frames."""
-    named = dict(_storages(namespace.values()))
+    named = dict(_storages(list(namespace.values())))
     values = (value for frame in _frames(error) for value in list(frame.f_locals.values()))
     return sum(size for pointer, size in dict(_storages(values)).items() if pointer not in named)
 

@@ -64,6 +64,8 @@ class RankStatus(NamedTuple):
     moved_bytes: int = 0
     """Payload that the rank's process groups have moved since it began (`meshbook.traffic`)."""
     gpu: GpuUse | None = None
+    kept_bytes: int = 0
+    """What the frames of its last exception hold, which are kept for a post-mortem; see `ProcMesh.free`."""
 
 
 class HostPart(NamedTuple):
@@ -460,7 +462,7 @@ class ProcMesh(Arranged):
         state = "pdb" if answer["paused"] else "busy" if answer["busy"] else "idle"
         known = (answer["busy_s"], answer["where"], answer["rss_bytes"], answer["moved_bytes"])
         gpu = GpuUse(*answer["gpu"]) if answer["gpu"] else None
-        return RankStatus(rank, point, host, pid, device, state, *known, gpu)
+        return RankStatus(rank, point, host, pid, device, state, *known, gpu, answer["kept_bytes"])
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 

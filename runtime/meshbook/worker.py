@@ -38,6 +38,7 @@ from meshbook.dump_signal import accept_dumps
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES
 from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
+from meshbook.kept_memory import KeptGauge
 from meshbook.process_group import RankGroups
 from meshbook.processes import may_be_traced
 from meshbook.rank_payloads import RankPayloads, pack_failure
@@ -101,7 +102,7 @@ class Worker:
         begin = received[0]
         assert isinstance(begin, wire.Begin)
         self.identity = begin
-        self.gpu = GpuGauge(begin.device)
+        self.gpu, self.kept = GpuGauge(begin.device), KeptGauge()
         self._name = f"rank {begin.rank} on {begin.host}"
         _enter_environment(begin)
         _seed()

@@ -112,12 +112,17 @@ if rank == 1:
 def test_free_lets_go_of_what_the_frames_of_a_failure_hold(notebook) -> None:
     notebook.run("%mesh free")
     notebook.fail(HOLDS)
+    deadline = time.monotonic() + 10
+    while "100 MB" not in (table := notebook.run("%mesh status").stdout) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "held by its last error" in table and table.count("100 MB") == 1
     text = notebook.run("%mesh free").stdout
     assert re.search(
         r"^\[1\] the frames of ValueError are let go: they held 100 MB; the process is \S+ MB smaller$", text, re.M
     )
     assert "[0,2,3] nothing to let go\n" in text
     assert notebook.run("%mesh free rank=1").stdout == "[1] nothing to let go\n"
+    assert "last error" not in notebook.run("%mesh status").stdout
 
 
 def test_free_leaves_busy_ranks_alone(notebook) -> None:

@@ -99,6 +99,12 @@ def test_gpus_are_told_and_without_any_their_columns_are_empty() -> None:
     assert Snapshot("main", "cpu", {"gpus": 1}, [status()]).live()["gpu_percent"] == []
 
 
+def test_what_the_last_errors_hold_travels_where_it_is_something() -> None:
+    live = Snapshot("main", "cpu", {"gpus": 2}, [status(0)._replace(kept_bytes=800_000_000), status(1)]).live()
+    assert live["kept_mb"] == [800, 0]
+    assert Snapshot("main", "cpu", {"gpus": 1}, [status()]).live()["kept_mb"] == []
+
+
 def test_charts_show_the_spread_of_the_ranks() -> None:
     history = History()
     for memory in (100, 200):

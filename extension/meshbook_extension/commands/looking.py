@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 ROWS = 64
 """A larger mesh gets a row per host and state."""
 
+WORTH_BYTES = 1_000_000
+"""Less is not worth a word."""
+
 TEXT = Option("--text", "as text, also where the widget can be shown")
 
 
@@ -93,11 +96,14 @@ def rank_table(statuses: Sequence[RankStatus]) -> str:
             one.state if one.state != "busy" else f"busy {format_seconds(one.busy_s)}",
             format_bytes(one.rss_bytes) if one.rss_bytes else "",
             str(one.gpu or ""),
+            format_bytes(one.kept_bytes) if one.kept_bytes >= WORTH_BYTES else "",
             one.where if one.where != one.state else "",
         ]
         for one in statuses
     ]
-    return _table(["rank", "point", "host", "pid", "device", "state", "memory", "GPU", "at"], rows)
+    return _table(
+        ["rank", "point", "host", "pid", "device", "state", "memory", "GPU", "held by its last error", "at"], rows
+    )
 
 
 def _summaries(statuses: Sequence[RankStatus]) -> list[list[str]]:

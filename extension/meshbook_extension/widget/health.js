@@ -591,6 +591,7 @@ class HealthView {
       ["device", layout.devices[layout.device_of[i]]],
       ["pid", layout.pids[i] ? String(layout.pids[i]) : ""],
       ["memory", live.memory_mb[i] ? memory(live.memory_mb[i]) : ""],
+      ["last error", live.kept_mb?.[i] ? `holds ${memory(live.kept_mb[i])}: %mesh free` : ""],
       ["GPU", live.gpu_percent[i] >= 0 ? `${live.gpu_percent[i]} % busy` : ""],
       ["filled", live.gpu_used_mb[i] ? `${memory(live.gpu_used_mb[i])} of ${memory(layout.gpu_total_mb[i])}` : ""],
       ["by torch", live.gpu_used_mb[i] ? memory(live.gpu_own_mb[i]) : ""],

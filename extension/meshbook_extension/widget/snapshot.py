@@ -99,11 +99,13 @@ class Snapshot:
     def live(self) -> dict[str, Any]:
         """The part that changes at each tick."""
         texts, text_of = _table("" if one.where == one.state else one.where for one in self.statuses)
+        kept = [round(one.kept_bytes / MB) for one in self.statuses]
         return {
             "at": self.at,
             "states": self.states,
             "busy_ds": [round(10 * one.busy_s) for one in self.statuses],
             "memory_mb": self.memory_mb,
+            "kept_mb": kept if any(kept) else [],
             "moved_kb_s": self.moved_kb_s,
             "gpu_percent": self.gpu_percent,
             "gpu_used_mb": self._of_gpus(lambda gpu: round(gpu.used_bytes / MB) if gpu is not None else 0),
