@@ -7,11 +7,13 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from meshbook.actor.actor_group import forget_session
 from meshbook.actor.controller_road import ControllerRoad
-from meshbook.actor.roads import Road, add_road, remove_road, road_of, set_own_road
+from meshbook.actor.roads import Place, Road, add_road, remove_road, road_of, set_own_road
+from meshbook.actor.root_desk import RootDesk
 from meshbook.attachment import Attachment, attach_session, find_session, new_controller
 from meshbook.attendance import Attendant, ConsoleAttendant
 from meshbook.calls import OpenCall
@@ -69,6 +71,7 @@ class HostMesh:
         preload: tuple[str, ...] = (),
         group: bool = True,
         owns_hosts: bool = False,
+        bootstrap: Callable[[], object] | None = None,
     ) -> ProcMesh:
         """Start ``per_host`` processes on every host and wait until each has answered.
 
@@ -77,6 +80,7 @@ class HostMesh:
         preload: modules to import once, before forking.
         group: form the default process group and prove it with a collective.
         owns_hosts: the hosts are this mesh's alone, and end with it.
+        bootstrap: called first in every process.
         Raises: SpawnError, DeviceError if there are fewer devices than ranks.
         """
         per_host = {"procs": 1} if per_host is None else dict(per_host)
@@ -93,6 +97,8 @@ class HostMesh:
         try:
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
             (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
+            if bootstrap is not None:
+                procs.execute(bootstrap).get(SPAWN_TIMEOUT_S)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
             if owns_hosts:
@@ -325,9 +331,19 @@ def _the_controller() -> Controller:
 
 def _prepare(controller: Controller) -> None:
     controller.output_source = _output_source
-    add_road(controller.folder.id, ControllerRoad(controller))
+    add_road(controller.folder.id, ControllerRoad(controller, RootDesk(functools.partial(_spawn_beside, controller))))
     controller.refusal = lambda: _attendant.refusal()
     controller.attendance = functools.partial(_attend, controller)
+
+
+def _spawn_beside(
+    controller: Controller, place: Place, per_host: Mapping[str, int], options: Mapping[str, Any]
+) -> ProcMesh:
+    """Start processes on the host of a rank that asks for them."""
+    known = controller.find_mesh(place.mesh)
+    if known is None:
+        return this_host().spawn_procs(per_host, **options)
+    return HostMesh(controller, [known.host_of(place.rank)], Extent.of({})).spawn_procs(per_host, **options)
 
 
 def _own_road() -> Road:

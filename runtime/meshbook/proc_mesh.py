@@ -507,13 +507,19 @@ class ProcMesh(Arranged):
         calls = [call for call in self._controller.open_calls(self._mesh.id) if not ranks.isdisjoint(call.waiting)]
         return interrupt(self._controller, calls, ranks)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End every process of the mesh, views included; returns when none is left. Idempotent."""
+    def stop(self, reason: str = "", *, timeout_s: float = 10.0) -> Future[None]:
+        """End every process of the mesh, views included; returns when none is left. Idempotent.
+
+        reason: accepted, since Monarch has it. Returns: a future that is done, for programs that wait for it.
+        """
         self._controller.stop_mesh(self._mesh, STOP_GRACE_S)
         self._mesh.stopped.get(timeout_s)
         if self._mesh.owns_hosts:
             self._mesh.owns_hosts = False
             self._controller.stop_hosts(self._mesh.hosts, timeout_s)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def __enter__(self) -> ProcMesh:
         return self

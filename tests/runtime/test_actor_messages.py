@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from actor_classes import Counter, Delegate, Parent, PingPong, Relay, Sleeper
+from actor_classes import Counter, Delegate, Parent, PingPong, Relay, Sleeper, mark_process
 from collector import Collector
 
 import meshbook.actor
-from meshbook import ProcMesh
-from meshbook.actor import ActorError, Channel, MeshFailure, send
+from meshbook import ProcMesh, this_host
+from meshbook.actor import ActorError, Channel, MeshFailure, get_or_spawn_controller, send
 from meshbook.errors import CallInterrupted
 from meshbook.mesh import set_output_source
 from meshbook.output_events import OutputTarget
@@ -151,3 +151,38 @@ def test_an_actor_is_told_of_failures_of_what_it_owns(mesh4: ProcMesh) -> None:
     parent.spawn_beside.call_one(0).get(20)
     parent.break_child.call_one().get(20)
     wait_until(lambda: parent.reports.call_one().get(20) == ["child (1,) child.fail"])
+
+
+# ---- processes that actors ask for -----------------------------------------------------------------------------------
+
+
+def test_there_is_one_actor_of_a_name_in_the_session(mesh4: ProcMesh) -> None:
+    one = get_or_spawn_controller("registry", Counter, 5).get(60)
+    assert one.add.call_one(1).get(20) == 6
+    parents = mesh4.spawn("parents", Parent)
+    assert sorted(parents.register.call("registry").get(20).values()) == [7, 8, 9, 10]
+    assert get_or_spawn_controller("registry", Counter, 5).get(60) == one
+    one.stop().get(20)
+    assert get_or_spawn_controller("registry", Counter, 5).get(60).add.call_one(1).get(20) == 6
+
+
+def test_an_actor_starts_processes_and_spawns_actors_on_them(mesh4: ProcMesh) -> None:
+    parent = mesh4.slice(gpus=2).spawn("parent", Parent)
+    workers, pids = parent.start_processes.call_one(2).get(60)
+    assert workers.add.call(1).get(20).values() == [101, 101]
+    assert workers.pid.call().get(20).values() == pids
+    assert not set(pids) & {status.pid for status in mesh4.status()}
+
+
+def test_a_mesh_of_processes_comes_back_as_what_it_was(mesh4: ProcMesh) -> None:
+    parent = mesh4.slice(gpus=2).spawn("parent", Parent)
+    back = parent.echo.call_one(mesh4.slice(gpus=slice(1, 3))).get(20)
+    assert isinstance(back, ProcMesh)
+    assert back.ranks == (1, 2)
+    assert back.run("rank").get(20).values() == [1, 2]
+
+
+def test_bootstrap_runs_in_every_process_first() -> None:
+    with this_host().spawn_procs({"gpus": 2}, name="set", group=False, bootstrap=mark_process) as mesh:
+        assert mesh.evaluate("__import__('os').environ['MARK']").get(20).values() == ["marked"] * 2
+        mesh.stop("done with it").get()

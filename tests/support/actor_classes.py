@@ -18,6 +18,8 @@ from meshbook.actor import (
     current_rank,
     current_size,
     endpoint,
+    get_or_spawn_controller,
+    this_host,
     this_proc,
 )
 
@@ -287,6 +289,20 @@ class Parent(Actor):
         return self.children
 
     @endpoint
+    def register(self, name: str) -> int:
+        return get_or_spawn_controller(name, Counter).get(20).add.call_one(1).get(20)
+
+    @endpoint
+    def start_processes(self, count: int) -> Any:
+        procs = this_host().spawn_procs({"more": count}, name="more", group=False)
+        workers = procs.spawn("workers", Counter, 100)
+        return workers, workers.pid.call().get(20).values()
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @endpoint
     def break_child(self) -> None:
         self.child.fail.broadcast()
 
@@ -308,3 +324,7 @@ class Delegate(Actor):
     @endpoint(explicit_response_port=True)
     def ask(self, port: Port[int], value: int) -> None:
         self.to.answer_on.broadcast(port, value)
+
+
+def mark_process() -> None:
+    os.environ["MARK"] = "marked"

@@ -41,6 +41,7 @@ from meshbook.shape import Extent, Point, Slice
 from meshbook.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
+    from meshbook.actor.hosts import get_or_spawn_controller, shutdown_context
     from meshbook.mesh import HostMesh, this_host
     from meshbook.proc_mesh import ProcMesh
 
@@ -74,13 +75,21 @@ __all__ = [
     "current_rank",
     "current_size",
     "endpoint",
+    "get_or_spawn_controller",
     "send",
+    "shutdown_context",
     "this_host",
     "this_proc",
     "unhandled_fault_hook",
 ]
 
-_LATER = {"HostMesh": "meshbook.mesh", "this_host": "meshbook.mesh", "ProcMesh": "meshbook.proc_mesh"}
+_LATER = {
+    "HostMesh": "meshbook.mesh",
+    "ProcMesh": "meshbook.proc_mesh",
+    "get_or_spawn_controller": "meshbook.actor.hosts",
+    "shutdown_context": "meshbook.actor.hosts",
+    "this_host": "meshbook.actor.hosts",
+}
 """What stands above this package, which those modules import themselves."""
 
 

@@ -11,7 +11,7 @@ from meshbook.actor.actor_group import ActorGroup, argument_names, name_view
 from meshbook.actor.described import EndpointInfo
 from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.ports import Port
-from meshbook.actor.results import ActorFuture, Stream
+from meshbook.actor.results import ActorFuture, Stream, only_value
 from meshbook.errors import LayoutError, SerializationError, UsageError
 from meshbook.future import Future
 from meshbook.pickling import Pickled, dumps
@@ -42,12 +42,12 @@ class ActorEndpoint:
                 f"call_one calls one actor, and {self._group.name} has {format_sizes(self._members.sizes)} here. "
                 f"Slice it first ({self._example()}), or use call or choose."
             )
-        return self._call(self._members, name_view(self._members), args, kwargs, _only)
+        return self._call(self._members, name_view(self._members), args, kwargs, only_value)
 
     def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it on one actor, chosen at random."""
         rank = random.choice(list(self._members.ranks()))
-        return self._call(Region.build(rank, []), self._members, args, kwargs, _only)
+        return self._call(Region.build(rank, []), self._members, args, kwargs, only_value)
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
         """Call it on every actor; futures of the values in the order in which they come."""
@@ -123,7 +123,3 @@ class NotAnEndpoint:
 
 def _same(values: ValueMesh[Any]) -> ValueMesh[Any]:
     return values
-
-
-def _only(values: ValueMesh[Any]) -> Any:
-    return values.values()[0]

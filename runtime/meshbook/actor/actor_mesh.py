@@ -41,6 +41,11 @@ class ActorMesh(Arranged):
         """Completes when all have been made. Raises, when asked: ActorError with what ``__init__`` raised."""
         return self._group.initialized
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether they were stopped from this process."""
+        return self._group.stopped is not None
+
     def _part(self, members: Members) -> ActorMesh:
         return ActorMesh(self._group, members)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from meshbook import wire
 from meshbook.actor.actor_group import groups_on
 from meshbook.actor.actor_mesh import ActorMesh
 from meshbook.actor.ports import Port
-from meshbook.actor.roads import OnReply, Place
+from meshbook.actor.roads import ROOT, OnReply, Place
+from meshbook.actor.root_desk import RootDesk
 from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
 from meshbook.calls import CallFuture
 from meshbook.controller import Controller
 from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
+from meshbook.future import Future
 from meshbook.known_mesh import KnownMesh
 from meshbook.mailboxes import LoadArgs, Mailboxes, Reply
 from meshbook.pickling import Pickled
@@ -25,8 +28,9 @@ from meshbook.side_threads import run_aside
 class ControllerRoad:
     """One per session that this process drives."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, controller: Controller, root: RootDesk) -> None:
+        self._controller, self._root = controller, root
+        controller.mailboxes.open(ROOT, root.handle)
         self._faults = FaultJoiner()
         self._supervisor: Port[Any] | None = None
         controller.tell_board(lambda board: board.on_worker_lost.append(self._on_lost))
@@ -102,6 +106,16 @@ class ControllerRoad:
 
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
         self._controller.post(self._find(mesh), endpoint, members, pickled, mailbox)
+
+    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(self._root.get_or_spawn(name, cls, args, kwargs))
+        return done
+
+    def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(self._root.spawn_procs(self.place, per_host, options))
+        return done
 
     def procs(self, session: str, mesh: int, name: str, members: Members) -> ProcMesh:
         return ProcMesh(self._controller, self._find(mesh), members)

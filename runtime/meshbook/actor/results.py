@@ -154,3 +154,8 @@ class _Part(Future[T], Generic[T]):
         except Exception as error:
             return error
         return None
+
+
+def only_value(values: ValueMesh[Any]) -> Any:
+    """The value of the one member."""
+    return values.values()[0]

@@ -6,11 +6,12 @@ mail lane of the worker, in the notebook the controller of the session.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook.calls import CallFuture
 from meshbook.errors import Failure, UsageError
+from meshbook.future import Future
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
 from meshbook.shape import Members
@@ -23,6 +24,9 @@ OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
 
 DESK = (1 << 62) - 1
 """The mailbox of a process in which actors are spawned (`meshbook.actor.actor_desk`)."""
+
+ROOT = DESK - 1
+"""The mailbox in which the controller's process is asked for processes (`meshbook.actor.root_desk`)."""
 
 
 class Place(NamedTuple):
@@ -70,6 +74,12 @@ class Road(Protocol):
     @property
     def supervisor(self) -> Port[Any] | None:
         """Where failures of what is spawned here are told."""
+
+    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """The one actor of this name in the session."""
+
+    def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
+        """Start processes on the host of this process."""
 
     def procs(self, session: str, mesh: int, name: str, members: Members) -> Any:
         """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""

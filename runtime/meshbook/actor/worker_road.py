@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actor.context import context
-from meshbook.actor.ports import Port
+from meshbook.actor.ports import Port, one_member
 from meshbook.actor.proc_ref import ProcRef
-from meshbook.actor.roads import OnReply, Place
+from meshbook.actor.results import ActorFuture, only_value
+from meshbook.actor.roads import ROOT, OnReply, Place
 from meshbook.calls import CallFuture
+from meshbook.future import Future
 from meshbook.mailboxes import Mailboxes
-from meshbook.pickling import Pickled
+from meshbook.pickling import Pickled, dumps
 from meshbook.shape import Members
 
 if TYPE_CHECKING:
@@ -75,6 +78,18 @@ class WorkerRoad:
     @property
     def supervisor(self) -> Port[Any] | None:
         return context().supervisor
+
+    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        return self._ask("get_or_spawn", (name, cls, args, kwargs), {}, name)
+
+    def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
+        return self._ask("spawn_procs", (per_host,), options, "this_host")
+
+    def _ask(self, endpoint: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Future[Any]:
+        """Ask the process that drives the meshes."""
+        what = f"{name}.{endpoint}"
+        source = self.call(0, one_member(0), ROOT, endpoint, dumps((args, dict(kwargs)), what=what), what=what)
+        return ActorFuture(source, only_value, name, endpoint)
 
     def procs(self, session: str, mesh: int, name: str, members: Members) -> ProcRef:
         return ProcRef(session, mesh, name, members)

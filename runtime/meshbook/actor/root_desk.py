@@ -1,0 +1,69 @@
+"""What ranks ask of the process that drives the meshes: processes beside them, and actors of which there is one.
+
+It is the mailbox `ROOT` of rank 0 of mesh 0. Work is done on side threads, since it waits for hosts and runs the user's
+code.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshbook import wire
+from meshbook.actor.roads import Place
+from meshbook.answers import Answer
+from meshbook.letters import refusal
+from meshbook.mailboxes import LoadArgs, Reply
+from meshbook.side_threads import run_aside
+
+if TYPE_CHECKING:
+    from meshbook.actor.actor_mesh import ActorMesh
+    from meshbook.proc_mesh import ProcMesh
+
+SINGLE = "controllers"
+"""The name of the mesh of one process in which the actors of `get_or_spawn` live."""
+
+
+class RootDesk:
+    """Of one controller. spawn_procs: starts processes on the host of a place."""
+
+    def __init__(self, spawn_procs: Callable[[Place, Mapping[str, int], Mapping[str, Any]], ProcMesh]) -> None:
+        self.spawn_procs = spawn_procs
+        self._lock = threading.Lock()
+        self._procs: ProcMesh | None = None
+        self._singles: dict[str, ActorMesh] = {}
+
+    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActorMesh:
+        """The one actor of this name; made now if there is none, or not any more."""
+        with self._lock:
+            found = self._singles.get(name)
+            if found is not None and self._procs is not None and self._procs.alive and not found.is_stopped:
+                return found
+            if self._procs is None or not self._procs.alive or self._procs.lost:
+                options = {"name": SINGLE, "device": "cpu", "group": False}
+                self._procs = self.spawn_procs(Place(0, 0), {}, options)
+            made: Any = self._procs.spawn(name, cls, *args, **kwargs)
+            self._singles[name] = made
+            actors: ActorMesh = made
+            return actors
+
+    def handle(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+        """A rank asks."""
+
+        def work() -> None:
+            try:
+                args, kwargs = load_args()
+                if call.endpoint == "get_or_spawn":
+                    value: object = self.get_or_spawn(*args)
+                else:
+                    origin = call.origin
+                    place = Place(origin.mesh, origin.rank) if origin is not None else Place(0, 0)
+                    value = self.spawn_procs(place, args[0], kwargs)
+            except Exception as error:
+                reply(refusal(error, 0, socket.gethostname()))
+            else:
+                reply(Answer(wire.OK, value, has_value=True))
+
+        run_aside(work)
