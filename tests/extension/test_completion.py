@@ -123,7 +123,7 @@ def test_every_command_can_be_completed_from_its_name_on() -> None:
             if not example.startswith("%mesh "):
                 continue
             for end in range(len(f"%mesh {name} "), len(example) + 1):
-                words(example[:end])
+                assert not [word for word in words(example[:end]) if word.isupper()], example[:end]
 
 
 def test_a_terminals_ipython_asks_the_ranks_too(notebook) -> None:

@@ -16,7 +16,7 @@ from meshbook_extension.targets import RANK
 INDICES_MAX = 256
 """Indices of an axis that are listed."""
 
-_PLACEHOLDER = re.compile(r"[\w|]+")
+_PLACEHOLDER = re.compile(r"\w+")
 _PAIR_FORM = re.compile(r"(\w+)=(\w+|\.\.)")
 _EXAMPLE_AXIS = re.compile(r"(?<=\s)([a-z]\w*)=\d")
 AXIS = "AXIS"
@@ -96,8 +96,8 @@ def _words(grammar: Grammar, typed: str, known: Known) -> list[Word]:
     """What may be a plain word."""
     found: list[Word] = []
     for placeholder in dict.fromkeys(_PLACEHOLDER.findall(grammar.words)):
-        if "|" in placeholder:
-            found += [Word(choice, "keyword") for choice in placeholder.split("|")]
+        if not placeholder.isupper():
+            found.append(Word(placeholder, "keyword"))
         elif placeholder == "RANK":
             found += [Word(str(rank), "value") for rank in known.ranks()[:INDICES_MAX]]
         else:
@@ -111,7 +111,7 @@ def _pairs(grammar: Grammar, before: Sequence[str], known: Known) -> list[Word]:
     axes: list[str] = []
     for left, right in _PAIR_FORM.findall(grammar.pairs):
         if left != AXIS:
-            axes.append(left)
+            axes += [] if left.isupper() else [left]  # NEW is the person's to name
             continue
         new = [axis for example in grammar.examples for axis in _EXAMPLE_AXIS.findall(example)]
         axes += new if _makes_axes(grammar) else known.sizes()
