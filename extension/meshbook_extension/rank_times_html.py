@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.rank_times import ROWS, Bin, RankTime, bins, few_ranks, has_waits, rows_of, stragglers
 
-_TABLE = "border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums;margin:4px 0"
+_TABLE = "color:inherit;border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums;margin:4px 0"
 _CELL = "text-align:right;padding:1px 10px 1px 0;border:none"
 _TRACK = "display:flex;width:320px;height:11px"
 _WORK = "var(--jp-brand-color1,#1e88e5)"
@@ -58,7 +58,7 @@ def _bin(each: Bin, most: int) -> str:
 
 def _cells(first: str, second: str, track: str, note: str, hint: str) -> str:
     return (
-        f'<tr title="{hint}"><td style="{_CELL}">{first}</td><td style="{_CELL}">{second}</td>'
+        f'<tr title="{hint}" style="background:none"><td style="{_CELL}">{first}</td><td style="{_CELL}">{second}</td>'
         f'<td style="{_CELL}"><div style="{_TRACK}">{track}</div></td>'
         f'<td style="{_CELL};text-align:left">{note}</td></tr>'
     )

@@ -18,7 +18,7 @@ MAX_EVENTS = 400_000
 """In one merged trace; Perfetto is quick with them, and the file has some 10 MB."""
 LEAST_EVENTS = 200
 """Of each rank, however many there are."""
-TAKE_TIMEOUT_S = 120.0
+TAKE_TIMEOUT_S = 300.0
 ROUND_TRIPS = 7
 
 

@@ -197,6 +197,23 @@ def test_a_flood_becomes_few_messages_and_leaves_the_kernel_responsive(kernel: K
     assert request.text().endswith("[0-3] line 19999\n")
 
 
+def test_logs_are_followed_until_an_interrupt_and_the_cell_is_no_error(kernel: Kernel) -> None:
+    job = kernel.run("%%mesh --async\nimport time\nfor i in range(200): print('beat', i); time.sleep(0.05)")
+    request = kernel.send("%mesh logs -f -n 0")
+    deadline = time.monotonic() + TIMEOUT_S
+    while "beat" not in request.text():
+        assert time.monotonic() < deadline, request.outputs
+        kernel.listen(0.1)
+    kernel.manager.interrupt_kernel()
+    kernel.wait(request)
+    assert request.reply["status"] == "ok", request.reply
+    assert not request.of("error") and "] beat " in request.text("stdout")
+    kernel.run("%mesh cancel 1" if "job 1 " in job.text() else "%mesh interrupt")
+    timed = kernel.run("%%mesh --time\nimport time; time.sleep(0.05 * rank)")
+    kinds = [kind for kind, _ in timed.outputs if kind in ("stream", "display_data")]
+    assert kinds == ["stream", "display_data"], timed.outputs  # the headline, then the chart
+
+
 def test_plots_of_ranks_are_shown_below_their_rank(kernel: Kernel) -> None:
     pytest.importorskip("matplotlib")
     request = kernel.run("%%mesh gpus=0:2\nimport matplotlib.pyplot as plt\nplt.plot([rank, 1]);")
