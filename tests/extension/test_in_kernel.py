@@ -376,6 +376,40 @@ def test_a_hanging_cell_names_the_rank_and_a_subshell_shows_its_stack(kernel: Ke
     assert kernel.wait(request).reply["ename"] == "CallInterrupted"
 
 
+def test_actors_of_a_class_of_the_notebook_print_fail_and_are_interrupted_in_the_calling_cell(kernel: Kernel) -> None:
+    kernel.run("%mesh use main --out procs")
+    defined = kernel.run(
+        "import time\n"
+        "from meshbook.actor import Actor, endpoint\n"
+        "class Reader(Actor):\n"
+        "    @endpoint\n"
+        "    def read(self, name):\n"
+        "        print('reading', name)\n"
+        "        return name.upper()\n"
+        "    @endpoint\n"
+        "    def fail(self):\n"
+        "        raise ValueError('no shard')\n"
+        "    @endpoint\n"
+        "    def sleep(self):\n"
+        "        time.sleep(60)\n"
+        "readers = procs.spawn('readers', Reader)"
+    )
+    assert defined.reply["status"] == "ok"
+    read = kernel.run("readers.read.call('a').get().values()")
+    assert read.text("stdout") == "[0-3] reading a\n"
+    assert read.of("execute_result")[0]["data"]["text/plain"] == "['A', 'A', 'A', 'A']"
+    failed = kernel.run("readers.fail.call().get()")
+    shown = "\n".join(failed.reply["traceback"])
+    assert failed.reply["ename"] == "ActorError"
+    assert f"(cell {defined.reply['execution_count']}, line 10)" in failed.reply["evalue"]
+    assert "raise" in shown and "no shard" in shown
+    waiting = kernel.send("readers.sleep.call().get()")
+    time.sleep(1)
+    kernel.manager.interrupt_kernel()
+    assert kernel.wait(waiting).reply["ename"] == "CallInterrupted"
+    assert kernel.run("%mesh actors").text() == "readers  Reader  0-3  idle\n"
+
+
 def _new_subshell(kernel: Kernel) -> str | None:
     control = kernel.client.control_channel
     sent = kernel.client.session.msg("create_subshell_request")

@@ -8,7 +8,7 @@ from typing import Any
 from meshbook.actor.described import ActorClass
 from meshbook.actor.errors import ActorStoppedError, SupervisionError, UnhandledFault
 from meshbook.actor.roads import OnReply, Road, road_of
-from meshbook.actor.supervision import MeshFailure
+from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls import CallFuture
 from meshbook.errors import MeshDetachedError, MeshStoppedError, WorkerLost
 from meshbook.future import Future
@@ -80,7 +80,7 @@ class ActorGroup:
             faults = []
             while self.faults:
                 faults.append(self.faults.popleft())
-            raise UnhandledFault("\n".join(fault.report() for fault in faults))
+            raise UnhandledFault("\n".join(fault.report() for fault in join_failures(faults)))
 
 
 _groups: dict[tuple[str, int], ActorGroup] = {}

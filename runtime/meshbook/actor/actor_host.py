@@ -30,6 +30,7 @@ from meshbook.actor.inbox import Inbox, Message
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.answers import Answer
+from meshbook.cell_files import add_cell
 from meshbook.errors import Failure, UsageError
 from meshbook.mailboxes import LoadArgs, Reply
 from meshbook.shape import Members, Point, Region
@@ -151,9 +152,11 @@ class ActorHost:
             self._surroundings.actor_ended(self)
 
     def _make(self, message: Message) -> Answer:
-        """The actor itself; the payload: the view's labels, its owner, its class, its arguments."""
+        """The actor itself; the payload: the view's labels, its owner, its source, its class, its arguments."""
         try:
-            (view, self.mesh, self.owner, cls, *args), kwargs = message.load()
+            (view, self.mesh, self.owner, sources, cls, *args), kwargs = message.load()
+            for source in sources:
+                add_cell(source.text, source.number, source.file_name)
             self.class_name = cls.__qualname__
             place = _point_of(self._surroundings.rank, message.call, view)
             self._instance = ActorInstance(

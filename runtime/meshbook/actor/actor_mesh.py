@@ -13,6 +13,7 @@ from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.described import check_construction, describe_class
 from meshbook.actor.errors import NoEndpointError
+from meshbook.actor.notebook_sources import sources_of
 from meshbook.actor.ports import Port
 from meshbook.actor.results import ActorFuture
 from meshbook.actor.roads import DESK, Road
@@ -138,7 +139,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
     group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members)
     actors = ActorMesh(group, members)
-    payload = ((name_view(members), actors, road.supervisor, cls, *args), kwargs)
+    payload = ((name_view(members), actors, road.supervisor, sources_of(cls), cls, *args), kwargs)
     try:
         pickled = dumps(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was

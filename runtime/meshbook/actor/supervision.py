@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUPERVISE = "__supervise__"
 """What failures of meshes that an actor has spawned come as."""
 
-JOIN_S = 0.03
+JOIN_S = 0.1
 """How long a failure waits for the like of it from other ranks."""
 
 
@@ -99,6 +99,15 @@ def on_unhandled(failure: MeshFailure) -> None:
     except Exception:
         traceback.print_exc()
         unhandled_fault_hook(failure)
+
+
+def join_failures(failures: Iterable[MeshFailure]) -> list[MeshFailure]:
+    """One failure for all of the same endpoint."""
+    joined: dict[str, MeshFailure] = {}
+    for failure in failures:
+        known = joined.get(failure.what)
+        joined[failure.what] = failure if known is None else known.joined(failure)
+    return list(joined.values())
 
 
 class FaultJoiner:
