@@ -71,6 +71,8 @@ class Controller:
         self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
         self._board = Switchboard(self._wake, self.next_id)
         self._board.mail.submit = self.submit
+        self._board.introductions.key_of = lambda host: self._socket.key_of(host)
+        self._board.introductions.ip = self._ip
         self.output_source: OutputSource | None = None
         """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
         self.refusal: Callable[[], str] = str
@@ -148,6 +150,11 @@ class Controller:
             for host in hosts:
                 self.folder.state.hosts.pop(host, None)
             self.folder.save()
+
+    def _ip(self) -> str:
+        """Where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
+        tcp = [end for end in self.folder.state.endpoints.values() if end.startswith("tcp://")]
+        return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else "127.0.0.1"
 
     def bind_again(self, address: str, endpoint: str) -> None:
         """Listen where the former controller did. Raises: OSError."""

@@ -35,6 +35,7 @@ from meshbook.frames import Buffer
 from meshbook.hosted_cancels import dropped_replies, states_of, take_parked
 from meshbook.hosted_mail import HOLD_BYTES, HostedMail
 from meshbook.hosted_mesh import HostedMesh
+from meshbook.hosted_peers import HostedPeers
 from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
 from meshbook.keeping import Keeping
@@ -55,6 +56,12 @@ EXIT_LOST, EXIT_REFUSED = 75, 77
 MAX_UNSENT_BYTES = 64 << 20
 """With so much waiting for slow workers we stop reading calls, and the controller feels it."""
 
+MAX_UNSENT_MAIL_BYTES = 256 << 20
+"""The same for mail; that of workers is held back long before (`meshbook.hosted_mail`)."""
+
+PEERS_UNSENT_BYTES = 16 << 20
+"""With so much mail waiting here we stop reading calls of other hosts' workers, and their agents feel it."""
+
 GOODBYE_GRACE_S = 1.0
 
 _LEFT = wire.Death("", "the process that controls the mesh has ended, or has detached from it", "")
@@ -68,7 +75,8 @@ class HostAgent:
         self._name = socket.gethostname()
         self._loop = EventLoop()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._lanes: dict[LaneName, AgentSocket] = {lane: AgentSocket(context, ticket, lane) for lane in LANES}
+        dial = functools.partial(_dial, context)
+        self._lanes = dial(ticket)
         self._outbox = Batch(self._lanes["calls"].send)
         self._shares_memory = False
         self._templates: dict[tuple[str, ...], HostedTemplate] = {}
@@ -81,7 +89,8 @@ class HostAgent:
         self._former = FormerControllers()
         self._pool = SegmentPool()
         self.loans = Loans(self._segment_unused)
-        self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool)
+        self._peers = HostedPeers(self._loop, dial, ticket, self.loans, self._pool, self.send_urgent)
+        self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool, self._peers)
         self.oom = OomWatch()
         self._bulk_out = BulkSender()
         self.bulk_in = BulkReceiver(self._on_whole)
@@ -101,6 +110,8 @@ class HostAgent:
         while self._exit_code is None:
             self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
             self._outbox.flush()
+            if self._peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
+                self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
             self.mail.settle()
             self._loop.run_once()
         self._outbox.flush()
@@ -175,7 +186,12 @@ class HostAgent:
             self._free_in_worker(pid, segment)
 
     def _choked(self) -> bool:
-        return sum(mesh.unsent_bytes for mesh in self._meshes.values()) > MAX_UNSENT_BYTES
+        calls = sum(mesh.unsent_bytes for mesh in self._meshes.values())
+        return calls > MAX_UNSENT_BYTES or self._unsent_mail_bytes > MAX_UNSENT_MAIL_BYTES
+
+    @property
+    def _unsent_mail_bytes(self) -> int:
+        return sum(mesh.unsent_mail_bytes for mesh in self._meshes.values())
 
     def _dispatch(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
@@ -198,6 +214,12 @@ class HostAgent:
                 OutsideStacks(self._loop, mesh.workers.values() if mesh else (), message, self.send_urgent).start()
             case wire.Bulk():
                 self.bulk_in.receive(message, payload[0])
+            case wire.OpenPeerPort():
+                self._peers.on_open(message)
+            case wire.Peers():
+                self._peers.on_peers(message)
+            case wire.PeerLost():
+                self._peers.on_lost(message)
             case wire.Replies():
                 self.mail.controller.on_replies(message, payload)
             case wire.SegmentFree(pid, segment):
@@ -354,6 +376,7 @@ class HostAgent:
         if self.keeping.listening:
             self.send_urgent(wire.Heartbeat())
             self._beat_once()
+        self._peers.beat()
         for pid, segment in self._former.take_freed():
             self._free_in_worker(pid, segment)
         workers = [worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()]
@@ -411,6 +434,7 @@ class HostAgent:
         self._greet()
         hosted, again, unneeded = report(self._meshes.values(), found)
         self.send(hosted)
+        self._peers.on_succession()
         for message, payload in again:
             self.send(message, payload)
         for header, payload in found.pieces:
@@ -432,6 +456,10 @@ class HostAgent:
 
         for mesh_id, mesh in tuple(meshes.items()):
             mesh.stop(GOODBYE_GRACE_S, functools.partial(stopped, mesh_id))
+
+
+def _dial(context: zmq.Context[zmq.Socket[bytes]], ticket: Ticket) -> dict[LaneName, AgentSocket]:
+    return {lane: AgentSocket(context, ticket, lane) for lane in LANES}
 
 
 def _template_failed(spawn: wire.Spawn, reason: str) -> wire.SpawnFailed:

@@ -3,6 +3,7 @@
     worker ──Call──> agent ──Call, with its origin──> members that live here        the controller sees nothing of this
            <─Replies──    <───────Reply──────────────
                          ──Call──> the controller, for mailboxes of its process (rank 0 of mesh 0)
+                         ──Call──> agents of other hosts, for their members
 
 A rank that cannot answer is answered for (`wire.LOST`). Who sends more than a member reads is told to wait
 (`wire.MailHold`): its calls, not its answers, and only to that member.
@@ -11,15 +12,18 @@ A rank that cannot answer is answered for (`wire.LOST`). Who sends more than a m
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from meshbook import wire
+from meshbook.affine import group
 from meshbook.away_calls import AwayCalls, Road, lost_reply
 from meshbook.errors import Failure, MeshError
 from meshbook.frames import Buffer
+from meshbook.hosted_cancels import dropped_replies
+from meshbook.hosted_peers import HostedPeers
 from meshbook.hosted_worker import HostedWorker
 from meshbook.loans import Loans
 from meshbook.segments import SegmentPool
@@ -31,15 +35,28 @@ HOLD_BYTES = 8 << 20
 """With so much waiting for one worker, those who send to it are told to wait until all of it has been sent."""
 
 
+Answer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]
+"""Where the answers to a worker's call go."""
+
+
 class HostedMail:
     """Of one host. meshes: those that have workers here. controller: the road to its process. pool: the agent's own."""
 
     def __init__(
-        self, host: str, meshes: Mapping[int, HostedMesh], loans: Loans, controller: Road, pool: SegmentPool
+        self,
+        host: str,
+        meshes: Mapping[int, HostedMesh],
+        loans: Loans,
+        controller: Road,
+        pool: SegmentPool,
+        peers: HostedPeers,
     ) -> None:
-        self._host, self._meshes, self._loans = host, meshes, loans
-        self.controller = AwayCalls(controller, pool, self._answer, self._discard, self._explain)
+        self._host, self._meshes, self._loans, self._pool = host, meshes, loans, pool
+        self.controller = self._make_away(controller)
         """The calls that are the controller's to answer."""
+        self._peers = peers
+        peers.callee, peers.make_away = self, self._make_away
+        peers.resume, peers.give_up = self._resume, self._give_up
         self._held: dict[HostedWorker, set[HostedWorker]] = {}
         """Workers that read too slowly, with those who wait for it."""
         self._held_by_road: dict[Road, dict[HostedWorker, wire.MailHold]] = {}
@@ -52,26 +69,80 @@ class HostedMail:
             self.controller.send(sender, call, payload, (0,))
             self._hold_if_full(self.controller.road, sender, wire.MailHold(0, (0,), True))
             return
-        key = (call.segment.pid, call.segment.segment) if call.segment is not None else None
-        if key is not None:
-            self._loans.lend(key)
+        if call.segment is not None:
+            self._loans.lend((call.segment.pid, call.segment.segment))  # until it has been passed on
         mesh = self._meshes.get(call.mesh)
-        members: Sequence[HostedWorker] = ()
+        if self._peers.must_wait(call.mesh, is_here=mesh is not None and mesh.is_all_here):
+            self._peers.wait(sender, call, payload)
+        else:
+            self._resume(sender, call, payload)
+
+    def _resume(self, sender: HostedWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Pass a call on to its members, wherever they live."""
+        answer = functools.partial(self._answer, sender)
+        here = call
+        if parts := self._peers.parts(call.mesh, call.target):
+            elsewhere = {rank for part in parts for rank in part.ranks}
+            rest = group(rank for part in call.target for rank in part.ranks() if rank not in elsewhere)
+            here = msgspec.structs.replace(call, target=rest)
+        if here.target:
+            self._hold_if_slow(sender, call.mesh, self.deliver(here, payload, answer))
+        for part in parts:
+            away = self._peers.away(part.host)
+            if isinstance(away, AwayCalls):
+                away.send(sender, msgspec.structs.replace(call, target=part.target), payload, part.ranks)
+                self._hold_if_full(away.road, sender, wire.MailHold(call.mesh, part.ranks, True))
+            elif call.reply:
+                answer(lost_replies(call.id, [(rank, away) for rank in part.ranks], call.origin), ())
+        if call.segment is not None:
+            self._loans.end((call.segment.pid, call.segment.segment))
+
+    def _give_up(self, sender: HostedWorker, call: wire.Call, death: wire.Death) -> None:
+        """Answer for a call that was not passed on."""
+        if call.reply:
+            ranks = [rank for part in call.target for rank in part.ranks()]
+            self._answer(sender, lost_replies(call.id, [(rank, death) for rank in ranks], call.origin), ())
+        if call.segment is not None:
+            self._loans.end((call.segment.pid, call.segment.segment))
+
+    def deliver(self, call: wire.Call, payload: Sequence[Buffer], answer: Answer) -> Sequence[HostedWorker]:
+        """Pass on a call all of whose members live here, or lived; returns those that do."""
+        mesh = self._meshes.get(call.mesh)
         if mesh is not None:
-            members = mesh.call(call, payload, functools.partial(self._answer, sender))
-            self._hold_if_slow(sender, mesh.id, members)
+            members = mesh.call(call, payload, answer)
+        else:
+            members = ()
+            if call.segment is not None:
+                self._discard(call.segment)
         if call.reply and len(members) < sum(part.total for part in call.target):
-            self._answer_for_the_lost(sender, call, mesh)
-        if key is not None:
-            self._loans.end(key)
+            lost = [rank for part in call.target for rank in part.ranks() if mesh is None or rank not in mesh.workers]
+            deaths = [mesh.death(rank) if mesh is not None else _STOPPED for rank in lost]
+            answer(lost_replies(call.id, zip(lost, deaths, strict=True), call.origin), ())
+        return members
 
     def cancel(self, sender: HostedWorker, mesh_id: int, cancel: wire.Cancel) -> None:
         """Pass on that a worker wants the end of its call."""
         cancel = msgspec.structs.replace(cancel, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
         if cancel.mesh == 0:
             self.controller.cancel(cancel)
-        elif (mesh := self._meshes.get(cancel.mesh)) is not None:
+        elif (waiting := self._peers.take_waiting(cancel)) is not None:
+            _, call, _ = waiting
+            if call.segment is not None:
+                self._loans.end((call.segment.pid, call.segment.segment))
+            ranks = {rank for part in call.target for rank in part.ranks()}
+            dropped = dropped_replies(call.id, ranks)
+            self._answer(sender, msgspec.structs.replace(dropped, origin=call.origin), ())
+        else:
+            self.cancel_here(cancel)
+            self._peers.cancel(cancel)
+
+    def cancel_here(self, cancel: wire.Cancel) -> None:
+        """The same for the members that live here."""
+        if (mesh := self._meshes.get(cancel.mesh)) is not None:
             mesh.cancel(cancel)
+
+    def _make_away(self, road: Road) -> AwayCalls:
+        return AwayCalls(road, self._pool, self._answer, self._discard, self.explain)
 
     def _answer(self, sender: HostedWorker, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Hand answers to the worker that has called."""
@@ -88,13 +159,9 @@ class HostedMail:
         self._loans.lend((segment.pid, segment.segment))
         self._loans.end((segment.pid, segment.segment))
 
-    def _explain(self, rank: int, error: MeshError) -> bytes:
+    def explain(self, rank: int, error: MeshError) -> bytes:
+        """The payload of a reply that says why there is no other."""
         return explained(rank, self._host, error)
-
-    def _answer_for_the_lost(self, sender: HostedWorker, call: wire.Call, mesh: HostedMesh | None) -> None:
-        lost = [rank for part in call.target for rank in part.ranks() if mesh is None or rank not in mesh.workers]
-        deaths = [mesh.death(rank) if mesh is not None else _STOPPED for rank in lost]
-        self._answer(sender, lost_replies(call.id, zip(lost, deaths, strict=True), call.origin), ())
 
     # ---- back-pressure ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_cancels import EarlyCancels, dropped_replies, wake_stopped
 from meshbook.hosted_crew import Crew
-from meshbook.hosted_mail import HostedMail, explained
+from meshbook.hosted_mail import Answer, HostedMail, explained
 from meshbook.hosted_store import StoreAccess, StoreHome, StoreRoad
 from meshbook.hosted_worker import HostedWorker
 from meshbook.keeping import Keeping
@@ -53,9 +53,6 @@ class Uplink(Protocol):
     def send_urgent(self, message: wire.FromHost) -> None: ...
     def export(self, segment: wire.SegmentRef) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]: ...
 
-
-Answer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]
-"""Where the answers to a worker's call go."""
 
 CallKey: TypeAlias = int | tuple[wire.Origin, int]
 """The id of the controller's call, or whose call it is and its id."""
@@ -100,6 +97,12 @@ class HostedMesh:
     def workers(self) -> dict[int, HostedWorker]:
         """By what messages call them: their rank, most often."""
         return self.crew.workers
+
+    @property
+    def is_all_here(self) -> bool:
+        """Whether no rank of the mesh lives on another host."""
+        arrangement = self.memory.arrangement
+        return arrangement is not None and arrangement.hosts == 1
 
     # ---- controller to workers ----------------------------------------------------------------------------------
 
@@ -196,8 +199,13 @@ class HostedMesh:
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits for workers to read it."""
-        return sum(worker.unsent_bytes for worker in self.workers.values())
+        """Calls that wait for main threads to read them."""
+        return sum(worker.calls.unsent_bytes for worker in self.workers.values())
+
+    @property
+    def unsent_mail_bytes(self) -> int:
+        """Mail that waits for workers to read it."""
+        return sum(worker.mail.unsent_bytes for worker in self.workers.values())
 
     # ---- workers to controller ----------------------------------------------------------------------------------
 

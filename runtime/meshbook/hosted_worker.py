@@ -201,11 +201,6 @@ class HostedWorker:
         """Whether it has ended, or was told to: nothing is for it any more."""
         return self.phase in (WorkerPhase.LEAVING, WorkerPhase.DEAD)
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Calls and mail that wait for the worker to read them."""
-        return self.calls.unsent_bytes + self.mail.unsent_bytes
-
     def drain(self) -> None:
         """Read what the worker has written to its pipes so far."""
         for stream in tuple(self._pipes):

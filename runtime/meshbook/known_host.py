@@ -6,6 +6,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from meshbook import wire
 from meshbook.batches import Batch
@@ -16,6 +17,8 @@ from meshbook.future import Future
 from meshbook.launcher import LaunchedHost
 from meshbook.link import Link, epoch_of
 from meshbook.transport import LANES, ControllerSocket, LaneName
+
+Parked: TypeAlias = wire.Replies | wire.Call | wire.Cancel
 
 MAX_SILENCE_S = 10.0
 """A host that was not heard of for so long is lost."""
@@ -43,8 +46,8 @@ class KnownHost:
         """The epoch of a controller that has taken the host from us."""
         self.bulk_out = BulkSender()
         self.bulk_in = BulkReceiver(self._serve_parked)
-        self.parked: deque[tuple[wire.Replies | wire.Call, list[bytes]]] = deque()
-        self.on_whole: Callable[[wire.Replies | wire.Call, list[bytes]], None] = lambda message, frames: None
+        self.parked: deque[tuple[Parked, list[bytes]]] = deque()
+        self.on_whole: Callable[[Parked, list[bytes]], None] = lambda message, frames: None
         """Called with what was parked, once its payload is whole."""
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
@@ -136,10 +139,13 @@ class KnownHost:
         """Whether the host has acknowledged all that we have sent."""
         return not any(self._backlogs.values()) and all(link.unacked_bytes == 0 for link in self._links.values())
 
-    def park(self, message: wire.Replies | wire.Call, frames: list[bytes]) -> bool:
-        """Keep a message back while its payload is still on its way; True when kept."""
-        parts = message.replies if isinstance(message, wire.Replies) else (message,)
-        incomplete = any(part.bulk is not None and not self.bulk_in.has(part.bulk[0]) for part in parts)
+    def park(self, message: Parked, frames: list[bytes]) -> bool:
+        """Keep a message back while its payload, or that of an earlier one, is still on its way; True when kept."""
+        if isinstance(message, wire.Cancel):
+            incomplete = False
+        else:
+            parts = message.replies if isinstance(message, wire.Replies) else (message,)
+            incomplete = any(part.bulk is not None and not self.bulk_in.has(part.bulk[0]) for part in parts)
         if incomplete or self.parked:
             self.parked.append((message, frames))
             return True

@@ -32,7 +32,8 @@ from meshbook.errors import (
     WorkerLost,
 )
 from meshbook.future import Future
-from meshbook.known_host import MAX_SILENCE_S, KnownHost
+from meshbook.introductions import Introductions
+from meshbook.known_host import MAX_SILENCE_S, KnownHost, Parked
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, RankStopped, StreamText
@@ -69,6 +70,7 @@ class Switchboard:
         self._rescues: dict[int, GroupRescue] = {}
         self.payloads = Payloads(wake)
         self.mail = ControllerMail(self.payloads)
+        self.introductions = Introductions(self.hosts, self.meshes)
         self.on_worker_lost: list[Callable[[KnownMesh, WorkerLost], None]] = []
         """Told of every worker that ends without being told to."""
         self.room = threading.Event()
@@ -81,6 +83,7 @@ class Switchboard:
 
     def flush(self) -> None:
         """Let go what was sent to hosts in this turn."""
+        self.introductions.settle()
         for host in self.hosts.values():
             host.flush()
 
@@ -157,11 +160,13 @@ class Switchboard:
 
     def _dispatch(self, host: KnownHost, message: wire.FromHost, payload: list[bytes]) -> None:
         match message:
-            case wire.Replies() | wire.Call():
+            case wire.Replies() | wire.Call() | wire.Cancel():
                 if not host.park(message, payload):
                     self._on_whole(host, message, payload)
-            case wire.Cancel():
-                self.mail.on_cancel(message)
+            case wire.AskPeers():
+                self.introductions.on_ask(host, message)
+            case wire.PeerPort():
+                self.introductions.on_port(host, message)
             case wire.Outputs(mesh_id, chunks):
                 for chunk in chunks:
                     self.calls.tell(chunk.output, StreamText(chunk.rank, chunk.stream, chunk.text, chunk.output))
@@ -230,10 +235,12 @@ class Switchboard:
         host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, me, start_time(me) or 0))
         host.ready.set_result(host)
 
-    def _on_whole(self, host: KnownHost, message: wire.Replies | wire.Call, frames: list[bytes]) -> None:
+    def _on_whole(self, host: KnownHost, message: Parked, frames: list[bytes]) -> None:
         """It has come with all of its payload."""
         if isinstance(message, wire.Replies):
             self._on_replies(host, message, frames)
+        elif isinstance(message, wire.Cancel):
+            self.mail.on_cancel(message)
         else:
             self.mail.on_call(host, message, frames)
 
@@ -371,6 +378,7 @@ class Switchboard:
             return
         host.lost = reason
         host.ready.set_exception(HostLost(host.name, reason))
+        self.introductions.lose(host)
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
             for rank in mesh.ranks_on(host):
                 if rank not in mesh.lost:

@@ -160,6 +160,22 @@ class ControllerSocket:
         if self._monitor is not None and any(sock is self._monitor for sock, _ in events):
             self._watch_connections()
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """For an event loop other than `poll`: each tells edges only, so `look` and `receive` before every sleep."""
+        socks = [self._router, self._zap, *([self._monitor] if self._monitor is not None else [])]
+        return tuple(int(sock.fd) for sock in socks)
+
+    def look(self) -> None:
+        """Let hosts in, without waiting."""
+        self._answer_handshakes()
+        if self._monitor is not None:
+            self._watch_connections()
+
+    def key_of(self, host_id: str) -> str:
+        """The public key of a host that is let in; empty for any other."""
+        return self._keys.get(host_id, "")
+
     def watch_end(self, pid: int) -> None:
         """Have `poll` return when the process ends, which `has_ended` then tells, once."""
         try:
@@ -293,6 +309,10 @@ class AgentSocket:
     def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Send a message; it is kept until acknowledged."""
         self._send_all([self.link.send(header, list(payload))])
+
+    def close(self) -> None:
+        """What was not sent is dropped."""
+        self._sock.close(linger=0)
 
     def beat(self) -> None:
         """Say how far we are, so that a lost tail is noticed."""

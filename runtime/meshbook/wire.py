@@ -330,6 +330,52 @@ class AskAgain(_Message, frozen=True, tag="askagain"):
     mesh: int
 
 
+class Meeting(NamedTuple):
+    """How one agent calls another."""
+
+    endpoint: str
+    epoch: int
+    """Of their links; 0: they know each other already."""
+    problem: str = ""
+    """Why it cannot."""
+
+
+class Peer(NamedTuple):
+    """Another host, for the agent of one whose workers call it."""
+
+    host: str
+    name: str
+    key: str
+    """CURVE, public."""
+    target: Target
+    """The ranks that live there."""
+    meeting: Meeting
+
+
+class OpenPeerPort(_Message, frozen=True, tag="openpeer"):
+    """Let the agent of ``host`` in, which has this public key, at a port for other agents. Answered by `PeerPort`."""
+
+    host: str
+    key: str
+    epoch: int
+    ip: str
+    """Where to listen, for an agent that has not dialled in over TCP."""
+
+
+class Peers(_Message, frozen=True, tag="peers"):
+    """Where the ranks of ``mesh`` live that are not on this host; without any: it knows no such mesh."""
+
+    mesh: int
+    peers: tuple[Peer, ...]
+
+
+class PeerLost(_Message, frozen=True, tag="peerlost"):
+    """A host is lost: answer for its ranks, and let it in no more."""
+
+    host: str
+    reason: str
+
+
 class Leave(_Message, frozen=True, tag="leave"):
     """The controller goes, the meshes stay: wait so long for the next one. After everything else that it sends."""
 
@@ -352,6 +398,25 @@ class Hello(_Message, frozen=True, tag="hello"):
     pid: int
     cuda_devices: int
     cores: int
+
+
+class AskPeers(_Message, frozen=True, tag="peers?"):
+    """A worker here calls ``mesh``, which is not, or not all, on this host. Answered by `Peers`, now and whenever ranks
+    have moved."""
+
+    mesh: int
+    known: tuple[str, ...]
+    """Hosts to which there is a road already."""
+    broken: tuple[str, ...] = ()
+    """Hosts to which there was one."""
+
+
+class PeerPort(_Message, frozen=True, tag="peerport"):
+    """``host`` can dial in here, or why it cannot."""
+
+    host: str
+    endpoint: str
+    problem: str = ""
 
 
 class WorkerStarted(NamedTuple):
@@ -701,11 +766,13 @@ ToHost: TypeAlias = (
     | ReadLogs | ReadOn
     | Leave | Goodbye
     | AskProcesses | AskStacks
+    | OpenPeerPort | Peers | PeerLost
 )  # fmt: skip
 FromHost: TypeAlias = (
     Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired
     | MeshStopped | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
     | Processes | Stacks
+    | AskPeers | PeerPort
 )  # fmt: skip
 ToWorker: TypeAlias = (
     Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail | Replies | MailHold

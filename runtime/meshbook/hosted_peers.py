@@ -1,0 +1,232 @@
+"""The agents of other hosts, as an agent knows them: roads to those that its workers call, a port for those that call.
+
+Where ranks live the controller says (`meshbook.introductions`); calls wait for that once, in their order.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from meshbook import wire
+from meshbook.affine import group
+from meshbook.away_calls import AwayCalls
+from meshbook.event_loop import EventLoop
+from meshbook.frames import Buffer
+from meshbook.hosted_worker import HostedWorker
+from meshbook.launcher import Ticket
+from meshbook.limits import explain
+from meshbook.loans import Loans
+from meshbook.peer_port import Callee, PeerPort
+from meshbook.peer_road import PeerRoad
+from meshbook.segments import SegmentPool
+from meshbook.transport import AgentSocket, LaneName
+
+PATIENCE_S = 10.0
+"""Calls wait so long for the controller to say where their ranks live."""
+
+KEPT_PLANS = 256
+
+Waiting = tuple[HostedWorker, wire.Call, Sequence[Buffer]]
+
+
+class Part(NamedTuple):
+    """What of a target lies on one other host."""
+
+    ranks: tuple[int, ...]
+    target: wire.Target
+    host: str
+
+
+class HostedPeers:
+    """Of one agent. dial: opens the lanes to the port of a ticket. send: says something urgent to the controller."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        dial: Callable[[Ticket], dict[LaneName, AgentSocket]],
+        ticket: Ticket,
+        loans: Loans,
+        pool: SegmentPool,
+        send: Callable[[wire.FromHost], None],
+    ) -> None:
+        self._loop, self._dial, self._ticket, self._loans, self._pool = loop, dial, ticket, loans, pool
+        self._send = send
+        self.make_away: Callable[[PeerRoad], AwayCalls]
+        """The calls that go by a road."""
+        self.resume: Callable[[HostedWorker, wire.Call, Sequence[Buffer]], None]
+        """Takes up a call that had to wait."""
+        self.give_up: Callable[[HostedWorker, wire.Call, wire.Death], None]
+        """Answers for a call that has waited in vain."""
+        self.callee: Callee
+        self._roads: dict[str, tuple[PeerRoad, AwayCalls]] = {}
+        self._lost: dict[str, wire.Death] = {}
+        """Hosts to which there is no road (any more)."""
+        self._where: dict[int, tuple[wire.Peer, ...]] = {}
+        self._plans: dict[tuple[int, wire.Target], tuple[Part, ...]] = {}
+        self._waiting: dict[int, deque[Waiting]] = {}
+        """Calls to meshes of which it is not known where they live."""
+        self._port: PeerPort | None = None
+
+    # ---- calls of our workers -----------------------------------------------------------------------------------
+
+    def must_wait(self, mesh: int, *, is_here: bool) -> bool:
+        """Whether a call has to wait until it is known where the ranks of ``mesh`` live. is_here: all of them."""
+        return mesh in self._waiting or not (is_here or mesh in self._where)
+
+    def wait(self, sender: HostedWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Keep a call until that is known."""
+        queue = self._waiting.get(call.mesh)
+        if queue is None:
+            queue = self._waiting[call.mesh] = deque()
+            self._send(wire.AskPeers(call.mesh, tuple(self._roads)))
+            self._loop.call_later(PATIENCE_S, lambda: self._lose_patience(call.mesh, queue))
+        queue.append((sender, call, payload))
+
+    def take_waiting(self, cancel: wire.Cancel) -> Waiting | None:
+        """Take a call that is cancelled out of those that wait."""
+        for waiting in self._waiting.get(cancel.mesh, ()):
+            if (waiting[1].origin, waiting[1].id) == (cancel.origin, cancel.call):
+                self._waiting[cancel.mesh].remove(waiting)
+                return waiting
+        return None
+
+    def parts(self, mesh: int, target: wire.Target) -> tuple[Part, ...]:
+        """What of ``target`` lies on other hosts."""
+        found = self._plans.get((mesh, target))
+        if found is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.clear()
+            found = self._plans[mesh, target] = tuple(self._find_parts(mesh, target))
+        return found
+
+    def _find_parts(self, mesh: int, target: wire.Target) -> list[Part]:
+        ranks = [rank for part in target for rank in part.ranks()]
+        parts = []
+        for peer in self._where.get(mesh, ()):
+            if mine := tuple(rank for rank in ranks if wire.target_has(peer.target, rank)):
+                parts.append(Part(mine, group(mine), peer.host))
+        return parts
+
+    def away(self, host: str) -> AwayCalls | wire.Death:
+        """The calls that go to a host, or why none can."""
+        return self._roads[host][1] if host in self._roads else self._lost[host]
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on to wherever its call may have gone."""
+        for _, away in self._roads.values():
+            away.cancel(cancel)
+
+    def _lose_patience(self, mesh: int, queue: deque[Waiting]) -> None:
+        if self._waiting.get(mesh) is queue:
+            del self._waiting[mesh]
+            death = wire.Death("", f"nobody has said within {PATIENCE_S:g} s where it lives", "")
+            for sender, call, _ in queue:
+                self.give_up(sender, call, death)
+
+    # ---- what the controller says -------------------------------------------------------------------------------
+
+    def on_peers(self, message: wire.Peers) -> None:
+        """The ranks of a mesh live there."""
+        self._plans.clear()
+        if message.peers:
+            self._where[message.mesh] = message.peers
+        else:
+            self._where.pop(message.mesh, None)
+        for peer in message.peers:
+            self._meet(peer)
+        waiting = self._waiting.pop(message.mesh, deque())
+        for sender, call, payload in waiting:
+            self.resume(sender, call, payload)
+
+    def _meet(self, peer: wire.Peer) -> None:
+        if peer.meeting.problem:
+            self._lose(peer.host, peer.meeting.problem, peer.name)
+        elif peer.host not in self._roads and peer.meeting.epoch:
+            ticket = msgspec.structs.replace(
+                self._ticket, endpoint=peer.meeting.endpoint, controller_key=peer.key, epoch=peer.meeting.epoch
+            )
+            road = PeerRoad(self._dial(ticket), self._loop, self._loans)
+            away = self.make_away(road)
+            road.on_replies, road.on_whole = away.on_replies, away.serve_parked
+            self._roads[peer.host] = (road, away)
+            self._lost.pop(peer.host, None)
+        elif peer.host not in self._roads:
+            self._lost[peer.host] = wire.Death(peer.name, "the way to its host was lost; call again", "")
+
+    def on_open(self, message: wire.OpenPeerPort) -> None:
+        """Another host's workers are to call ours: let its agent in, and say where."""
+        try:
+            if self._port is None:
+                keys = (self._ticket.public_key, self._ticket.secret_key)
+                self._port = PeerPort(keys, self._ip(message.ip), self._loop, self.callee, self._loans, self._pool)
+            self._port.admit(message.host, message.key, message.epoch)
+        except OSError as error:
+            self._send(wire.PeerPort(message.host, "", f"its agent cannot listen: {explain(error)}"))
+            return
+        self._send(wire.PeerPort(message.host, self._port.endpoint))
+
+    def _ip(self, proposed: str) -> str:
+        """The address by which the controller's network reaches us."""
+        endpoint = self._ticket.endpoint
+        if not endpoint.startswith("tcp://"):
+            return proposed
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing: it only chooses the interface
+            own = str(probe.getsockname()[0])
+        return f"[{own}]" if ":" in own else own
+
+    def on_lost(self, message: wire.PeerLost) -> None:
+        """A host is lost."""
+        if self._port is not None:
+            self._port.drop(message.host)
+        if message.host in self._roads:
+            self._lose(message.host, f"its host is lost: {message.reason}")
+
+    def on_succession(self) -> None:
+        """A new controller has come: it does not know yet whom to tell of what."""
+        for mesh in {*self._where, *self._waiting}:
+            self._send(wire.AskPeers(mesh, tuple(self._roads)))
+
+    def _lose(self, host: str, why: str, name: str = "") -> None:
+        name = name or next((peer.name for peers in self._where.values() for peer in peers if peer.host == host), host)
+        death = self._lost[host] = wire.Death(name, why, "")
+        if host in self._roads:
+            road, away = self._roads.pop(host)
+            road.close()
+            away.lose(death)
+
+    # ---- the agent's loop ---------------------------------------------------------------------------------------
+
+    def serve(self, *, choked: bool) -> bool:
+        """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""
+        if not self._roads and self._port is None:
+            return False
+        busy = self._port is not None and self._port.serve(choked=choked)
+        for host, (road, _) in tuple(self._roads.items()):
+            busy = road.serve() or busy
+            if road.lost:
+                self._lose(host, f"its host is lost: {road.lost}")
+                self._forget(host)
+        if choked:
+            self._loop.call_later(0.01, lambda: None)
+        return busy
+
+    def _forget(self, host: str) -> None:
+        """Ask anew where its ranks live: the way to it may be another one."""
+        for mesh, peers in tuple(self._where.items()):
+            if any(peer.host == host for peer in peers):
+                self._send(wire.AskPeers(mesh, tuple(self._roads), (host,)))
+
+    def beat(self) -> None:
+        """Once a second."""
+        for road, _ in self._roads.values():
+            road.beat()
+        if self._port is not None:
+            self._port.beat()

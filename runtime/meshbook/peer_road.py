@@ -1,0 +1,135 @@
+"""An agent's own road to the agent of another host: its workers' calls go there, their answers come back.
+
+The same lanes, links and payloads in pieces as between an agent and its controller (`meshbook.transport`): to the other
+agent we are a host that dials in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from meshbook import wire
+from meshbook.batches import Batch, unbatch
+from meshbook.bulk import BulkReceiver, BulkSender, Spans
+from meshbook.errors import PeerProtocolError, ProtocolError
+from meshbook.event_loop import EventLoop, Watch
+from meshbook.frames import Buffer
+from meshbook.loans import Loans, Segment
+from meshbook.segments import map_segment
+from meshbook.transport import AgentSocket, LaneName
+
+FULL_BYTES = 8 << 20
+"""With so much on its way, in messages, senders wait."""
+FULL_BULK_BYTES = 256 << 20
+"""The same in payloads, which lie in the senders' shared memory until their turn comes."""
+
+MAX_SILENCE_S = 10.0
+"""Who was not heard of for so long is lost."""
+
+
+class PeerRoad:
+    """`meshbook.away_calls.Road`. Lost once `lost` says why."""
+
+    def __init__(self, lanes: dict[LaneName, AgentSocket], loop: EventLoop, loans: Loans) -> None:
+        """lanes: to the port of the other agent."""
+        self._loop, self._loans = loop, loans
+        self.lost = ""
+        self.heard = time.monotonic()
+        self.on_replies: Callable[[wire.Replies, list[bytes]], None] = lambda replies, frames: None
+        self.on_whole: Callable[[], None] = lambda: None
+        """Called when a payload is whole."""
+        self._lanes = lanes
+        self._watches: list[Watch] = [loop.watch(lane.fd, lambda: None) for lane in self._lanes.values()]
+        self._outbox = Batch(self._lanes["calls"].send)
+        self._bulk_out = BulkSender()
+        self._pieces: deque[tuple[bytes, Buffer]] = deque()
+        self._pieces_bytes = 0
+        self._ended: deque[Segment] = deque()
+        self._bulk_in = BulkReceiver(lambda: self.on_whole())
+        self.beat()
+
+    @property
+    def bulk_in(self) -> BulkReceiver:
+        return self._bulk_in
+
+    @property
+    def is_full(self) -> bool:
+        return not self.lost and (
+            self._lanes["calls"].link.unacked_bytes > FULL_BYTES or self._pieces_bytes > FULL_BULK_BYTES
+        )
+
+    def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send on the lane of calls, in order, at the latest with `serve`."""
+        self._outbox.add(wire.encode(message), payload)
+
+    def export(self, segment: wire.SegmentRef) -> tuple[None, tuple[int, Spans]]:
+        """Send a payload in pieces, as fast as they are taken; it is not copied before. Raises: MeshError."""
+        key = (segment.pid, segment.segment)
+        self._loans.lend(key)
+        buffers = map_segment(segment, lambda _: self._ended.append(key))
+        name, pieces = self._bulk_out.pieces([buffer.data for buffer in buffers])
+        for piece, data in pieces:
+            self._pieces.append((wire.encode(piece), data))
+            self._pieces_bytes += len(data)
+        return None, name
+
+    def serve(self) -> bool:
+        """Send and receive what there is; whether there was anything."""
+        if self.lost:
+            return False
+        self._outbox.flush()
+        busy = self._send_pieces()
+        try:
+            for lane in self._lanes.values():
+                for header, payload in lane.receive() if lane.readable() else ():
+                    busy = True
+                    self.heard = time.monotonic()
+                    for each in unbatch(header):
+                        self._hear(wire.decode_to_host(each), payload)
+        except (*wire.MALFORMED, ProtocolError) as error:
+            self.lost = f"it sent something impossible: {error}"
+        while self._ended:
+            self._loans.end(self._ended.popleft())
+        return busy
+
+    def _send_pieces(self) -> bool:
+        bulk, sent = self._lanes["bulk"], False
+        while self._pieces and not bulk.link.full:
+            header, data = self._pieces.popleft()
+            self._pieces_bytes -= len(data)
+            bulk.send(header, [data])
+            sent = True
+        return sent
+
+    def _hear(self, message: wire.ToHost, payload: list[bytes]) -> None:
+        match message:
+            case wire.Replies():
+                self.on_replies(message, payload)
+            case wire.Bulk():
+                self._bulk_in.receive(message, payload[0] if payload else b"")
+            case wire.Heartbeat():
+                pass
+            case other:
+                raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
+
+    def beat(self) -> None:
+        """Once a second: say that we are there, and how far we are; notice silence."""
+        if time.monotonic() - self.heard > MAX_SILENCE_S:
+            self.lost = self.lost or f"no sign of life for {MAX_SILENCE_S:g} s"
+        if not self.lost:
+            self._lanes["urgent"].send(wire.encode(wire.Heartbeat()))
+            for lane in self._lanes.values():
+                lane.beat()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.lost = self.lost or "it was closed"
+        for watch in self._watches:
+            self._loop.forget(watch)
+        for lane in self._lanes.values():
+            lane.close()
+        self._pieces.clear()
+        while self._ended:
+            self._loans.end(self._ended.popleft())
