@@ -121,12 +121,10 @@ class DebugSession:
 
     def trace_again(self) -> None:
         """Before a cell: an interrupt at a breakpoint has left the main thread untraced, and seemingly stopped."""
-        info = getattr(threading.current_thread(), "additional_info", None)
         tracer = self._pydevd.get_global_debugger()
         if self.ended or tracer is None or sys.gettrace() is not None:
             return
-        if info is not None:
-            info.pydev_state, info.pydev_step_cmd, info.pydev_step_stop = _RUNNING, -1, None
+        _forget_step(threading.current_thread())
         tracer.enable_tracing()
 
     @property
@@ -245,8 +243,17 @@ def stop_tracing(pydevd: Any, visit_main: Callable[[Callable[[Any], object]], No
         time.sleep(0.01)  # its own threads end it too, and only then may the next one begin
     if pydevd.get_global_debugger() is tracer:
         pydevd.set_global_debugger(None)
+    for thread in threading.enumerate():
+        _forget_step(thread)
     if tracer is not None:
         visit_main(lambda _frame: tracer.disable_tracing())
+
+
+def _forget_step(thread: threading.Thread) -> None:
+    """A thread that was stopped, or about to, when the tracing ended, is not when it begins again."""
+    info = getattr(thread, "additional_info", None)
+    if info is not None:
+        info.pydev_state, info.pydev_step_cmd, info.pydev_step_stop = _RUNNING, -1, None
 
 
 def debugged_place(worker: Worker) -> str:

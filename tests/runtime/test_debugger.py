@@ -57,10 +57,10 @@ def start(mesh: ProcMesh, code: str = CODE) -> Any:
     return mesh.start_cell(code, on_output=lambda event: None, cell_number=7, line_offset=1, debug_name=NAME)
 
 
-def test_an_editor_stops_in_a_rank_looks_steps_and_goes_on(mesh2: ProcMesh, attach) -> None:
-    client, _ = attach(mesh2, 1)
+def test_an_editor_stops_in_a_rank_looks_steps_and_goes_on(mesh4: ProcMesh, attach) -> None:
+    client, _ = attach(mesh4, 1)
     stop_at(client, 4)
-    cell = start(mesh2)
+    cell = start(mesh4)
     thread = client.event("stopped")["body"]["threadId"]
     frame = client.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]
     assert (frame["line"], frame["source"]["path"]) == (4, NAME)
@@ -69,39 +69,39 @@ def test_an_editor_stops_in_a_rank_looks_steps_and_goes_on(mesh2: ProcMesh, atta
     client.event("stopped")
     client.ask("setBreakpoints", source={"path": NAME}, breakpoints=[])
     client.ask("continue", threadId=thread)
-    assert cell.future.get(60).values() == [4, 104]
+    assert cell.future.get(60).values() == [4, 104, 204, 304]
 
 
-def test_an_interrupt_at_a_breakpoint_ends_the_cell_and_the_debugger_goes_on(mesh2: ProcMesh, attach) -> None:
-    client, _ = attach(mesh2, 1)
+def test_an_interrupt_at_a_breakpoint_ends_the_cell_and_the_debugger_goes_on(mesh4: ProcMesh, attach) -> None:
+    client, _ = attach(mesh4, 1)
     stop_at(client, 4)
-    cell = start(mesh2)
+    cell = start(mesh4)
     client.event("stopped")
-    assert mesh2.status()[1].state == "pdb"
-    assert mesh2.status()[1].where == "cell 7, line 4"
+    assert mesh4.status()[1].state == "pdb"
+    assert mesh4.status()[1].where == "cell 7, line 4"
     report = cell.interrupt()
     assert not report.stuck, str(report)
     client.event("continued")
-    assert mesh2.status()[1].state == "idle"
-    again = start(mesh2)
+    assert mesh4.status()[1].state == "idle"
+    again = start(mesh4)
     client.event("stopped")
     again.interrupt()
 
 
-def test_a_rank_is_as_fast_as_before_when_the_debugger_has_gone(mesh2: ProcMesh, attach) -> None:
-    client, _ = attach(mesh2, 1)
+def test_a_rank_is_as_fast_as_before_when_the_debugger_has_gone(mesh4: ProcMesh, attach) -> None:
+    client, _ = attach(mesh4, 1)
     stop_at(client, 4)
-    cell = start(mesh2)
+    cell = start(mesh4)
     client.event("stopped")
     client.close()
-    assert cell.future.get(60).values() == [4, 104]
-    assert traced(mesh2) == [False, False]
-    client, _ = attach(mesh2, 1)  # and it can come back
+    assert cell.future.get(60).values() == [4, 104, 204, 304]
+    assert traced(mesh4) == [False] * 4
+    client, _ = attach(mesh4, 1)  # and it can come back
     stop_at(client, 4)
-    cell = start(mesh2)
+    cell = start(mesh4)
     client.event("stopped")
     client.ask("disconnect")
-    assert cell.future.get(60).values() == [4, 104]
+    assert cell.future.get(60).values() == [4, 104, 204, 304]
 
 
 def traced(mesh: ProcMesh) -> list[bool]:
@@ -120,16 +120,16 @@ def _is_traced() -> bool:
     return sys.gettrace() is not None
 
 
-def test_who_attaches_last_has_the_rank(mesh2: ProcMesh, attach) -> None:
-    first, _ = attach(mesh2, 1)
+def test_who_attaches_last_has_the_rank(mesh4: ProcMesh, attach) -> None:
+    first, _ = attach(mesh4, 1)
     stop_at(first, 4)
-    cell = start(mesh2)
+    cell = start(mesh4)
     first.event("stopped")
-    second, _ = attach(mesh2, 1)
-    assert cell.future.get(60).values() == [4, 104]
+    second, _ = attach(mesh4, 1)
+    assert cell.future.get(60).values() == [4, 104, 204, 304]
     assert first.closes()
     stop_at(second, 4)
-    start(mesh2)
+    start(mesh4)
     second.event("stopped")
 
 
@@ -151,31 +151,31 @@ def test_a_rank_that_dies_at_a_breakpoint_ends_the_session(mesh2: ProcMesh, atta
     again.close()
 
 
-def test_breakpoint_stops_in_the_debugger_while_one_is_attached(mesh2: ProcMesh, attach) -> None:
-    client, _ = attach(mesh2, 1)
+def test_breakpoint_stops_in_the_debugger_while_one_is_attached(mesh4: ProcMesh, attach) -> None:
+    client, _ = attach(mesh4, 1)
     client.ask("configurationDone")
-    cell = start(mesh2, "if rank == 1:\n    breakpoint()\nrank")
+    cell = start(mesh4, "if rank == 1:\n    breakpoint()\nrank")
     thread = client.event("stopped")["body"]["threadId"]
     frames = client.ask("stackTrace", threadId=thread)["body"]["stackFrames"]
     assert [(frame["source"]["path"], frame["line"]) for frame in frames] == [(NAME, 3)]
     client.ask("continue", threadId=thread)
-    assert cell.future.get(60).values() == [0, 1]
+    assert cell.future.get(60).values() == [0, 1, 2, 3]
 
 
-def test_ranks_that_wait_for_a_stopped_one_do_not_time_out(mesh2: ProcMesh, attach) -> None:
-    client, _ = attach(mesh2, 1)
+def test_ranks_that_wait_for_a_stopped_one_do_not_time_out(mesh4: ProcMesh, attach) -> None:
+    client, _ = attach(mesh4, 1)
     stop_at(client, 4)
     code = (
         "import datetime\nx = torch.ones(1)\n"
         "0 if rank else 0\nwork = dist.all_reduce(x, async_op=True)\n"
         "_ = work.wait(datetime.timedelta(seconds=2))\nfloat(x)"
     )
-    cell = start(mesh2, code)
+    cell = start(mesh4, code)
     thread = client.event("stopped")["body"]["threadId"]
     time.sleep(3.5)
-    assert mesh2.status()[0].state == "busy"
+    assert mesh4.status()[0].state == "busy"
     client.ask("continue", threadId=thread)
-    assert cell.future.get(60).values() == [2.0, 2.0]
+    assert cell.future.get(60).values() == [4.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,22 @@ def door() -> Iterator[DebugDoor]:
     door.close()
 
 
-def test_the_token_stands_in_no_command_line_and_no_environment(mesh2: ProcMesh, attach) -> None:
-    _, door = attach(mesh2, 1)
+def test_the_token_stands_in_no_command_line_and_no_environment(mesh4: ProcMesh, attach) -> None:
+    _, door = attach(mesh4, 1)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             assert door.token not in " ".join(process.cmdline()) + str(process.environ())
+
+
+def test_a_rank_on_another_host_is_reached_through_the_controller(mesh2x2: ProcMesh, attach) -> None:
+    client, _ = attach(mesh2x2, 3)
+    stop_at(client, 4)
+    cell = start(mesh2x2)
+    thread = client.event("stopped")["body"]["threadId"]
+    frame = client.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]["id"]
+    large = client.ask("evaluate", expression="'é' * 300_000", frameId=frame, context="clipboard")["body"]["result"]
+    assert len(large) >= 300_000
+    long = "'" + "x" * 200_000 + "'"
+    assert client.ask("evaluate", expression=f"len({long})", frameId=frame)["body"]["result"] == "200000"
+    client.ask("disconnect")
+    assert cell.future.get(60).values() == [4, 104, 204, 304]
