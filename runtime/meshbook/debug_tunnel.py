@@ -25,6 +25,7 @@ SILENCE_MAX_S = 30.0
 
 def prepare(rank: ProcMesh) -> None:
     """Have the one rank of ``rank`` import its debugger, which takes a second. Raises: DebugError."""
+    _check_alive(rank)
     _check(rank, _ask(rank, "debug_prepare", timeout_s=START_TIMEOUT_S))
 
 
@@ -33,6 +34,7 @@ class DebugTunnel:
 
     def __init__(self, rank: ProcMesh, on_message: Callable[[Message], None], on_end: Callable[[str], None]) -> None:
         """rank: a mesh of one rank. Begins the session, which ends any other of that rank. Raises: DebugError."""
+        _check_alive(rank)
         self._rank, self._on_message, self._on_end = rank, on_message, on_end
         self._id = secrets.token_hex(8)
         self._written = 0
@@ -140,9 +142,15 @@ def _ask(rank: ProcMesh, endpoint: str, *args: object, timeout_s: float) -> Any:
         return None
 
 
+def _check_alive(rank: ProcMesh) -> None:
+    if rank.lost:
+        raise DebugError(rank.ranks[0], "it has ended; bring it back: %mesh heal")
+
+
 def _check(rank: ProcMesh, answer: Any) -> Any:
     number = rank.ranks[0]
     if answer is None:
+        _check_alive(rank)
         raise DebugError(number, "it does not answer; look: %mesh stacks")
     if answer["problem"]:
         python = answer.get("python")

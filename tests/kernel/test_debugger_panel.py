@@ -130,3 +130,17 @@ def test_the_panel_is_the_notebooks_own_without_a_rank(panel: Panel) -> None:
     assert panel.ask("evaluate", expression="rank", frameId=frame, context="repl")["body"]["result"] == "1"
     panel.ask("disconnect")
     assert panel.reply(cell)["status"] == "ok"
+
+
+def test_the_panel_moves_to_another_rank_with_its_breakpoints(panel: Panel) -> None:
+    panel.do("%mesh debug 1")
+    panel.attach()
+    panel.set_breakpoint(CELL, 4)
+    assert "the debugger panel is there, with its breakpoints" in panel.do("%mesh debug 0")
+    assert panel.ask("debugInfo")["body"]["isStarted"]
+    cell = panel.run(CELL)
+    thread = panel.event("stopped")["threadId"]
+    frame = panel.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]["id"]
+    assert panel.ask("evaluate", expression="rank", frameId=frame, context="repl")["body"]["result"] == "0"
+    panel.ask("disconnect")
+    assert panel.reply(cell)["status"] == "ok"

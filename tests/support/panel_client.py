@@ -18,6 +18,7 @@ class Panel:
         self._number = 0
         self.events: list[dict[str, Any]] = []
         self.output = ""
+        self._idle: set[str] = set()
 
     def ask(self, command: str, *, fails: bool = False, **arguments: Any) -> dict[str, Any]:
         """The response to one request."""
@@ -65,6 +66,8 @@ class Panel:
             message = self._client.iopub_channel.get_msg(timeout=1)
             if message["msg_type"] == "debug_event":
                 self.events.append(message["content"])
+            elif message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                self._idle.add(message["parent_header"].get("msg_id"))
             elif message["msg_type"] == "stream":
                 self.output += message["content"]["text"]
             elif message["msg_type"] == "error":
@@ -80,8 +83,9 @@ class Panel:
         while True:
             reply = self._client.get_shell_msg(timeout=max(0.1, deadline - time.monotonic()))
             if reply["parent_header"].get("msg_id") == request:
-                for _ in range(20):
-                    self.read_iopub(0.05)
+                while request not in self._idle:
+                    assert time.monotonic() < deadline, self.output
+                    self.read_iopub(0.2)
                 return dict(reply["content"])
 
     def do(self, cell: str) -> str:

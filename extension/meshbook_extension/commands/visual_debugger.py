@@ -39,7 +39,8 @@ def debug(session: Session, arguments: Arguments) -> None:
         raise DEBUG.refuse(f'"{word}" is no rank: say which one, by its number.')
     mesh = session.mesh().base()
     rank = mesh.select([int(word)])
-    _stop(session)
+    if session.debugged is not None:
+        session.debugged.close(keep_panel=True)
     session.debugged = DebugTarget(getattr(session.shell, "kernel", None), rank)
     print(_describe(session.debugged))
 
@@ -66,6 +67,8 @@ def _describe(target: DebugTarget) -> str:
         panel = "  no debugger panel here: this kernel has none, or misses debugpy"
     elif target.switch.is_notebooks:
         panel = "  the panel is on for the notebook's own process: press its bug button twice to bring it to the rank"
+    elif target.is_attached:
+        panel = "  the debugger panel is there, with its breakpoints"
     else:
         panel = "  press the bug button in the notebook's toolbar, set breakpoints in %%mesh cells, run them"
     return "\n".join(

@@ -6,9 +6,10 @@ All of it runs on the loop of ipykernel's control thread; messages of the rank c
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,9 @@ class RankPanel:
         self._breakpoints: dict[str, list[Message]] = {}
         self._references: dict[str, int] = {}
         """Files that only the rank has, by the number under which it gives their text."""
+        self._requests: dict[str, Message] = {}
+        """Those that made the session what it is, in order: for `go_on_from`."""
+        self._is_moving = False
         self._stopped: list[int] = []
         self._initialized = asyncio.Event()
         self._sender = ThreadPoolExecutor(1, "meshbook.panel")
@@ -68,11 +72,34 @@ class RankPanel:
     async def process_request(self, message: Message) -> Message:
         """Answer one request of the panel; a failure is an answer too."""
         self._loop = asyncio.get_running_loop()
+        if message["command"] in ("initialize", "attach"):
+            self._requests[message["command"]] = message
         handler = self._handlers.get(message["command"], self._forward)
         try:
             return await handler(message)
         except (DebugError, MeshError) as error:
             return answer(message, failure=str(error))
+
+    def go_on_from(self, other: RankPanel, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Bring the session that the panel has on another rank here, with its breakpoints. On the main thread.
+
+        Raises: DebugError; the panel is off then.
+        """
+        requests, other._is_moving = tuple(other._requests.values()), True
+        other.close()
+        moving = asyncio.run_coroutine_threadsafe(self._repeat(requests), other._loop)
+        try:
+            moving.result(timeout_s)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            raise DebugError(self._rank.ranks[0], "the panel could not be brought there in time") from None
+        finally:
+            moving.cancel()
+
+    async def _repeat(self, requests: Sequence[Message]) -> None:
+        for request in requests:
+            response = await self.process_request(request)
+            if not response.get("success"):
+                raise DebugError(self._rank.ranks[0], response.get("message", "no reason given"))
 
     def close(self) -> None:
         """End the session, on any thread; the rank goes on."""
@@ -132,14 +159,15 @@ class RankPanel:
         if self._stopped:
             self._stopped = []
             self._publish(_event("continued", {"threadId": 1, "allThreadsContinued": True}))
-        self._publish(_event("terminated", {}))
+        if not self._is_moving:
+            self._publish(_event("terminated", {}))
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
     async def _initialize(self, message: Message) -> Message:
         if not self.is_started:
             self._initialized.clear()
-            self._breakpoints, self._stopped = {}, []
+            self._requests, self._breakpoints, self._stopped = {"initialize": message}, {}, []
             open_tunnel = lambda: DebugTunnel(self._rank, self._on_message, self._on_end)  # noqa: E731
             self._tunnel = await self._loop.run_in_executor(self._sender, open_tunnel)
             Path(panel_folder()).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -164,6 +192,7 @@ class RankPanel:
 
     async def _set_breakpoints(self, message: Message) -> Message:
         path = message["arguments"]["source"]["path"]
+        self._requests[path] = message
         response = await self._forward(message)
         if response["success"]:
             self._breakpoints[path] = [

@@ -41,10 +41,16 @@ class DebuggerSwitch:
         return bool(self._own.is_started)
 
     def point_at(self, rank: ProcMesh | None) -> None:
-        """Send the next session of the panel to this rank; with None to the notebook's process. Ends one on a rank."""
-        if self.panel is not None:
-            self.panel.close()
+        """Send the panel to this rank, with the session that it has on another; with None to the notebook's process.
+
+        Raises: DebugError.
+        """
+        before = self.panel
         self.panel = None if rank is None else RankPanel(rank, self._kernel._publish_debug_event)
+        if before is not None and before.is_started and self.panel is not None:
+            self.panel.go_on_from(before)
+        elif before is not None:
+            before.close()
 
     async def process_request(self, message: Message) -> Message:
         """Answer a request of the panel."""

@@ -21,10 +21,10 @@ class DebugTarget:
         """rank: a mesh of one rank. Raises: DebugError if no debugger can run there; OSError without a port."""
         prepare(rank)
         self.rank = rank
-        self.door = DebugDoor(functools.partial(DebugTunnel, rank))
         self.switch = DebuggerSwitch.of(kernel)
         if self.switch is not None:
             self.switch.point_at(rank)
+        self.door = DebugDoor(functools.partial(DebugTunnel, rank))
 
     @property
     def is_attached(self) -> bool:
@@ -37,8 +37,8 @@ class DebugTarget:
         watched = self.is_attached and procs.name == self.rank.name and self.rank.ranks[0] in procs.ranks
         return rank_name(text) if watched else ""
 
-    def close(self) -> None:
-        """The rank goes on without a debugger, and the panel is the notebook's again."""
-        if self.switch is not None:
+    def close(self, *, keep_panel: bool = False) -> None:
+        """The rank goes on without a debugger, and the panel is the notebook's again, unless it is to move on."""
+        if self.switch is not None and not keep_panel:
             self.switch.point_at(None)
         self.door.close()
