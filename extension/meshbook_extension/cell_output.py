@@ -270,11 +270,10 @@ class CellOutput:
         for _, event in self._stops:
             if not event.stop.seen:
                 event.stop.seen = True
-                places.setdefault(event.place, []).append(event.rank)
+                places.setdefault(event.stop.words, []).append(event.rank)
         self._stops.clear()
         self._notes += [
-            Text("stderr", f"{name_ranks(ranks)} stopped at {place}{self.stops_where}\n")
-            for place, ranks in places.items()
+            Text("stderr", f"{name_ranks(ranks)} {words}{self.stops_where}\n") for words, ranks in places.items()
         ]
 
     def _show_updates(self) -> None:

@@ -88,8 +88,8 @@ def _describe_lost(mesh: ProcMesh) -> list[str]:
 
 def _describe_stopped(mesh: ProcMesh) -> list[str]:
     stopped = mesh.stops.of(mesh.stopped())
-    places = {stop.at.place: [r for r in stopped if stopped[r].at.place == stop.at.place] for stop in stopped.values()}
-    return [f"{name_ranks(ranks)} stopped at {place}; look: %mesh pdb" for place, ranks in places.items()]
+    places = {stop.words: [r for r in stopped if stopped[r].words == stop.words] for stop in stopped.values()}
+    return [f"{name_ranks(ranks)} {words}; look: %mesh pdb" for words, ranks in places.items()]
 
 
 def _cell_of(session: Session, call: AdoptedCall, mesh: ProcMesh) -> RunningCell:

@@ -26,7 +26,7 @@ class ConsoleOutput:
             self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}\n")
         elif isinstance(event, RankStopped) and not event.stop.seen:
             event.stop.seen = True
-            self._write("stderr", f"rank {event.rank} stopped at {event.place}\n")
+            self._write("stderr", f"rank {event.rank} {event.stop.words}\n")
         elif isinstance(event, Notice):
             self._write("stderr", f"{event.text}\n")
         elif isinstance(event, DisplayData) and not event.is_result and (text := event.data.get("text/plain")):

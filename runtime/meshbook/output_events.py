@@ -53,7 +53,6 @@ class RankStopped(NamedTuple):
     """The rank waits at a prompt of pdb; ``stop.seen`` once a person knows."""
 
     rank: int
-    place: str
     stop: Stop
     cell_id: int
 

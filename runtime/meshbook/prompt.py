@@ -16,7 +16,6 @@ from meshbook.wording import format_ranks, name_ranks
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
-    from meshbook.stops import Stop
 
 HELP = """\
 Beside pdb's own commands, this prompt knows:
@@ -121,7 +120,7 @@ class DebugPrompt:
         for rank, stop in self._stops.of(self.procs.ranks).items():
             if not stop.seen:
                 stop.seen = True
-                places.setdefault(_words(stop), []).append(rank)
+                places.setdefault(stop.words, []).append(rank)
         if places:
             self._terminal.say("\n".join(f"{name_ranks(ranks)} {words}" for words, ranks in places.items()))
 
@@ -182,7 +181,7 @@ class DebugPrompt:
         if rank not in stopped:
             raise UsageError(f"rank {rank} is not stopped; {name_ranks(stopped)} {_are(stopped)}. See them all: ranks")
         self._stops.take_text(rank)
-        self._terminal.say(f"rank {rank} {_words(stopped[rank])}")
+        self._terminal.say(f"rank {rank} {stopped[rank].words}")
         self._go_to(rank)
 
     def _cast(self, rest: str) -> None:
@@ -272,10 +271,6 @@ class DebugPrompt:
         labels = {what: f"[{format_ranks(ranks)}]" for what, ranks in lines.items()}
         width = max(map(len, labels.values()))
         return "\n".join(f"  {label:{width}}  {what}" for what, label in labels.items())
-
-
-def _words(stop: Stop) -> str:
-    return f"post-mortem of {stop.at.why}, at {stop.at.place}" if stop.at.why else f"stopped at {stop.at.place}"
 
 
 def _by_value(places: Mapping[int, str]) -> dict[str, list[int]]:

@@ -25,6 +25,11 @@ class Stop:
         self.seen = False
         """Whether a person was told."""
 
+    @property
+    def words(self) -> str:
+        """``stopped at cell 7, line 5``"""
+        return f"post-mortem of {self.at.why}, at {self.at.place}" if self.at.why else f"stopped at {self.at.place}"
+
 
 class Stops:
     """Written under the turn; read, and waited for, by any thread."""

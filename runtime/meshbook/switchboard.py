@@ -274,7 +274,7 @@ class Switchboard:
         with self._holding_deadlines(mesh):
             stop = mesh.stops.take(message.rank, message.at, message.output)
         if stop is not None:
-            event = RankStopped(message.rank, message.at.place, stop, message.output)
+            event = RankStopped(message.rank, stop, message.output)
             self.calls.tell(message.output, event)
 
     @contextlib.contextmanager

@@ -228,7 +228,7 @@ def test_a_call_that_is_waited_for_brings_the_person_to_its_prompt(mesh4: ProcMe
     script = Script("p value", "value = 8", "c")
     set_attendant(Person(script))
     assert list(mesh4.execute(stop_on_one, 2, 5).get(ENOUGH_S).values()) == [5, 5, 8, 5]
-    assert "[2] 5\n" in script.shown and "rank 2 stopped at test_rank_debugger.py" in script.shown
+    assert "[2] -> breakpoint()\n[2] (Pdb) p value\n[2] 5\n" in script.shown
 
 
 def test_a_prompt_that_was_left_is_found_again(mesh4: ProcMesh) -> None:
@@ -270,7 +270,7 @@ def test_postmortem_has_the_frames_of_the_last_error(mesh4: ProcMesh) -> None:
     view.stops.wait_for(lambda: len(view.stops.of([0, 1])) == 2, ENOUGH_S)
     DebugPrompt(view, script, post_mortem=True).attend(future.done, first=1)
     future.get(ENOUGH_S)
-    assert "rank 1 post-mortem of ValueError: bad, at " in script.shown
+    assert "[1] -> if rank == 1: raise ValueError('bad')\n[1] (Pdb) p shard\n[1] 3\n" in script.shown
     assert "[1] (Pdb) cast p shard\n[0] 3\n[1] 3\n" in script.shown
 
 
