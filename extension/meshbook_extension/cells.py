@@ -80,21 +80,14 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     if arguments.wants_help:
         print(MESH_CELL.help())
         return
-    out = arguments.text("--out")
-    if out is not None:
-        check_identifier(out, "--out")
-    if not code.strip():
-        raise UsageError("the cell is empty: write code below the %%mesh line.")
+    _check(arguments, code)
     cell_number = _cell_number(session)
     whole = _whole_cell(session)
     line_offset = _lines_above(whole, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
-    if arguments.flag("--setup") and (arguments.flag("--async") or arguments.words):
-        other = "--async" if arguments.flag("--async") else "the name of a slice; write its axes"
-        raise MESH_CELL.refuse(f"--setup does not go with {other}.", "--setup")
     debug_name = session.debugged.name_cell(procs, whole) if session.debugged is not None else ""
-    profile = _profile(arguments, cell_number)
+    profile = CellProfile(cell_number, arguments.text(TRACE.name)) if _is_profiled(arguments) else None
     cell = start(
         session,
         procs,
@@ -108,9 +101,9 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     if arguments.flag("--async"):
         _leave_running(session, cell, arguments)
         return
-    timeout_s, show_time = arguments.number("--timeout"), arguments.flag("--time")
+    out, timeout_s = arguments.text("--out"), arguments.number("--timeout")
     try:
-        wait_for(session, cell, out=out, timeout_s=timeout_s, show_time=show_time, profile=profile)
+        wait_for(session, cell, out=out, timeout_s=timeout_s, show_time=arguments.flag("--time"), profile=profile)
     except CellLeft:
         _leave_running(session, cell, arguments)
         return
@@ -119,13 +112,21 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
         session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
 
 
-def _profile(arguments: Arguments, cell_number: int) -> CellProfile | None:
-    path = arguments.text(TRACE.name)
-    if path is None and not arguments.flag("--profile"):
-        return None
-    if arguments.flag("--async"):
+def _check(arguments: Arguments, code: str) -> None:
+    """Raises: UsageError for what does not go together, or is nothing."""
+    if (out := arguments.text("--out")) is not None:
+        check_identifier(out, "--out")
+    if not code.strip():
+        raise UsageError("the cell is empty: write code below the %%mesh line.")
+    if arguments.flag("--setup") and (arguments.flag("--async") or arguments.words):
+        other = "--async" if arguments.flag("--async") else "the name of a slice; write its axes"
+        raise MESH_CELL.refuse(f"--setup does not go with {other}.", "--setup")
+    if _is_profiled(arguments) and arguments.flag("--async"):
         raise MESH_CELL.refuse("--profile does not go with --async.", "--profile")
-    return CellProfile(cell_number, path)
+
+
+def _is_profiled(arguments: Arguments) -> bool:
+    return arguments.flag("--profile") or arguments.text(TRACE.name) is not None
 
 
 def run_profiled(session: Session, procs: ProcMesh, code: str, path: str | None) -> None:

@@ -165,11 +165,13 @@ def take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
 
     base_s: for each rank the time of its clock (as `time.time`) that becomes 0. max_events: the most that travel.
     """
+    collects = gc.isenabled()
     gc.disable()  # so many objects, and no garbage among them
     try:
         return _take(name, base_s, max_events)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def _take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
