@@ -186,3 +186,35 @@ def test_bootstrap_runs_in_every_process_first() -> None:
     with this_host().spawn_procs({"gpus": 2}, name="set", group=False, bootstrap=mark_process) as mesh:
         assert mesh.evaluate("__import__('os').environ['MARK']").get(20).values() == ["marked"] * 2
         mesh.stop("done with it").get()
+
+
+# ---- across hosts ----------------------------------------------------------------------------------------------------
+
+
+def test_actors_of_other_hosts_are_called_as_those_of_this_one(mesh2x2: ProcMesh) -> None:
+    counters = mesh2x2.spawn("counters", Counter, 10)
+    relays = mesh2x2.spawn("relays", Relay, counters)
+    assert relays.add_everywhere.call(1).get(30).values()[0] is not None
+    assert counters.get.call().get(20).values() == [14] * 4
+    answers = relays.add_one.call(counters.slice(hosts=1, gpus=0), 1, 20).get(60).values()
+    assert sorted(value for answer in answers for value in answer) == list(range(15, 95))
+    parent = mesh2x2.slice(hosts=0, gpus=0).spawn("parent", Parent)
+    children = parent.spawn_on.call_one(mesh2x2.slice(hosts=1)).get(20)
+    assert children.add.call(1).get(20).values() == [6, 6]
+
+
+def test_a_ball_crosses_hosts(mesh2x2: ProcMesh) -> None:
+    left = mesh2x2.slice(hosts=0, gpus=0).spawn("left", PingPong)
+    right = mesh2x2.slice(hosts=1, gpus=1).spawn("right", PingPong)
+    port, receiver = Channel[list[int]].open()
+    right.join.call_one(left, port).get(20)
+    left.start.call_one(right, 100, port).get(20)
+    assert receiver.recv().get(20) == list(range(100, -1, -2))
+
+
+def test_an_actor_on_one_host_is_told_of_deaths_on_another(mesh2x2: ProcMesh) -> None:
+    parent = mesh2x2.slice(hosts=0, gpus=0).spawn("parent", Parent)
+    children = parent.spawn_on.call_one(mesh2x2.slice(hosts=1)).get(20)
+    children.slice(gpus=1).die.broadcast()
+    wait_until(lambda: parent.reports.call_one().get(20) == ["children (3,) children"])
+    assert children.slice(gpus=0).add.call_one(1).get(20) == 6
