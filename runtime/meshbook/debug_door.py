@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from meshbook.debug_messages import Message, MessageReader, answer, pack
 from meshbook.debug_tunnel import DebugTunnel
 from meshbook.errors import DebugError, PeerProtocolError
+from meshbook.side_threads import hide_from_debuggers
 
 HOST = "127.0.0.1"
 TOKEN = "meshbookToken"
@@ -67,6 +68,7 @@ class DebugDoor:
         self._strangers = 0
         self._closed = False
         self._threads = [threading.Thread(target=self._accept, name="meshbook.door", daemon=True)]
+        hide_from_debuggers(self._threads[0])
         self._threads[0].start()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -99,6 +101,7 @@ class DebugDoor:
                 self._open.add(sock)
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             thread = threading.Thread(target=self._serve, args=(sock,), name="meshbook.editor", daemon=True)
+            hide_from_debuggers(thread)
             self._threads.append(thread)
             thread.start()
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from meshbook.side_threads import hide_from_debuggers
 from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ _SETTINGS = {
 }
 """What pydevd reads from the environment when it is imported."""
 
+_watches_forks = threading.Event()
 _changing = threading.Lock()
 """Held while a session begins or ends: pydevd is one per process."""
 
@@ -73,8 +75,7 @@ class DebugSession:
         self._started = threading.Event()
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name="meshbook.debug", daemon=True)
-        self._thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
-        self._thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        hide_from_debuggers(self._thread)
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S) or self._failure:
             self.end("it did not start")
@@ -196,11 +197,24 @@ def load_pydevd() -> Any:
     os.environ.update(ours)
     try:
         importlib.import_module("debugpy.server.api")  # puts its own pydevd in place
-        return importlib.import_module("pydevd")
+        pydevd = importlib.import_module("pydevd")
     finally:
         sys.breakpointhook = hook
         for name in ours:
             del os.environ[name]
+    if not _watches_forks.is_set():
+        _watches_forks.set()
+        os.register_at_fork(after_in_child=lambda: _leave_child(pydevd))
+    return pydevd
+
+
+def _leave_child(pydevd: Any) -> None:
+    """A process that the rank has forked (a DataLoader's worker) has no debugger: nobody could let it go on."""
+    tracer = pydevd.get_global_debugger()
+    if tracer is not None:
+        tracer.pydb_disposed = True
+        tracer.disable_tracing()
+        pydevd.set_global_debugger(None)
 
 
 def hidden_folders() -> list[str]:

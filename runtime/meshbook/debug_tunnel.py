@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook.debug_messages import Message, MessageReader, pack
 from meshbook.debug_server import PIECE_MAX_BYTES, START_TIMEOUT_S, WAIT_MAX_S
 from meshbook.errors import DebugError, MeshError
+from meshbook.side_threads import hide_from_debuggers
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
@@ -45,6 +46,7 @@ class DebugTunnel:
         self.hidden: tuple[str, ...] = tuple(answer["hidden"])
         """Folders on the rank's host whose code need not be seen."""
         self._thread = threading.Thread(target=self._receive, name="meshbook.tunnel", daemon=True)
+        hide_from_debuggers(self._thread)
         self._thread.start()
 
     def send(self, message: Message) -> None:

@@ -28,8 +28,7 @@ def run_aside(job: Job) -> None:
     if jobs is None:
         jobs = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(jobs,), name="meshbook.aside", daemon=True)
-        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # it goes on while a debugger stops the others
-        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        hide_from_debuggers(thread)
         thread.start()
     jobs.put(job)
 
@@ -49,6 +48,12 @@ def _serve(jobs: queue.SimpleQueue[Job]) -> None:
         del job  # it may hold tensors
         with _lock:
             _idle.append(jobs)
+
+
+def hide_from_debuggers(thread: threading.Thread) -> None:
+    """Have the thread go on, untraced, while a debugger stops the others."""
+    thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+    thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
 
 
 class Lane:

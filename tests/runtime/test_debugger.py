@@ -248,3 +248,18 @@ def test_a_rank_on_another_host_is_reached_through_the_controller(mesh2x2: ProcM
     assert client.ask("evaluate", expression=f"len({long})", frameId=frame)["body"]["result"] == "200000"
     client.ask("disconnect")
     assert cell.future.get(60).values() == [4, 104, 204, 304]
+
+
+def test_a_process_that_the_rank_forks_has_no_debugger(mesh4: ProcMesh, attach) -> None:
+    client, _ = attach(mesh4, 1)
+    stop_at(client, 3)
+    code = (
+        "def work():\n    return rank\n"
+        "import os\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    os._exit(40 + work())\n"
+        "os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])"
+    )
+    assert start(mesh4, code).future.get(60).values() == [40, 41, 42, 43]
+    start(mesh4, "def work():\n    return rank\nwork()")
+    client.event("stopped")
