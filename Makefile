@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: setup fix check test test-all notebooks bench bench-peers faults demo lab
+.PHONY: setup fix check test test-all test-ipykernels notebooks bench bench-peers faults demo lab
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -31,6 +31,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "" $(ARGS)
+
+# The tests that depend on how ipykernel takes its messages, under other versions of it; each downloads 120 kB.
+test-ipykernels: $(READY)
+	$(BIN)/python tests/support/other_ipykernel.py 7.3.0 $(ARGS)
+	$(BIN)/python tests/support/other_ipykernel.py 6.29.5 $(ARGS)
 
 notebooks: $(READY)
 	$(BIN)/python -m pytest tests/notebooks $(ARGS)

@@ -12,6 +12,7 @@ from meshbook.prompt import DebugPrompt
 from meshbook.wording import name_ranks
 from meshbook_extension.publish import parent_of
 from meshbook_extension.targets import choose
+from meshbook_extension.waiting import run_tasks
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
@@ -69,6 +70,7 @@ def _read_line(kernel: Any, prompt: str, is_open: Callable[[], bool]) -> str | N
     content = {"prompt": prompt, "password": False}
     session.send(socket, "input_request", content, kernel.get_parent("shell"), ident=kernel._parent_ident["shell"])
     while is_open():
+        run_tasks()
         if socket.poll(POLL_S * 1000):
             ident, reply = session.recv(socket)
             if (ident, reply) != (None, None):

@@ -39,7 +39,7 @@ def wait_until_done(
             return True
         if deadline is not None and clock() >= deadline:
             return False
-        _run_tasks()
+        run_tasks()
         if on_step is not None:
             on_step()
 
@@ -49,9 +49,10 @@ def pause(duration_s: float) -> None:
     deadline = time.monotonic() + duration_s
     while (left_s := deadline - time.monotonic()) > 0:
         time.sleep(min(STEP_S, left_s))
-        _run_tasks()
+        run_tasks()
 
 
-def _run_tasks() -> None:
+def run_tasks() -> None:
+    """What is to be done at each step of a wait."""
     for task in WHILE_WAITING:
         task()

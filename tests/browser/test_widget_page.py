@@ -41,7 +41,7 @@ def live_of(sizes: Mapping[str, int], **options: Any) -> dict[str, Any]:
         "phase": "live",
         "note": "",
         "tick_s": 1.0,
-        "actions": ["interrupt", "stacks", "logs", "heal"],
+        "actions": ["interrupt", "stacks", "pdb", "logs", "heal"],
         "history": history.live(),
     }
 
@@ -128,6 +128,26 @@ def test_charts_tell_memory_traffic_and_gpus_in_words_too(page: Page) -> None:
 def test_charts_without_anything_to_show_are_left_out(page: Page) -> None:
     load(page, {"gpus": 1}, calm=True)
     assert page.locator(".mb-chart:visible").count() == 1
+
+
+def test_what_a_button_brought_can_be_copied(page: Page) -> None:
+    load(page, {"hosts": 8, "gpus": 8})
+    assert page.locator("button[data-action=pdb][data-urgent=P]").count() == 1
+    page.evaluate(
+        """() => {
+          window.copied = [];
+          const clipboard = { writeText: async (text) => window.copied.push(text) };
+          Object.defineProperty(navigator, 'clipboard', { value: clipboard, configurable: true });
+          window.model.tell('msg:custom', { kind: 'answer', title: 'pdb', text: 'type x', copied: 'x' });
+        }"""
+    )
+    page.locator("button", has_text="Copy").click()
+    page.locator("button", has_text="Copied").wait_for()
+    assert page.evaluate("() => window.copied") == ["x"]
+    page.evaluate("() => window.model.tell('msg:custom', { kind: 'answer', title: 'Logs', text: 'line' })")
+    page.locator("button", has_text="Copy").click()
+    page.locator("button", has_text="Copied").wait_for()
+    assert page.evaluate("() => window.copied") == ["x", "line"]
 
 
 def test_it_says_when_it_can_be_seen_and_when_not(page: Page) -> None:

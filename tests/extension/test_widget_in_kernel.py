@@ -82,6 +82,14 @@ class FrontEnd:
         psutil.wait_procs(family, timeout=15)
 
 
+def press(front: FrontEnd, model: str, action: str, ranks: list[int]) -> dict[str, Any]:
+    """Press a button; returns the answer."""
+    before = len(front.answers(model))
+    front.send(model, {"kind": "act", "action": action, "ranks": ranks})
+    front.until(lambda: len(front.answers(model)) > before)
+    return front.answers(model)[-1]
+
+
 def _is_idle(message: dict[str, Any], request: str) -> bool:
     return (
         message["msg_type"] == "status"
@@ -263,6 +271,29 @@ def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
     assert (error["ranks"], error["text"]) == ("2", "ValueError: bad <b>shard</b>")
     front.wait_for(request)
     front.send(model, {"kind": "look", "view": "c", "visible": False})
+
+
+def test_the_pdb_button_stops_a_rank_in_the_running_cell_and_tells_of_stopped_ones(front: FrontEnd, model: str) -> None:
+    front.send(model, {"kind": "look", "view": "k", "visible": True})
+    request = front.client.execute(
+        "%%mesh\nimport time\ngoes_on = True\nwhile goes_on and rank == 2:\n    time.sleep(0.05)", allow_stdin=True
+    )
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIBI", timeout_s=20)
+    told = press(front, model, "pdb", [2])
+    assert told["text"].startswith("rank 2 stops at the next line of your code; the prompt opens below cell ")
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIPI", timeout_s=20)
+    assert front.client.get_stdin_msg(timeout=TIMEOUT_S)["msg_type"] == "input_request"
+    told = press(front, model, "pdb", [])
+    assert told["text"].startswith("rank 2 stopped at cell ") and "; the prompt is open below cell " in told["text"]
+
+    front.client.input("detach")
+    front.wait_for(request)
+    told = press(front, model, "pdb", [])
+    assert told["copied"] == "%mesh pdb rank=2" and told["text"].endswith(told["copied"])
+    front.run("%mesh pdb --cast 'goes_on = False'\n%mesh pdb --cast c")
+    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=20)
+    assert "nothing runs on ranks 0-3" in press(front, model, "pdb", [])["text"]
+    front.send(model, {"kind": "look", "view": "k", "visible": False})
 
 
 @pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook"])

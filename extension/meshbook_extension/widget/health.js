@@ -15,7 +15,7 @@ const STATES = {
   I: ["idle", "I"],
 };
 const ORDER = Object.keys(STATES);
-const ACTIONS = { interrupt: "Interrupt", stacks: "Stacks", logs: "Logs", heal: "Heal" };
+const ACTIONS = { interrupt: "Interrupt", stacks: "Stacks", pdb: "pdb", logs: "Logs", heal: "Heal" };
 const LOOK_AGAIN_MS = 10_000;
 const LARGE = 64; // up to here each rank has a tile with its number
 const SINGLE = 256; // up to here each rank has a tile
@@ -276,13 +276,15 @@ class HealthView {
     this.answerTitle = make("b");
     this.answerText = make("pre");
     this.answerText.tabIndex = 0;
-    const close = make("button", "mb-close", "Close");
-    close.type = "button";
+    this.copyButton = make("button", "mb-plain", "Copy");
+    this.copyButton.onclick = () => this.copy();
+    const close = make("button", "mb-plain", "Close");
     close.onclick = () => {
       this.memory.answer = null;
       this.showAnswer();
     };
-    this.answer = make("section", "mb-answer", make("header", "", this.answerTitle, close), this.answerText);
+    for (const button of [this.copyButton, close]) button.type = "button";
+    this.answer = make("section", "mb-answer", make("header", "", this.answerTitle, this.copyButton, close), this.answerText);
     this.answer.setAttribute("aria-live", "polite");
     this.note = make("div", "mb-note");
     this.places = make("ul", "mb-places");
@@ -352,8 +354,17 @@ class HealthView {
 
   onMessage(message) {
     if (message?.kind !== "answer") return;
-    this.memory.answer = { title: String(message.title), text: String(message.text) };
+    this.memory.answer = { title: String(message.title), text: String(message.text), copied: String(message.copied || message.text) };
     this.showAnswer();
+  }
+
+  async copy() {
+    try {
+      await navigator.clipboard.writeText(this.memory.answer.copied);
+      setText(this.copyButton, "Copied");
+    } catch {
+      getSelection().selectAllChildren(this.answerText); // a page without the right to copy: by the person's own keys
+    }
   }
 
   showAnswer() {
@@ -361,6 +372,7 @@ class HealthView {
     this.answer.hidden = !answer;
     setText(this.answerTitle, answer?.title ?? "");
     setText(this.answerText, answer?.text ?? "");
+    setText(this.copyButton, "Copy");
   }
 
   // ---- drawing
@@ -435,8 +447,8 @@ class HealthView {
     const working = this.live.cells.length > 0 || ["B", "C", "X", "P", "T", "U"].some((letter) => counts[letter]);
     for (const button of this.buttons.children) {
       const action = button.dataset.action;
-      button.disabled = this.live.phase === "ended" || (action === "interrupt" && !working) || (action === "heal" && !counts.D);
-      button.dataset.urgent = String(action === "heal" && Boolean(counts.D));
+      button.disabled = this.live.phase === "ended" || (["interrupt", "pdb"].includes(action) && !working) || (action === "heal" && !counts.D);
+      button.dataset.urgent = action === "heal" && counts.D ? "D" : action === "pdb" && counts.P ? "P" : "";
       const chosen = this.chosenRanks();
       button.title = chosen.length && action !== "interrupt" && action !== "heal" ? `${ACTIONS[action]}: ${nameRanks(chosen)}` : ACTIONS[action];
     }
@@ -568,7 +580,7 @@ class HealthView {
     if (!this.live) return;
     const tile = this.shown ?? this.memory.member ?? this.memory.chosen ?? (this.layout.pids.length === 1 ? { from: 0, to: 1 } : null);
     if (!tile || tile.to > this.live.states.length) {
-      this.detail.replaceChildren(make("h4", "", "No rank chosen"), make("p", "", "Point at a tile to see its rank; click to keep it. Stacks and Logs then mean that rank."));
+      this.detail.replaceChildren(make("h4", "", "No rank chosen"), make("p", "", "Point at a tile to see its rank; click to keep it. Stacks, pdb and Logs then mean that rank."));
       return;
     }
     const rows = tile.to - tile.from === 1 ? this.rankRows(tile.from) : this.blockRows(tile);

@@ -25,6 +25,8 @@ class Answer(NamedTuple):
 
     title: str
     text: str
+    copied: str = ""
+    """What the button Copy copies; empty for the text."""
 
 
 class Source(Protocol):
@@ -34,7 +36,7 @@ class Source(Protocol):
         """The mesh, now. Raises: MeshError where it cannot be known any more."""
 
     def actions(self) -> Sequence[str]:
-        """The buttons: of interrupt, stacks, logs, heal."""
+        """The buttons: of interrupt, stacks, pdb, logs, heal."""
 
     def act(self, action: str, ranks: Sequence[int]) -> Answer:
         """Do what a button says, on ``ranks`` where the person has chosen some. Raises: MeshError."""
@@ -103,7 +105,7 @@ class HealthWidget(anywidget.AnyWidget):
             answer = self._source.act(action, ranks)
         except (MeshError, TimeoutError) as error:
             answer = Answer(f"{action} failed", str(error))
-        self.send({"kind": "answer", "action": action, "title": answer.title, "text": answer.text})
+        self.send({"kind": "answer", "action": action} | answer._asdict())
         with self._changed:
             self._changed.notify()  # show what has changed without waiting for the next tick
 

@@ -70,7 +70,7 @@ class MeshSource:
 
     def actions(self) -> Sequence[str]:
         """The buttons, from left to right."""
-        return ("interrupt", "stacks", "logs", "heal")
+        return ("interrupt", "stacks", "pdb", "logs", "heal")
 
     def act(self, action: str, ranks: Sequence[int]) -> Answer:
         """Raises: MeshError."""
@@ -83,6 +83,8 @@ class MeshSource:
             return self._heal()
         if action == "stacks":
             return Answer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks()))
+        if action == "pdb":
+            return self._pdb(chosen, bool(known))
         return _logs(chosen)
 
     def _interrupt(self) -> Answer:
@@ -102,6 +104,31 @@ class MeshSource:
         names = ", ".join(cell.what for cell in cells)
         return Answer("Interrupt", f"{names} interrupted on {name_ranks(r for cell in cells for r in cell.waiting)}")
 
+    def _pdb(self, procs: ProcMesh, is_chosen: bool) -> Answer:
+        """A cell that waits for the ranks opens the prompt itself; else what to type is said, and can be copied."""
+        stopped = procs.stopped()
+        ranks = stopped or procs.busy
+        if not ranks:
+            raise UsageError(f"nothing runs on {name_ranks(procs.ranks)}. A breakpoint() in a cell stops ranks there.")
+        waiting = [
+            cell for cell in self._cells() if cell in self._session.foreground and set(cell.waiting) & set(ranks)
+        ]
+        typed = f"%mesh pdb rank={format_ranks(ranks)}"
+        if not stopped:
+            if len(ranks) > 1 and not is_chosen:
+                raise UsageError("choose the rank that is to stop first. A breakpoint() in a cell stops ranks there.")
+            if not waiting:
+                return Answer("pdb", f"{_stop(ranks)} at the next line of your code by\n\n    {typed}", typed)
+            procs.stops.left.difference_update(ranks)
+            procs.select(ranks).ask("pdb_break_in")
+            where = f"; the prompt opens below {waiting[0].what}"
+            return Answer("pdb", f"{_stop(ranks)} at the next line of your code{where}")
+        places = {place: None for one in procs.select(stopped).status() if (place := one.where)}
+        told = f"{name_ranks(stopped)} stopped at {', '.join(places)}"
+        if waiting and procs.stops.left.isdisjoint(stopped):
+            return Answer("pdb", f"{told}; the prompt is open below {waiting[0].what}")
+        return Answer("pdb", f"{told}. The prompt opens by\n\n    {typed}", typed)
+
     def _heal(self) -> Answer:
         """As ``%mesh heal``, but for the setup cells: those write to the notebook, and need its main thread."""
         notes: list[str] = []
@@ -113,6 +140,10 @@ class MeshSource:
             whose = "its" if len(repaired.ranks) == 1 else "their"
             notes.append(f"{name_ranks(repaired.ranks)} lost {whose} variables; run the cells that make them there")
         return Answer("Heal", "\n  ".join([str(repaired), *notes]))
+
+
+def _stop(ranks: Sequence[int]) -> str:
+    return f"{name_ranks(ranks)} {'stops' if len(ranks) == 1 else 'stop'}"
 
 
 def _now(cell: RunningCell, busy: dict[int, float]) -> CellNow:
