@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import inspect
 import re
@@ -59,11 +60,10 @@ def attribute_names(before: str, namespace: Mapping[str, Any]) -> tuple[str, lis
 
 def listed(thing: Any) -> list[Any]:
     """``dir``, of so many names only; those of the type where ``__dir__`` fails."""
-    try:
-        found = list(islice(dir(thing), NAMES_MAX))
-    except Exception:
-        found = []
-    return found + dir(type(thing))
+    for _ in range(2):  # the main thread may change what is being listed
+        with contextlib.suppress(Exception):
+            return [*islice(dir(thing), NAMES_MAX), *dir(type(thing))]
+    return dir(type(thing))
 
 
 def resolve(node: ast.expr, namespace: Mapping[str, Any]) -> Any:

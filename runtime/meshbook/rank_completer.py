@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import sys
 import warnings
 from collections.abc import Iterable
 from itertools import islice
@@ -157,6 +158,9 @@ def describe(shell: Any, code: str, cursor: int, detail: int) -> str:
 def _definition(thing: Any, inspector: Any, name: str) -> str:
     if not callable(thing):
         return ""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.nn.Module):  # ``__call__`` takes whatever ``forward`` takes
+        thing = thing.forward
     return str(inspector._getdef(thing, name) or "")
 
 

@@ -167,6 +167,7 @@ def test_shift_tab_shows_signature_docstring_and_source_of_what_is_on_the_ranks(
     text = front.inspect("%%mesh\naverage(")
     assert "average(values, weighting='equal')" in text and "The mean of values." in text
     assert "return sum(values)" in front.inspect("%%mesh\naverage", detail=1)
+    assert "model(input" in front.inspect("%%mesh\nmodel(")
     assert "shape (3,), torch.float32" in front.inspect("%%mesh\nweights")
     assert front.inspect_once("%%mesh\nnothing_of_that_name") == ""
     assert front.inspect_once("average") == ""
@@ -251,6 +252,39 @@ def test_the_notebooks_names_must_do_when_no_rank_answers(front: FrontEnd) -> No
     assert front.matches("%%mesh\nonly_on") == ["only_on_ranks"]
 
 
+def test_the_first_rank_of_the_target_answers(front: FrontEnd) -> None:
+    front.run("%%mesh rank=2\nonly_on_the_last = 1")
+    assert front.matches("%%mesh gpus=2\nonly_on_the") == front.matches("%%mesh rank=2\nonly_on_the")
+    assert front.matches("%mesh eval rank=2 only_on_the") == ["only_on_the_last"]
+    assert front.has_none("%%mesh gpus=0:2\nonly_on_the")
+
+
+def test_names_that_change_meanwhile_are_no_trouble(front: FrontEnd) -> None:
+    changing = "while True:\n    count += 1\n    globals()[f'changing_{count % 99}'] = count\n"
+    changing += "    settings[str(count)] = vars(raises)[f'a{count}'] = count\n"
+    changing += "    if count % 99 == 0:\n        settings.clear()\n        vars(raises).clear()"
+    front.run(f"%%mesh --async\ncount = 0\n{changing}")
+    try:
+        for code, expected in [("chang", "changing_1"), ("weights.res", "reshape"), ("raises.__d", "__dir__")] * 10:
+            assert expected in front.matches(f"%%mesh\n{code}")
+        front.matches("%%mesh\nsettings['")
+    finally:
+        front.run("%mesh interrupt")
+    front.run("%%mesh\nraises.how = 'raises'\nsettings.update(alpha=1)")
+
+
+def test_a_rank_that_has_ended_is_not_asked(front: FrontEnd) -> None:
+    front.run("%mesh spawn gpus=2 --name doomed --device cpu")
+    try:
+        front.run("%%mesh\nonly_on_doomed = 1")
+        assert front.matches("%%mesh\nonly_on_d") == ["only_on_doomed"]
+        front.run("import os; os.kill(get_ipython()._meshbook_session.mesh().status()[0].pid, 9)")
+        assert front.matches("%%mesh\nonly_on_d") == ["only_on_doomed"]
+    finally:
+        front.run("%mesh stop doomed")
+    assert front.matches("%%mesh\nonly_on_r") == ["only_on_ranks"]
+
+
 def test_objects_that_misbehave_when_looked_at_do_no_harm(front: FrontEnd) -> None:
     front.run("%%mesh\n5")
     assert front.has_none("%%mesh\nraises.")
@@ -304,6 +338,26 @@ def test_a_tab_is_answered_while_the_kernel_waits_for_a_cell(front: FrontEnd) ->
     finally:
         front.manager.interrupt_kernel()
         assert front.reply(request, TIMEOUT_S)["status"] == "error"
+
+
+def test_a_subshell_completes_what_is_the_notebooks_own_meanwhile(front: FrontEnd) -> None:
+    info = front.reply(front.client.kernel_info())
+    if "kernel subshells" not in info.get("supported_features", []):
+        pytest.skip("subshells came with ipykernel 7")
+    control, session = front.client.control_channel, front.client.session
+    control.send(session.msg("create_subshell_request"))
+    subshell = control.get_msg(timeout=TIMEOUT_S)["content"]["subshell_id"]
+    request = front.client.execute("%%mesh\ntime.sleep(30)", allow_stdin=False)
+    try:
+        for cell, expected in [("her", "here"), ("%%mesh\nonly_on_r", "only_on_ranks")]:
+            message = session.msg("complete_request", {"code": cell, "cursor_pos": len(cell)})
+            message["header"]["subshell_id"] = subshell
+            front.client.shell_channel.send(message)
+            assert expected in front.reply(message["header"]["msg_id"])["matches"]
+    finally:
+        control.send(session.msg("delete_subshell_request", {"subshell_id": subshell}))
+        front.manager.interrupt_kernel()
+        front.reply(request, TIMEOUT_S)
 
 
 def _states(front: FrontEnd, until: tuple[str, str]) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ about code for ranks, and about our own lines, need nothing of the main thread: 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,6 @@ from meshbook_extension.completion.typist import Typist
 from meshbook_extension.publish import parent_of
 from meshbook_extension.widget.busy_comms import BusyComms
 
-_LOG = logging.getLogger(__name__)
 _KINDS = {"complete_request": "complete_reply", "inspect_request": "inspect_reply"}
 
 
@@ -78,13 +76,9 @@ class BusyCompletion:
     def _reply(self, request: Mapping[str, Any]) -> dict[str, Any]:
         content = request["content"]
         code, cursor = content["code"], content["cursor_pos"]
-        try:
-            if request["msg_type"] == "inspect_request":
-                return inspect_reply(self._typist.inspect(code, cursor, content.get("detail_level", 0)) or "")
-            return complete_reply(self._typist.complete(code, cursor), cursor)
-        except Exception as error:
-            _LOG.exception("a completion failed")
-            return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
+        if request["msg_type"] == "inspect_request":
+            return inspect_reply(self._typist.inspect(code, cursor, content.get("detail_level", 0)) or "")
+        return complete_reply(self._typist.complete(code, cursor), cursor)
 
     def _send(self, idents: Any, request: Mapping[str, Any], reply: Mapping[str, Any], stream: Any) -> None:
         self._status("busy", request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from meshbook_extension.session import Session
 
 NAMES_MAX = 2000
+
+_LOG = logging.getLogger(__name__)
 
 
 class Match(NamedTuple):
@@ -50,16 +53,27 @@ class Typist:
 
     def complete(self, cell: str, cursor: int) -> Found | None:
         """Completions at ``cursor``, in code points; None: that is IPython's own matter, or no rank answers."""
-        place = self._locate(cell, cursor)
-        if isinstance(place, RankCode):
-            return self._complete_code(place)
-        if isinstance(place, MagicLine):
-            return self._complete_line(place, cursor)
+        try:
+            place = self._locate(cell, cursor)
+            if isinstance(place, RankCode):
+                return self._complete_code(place)
+            if isinstance(place, MagicLine):
+                return self._complete_line(place, cursor)
+        except Exception:  # a mesh may be ending; whoever types has no use for a traceback
+            _LOG.debug("no completion", exc_info=True)
         return None
 
     def inspect(self, cell: str, cursor: int, detail: int = 0) -> str | None:
         """The text about what stands at ``cursor``; empty: there is none; None: IPython's own matter, as above."""
-        place = self._locate(cell, cursor)
+        try:
+            return self._inspect(self._locate(cell, cursor), detail)
+        except Exception:
+            _LOG.debug("no inspection", exc_info=True)
+            return None
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _inspect(self, place: RankCode | MagicLine | None, detail: int) -> str | None:
         if isinstance(place, MagicLine):
             code = self._expression(place)
             if code is None:
@@ -70,8 +84,6 @@ class Typist:
             return None
         view = self._view(place.arguments)
         return None if view is None else self._living.inspect(view, place.code, place.cursor, detail)
-
-    # ---- private ------------------------------------------------------------------------------------------------
 
     def _locate(self, cell: str, cursor: int) -> RankCode | MagicLine | None:
         return locate(cell, cursor, auto=AutoMode.of(self._session.shell).is_on)
