@@ -233,7 +233,7 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and tell of its end, in the output of its cell."""
-    session.watch.add(job.cell)
+    session.watch.add(job.cell, f"%mesh cancel {job.number}")
     job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
 
 

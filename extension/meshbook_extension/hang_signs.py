@@ -64,6 +64,8 @@ class HangSigns:
     def __init__(self) -> None:
         self._given: set[tuple[str, tuple[int, ...]]] = set()
         self._start: _Start | None = None
+        self._resumed = float("-inf")
+        """When a rank was last seen at a prompt."""
 
     @property
     def spent(self) -> bool:
@@ -82,7 +84,9 @@ class HangSigns:
         now: monotonic. told: what ranks of the mesh answered. running, ended: the ranks of the cell.
         """
         if any(one.paused for one in told.values()):
-            self._start = None
+            self._start, self._resumed = None, now
+            return None
+        if now - self._resumed < HELD_S:  # the others have waited for the person, not for a rank
             return None
         for sign in (_held(told, running), self._slow(now, told, running), _alone(now, told, running, ended)):
             if sign is not None and (sign.kind, sign.odd) not in self._given:

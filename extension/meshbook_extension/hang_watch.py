@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshbook.errors import MeshError
 from meshbook.mesh_stacks import predicate
 from meshbook.rank_stacks import RankTold
 from meshbook.wording import format_ranks, name_ranks
@@ -27,14 +26,13 @@ EVERY_S, SLOWER, SELDOM_S = 1.5, 1.25, 15.0
 """The time between two looks grows from one to the other."""
 ANSWER_S = 0.3
 READ_S = 1.0
-STOP = "stop: interrupt"
 
 
 class _Watched:
     """A cell, and when to look at it."""
 
-    def __init__(self, cell: RunningCell, now: float) -> None:
-        self.cell, self.signs = cell, HangSigns()
+    def __init__(self, cell: RunningCell, now: float, stop: str) -> None:
+        self.cell, self.signs, self.stop = cell, HangSigns(), stop
         self.pause_s, self.due = EVERY_S, now + FIRST_S
         self._ended_at: dict[int, float] = {}
 
@@ -61,10 +59,10 @@ class HangWatch:
         self._watched: list[_Watched] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, cell: RunningCell) -> None:
-        """Look after a cell until it ends."""
+    def add(self, cell: RunningCell, stop: str = "interrupt") -> None:
+        """Look after a cell until it ends. stop: what ends it."""
         with self._changed:
-            self._watched.append(_Watched(cell, time.monotonic()))
+            self._watched.append(_Watched(cell, time.monotonic(), stop))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="meshbook.watch", daemon=True)
                 self._thread.start()
@@ -89,7 +87,7 @@ class HangWatch:
         while (watched := self._next()) is not None:
             try:
                 self._look_at(watched)
-            except (MeshError, TimeoutError):  # stopped, detached: its cell says so
+            except Exception:  # the mesh was stopped, detached, changed: the cell says so, and this is a service only
                 watched.due = float("inf")
 
     def _next(self) -> _Watched | None:
@@ -123,13 +121,13 @@ class HangWatch:
 
     def _describe(self, sign: Sign, watched: _Watched, told: dict[int, RankTold]) -> str:
         """What the person reads; nothing if a closer look does not confirm it."""
-        cell = watched.cell
+        cell, stop = watched.cell, f"stop: {watched.stop}"
         if sign.kind == SLOW:
             (odd,) = sign.odd
             place = told[odd].where
             return (
                 f"rank {odd} holds the others up: they wait {sign.share:.0%} of the time, since it takes about "
-                f"{sign.times:.0f}x as long for its part\n  it is {place} just now    look: %mesh stacks    {STOP}"
+                f"{sign.times:.0f}x as long for its part\n  it is {place} just now    look: %mesh stacks    {stop}"
             )
         stacks = cell.procs.base().stacks(timeout_s=READ_S)
         if sign.kind == HELD:
@@ -137,7 +135,7 @@ class HangWatch:
             if verdict is None or verdict.odd != sign.odd:
                 return ""
             since = format_seconds(verdict.since_s)
-            return f"{verdict.text}\n  for {since} now    look: %mesh stacks    {STOP}"
+            return f"{verdict.text}\n  for {since} now    look: %mesh stacks    {stop}"
         ended = set(cell.ranks) - set(sign.odd)
         doing = {predicate(stacks[rank]) for rank in sign.odd}
         one = len(sign.odd) == 1
@@ -145,7 +143,7 @@ class HangWatch:
         return (
             f"{name_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended {cell.what}; "
             f"{name_ranks(sign.odd)} still run{'s' if one else ''} it{what}\n"
-            f"  look: %mesh stacks rank={format_ranks(sign.odd)}    {STOP}"
+            f"  look: %mesh stacks rank={format_ranks(sign.odd)}    {stop}"
         )
 
 

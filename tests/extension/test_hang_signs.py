@@ -65,6 +65,9 @@ def test_nothing_is_said_while_a_rank_is_in_pdb_nor_more_than_a_few_times() -> N
     signs = HangSigns()
     looks = {0: told(9, 5), 1: told(8, paused="cell 7, line 4"), 2: told(9, 5), 3: told(9, 5)}
     assert signs.look(6, looks, RANKS) is None
+    looks[1] = told(8)
+    assert signs.look(8, looks, RANKS) is None
+    assert signs.look(12, looks, RANKS) == Sign(HELD, (1,))
     for rank in range(MOST):
         signs.given(Sign(HELD, (rank,)))
     assert signs.spent

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshbook_extension.publish import StreamSink
+
 STEP = """%%mesh --async
 import time
 def step():
@@ -42,6 +44,16 @@ def test_mesh_stacks_names_the_odd_rank_and_shows_the_lines_of_the_notebook(note
     assert "rank_ipython" not in text
     more = notebook.run("%mesh stacks rank=3 --all-frames --all-threads").stdout
     assert "rank_ipython.py" in more and "[0-2]" not in more
+
+
+def test_a_job_that_hangs_says_so_and_how_to_end_it(notebook, job, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(StreamSink, "stream", lambda sink, name, text: written.append(text))
+    deadline = time.monotonic() + 20
+    while not any("look: %mesh stacks" in text for text in written) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    text = "".join(written)
+    assert re.search(rf"for [\d.]+ s now    look: %mesh stacks    stop: %mesh cancel {job}\n", text), text
 
 
 def test_mesh_stacks_of_idle_ranks_is_one_line(notebook) -> None:
