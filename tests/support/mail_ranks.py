@@ -230,3 +230,34 @@ def tell_controller(mailbox: int, messages: int, size: int) -> None:
 
 def ask_controller(mailbox: int, endpoint: str, *args: Any) -> Any:
     return There(CONTROLLER_MESH, CONTROLLER, mailbox).call(endpoint, *args).get(20).get(0)
+
+
+class Talk:
+    """A thread that calls on and on."""
+
+    def __init__(self, there: There) -> None:
+        self.rounds = 0
+        self.errors: list[str] = []
+        self._there = there
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.errors:
+            try:
+                answers = self._there.call("echo", self.rounds).get(20).values()
+                assert answers == [self.rounds] * len(answers)
+                self.rounds += 1
+            except Exception as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+            time.sleep(0.002)
+
+
+TALKS: list[Talk] = []
+
+
+def keep_talking(there: There) -> None:
+    TALKS.append(Talk(there))
+
+
+def talked() -> tuple[int, list[str]]:
+    return TALKS[0].rounds, [error for talk in TALKS for error in talk.errors]
