@@ -54,7 +54,6 @@ def test_questions_are_answered_from_the_cells_metadata(tmp_path: Path) -> None:
 
 def test_a_question_without_an_answer_does_not_hang(tmp_path: Path) -> None:
     path = write(tmp_path / "small.ipynb", "input('who? '), input('and? ')")
-    assert "StdinNotImplementedError" in run(path).stdout
     notebook = nbformat.read(path, as_version=4)
     notebook.cells[0].metadata["answers"] = ["Ada"]
     nbformat.write(notebook, path)
