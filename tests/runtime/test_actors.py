@@ -415,6 +415,16 @@ def test_stopped_actors_clean_up_and_refuse_calls(mesh4: ProcMesh, tmp_path: Pat
     cleaners.stop().get(20)
 
 
+def test_actors_of_which_some_have_died_can_be_stopped(mesh2: ProcMesh) -> None:
+    counters = mesh2.spawn("counters", Counter)
+    with pytest.raises(SupervisionError):
+        counters.slice(gpus=1).die.call_one().get(20)
+    counters.stop().get(20)
+    others = mesh2.slice(gpus=0).spawn("others", Counter)
+    mesh2.stop()
+    others.stop().get(20)
+
+
 def test_actors_are_stopped_at_the_end_of_an_async_block(mesh4: ProcMesh) -> None:
     async def main() -> None:
         async with mesh4.spawn("counters", Counter) as counters:

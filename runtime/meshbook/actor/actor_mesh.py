@@ -12,14 +12,14 @@ from meshbook.actor.actor_desk import STOP, WATCH
 from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.described import check_construction, describe_class
-from meshbook.actor.errors import NoEndpointError
+from meshbook.actor.errors import NoEndpointError, SupervisionError
 from meshbook.actor.notebook_sources import sources_of
 from meshbook.actor.ports import Port
 from meshbook.actor.results import ActorFuture
 from meshbook.actor.roads import DESK, Road
 from meshbook.actor.supervision import SUPERVISE, MeshFailure, failures_of
 from meshbook.arranged import Arranged
-from meshbook.errors import SerializationError, UsageError, WorkerLost
+from meshbook.errors import MeshStoppedError, SerializationError, UsageError, WorkerLost
 from meshbook.future import Future
 from meshbook.pickling import dumps
 from meshbook.shape import Members
@@ -70,14 +70,21 @@ class ActorMesh(Arranged):
         """
         group = self._group
         if group.stopped is not None:
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
+            return _done()
         group.stopped = reason
         forget_group(group)
         pickled = dumps(((), {}), what="stop")
-        source = group.call(group.members, STOP, pickled, fail_fast=False)
-        return ActorFuture(source, _nothing, group.name, "stop")
+        members: Members = group.members
+        while True:
+            try:
+                source = group.call(members, STOP, pickled, fail_fast=False)
+            except (SupervisionError, MeshStoppedError) as gone:
+                left = [rank for rank in members.ranks() if rank not in getattr(gone, "ranks", members.ranks())]
+                if not left:
+                    return _done()
+                members = members.select(left)
+            else:
+                return ActorFuture(source, _nothing, group.name, "stop")
 
     def remember_fault(self, failure: MeshFailure) -> None:
         """Have the next use of these actors raise `UnhandledFault`."""
@@ -169,6 +176,12 @@ def watch(actors: ActorMesh, owner: Port[Any]) -> None:
         owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
 
     group.call(actors.members, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _nothing(values: object) -> None:

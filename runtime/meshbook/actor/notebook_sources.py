@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ def sources_of(cls: type) -> list[CellSource]:
         for member in vars(base).values()
         if inspect.isfunction(getattr(member, "__wrapped__", member))
     }
-    texts = {name: "".join(linecache.getlines(name)) for name in sorted(names)}
+    texts = {name: "".join(linecache.getlines(name)) for name in sorted(names) if not os.path.exists(name)}
     return [CellSource(name, text, _number_of(text)) for name, text in texts.items() if text]
 
 
