@@ -183,11 +183,12 @@ def _take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
         return RankTrace(recording.problem)
     rank = int(os.environ["RANK"])
     try:
-        events = _export(recording)
+        exported = _export(recording)
     except OSError as error:
         return RankTrace(f"its trace could not be written to a temporary file: {explain(error)}")
     shift_s = recording.log.wall_minus_monotonic_s - base_s[rank]
-    found = RankEvents(events, base_s[rank], recording.main_tid)
+    shift_us = (exported.baseTimeNanoseconds - round(base_s[rank] * 1e9)) / 1000  # floats of such size are coarse
+    found = RankEvents(exported.traceEvents, shift_us, recording.main_tid)
     found.add_cell(name, recording.begun + shift_s, recording.ended + shift_s)
     waits = [wait for wait in recording.log.waits if wait.thread == recording.main_thread]
     for wait in waits:
@@ -213,12 +214,14 @@ def _take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
 
 
 class _Exported(msgspec.Struct):
+    """The profiler's file. Times are microseconds since its base, which is nanoseconds since the epoch."""
+
     traceEvents: list[Event]
     baseTimeNanoseconds: int = 0
 
 
-def _export(recording: _Recording) -> list[Event]:
-    """The profiler's events, in microseconds since the epoch. Raises: OSError."""
+def _export(recording: _Recording) -> _Exported:
+    """What the profiler saw. Raises: OSError."""
     handle, path = tempfile.mkstemp(suffix=".json", prefix="meshbook-")
     os.close(handle)
     try:
@@ -228,6 +231,4 @@ def _export(recording: _Recording) -> list[Event]:
             exported = msgspec.json.decode(file.read(), type=_Exported, strict=False)
     finally:
         os.unlink(path)
-    for event in exported.traceEvents:
-        event.ts += exported.baseTimeNanoseconds / 1000
-    return exported.traceEvents
+    return exported

@@ -17,7 +17,7 @@ CPU_KINDS = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver
 _SHOWN = CPU_KINDS | GPU_KINDS
 ASIDE = ("gloo:",)
 """Operations of these names run, and wait, on threads of the process group: they are shown, not added up."""
-MARGIN_US = 20.0
+MARGIN_US = 2.0
 """The clock of the profiler and ours agree to about this."""
 
 
@@ -38,8 +38,8 @@ class Event(msgspec.Struct, omit_defaults=True):
 class RankEvents:
     """Those of one rank, with times from its base on."""
 
-    def __init__(self, events: list[Event], base_s: float, main_tid: int) -> None:
-        """events: as exported, in microseconds since the epoch; they are changed."""
+    def __init__(self, events: list[Event], shift_us: float, main_tid: int) -> None:
+        """events: as exported; they are changed. shift_us: what is to be added to their times."""
         self._names: dict[int, str] = {MAIN: "main thread"}
         self._tids: dict[tuple[int | str | None, int | str | None], int] = {}
         self._main_tid = main_tid
@@ -47,7 +47,7 @@ class RankEvents:
         for event in events:
             if (event.ph == "X" and event.cat in _SHOWN) or (event.ph in "sf" and event.cat == "ac2g"):
                 event.tid = self._thread(event)
-                event.ts -= base_s * 1e6
+                event.ts += shift_us
                 self.events.append(event)
 
     def _thread(self, event: Event) -> int:
