@@ -137,10 +137,13 @@ class DebugPrompt:
             line = self._terminal.read(f"[{rank}] {stop.at.prompt}", self._watch(rank))
         except EOFError:
             line = "q" if self._post_mortem else "detach"
+        if line is None:
+            self._terminal.say(f"{self._fate(rank)}; its prompt is closed (press Enter in it where it still stands)")
+            return False
         if rank not in self._stops.of([rank]):
             self._tell_of_end(rank, line)
             return False
-        return self._obey(rank, (line or "").strip() if not stop.at.prompt.startswith("...") else line or "")
+        return self._obey(rank, line if stop.at.prompt.startswith("...") else line.strip())
 
     def _watch(self, rank: int) -> Callable[[], bool]:
         """Whether a line is still wanted: while other ranks are stopped the person gives it, and learns what became."""
@@ -251,8 +254,8 @@ class DebugPrompt:
         if texts:
             self._terminal.show(texts)
 
-    def _tell_of_end(self, rank: int, line: str | None) -> None:
-        unsent = f"; not sent: {line.strip()}" if line and line.strip() else ""
+    def _tell_of_end(self, rank: int, line: str) -> None:
+        unsent = f"; not sent: {line.strip()}" if line.strip() else ""
         if rank in self.procs.lost or unsent:
             self._terminal.say(f"{self._fate(rank)}{unsent}")
 

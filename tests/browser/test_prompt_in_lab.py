@@ -1,0 +1,70 @@
+"""pdb of a rank in JupyterLab: the prompt stands in the running cell, and closes with its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+
+SOON_MS = 120_000
+"""Seconds on a quiet machine."""
+INPUT = ".jp-Stdin-input"
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Any, browser: Any) -> Iterator[Page]:
+    """A notebook with a mesh of 2 ranks."""
+    lab.write(
+        "prompt.ipynb",
+        [
+            "%load_ext meshbook_extension",
+            "%mesh spawn gpus=2 --device cpu",
+            "%%mesh\nx = rank + 5\nbreakpoint()\nprint('went on with', x)",
+            "%%mesh\nimport os, threading\nif rank == 1:\n"
+            "    threading.Timer(3, os._exit, (3,)).start()\n    breakpoint()",
+            "print('usable', 'again')",
+        ],
+    )
+    page = browser.new_page(viewport={"width": 1280, "height": 1400})
+    lab.open(page, "prompt.ipynb")
+    lab.run_cell(page, 0)
+    lab.run_cell(page, 1)
+    page.locator(".jp-OutputArea-output", has_text="2 ranks on 1 host").wait_for(timeout=SOON_MS)
+    yield page
+    page.close()
+
+
+def type_line(page: Page, prompt: str, line: str) -> None:
+    page.locator(".jp-Stdin-prompt", has_text=prompt).last.wait_for(timeout=SOON_MS)
+    page.locator(INPUT).last.fill(line)
+    page.locator(INPUT).last.press("Enter")
+
+
+def test_the_prompt_is_typed_at_in_the_running_cell(notebook: Page, lab: Any) -> None:
+    lab.run_cell(notebook, 2)
+    area = notebook.locator(".jp-OutputArea").nth(2)
+    type_line(notebook, "[0] (Pdb)", "p x * 100")
+    area.get_by_text("[0] 500").wait_for(timeout=SOON_MS)
+    type_line(notebook, "[0] (Pdb)", "cast p x")
+    area.get_by_text("[1] 6").wait_for(timeout=SOON_MS)
+    type_line(notebook, "[0] (Pdb)", "rank 1")
+    type_line(notebook, "[1] (Pdb)", "cast c")
+    area.get_by_text("[1] went on with 6").wait_for(timeout=SOON_MS)
+    assert "ranks 0,1 stopped at cell 3, line 3" in area.inner_text()
+
+
+def test_the_prompt_closes_when_its_rank_dies(notebook: Page, lab: Any) -> None:
+    lab.run_cell(notebook, 3)
+    area = notebook.locator(".jp-OutputArea").nth(3)
+    notebook.locator(".jp-Stdin-prompt", has_text="[1] (Pdb)").wait_for(timeout=SOON_MS)
+    area.get_by_text("WorkerLost").first.wait_for(timeout=SOON_MS)
+    assert "rank 1 has ended; its prompt is closed" in area.inner_text()
+    notebook.locator(INPUT).press("Enter")
+    lab.run_cell(notebook, 4)
+    notebook.locator(".jp-OutputArea-output", has_text="usable again").first.wait_for(timeout=SOON_MS)
