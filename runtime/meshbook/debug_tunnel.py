@@ -61,9 +61,9 @@ class DebugTunnel:
         self._closed = self._closed or "it was detached"
 
     @property
-    def ended(self) -> bool:
-        """Whether the session is over."""
-        return bool(self._closed)
+    def ended(self) -> str:
+        """Why the session is over; empty while it is not."""
+        return self._closed
 
     def join(self, timeout_s: float) -> None:
         """Wait until nothing of the session is left here."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,3 +146,26 @@ def test_the_panel_moves_to_another_rank_with_its_breakpoints(panel: Panel) -> N
     assert panel.ask("evaluate", expression="rank", frameId=frame, context="repl")["body"]["result"] == "0"
     panel.ask("disconnect")
     assert panel.reply(cell)["status"] == "ok"
+
+
+def test_a_rank_that_dies_while_stopped_ends_the_session_and_a_healed_one_stops_again(panel: Panel) -> None:
+    panel.do("%mesh debug 1")
+    panel.attach()
+    cell = "%%mesh\nimport os\npid = os.getpid()\nprint(pid)"
+    panel.set_breakpoint(cell, 4)
+    request = panel.run(cell)
+    thread = panel.event("stopped")["threadId"]
+    frame = panel.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]["id"]
+    pid = panel.ask("evaluate", expression="pid", frameId=frame, context="repl")["body"]["result"]
+    os.kill(int(pid), signal.SIGKILL)
+    assert panel.reply(request)["status"] == "error"
+    panel.event("terminated")
+    assert "has ended" in panel.ask("threads", fails=True)["message"]
+    assert "bring it back: %mesh heal" in panel.ask("initialize", fails=True)["message"]
+    panel.do("%mesh heal")
+    panel.attach()
+    panel.set_breakpoint(cell, 4)
+    request = panel.run(cell)
+    panel.event("stopped")
+    panel.ask("disconnect")
+    assert panel.reply(request)["status"] == "ok"

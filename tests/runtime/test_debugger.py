@@ -120,6 +120,23 @@ def _is_traced() -> bool:
     return sys.gettrace() is not None
 
 
+def test_a_step_goes_from_one_statement_of_a_cell_to_the_next(mesh4: ProcMesh, attach) -> None:
+    client, _ = attach(mesh4, 1)
+    stop_at(client, 2)
+    cell = start(mesh4, "x = 1\ny = x + 1\ndef f():\n    return y\nf()")
+    thread = client.event("stopped")["body"]["threadId"]
+    lines = []
+    for step in ("next", "next", "next", "stepIn"):
+        client.ask(step, threadId=thread)
+        client.event("stopped")
+        frame = client.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]
+        assert frame["source"]["path"] == NAME
+        lines.append(frame["line"])
+    assert lines == [3, 4, 6, 5]
+    client.ask("continue", threadId=thread)
+    assert cell.future.get(60).values() == [2] * 4
+
+
 def test_who_attaches_last_has_the_rank(mesh4: ProcMesh, attach) -> None:
     first, _ = attach(mesh4, 1)
     stop_at(first, 4)

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from meshbook.debug_door import HOST, TOKEN
+from meshbook.debug_tunnel import prepare
 from meshbook_extension.commands import command
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.session import Session
@@ -39,8 +40,10 @@ def debug(session: Session, arguments: Arguments) -> None:
         raise DEBUG.refuse(f'"{word}" is no rank: say which one, by its number.')
     mesh = session.mesh().base()
     rank = mesh.select([int(word)])
-    if session.debugged is not None:
-        session.debugged.close(keep_panel=True)
+    prepare(rank)
+    before, session.debugged = session.debugged, None
+    if before is not None:
+        before.close(keep_panel=True)
     session.debugged = DebugTarget(getattr(session.shell, "kernel", None), rank)
     print(_describe(session.debugged))
 

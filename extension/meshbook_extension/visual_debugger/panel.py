@@ -115,7 +115,8 @@ class RankPanel:
         """The rank's answer to a request. Raises: DebugError."""
         tunnel = self._tunnel
         if tunnel is None or tunnel.ended:
-            raise DebugError(self._rank.ranks[0], "the panel is not attached; turn it off and on again")
+            why = tunnel.ended if tunnel is not None else "the panel is not attached"
+            raise DebugError(self._rank.ranks[0], f"{why}; turn the panel off and on again")
         number = next(self._numbers)
         self._pending[number] = future = self._loop.create_future()
         try:

@@ -6,7 +6,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from meshbook.debug_door import DebugDoor
-from meshbook.debug_tunnel import DebugTunnel, prepare
+from meshbook.debug_tunnel import DebugTunnel
+from meshbook.errors import DebugError
 from meshbook_extension.visual_debugger.cell_paths import rank_name
 from meshbook_extension.visual_debugger.switch import DebuggerSwitch
 
@@ -18,13 +19,22 @@ class DebugTarget:
     """One rank with a door for editors, and the panel pointed at it where there is one."""
 
     def __init__(self, kernel: Any, rank: ProcMesh) -> None:
-        """rank: a mesh of one rank. Raises: DebugError if no debugger can run there; OSError without a port."""
-        prepare(rank)
+        """rank: a mesh of one rank, that is prepared (`meshbook.debug_tunnel.prepare`).
+
+        Raises: DebugError if the panel cannot be brought there, or there is no port; it is the notebook's then.
+        """
         self.rank = rank
         self.switch = DebuggerSwitch.of(kernel)
-        if self.switch is not None:
-            self.switch.point_at(rank)
-        self.door = DebugDoor(functools.partial(DebugTunnel, rank))
+        try:
+            if self.switch is not None:
+                self.switch.point_at(rank)
+            self.door = DebugDoor(functools.partial(DebugTunnel, rank))
+        except BaseException as error:
+            if self.switch is not None:
+                self.switch.point_at(None)
+            if isinstance(error, OSError):
+                raise DebugError(rank.ranks[0], f"no port for editors: {error}") from None
+            raise
 
     @property
     def is_attached(self) -> bool:
