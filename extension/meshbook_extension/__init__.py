@@ -6,7 +6,11 @@ before the first spawn.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshbook.proc_mesh import ProcMesh
+    from meshbook_extension.widget.health import HealthWidget
 
 _SESSION = "_meshbook_session"
 """Where the session lives on the shell, so that its meshes outlast ``%reload_ext``."""
@@ -54,3 +58,18 @@ def is_loaded(shell: Any) -> bool:
     """Whether ``%mesh`` is there, and ours."""
     magic = shell.magics_manager.magics["line"].get("mesh")
     return type(getattr(magic, "__self__", None)).__name__ == "MeshMagics"
+
+
+def health_widget(procs: ProcMesh) -> HealthWidget:
+    """The widget of ``%mesh`` as an object, for places without our magics: ``mo.ui.anywidget(health_widget(mesh))``.
+
+    Needs anywidget. It is live while it can be seen; buttons act as soon as the place passes their messages on.
+    """
+    from meshbook_extension.session import Session
+    from meshbook_extension.widget.health import HealthWidget
+    from meshbook_extension.widget.mesh_source import MeshSource
+
+    source = MeshSource(Session(None), procs)
+    widget = HealthWidget(source)
+    widget.refresh(source.snapshot())
+    return widget

@@ -7,6 +7,8 @@ import json
 import pytest
 from fakes import failure
 
+import meshbook
+import meshbook_extension
 from meshbook.gpu_use import GpuUse
 from meshbook.proc_mesh import RankStatus
 from meshbook_extension.commands.looking import rank_table
@@ -142,3 +144,12 @@ def test_equal_errors_are_kept_once_and_interrupts_are_not() -> None:
         "cell 7, line 3",
         "cell 7",
     )
+
+
+def test_the_widget_is_an_object_for_other_places_and_marimo_takes_it() -> None:
+    marimo = pytest.importorskip("marimo")
+    with meshbook.this_host().spawn_procs({"gpus": 2}, name="two") as mesh:
+        shown = marimo.ui.anywidget(meshbook_extension.health_widget(mesh))
+        assert "marimo-anywidget" in shown.text
+        assert shown.value["live"]["states"] == "II" and shown.value["layout_of"]["name"] == "two"
+    meshbook.shutdown()
