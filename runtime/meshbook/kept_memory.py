@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.processes import resident_bytes
-from meshbook.rank_failures import is_out_of_memory
 from meshbook.side_threads import run_aside
 from meshbook.wording import format_bytes
 
@@ -29,6 +28,13 @@ WORTH_BYTES = 1_000_000
 """Less is not worth a word."""
 
 _libc = ctypes.CDLL(None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is Python's or torch's own error for that."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text_of(error)
 
 
 class Freed(NamedTuple):

@@ -117,13 +117,6 @@ def keep_for_postmortem(error: BaseException) -> None:
         sys.last_exc = error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is Python's or torch's own error for that."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text_of(error)
-
-
 def let_go_of_last_error(shell: InteractiveShell) -> bool:
     """Hold the last exception's frames no longer; the collector may have to free them. Returns: whether it had any."""
     kept = [vars(sys).pop(name, None) for name in ("last_value", "last_type", "last_traceback", "last_exc")]

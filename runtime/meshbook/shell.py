@@ -25,14 +25,13 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from meshbook.errors import Failure
-from meshbook.kept_memory import memory_advice
+from meshbook.kept_memory import is_out_of_memory, memory_advice
 from meshbook.no_collectives import collectives_off
 from meshbook.rank_completer import Matches, complete, describe, names, prepare
 from meshbook.rank_debugger import RankDebugger
 from meshbook.rank_failures import (
     describe_error,
     forget_last_error,
-    is_out_of_memory,
     keep_for_postmortem,
     let_go_of_last_error,
 )
