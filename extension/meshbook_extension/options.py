@@ -174,9 +174,11 @@ def split(grammar: Grammar, line: str) -> list[str]:
         raise grammar.refuse(f"a quote is not closed in: {line}") from None
 
 
-def head_length(grammar: Grammar, line: str) -> int:
-    """Where the expression of a command with a tail begins."""
-    return len(line) - len(_split_tail(grammar, line.lstrip())[1])
+def expression_start(grammar: Grammar, line: str) -> int | None:
+    """Where the expression of a command with a tail begins; None while what stands before it is being typed."""
+    head, rest = _split_tail(grammar, line.lstrip())
+    is_in_head = not rest and (head[-1:] == [""] or line[-1:].strip())
+    return None if is_in_head or not grammar.tail else len(line) - len(rest)
 
 
 def _parse_with_tail(grammar: Grammar, line: str) -> Arguments:

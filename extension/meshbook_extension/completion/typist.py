@@ -14,7 +14,7 @@ from meshbook_extension.completion.place import MagicLine, RankCode, locate
 from meshbook_extension.completion.ranks import LivingRanks
 from meshbook_extension.completion.words import Follow, Word, follow
 from meshbook_extension.input_lines import AutoMode
-from meshbook_extension.options import PAIR, Grammar
+from meshbook_extension.options import PAIR, Grammar, expression_start
 
 if TYPE_CHECKING:
     from meshbook_extension.session import Session
@@ -78,7 +78,7 @@ class Typist:
             code = self._expression(place)
             if code is None:
                 grammar, _ = _grammar_of(place)
-                return f"{grammar.help()}\n" if grammar is not None else None
+                return f"{grammar.help()}\n" if grammar is not None and grammar.name else None
             place = code
         if place is None:
             return None
@@ -116,13 +116,11 @@ class Typist:
         grammar, text = _grammar_of(line)
         if grammar is None or not grammar.tail:
             return None
-        following = follow(grammar, text, _Nothing())
-        if following.expression is None:
+        start = expression_start(grammar, text)
+        if start is None:
             return None
-        length = following.expression
-        head = text[: len(text) - length]
         return RankCode(
-            text[len(text) - length :] + line.after, length, line.start + len(line.text) - length, head.strip()
+            text[start:] + line.after, len(text) - start, line.start + len(line.text) - len(text) + start, text[:start]
         )
 
     def _view(self, arguments: str) -> Any:
@@ -180,19 +178,6 @@ class _Names:
         shell = self.session.shell
         names = [name for name in dict(shell.user_ns) if name.startswith(prefix) and name not in shell.user_ns_hidden]
         return sorted(name for name in names if prefix.startswith("_") or not name.startswith("_"))[:NAMES_MAX]
-
-
-class _Nothing:
-    """No names, where only the form of a line is looked at."""
-
-    def sizes(self) -> Mapping[str, int]:
-        return {}
-
-    def ranks(self) -> Sequence[int]:
-        return ()
-
-    def names(self, kind: str, prefix: str) -> Iterable[str]:
-        return ()
 
 
 def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:

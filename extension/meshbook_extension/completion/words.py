@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from meshbook_extension.options import PAIR, Grammar, Option, head_length
+from meshbook_extension.options import PAIR, Grammar, Option, expression_start
 from meshbook_extension.targets import RANK
 
 INDICES_MAX = 256
@@ -52,13 +52,10 @@ class Known(Protocol):
 
 def follow(grammar: Grammar, text: str, known: Known) -> Follow:
     """Complete the end of ``text``, the arguments of the command as far as they are typed."""
-    expression = None
-    if grammar.tail:
-        head = head_length(grammar, text)
-        if head < len(text) or not text[-1:].strip():
-            expression = len(text) - head
-        if re.search(r"\W", text[head:]):
-            return Follow(0, [], expression)
+    start = expression_start(grammar, text)
+    expression = None if start is None else len(text) - start
+    if start is not None and re.search(r"\W", text[start:]):
+        return Follow(0, [], expression)
     *before, current = re.split(r"\s+", text.lstrip())
     if "--" in before:
         return Follow(0, [])
