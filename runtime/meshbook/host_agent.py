@@ -110,7 +110,7 @@ class HostAgent:
         while self._exit_code is None:
             self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
             self._outbox.flush()
-            if self._peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
+            if self._peers.active and self._peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
                 self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
             self.mail.settle()
             self._loop.run_once()

@@ -204,10 +204,13 @@ class HostedPeers:
 
     # ---- the agent's loop ---------------------------------------------------------------------------------------
 
+    @property
+    def active(self) -> bool:
+        """Whether there is any to serve."""
+        return bool(self._roads) or self._port is not None
+
     def serve(self, *, choked: bool) -> bool:
         """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""
-        if not self._roads and self._port is None:
-            return False
         busy = self._port is not None and self._port.serve(choked=choked)
         for host, (road, _) in tuple(self._roads.items()):
             busy = road.serve() or busy

@@ -29,6 +29,9 @@ INSIST_GRACE_S = 0.65
 LOOK_S = 0.25
 """How long it looks; together they stay below a second."""
 
+UNANSWERED = "it was told to stop and has not ended the call yet"
+"""What is known of a call to a mailbox that is stuck."""
+
 
 class Interrupter(Protocol):
     """What an interruption needs of the controller; all of it may be called on any thread."""
@@ -105,8 +108,11 @@ def _report(
         stuck |= running
         skipping |= dropped | (left - running)
     busy = _ahead_of(control, calls, skipping) if skipping else {}
-    places = control.reactions(mesh, stuck | busy.keys(), LOOK_S) if stuck or busy else {}
-    stopped = {rank for rank in stuck if places[rank] in (STOPPED, "idle")}
+    if all(call.mailbox for call in every):  # what main threads do says nothing of it
+        places, stopped = dict.fromkeys(stuck | busy.keys(), UNANSWERED), set()
+    else:
+        places = control.reactions(mesh, stuck | busy.keys(), LOOK_S) if stuck or busy else {}
+        stopped = {rank for rank in stuck if places[rank] in (STOPPED, "idle")}
     stuck -= stopped
     obeyed = (obeyed | stopped) - stuck
     skipping -= obeyed

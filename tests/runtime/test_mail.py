@@ -165,6 +165,16 @@ def test_a_timeout_of_mail_names_the_silent(desks: Desks) -> None:
         other.call("echo", 1).get(0.3)
 
 
+def test_an_interrupt_names_who_does_not_end_a_call_to_its_mailbox(desks: Desks) -> None:
+    other = Desks(desks.mesh)
+    future = other.call("nap", 2.0, mesh=desks.mesh.pick(gpus=[1, 3]))
+    time.sleep(0.3)
+    interrupted = future.interrupt()
+    assert set(interrupted.stuck) == {1, 3}
+    assert "it was told to stop and has not ended the call yet" in str(interrupted)
+    assert desks.mesh.interrupted == ()
+
+
 def test_an_interrupt_of_mail_is_told_apart_from_cells(desks: Desks) -> None:
     other = Desks(desks.mesh)
     cell = desks.mesh.run("import time; time.sleep(1.0)")
