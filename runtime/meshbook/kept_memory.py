@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether it is Python's or torch's own error for that."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text_of(error)
+    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 class Freed(NamedTuple):

@@ -21,6 +21,13 @@ def _processes(mesh: ProcMesh) -> list[tuple[int, int]]:
     return [(pid, started) for pid, started in recorded if started is not None]
 
 
+@pytest.mark.parametrize("module", ["meshbook", "meshbook.actor", "meshbook.host_agent"])
+def test_who_runs_no_cells_imports_neither_torch_nor_ipython(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'IPython'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_stop_leaves_no_process_and_further_calls_say_so() -> None:
     mesh = this_host().spawn_procs({"gpus": 3}, name="short")
     processes = _processes(mesh)
