@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import time
@@ -282,20 +283,21 @@ class Switchboard:
         """If ranks are stopped after the block that were not before, or the other way round, tell all ranks."""
         before = bool(mesh.stops)
         yield
-        if (held := bool(mesh.stops)) != before:
-            question = msgspec.msgpack.encode([held])
-            query = wire.Query(
-                self._next_id(), mesh.id, "hold_deadlines", Region.of(mesh.extent.sizes).encode(), question
-            )
-            for host in mesh.hosts:
-                if not host.lost:
-                    host.send_urgent(query)
+        if bool(mesh.stops) != before:
+            self._hold_deadlines(mesh)
+
+    def _hold_deadlines(self, mesh: KnownMesh) -> None:
+        held = msgspec.msgpack.encode([bool(mesh.stops)])
+        query = wire.Query(self._next_id(), mesh.id, "hold_deadlines", Region.of(mesh.extent.sizes).encode(), held)
+        for host in mesh.hosts:
+            if not host.lost:
+                host.send_urgent(query)
 
     def merge_prompts(self, mesh: KnownMesh, prompts: Mapping[int, wire.AtPrompt]) -> None:
-        """Take in what ranks answered when they were asked for their prompts."""
-        with self._holding_deadlines(mesh):
-            for rank, at in prompts.items():
-                mesh.stops.take(rank, at, 0)
+        """Take in what ranks answered when asked for their prompts; a former controller may have held deadlines."""
+        for rank, at in prompts.items():
+            mesh.stops.take(rank, at, 0)
+        self._hold_deadlines(mesh)
 
     # ---- calls and payloads -------------------------------------------------------------------------
 
@@ -335,6 +337,9 @@ class Switchboard:
         self, mesh: KnownMesh, leaving: Mapping[KnownHost, Sequence[int]], grace_s: float, id: int
     ) -> Future[None]:
         """End processes, by what messages call them. Done when none is left; nothing else is told of them any more."""
+        with self._holding_deadlines(mesh):
+            for rank in itertools.chain.from_iterable(leaving.values()):
+                mesh.stops.lose(rank)
         gone: Future[None] = Future()
         waiting = {host for host in leaving if not host.lost}
 
@@ -392,6 +397,7 @@ class Switchboard:
                 mesh.on_stopped(host, functools.partial(self.forget, mesh))
 
     def forget(self, mesh: KnownMesh) -> None:
+        mesh.stops.clear()
         self.meshes.pop(mesh.id, None)
         self._rescues.pop(mesh.id, None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -300,6 +301,28 @@ def test_the_prompt_of_the_only_stopped_rank_closes_with_its_death(mesh2: ProcMe
     assert "not sent" not in debug(mesh2, run, lambda: os.kill(pid, signal.SIGKILL))
     with pytest.raises(WorkerLost):
         run.future.get(ENOUGH_S)
+
+
+def test_a_stopped_rank_that_is_replaced_is_not_stopped_any_more(mesh2: ProcMesh) -> None:
+    run = start(mesh2, "if rank == 1: breakpoint()")
+    wait_stopped(mesh2, [1])
+    mesh2.respawn(1)
+    assert not mesh2.stops and mesh2.status()[1].state == "idle"
+    with pytest.raises(WorkerLost):
+        run.future.get(ENOUGH_S)
+    run = start(mesh2, "breakpoint()")
+    wait_stopped(mesh2, [0, 1])
+    debug(mesh2, run, "cast c")
+    run.future.get(ENOUGH_S)
+
+
+def test_a_prompt_closes_when_its_mesh_is_stopped(mesh2: ProcMesh) -> None:
+    run = start(mesh2, "breakpoint()")
+    wait_stopped(mesh2, [0, 1])
+    thread = threading.Timer(0.5, mesh2.stop)
+    thread.start()
+    debug(mesh2, run, lambda: None)
+    thread.join()
 
 
 def test_an_interrupt_at_the_prompt_of_a_call_reaches_its_ranks(mesh4: ProcMesh) -> None:
