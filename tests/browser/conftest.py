@@ -172,6 +172,19 @@ class Lab:
             index,
         )
 
+    def answer_prompt(self, page: Page, prompt: str, line: str) -> None:
+        """Type at the prompt that is open, or opens soon; an answered one stays on the page for a moment."""
+        page.wait_for_function(
+            """prompt => {
+              const last = (name) => [...document.querySelectorAll(`.jp-Stdin-${name}`)].at(-1);
+              return last('prompt')?.textContent.includes(prompt) && last('input')?.value === '';
+            }""",
+            arg=prompt,
+            timeout=1000 * START_TIMEOUT_S,
+        )
+        page.locator(".jp-Stdin-input").last.fill(line)
+        page.locator(".jp-Stdin-input").last.press("Enter")
+
     def _load(self, page: Page, url: str) -> None:
         page.goto(url, timeout=1000 * START_TIMEOUT_S)
         page.wait_for_function(IDLE, timeout=1000 * START_TIMEOUT_S)

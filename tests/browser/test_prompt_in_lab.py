@@ -40,21 +40,15 @@ def notebook(lab: Any, browser: Any) -> Iterator[Page]:
     page.close()
 
 
-def type_line(page: Page, prompt: str, line: str) -> None:
-    page.locator(".jp-Stdin-prompt", has_text=prompt).last.wait_for(timeout=SOON_MS)
-    page.locator(INPUT).last.fill(line)
-    page.locator(INPUT).last.press("Enter")
-
-
 def test_the_prompt_is_typed_at_in_the_running_cell(notebook: Page, lab: Any) -> None:
     lab.run_cell(notebook, 2)
     area = notebook.locator(".jp-OutputArea").nth(2)
-    type_line(notebook, "[0] (Pdb)", "p x * 100")
+    lab.answer_prompt(notebook, "[0] (Pdb)", "p x * 100")
     area.get_by_text("[0] 500").wait_for(timeout=SOON_MS)
-    type_line(notebook, "[0] (Pdb)", "cast p x")
+    lab.answer_prompt(notebook, "[0] (Pdb)", "cast p x")
     area.get_by_text("[1] 6").wait_for(timeout=SOON_MS)
-    type_line(notebook, "[0] (Pdb)", "rank 1")
-    type_line(notebook, "[1] (Pdb)", "cast c")
+    lab.answer_prompt(notebook, "[0] (Pdb)", "rank 1")
+    lab.answer_prompt(notebook, "[1] (Pdb)", "cast c")
     area.get_by_text("[1] went on with 6").wait_for(timeout=SOON_MS)
     assert "ranks 0,1 stopped at cell 3, line 3" in area.inner_text()
 
