@@ -19,7 +19,10 @@ TIMEOUT_S = 0.25
 """After so long the notebook's own names must do."""
 
 SILENT_S = 5.0
-"""A rank that did not answer is not the first to be asked for so long."""
+"""A rank that did not answer is not the first to be asked for so long, and is waited for less."""
+
+TIMEOUT_WHEN_SILENT_S = 0.1
+"""After so long the notebook's own names must do where all ranks that are asked have been silent."""
 
 ASKED_MAX = 3
 """What keeps so many ranks silent keeps all of them silent."""
@@ -66,21 +69,28 @@ class LivingRanks:
         ranks = self._candidates(view)
         if not ranks:
             return None
+        all_silent = all(self._is_silent(view, rank) for rank in ranks)
+        timeout_s = TIMEOUT_WHEN_SILENT_S if all_silent else TIMEOUT_S
         try:
-            found = view.ask_one(endpoint, *args, ranks=ranks, patience_s=PATIENCE_S, timeout_s=TIMEOUT_S)
+            found = view.ask_one(endpoint, *args, ranks=ranks, patience_s=PATIENCE_S, timeout_s=timeout_s)
         except MeshError:  # it is being stopped or renumbered
             return None
-        answered = ranks if found is None else ranks[: ranks.index(found[0])]
-        for rank in answered:
+        silent = ranks if found is None else ranks[: ranks.index(found[0])]
+        for rank in silent:
             self._silent_until[view.name, rank] = time.monotonic() + SILENT_S
-        return None if found is None else found[1]
+        if found is None:
+            return None
+        self._silent_until.pop((view.name, found[0]), None)
+        return found[1]
+
+    def _is_silent(self, view: ProcMesh, rank: int) -> bool:
+        return self._silent_until.get((view.name, rank), 0.0) > time.monotonic()
 
     def _candidates(self, view: ProcMesh) -> list[int]:
         """The living ranks in the order of asking."""
-        now = time.monotonic()
         lost = set(view.lost)
         living = [rank for rank in view.ranks if rank not in lost]
-        return sorted(living, key=lambda rank: self._silent_until.get((view.name, rank), 0.0) > now)[:ASKED_MAX]
+        return sorted(living, key=lambda rank: self._is_silent(view, rank))[:ASKED_MAX]
 
 
 def _around(code: str, cursor: int) -> tuple[int, str, int]:
