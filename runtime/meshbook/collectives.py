@@ -59,3 +59,6 @@ class Collectives(NamedTuple):
     """Why the groups were aborted; empty while they work."""
     waited_s: float = 0.0
     """How long the rank has waited in operations, in all."""
+    under_way: tuple[Waiting, ...] = ()
+    """Of a rank that waits in none: operations that have not ended for a while, asynchronous or on a CUDA stream.
+    Their place is where the main thread is now."""

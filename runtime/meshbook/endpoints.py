@@ -258,7 +258,8 @@ def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
     current, paused = worker.current, worker.shell.debugger.place or place_in_debugger(worker)
     busy_s = time.monotonic() - current[2] if current else 0.0
-    return RankTold(busy_s, paused or where(worker), paused, collectives(worker), ())
+    told = worker.groups.collectives(current[0] if current else 0, look_deeper=True)
+    return RankTold(busy_s, paused or where(worker), paused, told, ())
 
 
 def stacks(worker: Worker, all_threads: bool) -> RankTold:
@@ -282,6 +283,6 @@ QUERIES.update(DEBUG_QUERIES)
 QUERIES["actors"] = actors
 
 SLOW_QUERIES: frozenset[str] = frozenset(
-    {"complete", "inspect", "user_names", "stacks", "source_lines", *DEBUG_QUERIES}
+    {"complete", "inspect", "user_names", "progress", "stacks", "source_lines", *DEBUG_QUERIES}
 )
 """Those of `QUERIES` that may take longer than a few milliseconds."""

@@ -145,7 +145,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         self._guard.moved_bytes += payload_bytes([tensors])
         if self._uses_cuda and tensors[0].is_cuda:
             raw = begin(inner.group)
-            inner.add(raw)
+            inner.add(raw, operation, number, base)
             return CollectiveWork(inner, operation, number, raw, True)
         work = PeerWork(inner, operation, number, base, lambda: begin(inner.group))
         inner.add_peer_work(work, operation, peer, tag)
@@ -258,9 +258,9 @@ def _collective(method: str) -> Callable[..., dist.Work]:
         on_cuda = self._uses_cuda and _on_cuda(args)
         if "reduce_scatter" in method and not on_cuda:
             work = AsideWork(inner, operation, self.issued, raw)
-            inner.add(work)
+            inner.add(work, operation, self.issued)
             return work
-        inner.add(raw)
+        inner.add(raw, operation, self.issued)
         return CollectiveWork(inner, operation, self.issued, raw, on_cuda)
 
     collective.__name__ = method

@@ -67,6 +67,16 @@ class Recipe(NamedTuple):
         return dict(c10d.BackendConfig(c10d.Backend(self.backend)).get_device_backend_map())
 
 
+class Begun(NamedTuple):
+    """An operation that is under way."""
+
+    operation: str
+    number: int
+    peer: int | None
+    since: float
+    """Monotonic."""
+
+
 class InnerGroup:
     """A C++ group with what is under way in it."""
 
@@ -80,6 +90,8 @@ class InnerGroup:
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._pending: deque[dist.Work] = deque()
+        self._begun: deque[Begun] = deque()
+        """What each of these is."""
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], Lane] = {}
         self._listening: list[tuple[str, int]] = []
@@ -129,8 +141,9 @@ class InnerGroup:
 
     # ---- what is under way --------------------------------------------------------------------------------------
 
-    def add(self, work: dist.Work) -> None:
-        """A collective of C++ is under way."""
+    def add(self, work: dist.Work, operation: str, number: int, peer: int | None = None) -> None:
+        """An operation of C++ is under way."""
+        self._begun.append(Begun(operation, number, peer, time.monotonic()))
         self._pending.append(work)
 
     def add_peer_work(self, work: PeerWork, direction: str, peer: int, tag: int) -> None:
@@ -147,6 +160,13 @@ class InnerGroup:
             pending = self._pending
             while pending and pending[0].is_completed():
                 pending.popleft()
+                self._begun.popleft()
+
+    def oldest(self) -> Begun | None:
+        """The first operation that has not ended; from any thread."""
+        self.forget_completed()
+        begun = list(self._begun)
+        return begun[0] if begun else None
 
     def give_up(self, reason: str) -> None:
         """End all waits; from any thread. The operations themselves go on until `dispose`."""

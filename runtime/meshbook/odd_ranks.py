@@ -56,9 +56,9 @@ class _Moment:
     def __init__(self, looks: Mapping[int, Look]) -> None:
         self._looks = looks
         self._waits: dict[int, Waiting] = {
-            rank: look.collectives.waiting[0]
+            rank: waits[0]
             for rank, look in looks.items()
-            if look.collectives is not None and look.collectives.waiting and not look.collectives.aborted
+            if (told := look.collectives) is not None and not told.aborted and (waits := told.waiting or told.under_way)
         }
         self._groups = {
             rank: {group.name: group for group in look.collectives.groups}
@@ -81,8 +81,8 @@ class _Moment:
             text = f"{self._describe_waits(held)};\n  {self._describe_odd(odd, held)}"
             return Verdict(tuple(sorted(odd)), tuple(sorted(held)), self._since(held), False, text)
         held = {rank for rank, awaited in blockers.items() if awaited}
-        if not held:
-            return None
+        if not held or not all(look.collectives.waiting for r in held if (look := self._looks[r]).collectives):
+            return None  # who has operations under way may go on without them
         fewest = min(self._by_place(held).values(), key=len)
         text = f"{name_ranks(held)} wait for each other:\n  {self._describe_waits(held, WRAP)}"
         return Verdict(tuple(fewest), tuple(sorted(held - set(fewest))), self._since(held), True, text)

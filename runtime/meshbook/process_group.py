@@ -22,6 +22,7 @@ import inspect
 import math
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook import backward_waits, regroup
-from meshbook.collectives import Collectives
+from meshbook.collectives import Collectives, Waiting
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.group_factory import GroupFactory
 from meshbook.guarded_group import GuardedGroup
@@ -50,7 +51,7 @@ from meshbook.regroup import Agreement, Greeting, agree
 from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
 from meshbook.side_threads import run_aside
 from meshbook.value_broadcast import broadcast_value
-from meshbook.whereabouts import describe_frame
+from meshbook.whereabouts import describe_frame, users_place
 from meshbook.wording import format_sizes
 
 __all__ = [
@@ -65,6 +66,9 @@ __all__ = [
 
 FORM_TIMEOUT_S = 120.0
 """How long ranks wait for each other when a group is formed."""
+
+LATE_S = 1.0
+"""Operations that are under way for longer are told of."""
 
 _AXIS_GROUP = "mesh_"
 _DESTROYED = "this process group was destroyed: make it again on all its ranks."
@@ -301,8 +305,11 @@ class RankGroups:
             for work in list(self._guard.futures):
                 work.fail_future()
 
-    def collectives(self, call: int) -> Collectives:
-        """How far the groups are and what waits; from any thread. call: what runs on the main thread."""
+    def collectives(self, call: int, *, look_deeper: bool = False) -> Collectives:
+        """How far the groups are and what waits; from any thread. call: what runs on the main thread.
+
+        look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
+        """
         groups = tuple(group.progress() for group in list(self._factory.groups.values()))
         waiting = describe_waits(self._guard)
         epoch = self._epoch if groups else -1
@@ -310,7 +317,18 @@ class RankGroups:
         waited_s = sum(list(guard.waited_s.values())) + sum(
             time.monotonic() - w.since for w in list(guard.waits.values())
         )
-        return Collectives(epoch, call, groups, waiting, guard.abandoned, guard.reason, waited_s)
+        under_way = self._under_way() if look_deeper and not waiting else ()
+        return Collectives(epoch, call, groups, waiting, guard.abandoned, guard.reason, waited_s, under_way)
+
+    def _under_way(self) -> tuple[Waiting, ...]:
+        inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and not inner.dead]
+        begun = [(inner.name, oldest) for inner in inners if (oldest := inner.oldest()) is not None]
+        now = time.monotonic()
+        late = [(name, op) for name, op in begun if now - op.since > LATE_S]
+        if not late:
+            return ()
+        place = users_place(sys._current_frames().get(threading.main_thread().ident or 0))
+        return tuple(Waiting(name, op.operation, op.number, op.peer, place, now - op.since) for name, op in late)
 
     @property
     def moved_bytes(self) -> int:

@@ -84,3 +84,29 @@ def test_nothing_is_said_where_nobody_waits_for_another() -> None:
     assert find_odd({rank: told(40) for rank in range(8)}) is None
     assert find_odd({rank: told(41, "all_reduce", since_s=0.001) for rank in range(8)}) is None  # it is being served
     assert find_odd({}) is None
+
+
+def test_operations_that_are_under_way_name_who_has_not_issued_them() -> None:
+    """Ranks that wait for a CUDA stream wait in no operation of ours."""
+
+    def on_stream(rank: int) -> Look:
+        look = told(41, "all_reduce")
+        assert look.collectives is not None
+        return look._replace(collectives=look.collectives._replace(waiting=(), under_way=look.collectives.waiting))
+
+    looks = {rank: on_stream(rank) for rank in range(8)} | {3: told(40)}
+    verdict = find_odd(looks)
+    assert verdict is not None and verdict.odd == (3,)
+    assert verdict.text.startswith(
+        "ranks 0-2,4-7 wait in all_reduce (cell 7, line 5), operation 41;\n  rank 3 has issued 40"
+    )
+    looks = {
+        0: told(1, "all_reduce", members=(0, 1)),
+        1: told(0, "recv", members=(0, 1), peer=0, number=1),
+    }
+    assert find_odd(looks) is not None
+    for rank in looks:
+        found = looks[rank].collectives
+        assert found is not None
+        looks[rank] = looks[rank]._replace(collectives=found._replace(waiting=(), under_way=found.waiting))
+    assert find_odd(looks) is None  # both may still go on

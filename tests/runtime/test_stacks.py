@@ -105,6 +105,19 @@ def test_a_stopped_rank_is_read_by_py_spy(mesh4: ProcMesh) -> None:
     future.get(20)
 
 
+def test_an_asynchronous_operation_that_one_rank_never_issues_names_it(mesh4: ProcMesh) -> None:
+    code = (
+        "import time\nif rank != 2:\n    work = dist.all_reduce(torch.ones(1), async_op=True)\n"
+        "time.sleep(3)\nif rank == 2:\n    dist.all_reduce(torch.ones(1))\nelse:\n    work.wait()"
+    )
+    future = mesh4.run(code)
+    settle(mesh4, lambda: mesh4.stacks().verdict is not None)
+    text = str(mesh4.stacks())
+    assert text.startswith("ranks 0,1,3 wait in all_reduce (a cell, line 4), operation "), text
+    assert " and is in time.sleep (a cell, line 4)\n" in text
+    future.get(20)
+
+
 def test_idle_ranks_take_one_line(mesh4: ProcMesh) -> None:
     assert str(mesh4.stacks()) == "[0-3] idle"
 
