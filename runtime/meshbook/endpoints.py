@@ -26,7 +26,14 @@ from meshbook.kept_memory import free as free_kept
 from meshbook.pickling import dumps_bounded
 from meshbook.process_group import RankPlace, broadcast_value, describe_frame
 from meshbook.processes import resident_bytes
-from meshbook.rank_debugger_queries import hold_deadlines, last_error, pdb_break_in, pdb_command, pdb_prompt
+from meshbook.rank_debugger_queries import (
+    hold_deadlines,
+    last_error,
+    learn_source,
+    pdb_break_in,
+    pdb_command,
+    pdb_prompt,
+)
 from meshbook.rank_failures import describe_briefly
 from meshbook.rank_profile import recorded
 from meshbook.rank_stacks import RankTold, lines_of, place_in_debugger, read_threads
@@ -276,7 +283,7 @@ QUERIES: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (
         *(where, reaction, status, collectives, clock, complete, inspect, user_names, progress, stacks, source_lines),
-        *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
+        *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source),
     )
 }
 QUERIES.update(DEBUG_QUERIES)

@@ -81,6 +81,8 @@ class KnownMesh:
         self.axes: dict[str, int] = extent.sizes
         """As `mesh` and `point` on the ranks have them: those of the extent, until they are split or renamed."""
         self.stops = Stops()
+        self.sources: set[str] = set()
+        """Names of the files of functions that were sent; those that only this process has were made known to ranks."""
         self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[KnownHost] = set()
 

@@ -17,6 +17,7 @@ from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
 from meshbook.elastic import Change, Elastic
 from meshbook.errors import CallInterrupted, LayoutError, SerializationError
+from meshbook.function_sources import source_of
 from meshbook.future import Future
 from meshbook.gpu_use import GpuUse
 from meshbook.interruption import interrupt
@@ -173,6 +174,8 @@ class ProcMesh(Arranged):
         Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
         """
         name = getattr(function, "__name__", "a function")
+        if (source := source_of(function, self._mesh.sources)) is not None:
+            self._controller.tell_ranks(self._mesh, "learn_source", range(len(self._mesh.extent)), source)
         try:
             return self._call("invoke", (function, *args), kwargs, what=name)
         except SerializationError:  # once more, to say which argument it was

@@ -113,7 +113,8 @@ class DebugPrompt:
     def _go_to(self, rank: int) -> None:
         self.current, self._line_was_pdbs = rank, False
         self._stops.left.discard(rank)
-        self._show([rank])
+        if not self._show([rank]):
+            self._terminal.say(f"rank {rank} {self._stops.of([rank])[rank].words}")
 
     def _tell_of_stops(self) -> None:
         places: dict[str, list[int]] = {}
@@ -184,7 +185,6 @@ class DebugPrompt:
         if rank not in stopped:
             raise UsageError(f"rank {rank} is not stopped; {name_ranks(stopped)} {_are(stopped)}. See them all: ranks")
         self._stops.take_text(rank)
-        self._terminal.say(f"rank {rank} {stopped[rank].words}")
         self._go_to(rank)
 
     def _cast(self, rest: str) -> None:
@@ -249,10 +249,11 @@ class DebugPrompt:
                 return
             self._stops.wait_for(lambda: all(rank in self._stops.of(ranks) for rank in ranks), LOOK_S)
 
-    def _show(self, ranks: Collection[int]) -> None:
+    def _show(self, ranks: Collection[int]) -> bool:
         texts = {rank: text for rank in sorted(ranks) if (text := self._stops.take_text(rank))}
         if texts:
             self._terminal.show(texts)
+        return bool(texts)
 
     def _tell_of_end(self, rank: int, line: str) -> None:
         unsent = f"; not sent: {line.strip()}" if line.strip() else ""

@@ -7,6 +7,7 @@ import time
 from bdb import BdbQuit
 from typing import TYPE_CHECKING, Any
 
+from meshbook import function_sources
 from meshbook.errors import GroupAborted
 from meshbook.rank_failures import text_of
 from meshbook.whereabouts import describe_frame
@@ -40,6 +41,11 @@ def pdb_break_in(worker: Worker) -> str:
 def hold_deadlines(worker: Worker, held: bool) -> None:
     """Some rank is stopped at a prompt, or none is any more: the deadlines of collectives stand still meanwhile."""
     worker.groups.hold_deadlines(held)
+
+
+def learn_source(worker: Worker, name: str, text: str) -> None:
+    """See `meshbook.function_sources`."""
+    function_sources.learn_source(name, text)
 
 
 def last_error(worker: Worker) -> dict[str, Any] | None:

@@ -92,7 +92,8 @@ def test_detach_leaves_ranks_stopped_and_the_next_prompt_finds_them(kernel: Kern
     assert re.search(r"^1 .* pdb .* cell \d+, line 4$", status, re.M), status
     cast = kernel.run('%mesh pdb --cast "p x" rank=1,2')
     assert cast.ok and "[1] 10\n[2] 20\n" in cast.text()
-    assert run_typing(kernel, "%mesh pdb", ["p rank", "cast c"]).ok
+    again = run_typing(kernel, "%mesh pdb", ["p rank", "cast c"])
+    assert again.ok and re.match(r"rank 1 stopped at cell \d+, line 4\n\[1\] \(Pdb\) p rank", again.plain), again.plain
     assert kernel.run("%mesh wait 1").ok
 
 
@@ -142,6 +143,7 @@ def test_a_call_that_is_waited_for_opens_the_prompt_too(kernel: Kernel) -> None:
 session = get_ipython()._meshbook_session
 print(list(session.mesh().execute(f, 5).get().values()))"""
     cell = run_typing(kernel, code, ["p x", "x = 8", "c"])
+    assert "[1] -> breakpoint()\n" in cell.plain
     assert cell.ok and "[1] 5\n" in cell.plain and "[5, 8, 5, 5]" in cell.plain, cell.plain
 
 

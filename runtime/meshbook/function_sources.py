@@ -1,0 +1,31 @@
+"""The source of functions that a notebook defines, for the ranks to which they travel: no file there has it.
+
+pdb and tracebacks look for it in `linecache`, under the name that the notebook's own compiler gave.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def source_of(function: Callable[..., Any], known: set[str]) -> tuple[str, str] | None:
+    """The name under which the function was compiled, and the text there, if only this process has it.
+
+    known: names that were looked at before; grows.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename in known:
+        return None
+    known.add(code.co_filename)
+    if Path(code.co_filename).exists():
+        return None
+    text = "".join(linecache.getlines(code.co_filename))
+    return (code.co_filename, text) if text else None
+
+
+def learn_source(name: str, text: str) -> None:
+    """On a rank: know the text."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
