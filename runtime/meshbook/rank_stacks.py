@@ -49,8 +49,10 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
             awaiting = cell_frames(worker.shell.loop) if worker.shell.loop.is_running() else []
             running = awaiting and users_place(frame)  # a coroutine is on the stack already
             threads.insert(0, ThreadStack("main", True, _read([*([] if running else awaiting), *_callers(frame)])))
-        elif all_threads and not is_main and not name.startswith(_OURS) and len(threads) < MAX_THREADS:
-            threads.append(ThreadStack(name, False, _read(_callers(frame))))
+        elif all_threads and not is_main and len(threads) < MAX_THREADS:
+            thread = ThreadStack(name, False, _read(_callers(frame)))
+            if thread.users or not name.startswith(_OURS):  # ours may run the user's code: an actor's
+                threads.append(thread)
     if all_threads and worker.shell.loop.is_running():
         tasks = task_frames(worker.shell.loop)[: MAX_THREADS - len(threads)]
         threads += [ThreadStack(name, False, _read(frames)) for name, frames in tasks if frames]

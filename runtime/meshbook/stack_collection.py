@@ -15,7 +15,7 @@ from meshbook.rank_stacks import RankTold
 from meshbook.shape import Members, Region
 from meshbook.stack_frames import NATIVE, Frame, ThreadStack, make_frame
 from meshbook.stuck import place_of
-from meshbook.whereabouts import USER
+from meshbook.whereabouts import RUNTIME, USER, kind_of_file
 
 ANSWER_S = 0.5
 """Ranks that run Python answer by then."""
@@ -103,9 +103,8 @@ def _with_lines(
 
 
 def _is_users(thread: wire.DumpedThread) -> bool:
-    return not thread.name.startswith("meshbook.") and not any(
-        frame.file.endswith(("/meshbook/worker.py", "/meshbook/side_threads.py")) for frame in thread.frames
-    )
+    kinds = {kind_of_file(frame.file) for frame in thread.frames if not frame.native}
+    return USER in kinds or (RUNTIME not in kinds and not thread.name.startswith("meshbook."))
 
 
 def _ask_lines(
