@@ -14,20 +14,25 @@ more ends after `LEASE_S`: a rank that is stopped goes on then.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import importlib
-import os
 import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from meshbook.debug_tracer import (
+    END_TIMEOUT_S,
+    forget_step,
+    hidden_folders,
+    is_suspended,
+    load_pydevd,
+    start_tracing,
+    stop_at,
+    stop_tracing,
+)
 from meshbook.side_threads import hide_from_debuggers
 from meshbook.whereabouts import users_place
 
@@ -40,18 +45,7 @@ WAIT_MAX_S = 1.0
 LEASE_S = 60.0
 START_TIMEOUT_S = 15.0
 _UNREAD_MAX_BYTES = 1 << 20
-_END_TIMEOUT_S = 3.0
-_RUNNING, _SUSPENDED = 1, 2  # pydevd's STATE_RUN, STATE_SUSPEND
-_AT_BREAKPOINT = 111  # pydevd's CMD_SET_BREAK
 
-_SETTINGS = {
-    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # no advice on options of Python in a rank's output
-    "PYDEVD_IPYTHON_COMPATIBLE_DEBUGGING": "1",  # a step goes from one statement of a cell to the next
-    "PYDEVD_IPYTHON_CONTEXT": "rank_ipython.py, run_code, run_ast_nodes",
-}
-"""What pydevd reads from the environment when it is imported."""
-
-_watches_forks = threading.Event()
 _changing = threading.Lock()
 """Held while a session begins or ends: pydevd is one per process."""
 
@@ -125,14 +119,13 @@ class DebugSession:
         tracer = self._pydevd.get_global_debugger()
         if self.ended or tracer is None or sys.gettrace() is not None:
             return
-        _forget_step(threading.current_thread())
+        forget_step(threading.current_thread())
         tracer.enable_tracing()
 
     @property
     def is_stopped(self) -> bool:
         """Whether the main thread stands at a breakpoint or after a step."""
-        info = getattr(threading.main_thread(), "additional_info", None)
-        return not self.ended and info is not None and info.pydev_state == _SUSPENDED and info.is_in_wait_loop
+        return not self.ended and is_suspended(threading.main_thread())
 
     # ---- its own thread -----------------------------------------------------------------------------------------
 
@@ -174,100 +167,9 @@ class DebugSession:
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         """``breakpoint()``: stop in the debugger where one is attached, else as without it."""
         if not self.ended and self._pydevd._is_attached():
-            self._stop_at(sys._getframe(1))
+            stop_at(self._pydevd, sys._getframe(1))
             return None
         return self._hook(*args, **kwargs)
-
-    def _stop_at(self, frame: FrameType) -> None:
-        """Stop this thread in ``frame``, until the person lets it go on."""
-        tracer, thread = self._pydevd.get_global_debugger(), threading.current_thread()
-        info = self._pydevd.set_additional_thread_info(thread)
-        info.is_tracing += 1  # as in a trace function: what runs in here is nobody's to step through
-        try:
-            tracer.set_suspend(thread, _AT_BREAKPOINT)
-            tracer.do_wait_suspend(thread, frame, "line", None)
-        finally:
-            info.is_tracing -= 1
-
-
-def load_pydevd() -> Any:
-    """debugpy's tracer. Raises: ImportError."""
-    hook = sys.breakpointhook
-    ours = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        importlib.import_module("debugpy.server.api")  # puts its own pydevd in place
-        pydevd = importlib.import_module("pydevd")
-    finally:
-        sys.breakpointhook = hook
-        for name in ours:
-            del os.environ[name]
-    if not _watches_forks.is_set():
-        _watches_forks.set()
-        os.register_at_fork(after_in_child=lambda: _leave_child(pydevd))
-    return pydevd
-
-
-def _leave_child(pydevd: Any) -> None:
-    """A process that the rank has forked (a DataLoader's worker) has no debugger: nobody could let it go on."""
-    tracer = pydevd.get_global_debugger()
-    if tracer is not None:
-        tracer.pydb_disposed = True
-        tracer.disable_tracing()
-        pydevd.set_global_debugger(None)
-
-
-def hidden_folders() -> list[str]:
-    """Folders of code that a person who steps through a cell does not want to see."""
-    shell = getattr(sys.modules.get("IPython"), "__file__", None)
-    between = [contextlib.__file__, str(Path(asyncio.__file__).parent)]
-    return [str(Path(__file__).parent), *between, *([str(Path(shell).parent)] if shell else [])]
-
-
-def start_tracing(pydevd: Any, sock: socket.socket) -> None:
-    """Have pydevd speak over ``sock``, in place of a TCP connection that it would make."""
-    import debugpy
-
-    connect = pydevd.start_client
-    pydevd.start_client = lambda host, port: sock
-    try:
-        pydevd.settrace(
-            host="127.0.0.1",
-            port=0,
-            suspend=False,
-            wait_for_ready_to_run=False,
-            patch_multiprocessing=False,
-            notify_stdin=False,
-            dont_trace_start_patterns=(str(Path(debugpy.__file__).parent), str(Path(__file__).parent)),
-        )
-        pydevd.get_global_debugger().disable_tracing()  # of this thread
-    finally:
-        pydevd.start_client = connect
-
-
-def stop_tracing(pydevd: Any, visit_main: Callable[[Callable[[Any], object]], None]) -> None:
-    """End pydevd, so that a next session may begin, and free the main thread of the tracing at once.
-
-    Other threads that ran meanwhile keep a trace function that does nothing, as long as they live.
-    """
-    tracer = pydevd.get_global_debugger()
-    pydevd.stoptrace()
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while pydevd.get_global_debugger() is tracer is not None and time.monotonic() < deadline:
-        time.sleep(0.01)  # its own threads end it too, and only then may the next one begin
-    if pydevd.get_global_debugger() is tracer:
-        pydevd.set_global_debugger(None)
-    for thread in threading.enumerate():
-        _forget_step(thread)
-    if tracer is not None:
-        visit_main(lambda _frame: tracer.disable_tracing())
-
-
-def _forget_step(thread: threading.Thread) -> None:
-    """A thread that was stopped, or about to, when the tracing ended, is not when it begins again."""
-    info = getattr(thread, "additional_info", None)
-    if info is not None:
-        info.pydev_state, info.pydev_step_cmd, info.pydev_step_stop = _RUNNING, -1, None
 
 
 def debugged_place(worker: Worker) -> str:
@@ -286,7 +188,7 @@ def debug_open(worker: Worker, id: str) -> dict[str, object]:
     with _changing:
         if worker.debug_session is not None:
             worker.debug_session.end("another debugger has taken its place")
-            worker.debug_session.join(2 * _END_TIMEOUT_S)
+            worker.debug_session.join(2 * END_TIMEOUT_S)
         try:
             worker.debug_session = DebugSession(id, worker.gate)
         except ImportError as error:

@@ -148,6 +148,7 @@ def test_the_panel_moves_to_another_rank_with_its_breakpoints(panel: Panel) -> N
     assert panel.reply(cell)["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_stopped_ends_the_session_and_a_healed_one_stops_again(panel: Panel) -> None:
     panel.do("%mesh debug 1")
     panel.attach()
