@@ -113,8 +113,8 @@ class DebugPrompt:
     def _go_to(self, rank: int) -> None:
         self.current, self._line_was_pdbs = rank, False
         self._stops.left.discard(rank)
-        if not self._show([rank]):
-            self._terminal.say(f"rank {rank} {self._stops.of([rank])[rank].words}")
+        if not self._show([rank]) and (stop := self._stops.of([rank]).get(rank)) is not None:
+            self._terminal.say(f"rank {rank} {stop.words}")
 
     def _tell_of_stops(self) -> None:
         places: dict[str, list[int]] = {}
@@ -233,7 +233,8 @@ class DebugPrompt:
         self._show(sent)
 
     def _has_answered(self, rank: int, number: int) -> bool:
-        return self._stops.number(rank) > number or rank in self.procs.lost
+        gone = rank in self.procs.lost or rank not in self._stops.of([rank])
+        return gone or self._stops.number(rank) > number
 
     def _await_steps(self, ranks: Collection[int], line: str) -> None:
         """Give ranks that went on the time to stop again; say where those are that do not."""
