@@ -260,6 +260,8 @@ class CallFuture(Future[T], Generic[T]):
     """The future of a call: an interrupt while waiting reaches the ranks, a timeout names the silent ones."""
 
     call: OpenCall
+    name_in_chain = 0
+    """As in `wire.Call.chain`."""
 
     def __init__(self, control: CallControl) -> None:
         super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)

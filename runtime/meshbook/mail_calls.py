@@ -76,6 +76,7 @@ class MailCalls:
         output: int = 0,
         on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
         fail_fast: bool = True,
+        chain: tuple[int, ...] = (),
     ) -> CallFuture[Any]:
         """Call a mailbox of ``members`` of any mesh; as `meshbook.controller.Controller.call`."""
         future: MailFuture[Any] = MailFuture(self)
@@ -85,7 +86,7 @@ class MailCalls:
         future.call = call
         self._wait_for_room(mesh_id, members)
         self._table.open(call, None)
-        self._send(call.id, mesh_id, members, mailbox, endpoint, pickled, what=what, output=output)
+        self._send(call.id, mesh_id, members, mailbox, endpoint, pickled, what=what, output=output, chain=chain)
         return future
 
     def post(
@@ -107,13 +108,14 @@ class MailCalls:
         what: str = "",
         output: int = 0,
         reply: bool = True,
+        chain: tuple[int, ...] = (),
     ) -> None:
         assert mailbox, "the endpoints of a process are for its controller"
         head, buffers = pickled
         inline, payload = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
         message = wire.Call(
             id, mesh_id, endpoint, members.encode(), output, inline=inline, label=what, mailbox=mailbox, reply=reply,
-            segment=self._payloads.pool.write(buffers) if buffers else None,
+            segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain,
         )  # fmt: skip
         self._payloads.tell_freed()
         self._channel.send(message, payload)

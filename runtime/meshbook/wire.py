@@ -204,6 +204,8 @@ class Call(_Message, frozen=True, tag="call"):
     """Why a breakpoint in it cannot open a prompt; empty: it can."""
     origin: Origin | None = None
     """Who made it, where that is not the controller. Ids are each origin's own."""
+    chain: tuple[int, ...] = ()
+    """Names, oldest first, of the calls between actors that have led to this one, its own last."""
 
 
 class Query(_Message, frozen=True, tag="query"):

@@ -55,15 +55,16 @@ class WorkerMail:
         output: int = 0,
         on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
         fail_fast: bool = True,
+        chain: tuple[int, ...] = (),
     ) -> CallFuture[Any]:
         """Call a mailbox (not 0) of ``members`` of any mesh of the session; as `Controller.call`, on any thread.
 
-        What the members print goes to ``output``. A rank that is lost is told by the future.
+        What the members print goes to ``output``. chain: as in `wire.Call`. A rank that is lost is told by the future.
         """
         self.start()
         return self._calls.call(
             mesh_id, members, mailbox, endpoint, pickled,
-            what=what, output=output, on_reply=on_reply, fail_fast=fail_fast,
+            what=what, output=output, on_reply=on_reply, fail_fast=fail_fast, chain=chain,
         )  # fmt: skip
 
     def post(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from actor_classes import Counter, Delegate, Parent, PingPong, Relay, Sleeper, mark_process
+from actor_classes import Caller, Counter, Delegate, Parent, PingPong, Relay, Sleeper, mark_process
 from collector import Collector
 
 import meshbook.actor
@@ -151,6 +151,24 @@ def test_an_actor_is_told_of_failures_of_what_it_owns(mesh4: ProcMesh) -> None:
     parent.spawn_beside.call_one(0).get(20)
     parent.break_child.call_one().get(20)
     wait_until(lambda: parent.reports.call_one().get(20) == ["child (1,) child.fail"])
+
+
+@pytest.mark.parametrize("how", ["plainly", "waiting", "late"])
+def test_actors_that_would_wait_for_each_other_for_ever_are_told(mesh4: ProcMesh, how: str) -> None:
+    callers = mesh4.spawn("callers", Caller)
+    a, b, c = (callers.slice(gpus=gpu) for gpu in range(3))
+    assert getattr(a, how).call_one([b, c]).get(20) == "end"
+    with pytest.raises(ActorError, match=rf"CircularCallError: callers.{how} waits for this call of callers"):
+        getattr(a, how).call_one([b, c, a]).get(20)
+    with pytest.raises(ActorError, match="CircularCallError"):
+        getattr(a, how).call_one([a]).get(20)
+    assert a.beside.call_one([b, a, b, a]).get(20) == "end"
+
+
+def test_an_endless_recursion_of_calls_ends_with_an_error(mesh4: ProcMesh) -> None:
+    callers = mesh4.spawn("callers", Caller)
+    with pytest.raises(ActorError, match=r"CallsTooDeepError: callers.endlessly is the last of 100 calls"):
+        callers.slice(gpus=0).endlessly.call_one(callers.slice(gpus=0), callers.slice(gpus=1)).get(60)
 
 
 # ---- processes that actors ask for -----------------------------------------------------------------------------------

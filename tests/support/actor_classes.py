@@ -328,3 +328,33 @@ class Delegate(Actor):
 
 def mark_process() -> None:
     os.environ["MARK"] = "marked"
+
+
+class Caller(Actor):
+    """Calls whom it is told to call, and waits."""
+
+    @endpoint
+    def plainly(self, path: list[Any]) -> str:
+        if not path:
+            return "end"
+        value: str = path[0].plainly.call_one(path[1:]).get()
+        return value
+
+    @endpoint
+    async def waiting(self, path: list[Any]) -> str:
+        return await path[0].waiting.call_one(path[1:]) if path else "end"
+
+    @concurrent_endpoint
+    async def beside(self, path: list[Any]) -> str:
+        return await path[0].beside.call_one(path[1:]) if path else "end"
+
+    @concurrent_endpoint
+    async def endlessly(self, me: Any, other: Any) -> None:
+        await other.endlessly.call_one(other, me)
+
+    @endpoint
+    def late(self, path: list[Any]) -> str:
+        future = path[0].waiting.call_one(path[1:])
+        time.sleep(0.3)
+        value: str = future.get()
+        return value

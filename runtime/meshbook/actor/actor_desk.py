@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook import wire
 from meshbook.actor.actor_host import ActorHost
 from meshbook.actor.ports import Port
-from meshbook.actor.roads import DESK, Place
+from meshbook.actor.roads import DESK, FIRST_OF_RANKS, Place
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.answers import Answer
 from meshbook.errors import Failure, MailboxClosed, MeshError
@@ -66,11 +66,11 @@ class ActorDesk:
 
     def _not_yet(self, mailbox: int) -> Mailbox | None:
         """For messages that have overtaken, on another road, the spawn of the actor that they are for."""
-        return Mailbox(self._keep_early) if mailbox < DESK else None
+        return Mailbox(self._keep_early)
 
     def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
         closed = MailboxClosed(self.rank, call.mailbox)
-        if call.origin is None:  # the one who spawned it was here before
+        if call.origin is None and call.mailbox < FIRST_OF_RANKS:  # who has spawned it was here before
             raise closed
         waiting = self._early.setdefault(call.mailbox, [])
         waiting.append((call, load_args, reply))

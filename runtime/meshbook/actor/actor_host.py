@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from meshbook import wire
 from meshbook.actor.context import ActorInstance, Context, current_context
 from meshbook.actor.endpoints import EndpointMethod
-from meshbook.actor.errors import NoEndpointError
+from meshbook.actor.errors import CircularCallError, NoEndpointError, cause_of
 from meshbook.actor.gated import Gated
 from meshbook.actor.inbox import Inbox, Message
 from meshbook.actor.ports import Port, ResponsePort
@@ -98,6 +98,8 @@ class ActorHost:
     def deliver(self, call: wire.Call, load: LoadArgs, reply: Reply) -> None:
         """Take a message; the first one is the class with its arguments."""
         self._inbox.put(call, load, reply)
+        for name in call.chain:
+            self._refuse_circular(name)
 
     def end(self) -> None:
         """Have the actor clean up and end after the messages that have come."""
@@ -116,6 +118,16 @@ class ActorHost:
         gate, loop, task = self.gate, self._loop, self._tasks.get(serial)
         if gate is not None and not gate.interrupt(serial) and task is not None and loop is not None:
             loop.call_soon_threadsafe(task.cancel)
+
+    def _refuse_circular(self, name: int) -> None:
+        """Whoever waits for the call ``name`` takes no message that has come of it. On any thread."""
+        waits_in = next((context.endpoint for context in list(self._contexts.values()) if name in context.waits), None)
+        if waits_in is not None:
+            self._inbox.refuse(lambda call: name in call.chain, functools.partial(self._circular, waits_in))
+
+    def _circular(self, waits_in: str, call: wire.Call) -> Answer:
+        error = CircularCallError(self.name, waits_in, call.endpoint)
+        return Answer(wire.RAISED, failure=self._surroundings.describe(error))
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -205,6 +217,7 @@ class ActorHost:
             message.reply(answer)
 
     def _failed(self, message: Message, error: BaseException) -> Answer:
+        error = cause_of(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         broken = self._broken if self._actor is None else None
         failure = broken or self._surroundings.describe(error)
@@ -265,6 +278,9 @@ class ActorHost:
         assert instance is not None
         point: Callable[[], Point] = functools.partial(_point_of, surroundings.rank, message.call, view)
         context = Context(instance, point, surroundings.port_to(self.mailbox))
+        context.chain, context.endpoint = message.call.chain, message.call.endpoint
+        if not self._is_concurrent(message):
+            context.on_wait = self._refuse_circular
         self._contexts[message.serial] = context
         token = current_context.set(context)
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +40,29 @@ class Context:
         self._message_rank = message_rank
         self.supervisor = port
         """Where failures of what is spawned now are told; None outside of actors."""
+        self.endpoint = ""
+        """What is being called."""
+        self.chain: tuple[int, ...] = ()
+        """That of the message; see `wire.Call`."""
+        self.waits: set[int] = set()
+        """Calls, by their names in chains, that the message waits for without a limit."""
+        self.on_wait: Callable[[int], None] | None = None
+        """Told of each of them; None where the actor takes other messages meanwhile."""
         self.interrupted = False
         """Whether the sender of the message wants its end."""
+
+    @contextlib.contextmanager
+    def waiting_for(self, name: int, timeout_s: float | None) -> Iterator[None]:
+        """Around a wait for a call. name: in chains."""
+        if not name or timeout_s is not None or self.on_wait is None:
+            yield
+            return
+        self.waits.add(name)
+        try:
+            self.on_wait(name)
+            yield
+        finally:
+            self.waits.discard(name)
 
     @property
     def message_rank(self) -> Point:

@@ -5,6 +5,8 @@ WorkerLost   ── SupervisionError   the processes of actors ended
 UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeError too)
              ── ArgumentsError     arguments that do not fit the endpoint's signature (a TypeError too)
 MeshError    ── ActorStoppedError  a call to actors that were stopped
+             ── CircularCallError  a call to an actor that waits for it
+             ── CallsTooDeepError  actors that call each other without end (a RecursionError too)
              ── UnhandledFault     something failed for which nobody waited, and nobody handled it
 """
 
@@ -94,6 +96,42 @@ class ActorStoppedError(MeshError):
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
         return f'the actors "{self.name}" were stopped{why}. Spawn them again: procs.spawn("{self.name}", ...)'
+
+
+class CircularCallError(MeshError):
+    """A call to an actor that waits for this very call, and so would never take it."""
+
+    def __init__(self, actor: str, waits_in: str, endpoint: str) -> None:
+        super().__init__(actor, waits_in, endpoint)
+        self.actor, self.waits_in, self.endpoint = actor, waits_in, endpoint
+
+    def __str__(self) -> str:
+        return (
+            f"{self.actor}.{self.waits_in} waits for this call of {self.actor}.{self.endpoint}, and an actor takes one "
+            f"message at a time: both would wait for ever. Do not wait there, or make {self.waits_in} a "
+            "@concurrent_endpoint."
+        )
+
+
+class CallsTooDeepError(MeshError, RecursionError):
+    """Actors call each other without end."""
+
+    def __init__(self, what: str, depth: int) -> None:
+        super().__init__(what, depth)
+        self.what, self.depth = what, depth
+
+    def __str__(self) -> str:
+        return f"{self.what} is the last of {self.depth} calls of actors that wait for each other: endless recursion?"
+
+
+_CIRCLES = (CircularCallError, CallsTooDeepError)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error itself; of calls that go in circles the first one, not what each actor on the way has made of it."""
+    if isinstance(error, ActorError) and isinstance(inner := error.exception, _CIRCLES):
+        return inner
+    return error
 
 
 class UnhandledFault(MeshError):

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from meshbook import wire
@@ -66,6 +67,15 @@ class Inbox:
             del self._waiting[found.serial]
         found.reply(Answer(wire.DROPPED))
         return True
+
+    def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Answer]) -> None:
+        """Answer messages that wait, and must not."""
+        with self._lock:
+            refused = [message for message in self._waiting.values() if is_meant(message.call)]
+            for message in refused:
+                del self._waiting[message.serial]
+        for message in refused:
+            message.reply(answer(message.call))
 
     def waiting(self) -> list[str]:
         """The endpoints of the messages that wait."""

@@ -48,7 +48,8 @@ class ActorFuture(Future[T], Generic[T]):
         ranks; CallInterrupted if the person interrupts, and then the endpoint is interrupted where it runs.
         """
         try:
-            return self._make(self._source.get(timeout))
+            with context().waiting_for(self._source.name_in_chain, timeout):
+                return self._make(self._source.get(timeout))
         except (CallFailed, WorkerLost) as error:
             raise translate(error, *self._names) from None
 
@@ -59,7 +60,8 @@ class ActorFuture(Future[T], Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """Wait without blocking the running asyncio loop; an interrupt reaches the actors, as with `get`."""
         try:
-            return self._make((yield from self._source.__await__()))
+            with context().waiting_for(self._source.name_in_chain, None):
+                return self._make((yield from self._source.__await__()))
         except asyncio.CancelledError:
             if context().interrupted:  # who has called us does not want it any more
                 self._source.cancel()

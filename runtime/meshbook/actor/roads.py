@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
 """As `meshbook.calls.OpenCall.on_reply`."""
 
-DESK = (1 << 62) - 1
+FIRST_OF_RANKS = 1 << 62
+"""Mailboxes from here on were numbered by ranks."""
+
+DESK = FIRST_OF_RANKS - 1
 """The mailbox of a process in which actors are spawned (`meshbook.actor.actor_desk`)."""
 
 ROOT = DESK - 1

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actor.context import context
+from meshbook.actor.errors import CallsTooDeepError
 from meshbook.actor.ports import Port, one_member
 from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.results import ActorFuture, only_value
-from meshbook.actor.roads import ROOT, OnReply, Place
+from meshbook.actor.roads import FIRST_OF_RANKS, ROOT, OnReply, Place
 from meshbook.calls import CallFuture
 from meshbook.future import Future
 from meshbook.mailboxes import Mailboxes
@@ -21,8 +23,9 @@ from meshbook.shape import Members
 if TYPE_CHECKING:
     from meshbook.worker import Worker
 
-FIRST_OWN_MAILBOX = 1 << 62
-"""Mailboxes from here on were numbered by a worker, for itself."""
+
+MAX_CHAIN = 100
+"""Calls of actors within calls of actors: more of them are taken for an endless recursion."""
 
 
 class WorkerRoad:
@@ -30,7 +33,7 @@ class WorkerRoad:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._ids = itertools.count(FIRST_OWN_MAILBOX + (os.getpid() << 32))  # never those of a process before us
+        self._ids = itertools.count(FIRST_OF_RANKS + (os.getpid() << 32))  # never those of a process before us
 
     @property
     def mailboxes(self) -> Mailboxes:
@@ -60,7 +63,10 @@ class WorkerRoad:
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
-        return self._worker.mail.call(
+        name, chain = random.getrandbits(62), context().chain
+        if len(chain) >= MAX_CHAIN:
+            raise CallsTooDeepError(what, len(chain))
+        future = self._worker.mail.call(
             mesh,
             members,
             mailbox,
@@ -70,7 +76,10 @@ class WorkerRoad:
             output=self._worker.shell.output_here,
             on_reply=on_reply,
             fail_fast=fail_fast,
+            chain=(*chain, name),
         )
+        future.name_in_chain = name
+        return future
 
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
         self._worker.mail.post(mesh, members, mailbox, endpoint, pickled, output=self._worker.shell.output_here)
