@@ -201,6 +201,8 @@ class Switchboard:
             case wire.MeshReady():
                 if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_ready(host, message)
+                    if mesh.stops:
+                        self._hold_deadlines(mesh)  # on the new ranks too
             case wire.SpawnFailed():
                 if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_spawn_failed(host.name, message)
