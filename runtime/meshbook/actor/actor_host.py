@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
 from meshbook.actor.context import ActorInstance, Context, current_context
@@ -29,43 +29,17 @@ from meshbook.actor.gated import Gated
 from meshbook.actor.inbox import Inbox, Message
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
+from meshbook.actor.surroundings import Surroundings, errors_to, point_of
 from meshbook.answers import Answer
 from meshbook.cell_files import add_cell
 from meshbook.errors import Failure, UsageError
 from meshbook.mailboxes import LoadArgs, Reply
-from meshbook.shape import Members, Point, Region
+from meshbook.shape import Members, Point
 from meshbook.thread_interrupts import ThreadGate
 from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
-
-
-class Surroundings(Protocol):
-    """What an actor needs of its process."""
-
-    def describe(self, error: BaseException) -> Failure:
-        """A failure of what user code has raised."""
-
-    def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
-        """What is printed inside belongs to ``output``, and has been sent at the end."""
-
-    @property
-    def rank(self) -> int:
-        """The process's base rank in its mesh."""
-
-    @property
-    def mesh_name(self) -> str:
-        """The name of its mesh."""
-
-    def port_to(self, mailbox: int) -> Port[Any]:
-        """Reaches a mailbox of this process from anywhere."""
-
-    def tell_owner(self, host: ActorHost, failure: MeshFailure) -> None:
-        """Something failed for which nobody waits."""
-
-    def actor_ended(self, host: ActorHost) -> None:
-        """The thread of an actor ends."""
 
 
 class ActorHost:
@@ -170,7 +144,7 @@ class ActorHost:
             for source in sources:
                 add_cell(source.text, source.number, source.file_name)
             self.class_name = cls.__qualname__
-            place = _point_of(self._surroundings.rank, message.call, view)
+            place = point_of(self._surroundings.rank, message.call, view)
             self._instance = ActorInstance(
                 self.name, self.class_name, self._surroundings.mesh_name, place, self.mailbox
             )
@@ -235,7 +209,7 @@ class ActorHost:
         if message.call.endpoint == SUPERVISE:
             return self._supervised(*self._supervise(message))
         method, port, args, kwargs = self._prepare(message)
-        with self._context(message, args[0]), _errors_to(args[1]):
+        with self._context(message, args[0]), errors_to(args[1]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)
             return self._answer_of(message, value, port, args[1])
         return None
@@ -276,7 +250,7 @@ class ActorHost:
     def _context(self, message: Message, view: str | Members) -> Generator[None, None, None]:
         instance, surroundings = self._instance, self._surroundings
         assert instance is not None
-        point: Callable[[], Point] = functools.partial(_point_of, surroundings.rank, message.call, view)
+        point: Callable[[], Point] = functools.partial(point_of, surroundings.rank, message.call, view)
         context = Context(instance, point, surroundings.port_to(self.mailbox))
         context.chain, context.endpoint = message.call.chain, message.call.endpoint
         if not self._is_concurrent(message):
@@ -367,7 +341,7 @@ class ActorHost:
                 handled = await handled
             return self._supervised(handled, failure)
         method, port, args, kwargs = self._prepare(message)
-        with self._context(message, args[0]), _errors_to(args[1]):
+        with self._context(message, args[0]), errors_to(args[1]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)
             if inspect.isawaitable(value):
                 value = await value
@@ -404,21 +378,3 @@ class ActorHost:
 
 async def _await(result: Any) -> Any:
     return await result
-
-
-@contextlib.contextmanager
-def _errors_to(port: Port[Any] | None) -> Generator[None, None, None]:
-    """What is raised inside goes to the port, if the caller wants answers there."""
-    try:
-        yield
-    except Exception as error:
-        if port is None:
-            raise
-        port.exception(error)
-
-
-def _point_of(rank: int, call: wire.Call, view: str | Members) -> Point:
-    """Where a rank stands in the view that was called; its labels suffice where the target is all of it."""
-    if isinstance(view, str):
-        view = Region(tuple(view.split(",")) if view else (), call.target[0])
-    return view.point(rank)
