@@ -1,0 +1,72 @@
+"""The notebook about actors, executed headless: what it shows a newcomer is what the docs say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+RUN_LIMIT_S = 110
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The executed cells by id; every cell has passed or was meant to fail."""
+    executed = tmp_path_factory.mktemp("actors") / "actors.ipynb"
+    result = subprocess.run(
+        [sys.executable, str(NOTEBOOKS / "run.py"), str(NOTEBOOKS / "actors.ipynb"), "--save", str(executed)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {cell["id"]: cell for cell in nbformat.read(executed, as_version=4).cells}
+
+
+def text_of(cell: Any) -> str:
+    """All text of a cell's outputs, errors included, without colours."""
+    parts = (
+        output.get("text") or output.get("data", {}).get("text/plain") or "\n".join(output.get("traceback", ()))
+        for output in cell["outputs"]
+    )
+    return COLOUR.sub("", "\n".join(parts))
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("counter", ['ActorMesh("counters", Counter, "main", rows=2, cols=2): add']),
+        ("counter-call", ["ValueMesh: rows=2, cols=2\n  [0-3]  12", "[0-3] now 12"]),
+        ("slices", ["ValueMesh: cols=2\n  [2,3]  115"]),
+        ("wrong-name", ["Counter has no endpoint ad; it has: add."]),
+        ("wrong-arguments", ["unexpected keyword argument 'twice'. Its signature is add(by)"]),
+        ("looking", ["counters    Counter    0-3  idle"]),
+        ("errors-raise", ["rank 2 raised ZeroDivisionError", "in Shard.mean", "ranks 0,1,3 finished"]),
+        ("broadcast", ["shards.mean: rank 2 raised ZeroDivisionError", "the next use of shards raises it"]),
+        ("broadcast-next", ["which nobody waited for", "return sum(values) / len(values)"]),
+        ("repair-dies", ["rank 1 on ", "killed by SIGKILL", 'the actors "loaders" of rank 1 ended with it']),
+        ("repair-heal", ["step 45, repaired, step 80: loss"]),
+        (
+            "supervise-run",
+            ["step 5: left out, batch 5 has", "step 10: new loaders, the old ones were killed by SIGKILL"],
+        ),
+        ("supervise-told", ["own loaders: rank 0 ended: killed by SIGKILL"]),
+        ("stopped", ['the actors "counters" were stopped']),
+    ],
+)
+def test_what_each_cell_says(cells: dict[str, Any], cell: str, said: list[str]) -> None:
+    text = text_of(cells[cell])
+    for words in said:
+        assert words in text
+
+
+@pytest.mark.parametrize("cell", ["wrong-name", "errors-raise", "broadcast-next", "repair-dies", "stopped"])
+def test_a_planted_fault_fails_its_cell(cells: dict[str, Any], cell: str) -> None:
+    assert any(output["output_type"] == "error" for output in cells[cell]["outputs"])
