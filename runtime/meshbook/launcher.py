@@ -17,7 +17,7 @@ import msgspec
 
 from meshbook.deaths import last_words
 from meshbook.log_reading import log_tail
-from meshbook.processes import describe_exit, end_process, is_same_process, start_time
+from meshbook.processes import MEMORY_VARIABLE, describe_exit, end_process, is_same_process, start_time
 from meshbook.rank_output import CRASH_REPORT_LINES
 
 
@@ -107,6 +107,7 @@ def _start(ticket: Ticket, log: Path) -> LocalHost:
             stdout=errors,
             stderr=errors,
             start_new_session=True,
+            env=None if ticket.shares_memory else {**os.environ, MEMORY_VARIABLE: ticket.host_id},
         )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and `LocalHost.failure` says why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -12,6 +13,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
+
+MEMORY_VARIABLE = "MESHBOOK_MEMORY"
+"""In the environment of hosts that act as if they were alone on their machine: tells them apart."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,6 +35,13 @@ def die_with_parent(parent_pid: int) -> None:
 def may_be_traced() -> None:
     """Let the parent, and what it starts, read this process where Yama restricts that (PR_SET_PTRACER)."""
     _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
+
+
+def let_peers_read() -> None:
+    """Where Yama lets only ancestors look at a process: let every process of the same user."""
+    with contextlib.suppress(OSError):  # there is no Yama
+        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
+            _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
@@ -143,6 +154,11 @@ def machine_id() -> str:
     """Equal on two processes exactly when they can open each other's ``/proc/<pid>/fd``."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def memory_name() -> str:
+    """Equal on processes that may copy from and to each other's memory."""
+    return os.environ.get(MEMORY_VARIABLE) or machine_id()
 
 
 def describe_exit(status: int) -> str:

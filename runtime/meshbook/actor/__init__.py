@@ -28,12 +28,16 @@ from meshbook.actor.errors import (
     ActorError,
     ActorStoppedError,
     ArgumentsError,
+    BufferDroppedError,
+    BufferKindError,
+    BufferSizeError,
     NoEndpointError,
     SupervisionError,
     UnhandledFault,
 )
 from meshbook.actor.ports import Channel, Port, PortReceiver
 from meshbook.actor.proc_ref import this_proc
+from meshbook.actor.rdma_buffer import RDMABuffer
 from meshbook.actor.sending import Accumulator, as_endpoint, send
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.future import Future
@@ -52,6 +56,9 @@ __all__ = [
     "ActorMesh",
     "ActorStoppedError",
     "ArgumentsError",
+    "BufferDroppedError",
+    "BufferKindError",
+    "BufferSizeError",
     "Channel",
     "Context",
     "Endpoint",
@@ -64,6 +71,7 @@ __all__ = [
     "Port",
     "PortReceiver",
     "ProcMesh",
+    "RDMABuffer",
     "Slice",
     "SupervisionError",
     "UnhandledFault",

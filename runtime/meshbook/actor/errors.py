@@ -4,9 +4,12 @@ CallFailed   ── ActorError         an endpoint raised
 WorkerLost   ── SupervisionError   the processes of actors ended
 UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeError too)
              ── ArgumentsError     arguments that do not fit the endpoint's signature (a TypeError too)
+             ── BufferKindError    memory that cannot be copied so (a TypeError too)
+             ── BufferSizeError    memory that does not fit a buffer (a ValueError too)
 MeshError    ── ActorStoppedError  a call to actors that were stopped
              ── CircularCallError  a call to an actor that waits for it
              ── CallsTooDeepError  actors that call each other without end (a RecursionError too)
+             ── BufferDroppedError a buffer that was dropped
              ── UnhandledFault     something failed for which nobody waited, and nobody handled it
 """
 
@@ -143,3 +146,22 @@ class UnhandledFault(MeshError):
 
     def __str__(self) -> str:
         return self.report
+
+
+class BufferKindError(UsageError, TypeError):
+    """Memory that a buffer cannot be made of, or that one cannot be copied from or to."""
+
+
+class BufferSizeError(UsageError, ValueError):
+    """Memory that is too small, or too large, for a buffer."""
+
+
+class BufferDroppedError(MeshError):
+    """A buffer whose owner has let go of it, or was asked to."""
+
+    def __init__(self, buffer: str) -> None:
+        super().__init__(buffer)
+        self.buffer = buffer
+
+    def __str__(self) -> str:
+        return f"{self.buffer} was dropped. Make a new one of memory that is to be read or written, and pass that on."

@@ -1,0 +1,191 @@
+"""A read or a write of a buffer under way: directly where the owner's memory is within reach, else by mail."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from meshbook.actor.direct_copy import SLICE_BYTES, NotDirect, Spot, access, copy
+from meshbook.actor.errors import BufferDroppedError, SupervisionError
+from meshbook.actor.kept_buffers import DROPPED, READ, WRITE, kept_buffers
+from meshbook.actor.memory import Memory
+from meshbook.actor.ports import one_member
+from meshbook.actor.roads import Place, road_of
+from meshbook.calls import CallFuture
+from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
+from meshbook.future import Future
+from meshbook.pickling import dumps
+from meshbook.wording import format_bytes
+
+PIECE_BYTES = 4 << 20
+UNDER_WAY = 4
+"""So many pieces are asked for ahead: they fill the road between two hosts, and delay nobody else for long."""
+
+
+class Target(NamedTuple):
+    """What a handle knows of its buffer."""
+
+    session: str
+    place: Place
+    mailbox: int
+    size_bytes: int
+    owner: str
+    spot: Spot
+
+    @property
+    def name(self) -> str:
+        return f"the buffer of {format_bytes(self.size_bytes)} of {self.owner}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process owns it."""
+        return self.spot.pid == os.getpid() and road_of(self.session).place == self.place
+
+
+class Cancelled(Exception):
+    """Nobody wants the rest."""
+
+
+class TransferFuture(Future[None]):
+    """An interrupt while waiting ends the copy; await it or `get` it."""
+
+    def get(self, timeout: float | None = None) -> None:
+        """Wait until it is done. Raises: BufferDroppedError, SupervisionError, CallTimeout; KeyboardInterrupt."""
+        try:
+            super().get(timeout)
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
+
+
+class Transfer:
+    """The first ``size_bytes`` of a buffer from or to memory of this process. kind: READ or WRITE."""
+
+    def __init__(self, target: Target, memory: Memory, size_bytes: int, kind: str, timeout_s: float | None) -> None:
+        self._target, self._memory, self.size_bytes, self._kind = target, memory, size_bytes, kind
+        self._timeout_s = timeout_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._cancelled = False
+        self.future = TransferFuture(on_cancel=self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+
+    def try_at_once(self) -> bool:
+        """Do it on this thread, if that takes no help of the owner; whether that was so."""
+        try:
+            self._copy()
+        except NotDirect:
+            return False
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+        return True
+
+    def run(self) -> None:
+        """Do it, on this thread. Raises nothing: `future` tells."""
+        try:
+            try:
+                self._copy()
+            except NotDirect:
+                self._by_mail()
+        except Cancelled:
+            from concurrent.futures import CancelledError
+
+            self.future.set_exception(CancelledError())
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+    def _copy(self) -> None:
+        """Without the owner. Raises: NotDirect."""
+        if self._target.is_own:
+            self._copy_own()
+            return
+        with access(self._target.spot):
+            write = self._kind == WRITE
+            copy(self._target.spot, self._memory.address, self.size_bytes, write=write, check=self._check)
+
+    def _copy_own(self) -> None:
+        kept = kept_buffers().find(self._target.mailbox)
+        memory = kept.memory if kept is not None else None
+        if memory is None:
+            raise BufferDroppedError(self._target.name)
+        here, there = self._memory.address, memory.address
+        source, to = (there, here) if self._kind == READ else (here, there)
+        for offset in range(0, self.size_bytes, SLICE_BYTES):
+            self._check()
+            ctypes.memmove(to + offset, source + offset, min(SLICE_BYTES, self.size_bytes - offset))
+
+    def _check(self) -> None:
+        """Raises: Cancelled, CallTimeout."""
+        if self._cancelled:
+            raise Cancelled
+        self._left_s()
+
+    def _left_s(self) -> float | None:
+        if self._deadline is None:
+            return None
+        if (left := self._deadline - time.monotonic()) <= 0:
+            raise self._late()
+        return left
+
+    def _late(self) -> CallTimeout:
+        return CallTimeout(f"{self._kind} of {self._target.name}", self._timeout_s or 0.0, [self._target.place.rank])
+
+    def _by_mail(self) -> None:
+        """In pieces, several under way at once. An empty one asks whether the buffer is there."""
+        pieces = deque(range(0, max(self.size_bytes, 1), PIECE_BYTES))
+        asked: deque[tuple[int, int, CallFuture[Any]]] = deque()
+        while pieces or asked:
+            while pieces and len(asked) < UNDER_WAY:
+                offset = pieces.popleft()
+                size_bytes = min(PIECE_BYTES, self.size_bytes - offset)
+                part = size_bytes if self._kind == READ else self._memory.view(offset, size_bytes)
+                asked.append((offset, size_bytes, begin(self._target, self._kind, (offset, part))))
+            offset, size_bytes, future = asked.popleft()
+            try:
+                value = finish(self._target, future, self._left_s())
+            except CallTimeout:
+                raise self._late() from None
+            self._check()
+            if self._kind == READ:
+                self._memory.view(offset, size_bytes)[:] = value
+
+
+def ask(target: Target, endpoint: str, args: tuple[Any, ...], timeout_s: float | None) -> Any:
+    """Have the owner do something. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
+    return finish(target, begin(target, endpoint, args), timeout_s)
+
+
+def begin(target: Target, endpoint: str, args: tuple[Any, ...]) -> CallFuture[Any]:
+    """Ask the owner for something; `finish` waits for it."""
+    what = f"{endpoint} of {target.name}"
+    pickled = dumps((args, {}), what=what)
+    try:
+        mesh, rank = target.place
+        return road_of(target.session).call(mesh, one_member(rank), target.mailbox, endpoint, pickled, what=what)
+    except WorkerLost as lost:
+        raise SupervisionError.of_worker(lost, "") from None
+
+
+def finish(target: Target, future: CallFuture[Any], timeout_s: float | None) -> Any:
+    """Wait for what was asked for. Raises: as `ask`."""
+    try:
+        return future.get(timeout_s).values()[0]
+    except WorkerLost as lost:
+        raise SupervisionError.of_worker(lost, "") from None
+    except CallFailed as failed:
+        failure = failed.failures[0]
+        error = failure.load()
+        if not isinstance(error, MailboxClosed):
+            raise
+        if error.why == DROPPED:
+            raise BufferDroppedError(target.name) from None
+        cause = f"the process of {target.name} ended, and the rank was started again since, without it"
+        raise SupervisionError(failure.rank, failure.host, cause) from None
