@@ -35,6 +35,18 @@ GOALS = (
     Goal("100 MB to 8", "ray", 1),
     Goal("500 MB to 8", "ray", 1),
     Goal("10 MB from each of 8", "ray", 1),
+    *(
+        Goal(question, "monarch", 1)
+        for question in (
+            "stream 8",
+            "actor to actor",
+            "actor to actor, 2 hosts",
+            "1 MB to one",
+            "1 MB to 8",
+            "100 MB to one",
+            "100 MB to 8",
+        )
+    ),
 )
 
 Results = dict[str, dict[str, Answer]]

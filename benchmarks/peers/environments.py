@@ -30,6 +30,12 @@ PEERS = (
     Peer("ipyparallel", "ipyparallel", "benchmarks.peers.on_ipyparallel"),
     Peer("dask", "dask[distributed]", "benchmarks.peers.on_dask"),
 )
+ACTOR_PEERS = tuple(
+    peer._replace(module=f"benchmarks.peers.actors_on_{peer.name}")
+    for peer in PEERS
+    if peer.name in ("meshbook", "monarch", "ray")
+)
+"""Those that have actors, and what asks them about these."""
 
 
 class InstallError(Exception):

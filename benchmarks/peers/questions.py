@@ -30,14 +30,21 @@ BUSY_S = 2.0
 SETTLE_S = 0.5
 
 
-class Peer(Protocol):
-    """What a peer must be able to do; every method returns only when the thing is done."""
+class Served(Protocol):
+    """What every peer must be able to do; every method returns only when the thing is done."""
 
     def open(self) -> None:
         """Bring up whatever serves the ranks, with no rank yet."""
 
     def spawn(self, ranks: int) -> None:
-        """Start ``ranks`` processes that have imported torch; return when each has answered a call."""
+        """Start ``ranks`` processes; return when each has answered a call."""
+
+    def close(self) -> None:
+        """End everything."""
+
+
+class Peer(Served, Protocol):
+    """What a peer must be able to do with ranks; `spawn` has them import torch."""
 
     def call_one(self) -> object:
         """Call a function that does nothing on one rank."""
@@ -69,9 +76,6 @@ class Peer(Protocol):
     def stop(self) -> None:
         """End the ranks; `spawn` may follow."""
 
-    def close(self) -> None:
-        """End everything."""
-
 
 class Answers:
     """Where answers go: a file with one JSON object per line."""
@@ -99,6 +103,11 @@ class Answers:
 
 def main(peer: Peer) -> None:
     """Ask ``peer`` everything; see `python -m benchmarks.peers`, which starts us."""
+    serve(peer, lambda answers, quick: _ask(peer, answers, quick=quick))
+
+
+def serve(peer: Served, ask: Callable[[Answers, bool], None]) -> None:
+    """Spawn, and ask; ``ask`` gets where answers go, and whether to take few samples."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--started", type=float, required=True, help="monotonic clock before we were started")
@@ -109,7 +118,7 @@ def main(peer: Peer) -> None:
         peer.open()
         peer.spawn(RANKS)
         answers.give(f"spawn {RANKS}, from nothing", "s", [time.monotonic() - options.started])
-        _ask(peer, answers, quick=options.quick)
+        ask(answers, options.quick)
     finally:
         peer.close()
 
@@ -125,7 +134,7 @@ def _ask(peer: Peer, answers: Answers, *, quick: bool) -> None:
     with answers.attempt("10 MB from each of 8"):
         arrays = list(peer.collect())
         assert [int(array[-1]) for array in arrays] == list(range(RANKS)), "wrong arrays came back"
-        answers.give("10 MB from each of 8", "ms", _ms(repeat(peer.collect, count=5 if quick else 12, warmup=6)))
+        answers.give("10 MB from each of 8", "ms", as_ms(repeat(peer.collect, count=5 if quick else 12, warmup=6)))
     _failing(peer, answers, 2 if quick else 4)
 
 
@@ -146,9 +155,9 @@ def _memory(peer: Peer, answers: Answers) -> None:
 
 def _calling(peer: Peer, answers: Answers, count: int) -> None:
     with answers.attempt("call one"):
-        answers.give("call one", "ms", _ms(repeat(peer.call_one, count=count, warmup=20)))
+        answers.give("call one", "ms", as_ms(repeat(peer.call_one, count=count, warmup=20)))
     with answers.attempt(f"call {RANKS}"):
-        answers.give(f"call {RANKS}", "ms", _ms(repeat(peer.call_all, count=count // 2, warmup=10)))
+        answers.give(f"call {RANKS}", "ms", as_ms(repeat(peer.call_all, count=count // 2, warmup=10)))
     with answers.attempt("pipelined calls"):
         took = repeat(lambda: peer.pipelined(IN_FLIGHT), count=3, warmup=1)
         answers.give("pipelined calls", "per s", [IN_FLIGHT / each for each in took])
@@ -164,7 +173,7 @@ def _holding(peer: Peer, answers: Answers, megabytes: int, count: int) -> None:
         peer.hold(payload)
 
     with answers.attempt(question):
-        answers.give(question, "ms", _ms(repeat(hold, count=count, warmup=4)))
+        answers.give(question, "ms", as_ms(repeat(hold, count=count, warmup=4)))
         wanted = (len(payload), int(payload[0]))
         assert peer.held() == [wanted] * RANKS, "a rank holds something else"
 
@@ -173,7 +182,7 @@ def _failing(peer: Peer, answers: Answers, count: int) -> None:
     question = f"error seen, 7 busy for {BUSY_S:g} s"
     with answers.attempt(question):
         for _ in range(count):
-            answers.give(question, "ms", _ms([seconds(lambda: _expect_failure(peer.fail))]))
+            answers.give(question, "ms", as_ms([seconds(lambda: _expect_failure(peer.fail))]))
             peer.settle()
 
 
@@ -187,5 +196,6 @@ def _expect_failure(fail: Callable[[float], object]) -> None:
     raise AssertionError("the failure was not reported")
 
 
-def _ms(durations_s: Sequence[float]) -> list[float]:
+def as_ms(durations_s: Sequence[float]) -> list[float]:
+    """Milliseconds of seconds."""
     return [duration * 1000 for duration in durations_s]
