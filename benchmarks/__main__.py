@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import machine, report
 from benchmarks.figures import Benchmark, Figure, Settings
 
-NAMES = ("spawn", "calls", "mail", "actors", "payloads", "output", "errors", "recoveries", "completion")
+NAMES = ("spawn", "calls", "mail", "actors", "buffers", "payloads", "output", "errors", "recoveries", "completion")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from benchmarks.stats import Summary, summarise
 
-Unit = Literal["us", "ms", "s", "MB", "per s", "lines", "messages", "count"]
+Unit = Literal["us", "ms", "s", "MB", "GB/s", "per s", "lines", "messages", "count"]
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 

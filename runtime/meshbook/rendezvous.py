@@ -105,10 +105,10 @@ def choose_master(on_one_host: bool) -> tuple[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
-    return "127.0.0.1" if on_one_host else _own_address(), port
+    return "127.0.0.1" if on_one_host else own_address(), port
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address of this host on its default route; no packet is sent and no name looked up."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,8 +25,10 @@ from meshbook.actor import (
     BufferSizeError,
     RDMABuffer,
     SupervisionError,
+    transfers,
 )
 from meshbook.actor.direct_copy import NotDirect, access
+from meshbook.actor.stream_copy import PROOF_BYTES, Listener, StreamError, connect, receive_all, send_all
 
 BIG = 3_000_001
 """Floats: several slices or pieces, the last of them odd."""
@@ -53,14 +58,24 @@ def test_another_process_reads_and_writes(mesh4: ProcMesh, count: int) -> None:
     buffer.drop().get(20)
 
 
+@pytest.mark.parametrize("road", ["mail", "connection"])
 @pytest.mark.parametrize("count", [1, 1000, BIG])
-def test_processes_of_other_hosts_read_and_write(mesh2x2: ProcMesh, count: int) -> None:
+def test_processes_of_other_hosts_read_and_write(mesh2x2: ProcMesh, count: int, road: str) -> None:
     owner, reader = owner_and_reader(mesh2x2, {"hosts": 0, "gpus": 0}, {"hosts": 1, "gpus": 1})
     buffer = owner.make.call_one(count, 1.5).get(20)
+    unreachable = {buffer._target.spot.memory} if road == "mail" else set()
+    mesh2x2.execute(say_unreachable, unreachable).get(20)
     assert reader.read.call_one(buffer).get(30) == (1.5, 1.5, 1.5)
     reader.write.call_one(buffer, count, 2.0).get(30)
     assert owner.sum.call_one().get(20) == 2.0 * count
+    got = torch.zeros(count)
+    buffer.read_into(got).get(30)
+    assert got.mean() == 2.0
     buffer.drop().get(20)
+    own = RDMABuffer(got)
+    reader.write.call_one(own, count, 3.0).get(30)
+    assert got.mean() == 3.0
+    own.drop().get(20)
 
 
 @pytest.mark.parametrize("count", [1000, BIG])
@@ -81,6 +96,57 @@ def test_the_notebook_reads_and_writes_and_owns(mesh4: ProcMesh, count: int) -> 
     assert got.mean() == 8.0
     own.drop().get(20)
     buffer.drop().get(20)
+
+
+def say_unreachable(memories: set[str]) -> None:
+    from meshbook.actor import transfers
+
+    transfers._unreachable.clear()
+    transfers._unreachable.update(memories)
+
+
+def refuse_connections() -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ConnectionRefusedError
+
+    socket.create_connection = refuse
+
+
+def test_where_no_connection_can_be_made_it_goes_by_mail(mesh2x2: ProcMesh) -> None:
+    owner, reader = owner_and_reader(mesh2x2, {"hosts": 0, "gpus": 0}, {"hosts": 1, "gpus": 1})
+    buffer = owner.make.call_one(BIG, 1.5).get(20)
+    mesh2x2.execute(say_unreachable, set()).get(20)
+    first = mesh2x2.slice(hosts=0, gpus=0)
+    first.run("import socket; kept = socket.create_connection").get(20)
+    first.execute(refuse_connections).get(20)
+    try:
+        assert reader.read.call_one(buffer).get(30) == (1.5, 1.5, 1.5)
+        found = mesh2x2.execute(lambda: list(transfers._unreachable)).get(20).values()
+        assert found == [[], [], [], [buffer._target.spot.memory]]
+    finally:
+        first.run("socket.create_connection = kept").get(20)
+        mesh2x2.execute(say_unreachable, set()).get(20)
+
+
+def test_strangers_at_the_port_of_a_copy_get_nothing() -> None:
+    data = b"x" * 100_000
+    got = bytearray(len(data))
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(Listener()))
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        stranger = stack.enter_context(socket.create_connection(listener.door[:2]))
+        stranger.sendall(bytes(PROOF_BYTES))
+        wrong = threads.submit(connect, listener.door._replace(secret=bytes(32)))
+        owner = threads.submit(connect, listener.door)
+        connection = stack.enter_context(listener.accept(lambda done: None))
+        right = stack.enter_context(owner.result(10))
+        assert stranger.recv(1) == b""
+        with pytest.raises((StreamError, OSError)):
+            wrong.result(10)
+        sent = threads.submit(send_all, connection, memoryview(data), lambda done: None)
+        receive_all(right, memoryview(got), lambda done: None)
+        sent.result(10)
+    assert got == data
 
 
 def test_the_owner_may_be_busy(mesh4: ProcMesh) -> None:

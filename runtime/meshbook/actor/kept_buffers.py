@@ -15,12 +15,16 @@ from meshbook.actor.direct_copy import Guard, Spot
 from meshbook.actor.errors import BufferSizeError
 from meshbook.actor.memory import Memory
 from meshbook.actor.roads import Road
+from meshbook.actor.stream_copy import Door, Silence, StreamError, connect, receive_all, send_all
 from meshbook.answers import Answer
 from meshbook.letters import refusal
 from meshbook.mailboxes import LoadArgs, Reply
 from meshbook.side_threads import Lane, run_aside
 
 READ, WRITE, DROP = "read", "write", "drop"
+STREAM = "stream "
+"""Followed by READ or WRITE: over a connection of its own (`meshbook.actor.stream_copy`)."""
+
 DROPPED = "the buffer was dropped"
 """Why its mailbox is closed."""
 
@@ -38,7 +42,10 @@ class KeptBuffer:
 
     def _handle(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
         """On the thread of the mail: somebody reaches us in no other way."""
-        self._lane.add(lambda: self._serve(call, load_args, reply))
+        if call.endpoint.startswith(STREAM):
+            run_aside(lambda: self._serve(call, load_args, reply))  # they wait for each other's networks
+        else:
+            self._lane.add(lambda: self._serve(call, load_args, reply))
 
     def _serve(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
         try:
@@ -54,6 +61,9 @@ class KeptBuffer:
         if (memory := self.memory) is None:  # dropped since the call came
             self._road.mailboxes.find(self.mailbox, self._road.place.rank)
             raise AssertionError("its mailbox is closed before its memory goes")
+        if call.endpoint.startswith(STREAM):
+            self._stream(memory, call.endpoint.removeprefix(STREAM), Door(*args[0]), args[1])
+            return None
         offset, size_bytes = (args[0], args[1]) if call.endpoint == READ else (args[0], len(args[1]))
         if not 0 <= offset <= offset + size_bytes <= memory.size_bytes:
             raise BufferSizeError(f"bytes {offset} to {offset + size_bytes} of a buffer of {memory.size_bytes}")
@@ -62,6 +72,14 @@ class KeptBuffer:
             return view.copy()  # what is packed into the reply may be dropped meanwhile
         view[:] = args[1]
         return None
+
+    def _stream(self, memory: Memory, kind: str, door: Door, size_bytes: int) -> None:
+        view = memoryview(memory.view(0, size_bytes))
+        try:
+            with connect(door) as connection:
+                (send_all if kind == READ else receive_all)(connection, view, Silence())
+        except OSError as error:
+            raise StreamError(f"the connection to {door.address} broke: {error}") from error
 
     def drop(self) -> None:
         """Let go of the memory once nobody is at it any more. Any thread; idempotent."""

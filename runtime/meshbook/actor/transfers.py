@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 
 from meshbook.actor.direct_copy import SLICE_BYTES, NotDirect, Spot, access, copy
 from meshbook.actor.errors import BufferDroppedError, SupervisionError
-from meshbook.actor.kept_buffers import DROPPED, READ, WRITE, kept_buffers
+from meshbook.actor.kept_buffers import DROPPED, READ, STREAM, WRITE, kept_buffers
 from meshbook.actor.memory import Memory
 from meshbook.actor.ports import one_member
 from meshbook.actor.roads import Place, road_of
+from meshbook.actor.stream_copy import Listener, StreamError, UnreachableError, receive_all, send_all
 from meshbook.calls import CallFuture
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
 from meshbook.future import Future
@@ -23,6 +25,13 @@ from meshbook.wording import format_bytes
 PIECE_BYTES = 4 << 20
 UNDER_WAY = 4
 """So many pieces are asked for ahead: they fill the road between two hosts, and delay nobody else for long."""
+
+
+STREAM_MIN_BYTES = 1 << 16
+"""What is not larger goes by mail, in one piece."""
+
+_unreachable: set[str] = set()
+"""Where connections to have failed: whom they share memory with (`Spot.memory`)."""
 
 
 class Target(NamedTuple):
@@ -92,7 +101,8 @@ class Transfer:
             try:
                 self._copy()
             except NotDirect:
-                self._by_mail()
+                if not self._by_stream():
+                    self._by_mail()
         except Cancelled:
             from concurrent.futures import CancelledError
 
@@ -137,6 +147,44 @@ class Transfer:
 
     def _late(self) -> CallTimeout:
         return CallTimeout(f"{self._kind} of {self._target.name}", self._timeout_s or 0.0, [self._target.place.rank])
+
+    def _by_stream(self) -> bool:
+        """Over a connection of its own; False where there can be none, or where it is not worth while."""
+        if self.size_bytes <= STREAM_MIN_BYTES or self._target.spot.memory in _unreachable:
+            return False
+        try:
+            listener = Listener()
+        except OSError:
+            return False
+        with contextlib.closing(listener):
+            future = begin(self._target, STREAM + self._kind, (tuple(listener.door), self.size_bytes))
+            try:
+                try:
+                    self._stream(listener, future)
+                except (OSError, StreamError):
+                    listener.close()  # and let the owner say what has become of it
+                finish(self._target, future, self._left_s())
+            except CallTimeout:
+                raise self._late() from None
+            except UnreachableError:
+                _unreachable.add(self._target.spot.memory)
+            except StreamError:
+                pass
+            else:
+                return True
+        return False
+
+    def _stream(self, listener: Listener, future: CallFuture[Any]) -> None:
+        """Raises: OSError, StreamError, and what `finish` does once the owner has failed."""
+
+        def look(done: int) -> None:
+            self._check()
+            if future.done() and future.exception(0) is not None:
+                finish(self._target, future, 0)
+
+        with listener.accept(look) as connection:
+            move = receive_all if self._kind == READ else send_all
+            move(connection, memoryview(self._memory.view(0, self.size_bytes)), look)
 
     def _by_mail(self) -> None:
         """In pieces, several under way at once. An empty one asks whether the buffer is there."""
@@ -183,6 +231,8 @@ def finish(target: Target, future: CallFuture[Any], timeout_s: float | None) -> 
     except CallFailed as failed:
         failure = failed.failures[0]
         error = failure.load()
+        if isinstance(error, StreamError):
+            raise error from None
         if not isinstance(error, MailboxClosed):
             raise
         if error.why == DROPPED:
