@@ -96,7 +96,8 @@ class CallTable:
             if not later:
                 self.complete(call)
         elif call.fail_fast and call.failed and not call.future.done():
-            self._failing.setdefault(call.id, time.monotonic() + FAILURE_GRACE_S)
+            grace_s = 0.0 if call.hurried else FAILURE_GRACE_S
+            self._failing.setdefault(call.id, time.monotonic() + grace_s)
 
     def complete(self, call: OpenCall) -> None:
         """All ranks have answered: hand out the outcome, and forget the call."""
@@ -120,10 +121,10 @@ class CallTable:
             del self._failing[id]
             self._calls[id].settle()
 
-    def lose(self, mesh: int, error: WorkerLost) -> None:
+    def lose(self, mesh: int, error: WorkerLost, *, alone: bool = False) -> None:
         """A worker of ``mesh`` ended: the calls that wait for it learn it now."""
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
-            call.lose(error)
+            call.lose(error, alone=alone)
             self.settle_if_done(call)
 
     def adopt(self, call: OpenCall, listener: OutputListener | None, output: int) -> None:

@@ -84,6 +84,7 @@ class OpenCall:
         "freed_s",
         "future",
         "groups",
+        "hurried",
         "id",
         "interrupts",
         "lost",
@@ -133,13 +134,16 @@ class OpenCall:
         self.freed: list[Failure] = []
         """The ranks that came back from an operation that was aborted."""
         self.failed_at = self.freed_s = 0.0
+        self.hurried = False
+        """Failures more like those that have come are not to be waited for."""
         self.groups = ""
         """Why the process groups are not back when the call completes."""
 
     def answer(self, reply: wire.RankReply, frames: Sequence[bytes], buffers: Sequence[Any]) -> None:
         """Take one rank's answer."""
         if reply.status == wire.LOST:
-            self.lose(WorkerLost(reply.rank, *wire.decode_death(reply.inline)))
+            death = wire.decode_death(reply.inline)
+            self.lose(WorkerLost(reply.rank, death.host, death.cause, death.log_tail), alone=death.alone)
             return
         self.waiting.discard(reply.rank)
         failure = None
@@ -159,9 +163,10 @@ class OpenCall:
         if self.on_reply is not None:
             self.on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure, reply.waited_s)
 
-    def lose(self, error: WorkerLost) -> None:
-        """A member ended."""
+    def lose(self, error: WorkerLost, *, alone: bool = False) -> None:
+        """A member ended; alone: no others are ending for the same cause."""
         if error.rank in self.waiting:
+            self.hurried = self.hurried or alone
             self.waiting.discard(error.rank)
             self.lost.append(error)
             self.failed_at = self.failed_at or time.monotonic()

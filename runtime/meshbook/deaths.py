@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from meshbook.processes import describe_exit
+from meshbook.processes import describe_exit, is_ending
 from meshbook.wording import format_bytes
 
 _FATAL = "Fatal Python error: "
@@ -53,7 +53,7 @@ class OomWatch:
         While one is ending they stay: it may have been counted already, and `blames` is still to come.
         """
         pids = list(pids)
-        if any(self._is_ending(pid) for pid in pids):
+        if any(is_ending(pid, self._proc) for pid in pids):
             return
         files = {self._proc / "vmstat", *(file for pid in pids if (file := self._file_of(pid)) is not None)}
         counts = {file: _read_count(file) for file in files}
@@ -71,14 +71,6 @@ class OomWatch:
             return False
         self._counts[file] += 1
         return True
-
-    def _is_ending(self, pid: int) -> bool:
-        """Whether ``pid`` is being torn down, slowly where much memory is; proc(5), field 9, PF_EXITING."""
-        try:
-            flags = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[6]
-        except OSError:
-            return False
-        return bool(int(flags) & 0x4)
 
     def _file_of(self, pid: int) -> Path | None:
         """Where the kernel counts for the cgroup of ``pid``; None without a memory cgroup."""
@@ -119,6 +111,11 @@ def reap(pid: int, oom: OomWatch) -> End:
     oom_killed = oom.blames(pid) if suspicious else False
     _, status, usage = os.wait4(pid, 0)
     return End(os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10, oom_killed)
+
+
+def was_killed(cause: str) -> bool:
+    """Whether `describe_end` says that somebody else ended it, rather than what it ran."""
+    return cause.startswith(f"killed by {signal.SIGKILL.name}")
 
 
 def describe_end(end: End) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 from meshbook import wire
 from meshbook.away_calls import lost_reply
 from meshbook.bulk import Spans
-from meshbook.deaths import OomWatch, last_words
+from meshbook.deaths import OomWatch, last_words, was_killed
 from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
@@ -29,6 +29,7 @@ from meshbook.lifecycle import WorkerEvent
 from meshbook.loans import Loans
 from meshbook.log_reading import log_tail, read_on
 from meshbook.mesh_memory import MeshMemory
+from meshbook.processes import is_ending
 from meshbook.rank_output import CRASH_REPORT_LINES, Piece
 from meshbook.wording import format_bytes
 
@@ -326,10 +327,11 @@ class HostedMesh:
             tail = last_words(
                 log_tail(worker.output.log.path, CRASH_REPORT_LINES, worker.output.log.begin), LOG_TAIL_LINES
             )
-            exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request)
+            alone = was_killed(cause) and not any(is_ending(other.pid) for other in self.workers.values())
+            exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request, alone)
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)
-            self._forget_rank(worker.rank, wire.Death(self.crew.host, cause, tail))
+            self._forget_rank(worker.rank, wire.Death(self.crew.host, cause, tail, alone))
         self._tell_if_stopped()
 
     def _tell_if_stopped(self) -> None:

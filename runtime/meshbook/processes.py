@@ -78,6 +78,18 @@ def process_state(pid: int) -> str:
     return stat.rpartition(b")")[2].split()[0].decode()
 
 
+def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether ``pid`` has been killed, and not been reaped; where much memory is it takes a while to be torn down.
+
+    proc(5): PF_EXITING in field 9, or SIGKILL pending in field 31.
+    """
+    try:
+        fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return bool(int(fields[6]) & 0x4 or int(fields[28]) & 1 << (signal.SIGKILL - 1))
+
+
 def descendants(pid: int) -> list[int]:
     """``pid`` and all that it and its children have started and that lives; parents first."""
     pids = [pid]

@@ -363,12 +363,12 @@ class Switchboard:
         rank = mesh.rank_of(host, exited.pid)
         if rank is not None and rank not in mesh.lost:
             mesh.crash_loops.record(rank, time.monotonic())
-            self.lose_worker(mesh, WorkerLost(rank, host.name, exited.cause, exited.log_tail))
+            self.lose_worker(mesh, WorkerLost(rank, host.name, exited.cause, exited.log_tail), alone=exited.alone)
         elif rank is None:
             lost = WorkerLost(exited.rank, host.name, exited.cause, exited.log_tail)
             mesh.on_recruit_lost(exited.request, lost, time.monotonic())
 
-    def lose_worker(self, mesh: KnownMesh, error: WorkerLost) -> None:
+    def lose_worker(self, mesh: KnownMesh, error: WorkerLost, *, alone: bool = False) -> None:
         mesh.on_lost(error)
         with self._holding_deadlines(mesh):
             mesh.stops.lose(error.rank)
@@ -376,7 +376,7 @@ class Switchboard:
             self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
         if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):
             self.groups_of(mesh).on_lost(error)
-        self.calls.lose(mesh.id, error)
+        self.calls.lose(mesh.id, error, alone=alone)
         for listener in self.on_worker_lost:
             listener(mesh, error)
 

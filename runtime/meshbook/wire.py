@@ -454,6 +454,8 @@ class WorkerExited(_Message, frozen=True, tag="exited"):
     cause: str
     log_tail: str
     request: int = 0
+    alone: bool = False
+    """It was killed, and no other of the mesh on this host is ending: nobody need wait for more deaths like it."""
 
 
 class Retired(_Message, frozen=True, tag="retired"):
@@ -497,6 +499,8 @@ class Death(NamedTuple):
     host: str
     cause: str
     log_tail: str
+    alone: bool = False
+    """As in `WorkerExited`."""
 
 
 class Replies(_Message, frozen=True, tag="replies"):
