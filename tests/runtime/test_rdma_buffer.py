@@ -9,7 +9,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def test_where_memory_may_not_be_looked_at_it_goes_by_mail(mesh2: ProcMesh) -> N
     assert owner.sum.call_one().get(20) == 2.0 * BIG
 
 
-def test_an_owner_that_does_not_answer_in_time_is_named(mesh2x2: ProcMesh) -> None:
+def test_an_owner_that_does_not_answer_in_time_is_named_and_interrupts_end_the_wait(mesh2x2: ProcMesh) -> None:
     owner, reader = owner_and_reader(mesh2x2, {"hosts": 0, "gpus": 0}, {"hosts": 1, "gpus": 1})
     buffer = owner.make.call_one(BIG, 1.5).get(20)
     pid = owner.pid.call_one().get(20)
@@ -293,6 +294,13 @@ def test_an_owner_that_does_not_answer_in_time_is_named(mesh2x2: ProcMesh) -> No
     try:
         with pytest.raises(ActorError, match=r"CallTimeout: read of the buffer of 12 MB of .*rank 0 within 0.5 s"):
             reader.read.call_one(buffer, 0.5).get(20)
+        timer = Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+        timer.start()
+        reading = buffer.read_into(torch.zeros(BIG))
+        with pytest.raises(KeyboardInterrupt):
+            reading.get(20)
+        assert isinstance(reading.exception(20), CancelledError)
+        timer.join()
     finally:
         os.kill(pid, signal.SIGCONT)
     assert reader.read.call_one(buffer).get(20) == (1.5, 1.5, 1.5)
