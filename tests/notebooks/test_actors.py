@@ -58,6 +58,7 @@ def text_of(cell: Any) -> str:
             ["step 5: left out, batch 5 has", "step 10: new loaders, the old ones were killed by SIGKILL"],
         ),
         ("supervise-told", ["own loaders: rank 0 ended: killed by SIGKILL"]),
+        ("reload", ["[0-3]  0"]),
         ("stopped", ['the actors "counters" were stopped']),
     ],
 )

@@ -32,6 +32,7 @@ from meshbook.actor.errors import (
     BufferKindError,
     BufferSizeError,
     NoEndpointError,
+    ReloadError,
     SupervisionError,
     UnhandledFault,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "PortReceiver",
     "ProcMesh",
     "RDMABuffer",
+    "ReloadError",
     "Slice",
     "SupervisionError",
     "UnhandledFault",

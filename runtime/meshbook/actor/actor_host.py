@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
@@ -27,7 +27,9 @@ from meshbook.actor.endpoints import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, cause_of
 from meshbook.actor.gated import Gated
 from meshbook.actor.inbox import Inbox, Message
+from meshbook.actor.notebook_sources import CellSource
 from meshbook.actor.ports import Port, ResponsePort
+from meshbook.actor.reloading import RELOAD, has_async_endpoints, swap_class
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.actor.surroundings import Surroundings, errors_to, point_of
 from meshbook.answers import Answer
@@ -129,7 +131,7 @@ class ActorHost:
             first = self._inbox.get()
             if first is not None:
                 self._answer(first, lambda: self._make(first))
-                if self._is_async():
+                if has_async_endpoints(type(self._actor)):
                     self._serve_in_loop()
                 else:
                     self._serve()
@@ -141,9 +143,7 @@ class ActorHost:
         """The actor itself; the payload: the view's labels, its owner, its source, its class, its arguments."""
         try:
             (view, self.mesh, self.owner, sources, cls, *args), kwargs = message.load()
-            for source in sources:
-                add_cell(source.text, source.number, source.file_name)
-            self.class_name = cls.__qualname__
+            self._learn(cls, sources)
             place = point_of(self._surroundings.rank, message.call, view)
             self._instance = ActorInstance(
                 self.name, self.class_name, self._surroundings.mesh_name, place, self.mailbox
@@ -155,10 +155,20 @@ class ActorHost:
             self._broken = self._surroundings.describe(error)
             raise
 
-    def _is_async(self) -> bool:
-        cls = type(self._actor)
-        members = (inspect.getattr_static(cls, name, None) for name in dir(cls))
-        return any(isinstance(m, EndpointMethod) and inspect.iscoroutinefunction(m.method) for m in members)
+    def _learn(self, cls: type, sources: Iterable[CellSource]) -> None:
+        """Know the class by its name, and its cells for tracebacks."""
+        for source in sources:
+            add_cell(source.text, source.number, source.file_name)
+        self.class_name = cls.__qualname__
+
+    def _reload(self, message: Message) -> Answer:
+        """Take the class that was sent. Raises: ReloadError."""
+        if self._broken is not None:
+            raise UsageError(f"{self.name} could not be made")  # the reply tells what was raised there
+        (sources, cls), _ = message.load()
+        swap_class(self._actor, cls, self._inbox.waiting(), has_loop=self._loop is not None)
+        self._learn(cls, sources)
+        return Answer(wire.OK, None, has_value=True)
 
     def _serve(self) -> None:
         while (message := self._inbox.get()) is not None:
@@ -206,6 +216,8 @@ class ActorHost:
 
     def _handle(self, message: Message) -> Answer | None:
         """A plain endpoint: its answer, or what it raises."""
+        if message.call.endpoint == RELOAD:
+            return self._reload(message)
         if message.call.endpoint == SUPERVISE:
             return self._supervised(*self._supervise(message))
         method, port, args, kwargs = self._prepare(message)
@@ -335,6 +347,8 @@ class ActorHost:
             return self._failed(message, error)
 
     async def _call_async(self, message: Message) -> Answer | None:
+        if message.call.endpoint == RELOAD:
+            return self._reload(message)
         if message.call.endpoint == SUPERVISE:
             handled, failure = self._supervise(message)
             if inspect.isawaitable(handled):

@@ -12,9 +12,10 @@ from meshbook.actor.actor_desk import STOP, WATCH
 from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.described import check_construction, describe_class
-from meshbook.actor.errors import NoEndpointError, SupervisionError
+from meshbook.actor.errors import ActorError, NoEndpointError, SupervisionError
 from meshbook.actor.notebook_sources import sources_of
 from meshbook.actor.ports import Port
+from meshbook.actor.reloading import RELOAD, newest_class, refusal
 from meshbook.actor.results import ActorFuture
 from meshbook.actor.roads import DESK, Road
 from meshbook.actor.supervision import SUPERVISE, MeshFailure, failures_of
@@ -58,10 +59,30 @@ class ActorMesh(Arranged):
             return ActorEndpoint(self, group, info)
         if name in group.cls.methods:
             return NotAnEndpoint(self, group, name)
+        if name == "reload":  # not an attribute of the class: an endpoint may be called so
+            return self._reload
         raise NoEndpointError(group.cls.name, name, group.cls.endpoints)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._group.cls.endpoints})
+        return sorted({*super().__dir__(), "reload", *self._group.cls.endpoints})
+
+    def _reload(self, cls: Any = None, *, timeout: float | None = None) -> None:
+        """Give all of them, views' others included, their class as it is defined now; they keep their state.
+
+        Waits until they have handled what was sent before. cls: by default the notebook's class of the same name.
+        timeout: seconds. Raises: ReloadError where living actors cannot take it; as calls do.
+        """
+        group = self._group
+        group.check_usable()
+        cls = newest_class(group.cls.name) if cls is None else cls
+        described = describe_class(cls, RESERVED)
+        pickled = dumps(((sources_of(cls), cls), {}), what=cls.__qualname__)
+        source = group.call(group.members, RELOAD, pickled, fail_fast=False)
+        try:
+            ActorFuture(source, _nothing, group.name, "reload").get(timeout)
+        except ActorError as error:
+            raise refusal(error, group.name) from None
+        group.cls = described
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """End all of them, views' others included, when they have handled what was sent before; `__cleanup__` runs.

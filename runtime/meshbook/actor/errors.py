@@ -4,6 +4,7 @@ CallFailed   ── ActorError         an endpoint raised
 WorkerLost   ── SupervisionError   the processes of actors ended
 UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeError too)
              ── ArgumentsError     arguments that do not fit the endpoint's signature (a TypeError too)
+             ── ReloadError        a class that cannot take the place of another in living actors
              ── BufferKindError    memory that cannot be copied so (a TypeError too)
              ── BufferSizeError    memory that does not fit a buffer (a ValueError too)
 MeshError    ── ActorStoppedError  a call to actors that were stopped
@@ -87,6 +88,10 @@ class NoEndpointError(UsageError, AttributeError):
 
 class ArgumentsError(UsageError, TypeError):
     """Arguments that do not fit the signature of an endpoint."""
+
+
+class ReloadError(UsageError):
+    """A class that cannot take the place of another in living actors."""
 
 
 class ActorStoppedError(MeshError):
