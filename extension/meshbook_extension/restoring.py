@@ -15,6 +15,7 @@ from meshbook_extension.keepsake import KEY, Keepsake, decode
 from meshbook_extension.publish import sink_for
 from meshbook_extension.running_cell import RunningCell, brief
 from meshbook_extension.session import NamedSlice, Session
+from meshbook_extension.waiting import wait_until_done
 
 if TYPE_CHECKING:
     from meshbook.adopted_call import AdoptedCall
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
 
 _CELL = re.compile(r"cell \d+")
+ANSWERS_S = 5.0
+"""How long answers that are on their way may take."""
 _NOTHING = Keepsake("", None, {}, {}, (), {}, 1)
 
 
@@ -42,6 +45,8 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
         session.setups.add(setup)
     gone = _restore_slices(session, attachment, keepsake)
     ended: list[tuple[AdoptedCall, ProcMesh]] = []
+    for call in (call for mesh in attachment.meshes for call in attachment.calls_of(mesh) if call.had_ended):
+        wait_until_done(call.future, ANSWERS_S)
     for mesh in attachment.meshes:
         running = [call for call in attachment.calls_of(mesh) if not call.future.done()]
         ended += [(call, mesh) for call in attachment.calls_of(mesh) if call.future.done()]

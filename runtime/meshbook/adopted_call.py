@@ -45,6 +45,8 @@ class AdoptedCall:
         """Completes with the values of all ranks, or with what went wrong."""
         self.durations_s: dict[int, float] = {}
         self.waited_s: dict[int, float] = {}
+        self.had_ended = True
+        """Whether no rank was at it any more when its hosts reported; then its answers follow at once."""
         self.on_io_thread: Callable[[Callable[[], None]], None] = lambda action: action()
         self._call, self._events = call, events
         call.on_reply = self._on_reply

@@ -115,6 +115,7 @@ class Adoption:
         if found is None:
             found = self._found[state.id] = self._make_call(mesh, state)
         found.told.update(state.waiting, state.answered)
+        found.adopted.had_ended = found.adopted.had_ended and not state.waiting
         found.is_due = found.is_due or state.is_due
 
     def _make_call(self, mesh: KnownMesh, state: wire.CallState) -> _Call:
