@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch.distributed import DistStoreError
 
+from meshbook.addresses import own_address
 from meshbook.link_store import LinkStore
 from meshbook.wording import name_ranks
 
@@ -106,13 +107,3 @@ def choose_master(on_one_host: bool) -> tuple[str, str]:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
     return "127.0.0.1" if on_one_host else own_address(), port
-
-
-def own_address() -> str:
-    """The address of this host on its default route; no packet is sent and no name looked up."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()

@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from meshbook.addresses import own_address
 from meshbook.errors import MeshError
-from meshbook.rendezvous import own_address
 
 PIECE_BYTES = 1 << 20
 LOOK_S = 0.01
