@@ -216,6 +216,8 @@ class DebugPrompt:
     def end(self) -> None:
         """Of a post-mortem: on all ranks."""
         if stopped := self._stops.of(self.procs.ranks):
+            for rank in stopped:
+                self._stops.take_text(rank)  # where the others stood, nobody has asked
             self._send(stopped, "q")
 
     # ---- what ranks do with it ----------------------------------------------------------------------------------
