@@ -262,8 +262,12 @@ class CallFailed(CallError):
     def _render_traceback_(self) -> list[str]:
         lines: list[str] = []
         for group in group_failures(self.failures):
-            lines += [f"{name_ranks(f.rank for f in group)} raised {group[0].ename}: {group[0].evalue}"]
-            lines += group[0].traceback
+            first, ranks = group[0], name_ranks(failure.rank for failure in group)
+            if list(first.traceback) == [f"{first.ename}: {first.evalue}"]:  # an error of ours, without frames
+                place = f" ({first.where})" if first.where else ""
+                lines += [f"{ranks} raised {first.ename}{place}: {first.evalue}"]
+            else:
+                lines += [f"{ranks} raised {first.ename}: {first.evalue}", *first.traceback]
         if self.partial:
             lines += [f"  {name_ranks(self.partial)} finished; their results are kept (error.partial, _mesh)"]
         return lines + [f"  {line}" for line in self.verdict()]

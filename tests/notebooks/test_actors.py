@@ -51,7 +51,14 @@ def text_of(cell: Any) -> str:
         ("errors-raise", ["rank 2 raised ZeroDivisionError", "in Shard.mean", "ranks 0,1,3 finished"]),
         ("broadcast", ["shards.mean: rank 2 raised ZeroDivisionError", "the next use of shards raises it"]),
         ("broadcast-next", ["which nobody waited for", "return sum(values) / len(values)"]),
-        ("repair-dies", ["rank 1 on ", "killed by SIGKILL", 'the actors "loaders" of rank 1 ended with it']),
+        (
+            "repair-dies",
+            [
+                "rank 0 raised SupervisionError (cell 20, line 25): rank 1 on ",
+                "killed by SIGKILL",
+                'the actors "loaders" of rank 1 ended with it',
+            ],
+        ),
         ("repair-heal", ["step 45, repaired, step 80: loss"]),
         (
             "supervise-run",
@@ -71,3 +78,7 @@ def test_what_each_cell_says(cells: dict[str, Any], cell: str, said: list[str]) 
 @pytest.mark.parametrize("cell", ["wrong-name", "errors-raise", "broadcast-next", "repair-dies", "stopped"])
 def test_a_planted_fault_fails_its_cell(cells: dict[str, Any], cell: str) -> None:
     assert any(output["output_type"] == "error" for output in cells[cell]["outputs"])
+
+
+def test_an_error_of_an_actor_that_called_another_is_shown_once(cells: dict[str, Any]) -> None:
+    assert text_of(cells["repair-dies"]).count("killed by SIGKILL") == 1
