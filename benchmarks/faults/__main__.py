@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import machine
+from benchmarks.faults.actors import ActorCampaign
 from benchmarks.faults.checks import Held, mark_ourselves, orphans, shared_memory_names, thread_names
 from benchmarks.faults.document import write
 from benchmarks.faults.endurance import run_calls, run_flood
@@ -36,23 +37,36 @@ class Sizes(NamedTuple):
     calls: int
     flood_bytes: int
     seconds: float
-    """After so long the random faults stop."""
+    """After so long the random faults stop, those into actors too."""
+    actor_faults: int
 
 
-SHORT = Sizes(faults=40, ranks=4, kernels=6, links=6, calls=5_000, flood_bytes=20_000_000, seconds=60)
-LONG = Sizes(faults=1_000, ranks=4, kernels=200, links=60, calls=1_000_000, flood_bytes=5_000_000_000, seconds=3600)
+SHORT = Sizes(faults=40, ranks=4, kernels=6, links=6, calls=5_000, flood_bytes=20_000_000, seconds=60, actor_faults=20)
+LONG = Sizes(
+    faults=1_000,
+    ranks=4,
+    kernels=200,
+    links=60,
+    calls=1_000_000,
+    flood_bytes=5_000_000_000,
+    seconds=3600,
+    actor_faults=500,
+)
 
 LEASE_S = 60
 """So long what we started outlives us, should we be killed."""
-NAMES = ("faults", "kernels", "links", "calls", "flood")
+NAMES = ("faults", "actors", "kernels", "links", "calls", "flood")
 
 
 def campaigns(sizes: Sizes, seed: int) -> dict[str, Callable[[], Findings]]:
     """By name, in the order in which they run."""
     plan = make_plan(seed, sizes.faults, sizes.ranks)
     size = f"{sizes.faults:,} into {sizes.ranks} ranks, seed {seed}"
+    actor_plan = make_plan(seed, sizes.actor_faults, sizes.ranks)
+    actor_size = f"{sizes.actor_faults:,} faults into {sizes.ranks} ranks on two hosts, seed {seed}"
     return {
         "faults": lambda: Campaign(sizes.ranks, size).run(plan, time.monotonic() + sizes.seconds),
+        "actors": lambda: ActorCampaign(sizes.ranks, actor_size).run(actor_plan, time.monotonic() + sizes.seconds),
         "kernels": lambda: run_kernels(seed, sizes.kernels),
         "links": lambda: run_links(seed, sizes.links),
         "calls": lambda: run_calls(sizes.calls),

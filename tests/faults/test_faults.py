@@ -21,6 +21,8 @@ def test_nothing_hangs_and_nothing_is_lost() -> None:
     sizes = [
         "--faults",
         "14",
+        "--actor-faults",
+        "12",
         "--kernels",
         "2",
         "--seconds",
