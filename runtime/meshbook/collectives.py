@@ -62,3 +62,5 @@ class Collectives(NamedTuple):
     under_way: tuple[Waiting, ...] = ()
     """Of a rank that waits in none: operations that have not ended for a while, asynchronous or on a CUDA stream.
     Their place is where the main thread is now."""
+    actors: int = 0
+    """Actors that handle messages, or have some waiting."""

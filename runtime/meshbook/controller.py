@@ -351,7 +351,10 @@ mailbox=mailbox,
             mesh = self._board.meshes.get(call.mesh) if call is not None else None
             if call is None or mesh is None:
                 return
-            if not call.mailbox and self._board.groups_of(mesh).cancel(call):
+            if call.mailbox:
+                call.cancelled = True
+                self._board.mail_rescue_of(mesh).watch(call)
+            elif self._board.groups_of(mesh).cancel(call):
                 return
             meant = call.members
             if ranks is not None:
@@ -494,7 +497,7 @@ mailbox=mailbox,
             if mesh.phase is MeshPhase.STOPPED:
                 return
             mesh.stop()
-            self._board.groups_of(mesh).stop()
+            self._board.end_rescues(mesh)
             self._board.calls.give_up(mesh.id, mesh.name)
             for host in mesh.hosts:
                 if host.lost:

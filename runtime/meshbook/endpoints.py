@@ -218,7 +218,7 @@ def where(worker: Worker) -> str:
 def collectives(worker: Worker) -> Collectives:
     """How far the rank's process groups are, and what it waits in."""
     current = worker.current
-    return worker.groups.collectives(current[0] if current else 0)
+    return worker.groups.collectives(current[0] if current else 0)._replace(actors=worker.desk.busy)
 
 
 def reaction(worker: Worker) -> str:

@@ -67,17 +67,30 @@ class Mismatches:
 
 def describe(stuck: Mapping[int, Stuck], call: OpenCall, ended: Collection[int]) -> str:
     """``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``"""
-    by_place: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, place in where_stuck(stuck.items()).items():
-        by_place.setdefault((place, stuck[rank].absent), []).append(rank)
     lines = []
-    for (place, absent), ranks in sorted(by_place.items(), key=lambda item: item[1]):
+    for (place, absent), ranks in _by_place(stuck):
         one = len(absent) == 1
         why = ""
         if all(rank in ended for rank in absent):
             why = f": {'it has' if one else 'they have'} ended {call.what}"
         elif not any(call.members.has(rank) for rank in absent):
             why = f": {'it does' if one else 'they do'} not run {call.what}"
-        verb = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"{name_ranks(ranks)} {verb} in {place}, which {name_ranks(absent)} never entered{why}")
+        lines.append(_who_waits(ranks, place, absent) + why)
     return "\n".join([*lines, f"  {NEXT_STEPS}"])
+
+
+def place_and_absent(stuck: Mapping[int, Stuck]) -> list[str]:
+    """``ranks 1-3 wait in barrier (learner.py:7), which rank 0 never entered``, a line for each place."""
+    return [_who_waits(ranks, place, absent) for (place, absent), ranks in _by_place(stuck)]
+
+
+def _who_waits(ranks: Collection[int], place: str, absent: Collection[int]) -> str:
+    verb = "waits" if len(ranks) == 1 else "wait"
+    return f"{name_ranks(ranks)} {verb} in {place}, which {name_ranks(absent)} never entered"
+
+
+def _by_place(stuck: Mapping[int, Stuck]) -> list[tuple[tuple[str, tuple[int, ...]], list[int]]]:
+    by_place: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, place in where_stuck(stuck.items()).items():
+        by_place.setdefault((place, stuck[rank].absent), []).append(rank)
+    return sorted(by_place.items(), key=lambda item: item[1])

@@ -235,7 +235,7 @@ class GroupRescue:
             self._look_at = time.monotonic() + (SELDOM_LOOK_S if self._unanswered else 0.0)
 
     def _free_stuck(self, look: Look) -> None:
-        causes = [(_cause(call), look.ended.get(call.id, ())) for call in self._failing.values()]
+        causes = [(cause_of(call), look.ended.get(call.id, ())) for call in self._failing.values()]
         if self.phase is GroupPhase.ABORTED:
             causes.append((self._why, ()))  # ranks that were spared may wait for those that were not
         for reason, ended in causes:
@@ -353,7 +353,7 @@ class GroupRescue:
     def _watch_forming(self, call: OpenCall) -> None:
         if call.failed and call.waiting and not call.aborted:  # the others wait for it
             call.aborted = True
-            self._tell_to_abort(_cause(call), ())
+            self._tell_to_abort(cause_of(call), ())
             self._drop_keys(self._epochs)
 
     def _cancel_forming(self) -> None:
@@ -442,7 +442,8 @@ def forming_call(id: int, mesh: int, members: Region, future: Future[Any]) -> Op
     return OpenCall(id, mesh, "the process groups", members, future, fail_fast=False, on_reply=None)
 
 
-def _cause(call: OpenCall) -> str:
+def cause_of(call: OpenCall) -> str:
+    """Why a call has failed: ``rank 1 raised ValueError``."""
     if call.lost:
         return f"{name_ranks(error.rank for error in call.lost)} ended"
     if not call.failures:

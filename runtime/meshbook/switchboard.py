@@ -37,6 +37,7 @@ from meshbook.introductions import Introductions
 from meshbook.known_host import MAX_SILENCE_S, KnownHost, Parked
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
+from meshbook.mail_rescue import MailRescue
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, RankStopped, StreamText
 from meshbook.payloads import Payloads, Unavailable
 from meshbook.peer_checks import check, check_ranks, check_replies, only_frame
@@ -69,6 +70,7 @@ class Switchboard:
         self.calls = CallTable()
         self.calls.watch = self._watch
         self._rescues: dict[int, GroupRescue] = {}
+        self._mail_rescues: dict[int, MailRescue] = {}
         self.payloads = Payloads(wake)
         self.mail = ControllerMail(self.payloads)
         self.introductions = Introductions(self.hosts, self.meshes)
@@ -114,22 +116,43 @@ class Switchboard:
             self._rescues[mesh.id] = GroupRescue(mesh, self.calls, self._next_id, drop_keys)
         return self._rescues[mesh.id]
 
+    def mail_rescue_of(self, mesh: KnownMesh) -> MailRescue:
+        """Who frees actors of a mesh that wait in its process groups."""
+        if mesh.id not in self._mail_rescues:
+            groups = self.groups_of(mesh)
+            self._mail_rescues[mesh.id] = MailRescue(mesh, self.calls, self._next_id, groups)
+        return self._mail_rescues[mesh.id]
+
+    def end_rescues(self, mesh: KnownMesh) -> None:
+        """The mesh is being stopped, or left."""
+        self.groups_of(mesh).stop()
+        self.mail_rescue_of(mesh).stop()
+
     def _watch(self, call: OpenCall) -> bool:
         mesh = self.meshes.get(call.mesh)
-        return mesh is not None and not call.mailbox and self.groups_of(mesh).watch(call)
+        if mesh is None:
+            return False
+        if not call.mailbox:
+            return self.groups_of(mesh).watch(call)
+        if call.failed or call.cancelled:
+            self.mail_rescue_of(mesh).watch(call)
+        return False
 
     @property
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""
-        return min([self.calls.next_deadline(), *(rescue.due for rescue in self._rescues.values())])
+        return min([self.calls.next_deadline(), *(rescue.due for rescue in self._all_rescues())])
 
     def expire(self) -> None:
         """Do what is due by now."""
         self.calls.expire()
         now = time.monotonic()
-        for rescue in list(self._rescues.values()):
+        for rescue in self._all_rescues():
             if rescue.due <= now:
                 rescue.expire(now)
+
+    def _all_rescues(self) -> list[GroupRescue | MailRescue]:
+        return [*self._rescues.values(), *self._mail_rescues.values()]
 
     # ---- messages -----------------------------------------------------------------------------------
 
@@ -402,6 +425,7 @@ class Switchboard:
         mesh.stops.clear()
         self.meshes.pop(mesh.id, None)
         self._rescues.pop(mesh.id, None)
+        self._mail_rescues.pop(mesh.id, None)
 
     def dismiss(self, host: KnownHost) -> None:
         """Tell a host to end, and forget it: what is still open on it counts as lost."""
@@ -417,7 +441,7 @@ class Switchboard:
     def leave(self, session: str) -> None:
         """The meshes live on without us."""
         for mesh in self.meshes.values():
-            self.groups_of(mesh).stop()
+            self.end_rescues(mesh)
             mesh.detach(session)
             self.calls.leave(mesh.id, MeshDetachedError(mesh.name, session))
         self.meshes.clear()

@@ -52,6 +52,11 @@ class ActorDesk:
         """What each actor is doing; plain data."""
         return [host.state() for host in list(self._hosts.values())]
 
+    @property
+    def busy(self) -> int:
+        """How many actors handle messages, or have some waiting; from any thread."""
+        return sum(host.is_busy for host in list(self._hosts.values()))
+
     # ---- the thread of the mail ---------------------------------------------------------------------------------
 
     def _spawn(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:

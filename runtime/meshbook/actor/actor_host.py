@@ -122,6 +122,11 @@ class ActorHost:
             "broken": self._broken is not None,
         }
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it handles a message, or has one waiting."""
+        return bool(self.current or self._inbox.waiting())
+
     # ---- the actor's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
