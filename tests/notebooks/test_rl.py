@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-RUN_LIMIT_S = 200
+RUN_LIMIT_S = 110
 
 
 @pytest.fixture(scope="module")
