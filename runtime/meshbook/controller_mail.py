@@ -7,12 +7,13 @@ threads of those to whom the mailboxes belong.
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshbook import wire
 from meshbook.answers import Answer
-from meshbook.errors import MeshError
+from meshbook.errors import MailboxClosed, MeshError
 from meshbook.known_host import KnownHost
 from meshbook.letters import Letter, refusal
 from meshbook.mailboxes import Mailboxes
@@ -32,6 +33,8 @@ class ControllerMail:
         self._payloads = payloads
         self._letters: dict[tuple[wire.Origin | None, int], Letter] = {}
         """Calls that wait for their reply."""
+        self._strange: set[int] = set()
+        """Mailboxes of former controllers of the session, once something has come for them."""
 
     def on_call(self, host: KnownHost, call: wire.Call, frames: Sequence[bytes]) -> None:
         """Under the turn: a worker of ``host`` calls."""
@@ -51,7 +54,20 @@ class ControllerMail:
             letter.on_cancel = mailbox.on_cancel
             mailbox.handler(call, letter.load, letter.reply)
         except Exception as error:
+            if isinstance(error, MailboxClosed) and not (error.why or self.boxes.was_open(call.mailbox)):
+                self._tell_lost(call)
             letter.reply(refusal(error, 0, socket.gethostname()))
+
+    def _tell_lost(self, call: wire.Call) -> None:
+        """Say, once, that nobody will ever receive what comes for a mailbox; its sender expects no answer."""
+        if call.mailbox not in self._strange:
+            self._strange.add(call.mailbox)
+            sender = f"rank {call.origin.rank}" if call.origin is not None else "a rank"
+            print(
+                f"{sender} has sent to a port that a former process of this session had opened: it is lost, "
+                "and so is what follows. Open a new Channel and pass its port on.",
+                file=sys.stderr,
+            )
 
     def on_cancel(self, cancel: wire.Cancel) -> None:
         """Under the turn: a worker wants the end of its call."""

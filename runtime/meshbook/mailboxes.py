@@ -67,6 +67,10 @@ class Mailboxes:
             if len(self._closed) > KEPT_REASONS:
                 self._closed.popitem(last=False)
 
+    def was_open(self, id: int) -> bool:
+        """Whether it is remembered that this process had a mailbox of this number, and has closed it."""
+        return id in self._closed
+
     def find(self, id: int, rank: int) -> Mailbox:
         """Raises: MailboxClosed if there is none. rank: ours, for the error."""
         mailbox = self._open.get(id)

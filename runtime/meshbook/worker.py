@@ -356,6 +356,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
         set_own_road(lambda: road, takes_all=True)
         worker.begin()
         worker.serve()
+        worker.desk.end_all()
         atexit._run_exitfuncs()
         worker.shell.flush()
         code = 0

@@ -358,3 +358,29 @@ class Caller(Actor):
         time.sleep(0.3)
         value: str = future.get()
         return value
+
+
+class LastWords(Actor):
+    """Writes into a file what it does in the end."""
+
+    def __init__(self, path: str, how: str = "") -> None:
+        self.path, self.how = path, how
+
+    @endpoint
+    def sleep(self, seconds: float) -> None:
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            self._write("interrupted")
+            raise
+
+    def __cleanup__(self, error: Exception | None) -> None:
+        if self.how == "raises":
+            raise ValueError("cannot clean up")
+        if self.how == "hangs":
+            time.sleep(60)
+        self._write("cleaned")
+
+    def _write(self, word: str) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{word}\n")

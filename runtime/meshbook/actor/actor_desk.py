@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
@@ -28,6 +29,9 @@ WATCH = "__watch__"
 
 EARLY_S = 2.0
 """How long a message waits for the actor that it is for to be spawned."""
+
+END_S = 0.8
+"""How long actors may take to clean up when their process is to end; after 1 s it is killed."""
 
 STOP = "__stop__"
 """The endpoint of every actor that ends it."""
@@ -102,6 +106,18 @@ class ActorDesk:
         self._mailboxes.close(host.mailbox, f'the actors "{host.name}" were stopped')
         self._at_end.setdefault(host.mailbox, []).append(reply)
         host.end()
+
+    # ---- the main thread, when the process is to end ---------------------------------------------------------------
+
+    def end_all(self, within_s: float = END_S) -> None:
+        """Interrupt what runs, drop what waits, and have every actor clean up; what takes longer is left behind."""
+        deadline = time.monotonic() + within_s
+        hosts = list(self._hosts.values())
+        for host in hosts:
+            host.end_now()
+        for host in hosts:
+            if host.thread.is_alive():
+                host.thread.join(max(0.0, deadline - time.monotonic()))
 
     # ---- threads of actors --------------------------------------------------------------------------------------
 

@@ -81,6 +81,13 @@ class ActorHost:
         """Have the actor clean up and end after the messages that have come."""
         self._inbox.end()
 
+    def end_now(self) -> None:
+        """Have the actor clean up and end without more messages; what it handles is interrupted. On any thread."""
+        self._inbox.clear()
+        self._inbox.end()
+        for call, _ in list(self.current.values()):
+            self.cancel(call, False)
+
     def cancel(self, call: wire.Call, insist: bool) -> None:
         """The sender wants the end of ``call``."""
         if self._inbox.drop(call):

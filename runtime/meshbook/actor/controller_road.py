@@ -10,7 +10,7 @@ from meshbook import wire
 from meshbook.actor.actor_group import groups_on
 from meshbook.actor.actor_mesh import ActorMesh
 from meshbook.actor.ports import Port
-from meshbook.actor.roads import ROOT, OnReply, Place
+from meshbook.actor.roads import ROOT, SUPERVISOR, OnReply, Place
 from meshbook.actor.root_desk import RootDesk
 from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
 from meshbook.calls import CallFuture
@@ -32,7 +32,7 @@ class ControllerRoad:
         self._controller, self._root = controller, root
         controller.mailboxes.open(ROOT, root.handle)
         self._faults = FaultJoiner()
-        self._supervisor: Port[Any] | None = None
+        controller.mailboxes.open(SUPERVISOR, self._on_fault)
         controller.tell_board(lambda board: board.on_worker_lost.append(self._on_lost))
 
     @property
@@ -41,11 +41,7 @@ class ControllerRoad:
 
     @property
     def supervisor(self) -> Port[Any]:
-        if self._supervisor is None:
-            id = self.new_mailbox()
-            self.mailboxes.open(id, self._on_fault)
-            self._supervisor = Port(self.session, self.place, id)
-        return self._supervisor
+        return Port(self.session, self.place, SUPERVISOR)
 
     def _on_fault(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
         """A rank tells of a failure that no actor has handled."""

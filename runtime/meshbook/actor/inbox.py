@@ -68,6 +68,14 @@ class Inbox:
         found.reply(Answer(wire.DROPPED))
         return True
 
+    def clear(self) -> None:
+        """Nobody will handle what waits."""
+        with self._lock:
+            dropped = list(self._waiting.values())
+            self._waiting.clear()
+        for message in dropped:
+            message.reply(Answer(wire.DROPPED))
+
     def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Answer]) -> None:
         """Answer messages that wait, and must not."""
         with self._lock:

@@ -31,6 +31,9 @@ DESK = FIRST_OF_RANKS - 1
 ROOT = DESK - 1
 """The mailbox in which the controller's process is asked for processes (`meshbook.actor.root_desk`)."""
 
+SUPERVISOR = ROOT - 1
+"""The mailbox in which it is told of failures that no actor has handled: the same in each that drives the session."""
+
 
 class Place(NamedTuple):
     """A process: mesh 0, rank 0 is the controller's."""
