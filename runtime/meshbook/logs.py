@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshbook import wire
-from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
-from meshbook.questions import Asker
+from meshbook.questions import Asker, ask_hosts
 from meshbook.shape import Members
 
 ANSWER_TIMEOUT_S = 5.0
@@ -29,7 +27,9 @@ def read_logs(asker: Asker, mesh: KnownMesh, members: Members, lines: int, conta
     """
     hosts = {mesh.host_of(rank) for rank in members.ranks()}
     target = members.encode()
-    answers = _ask(asker, hosts, lambda id, host: wire.ReadLogs(id, mesh.id, target, lines, containing))
+    answers = ask_hosts(
+        asker, hosts, lambda id, host: wire.ReadLogs(id, mesh.id, target, lines, containing), ANSWER_TIMEOUT_S
+    )
     return {rank: text for answer in answers for rank, text in answer.items()}
 
 
@@ -67,10 +67,11 @@ class LogFollower:
         by_host: dict[KnownHost, list[tuple[int, int]]] = {}
         for rank, offset in self._offsets.items():
             by_host.setdefault(mesh.host_of(rank), []).append((rank, offset))
-        answers = _ask(
+        answers = ask_hosts(
             self._asker,
             by_host,
             lambda id, host: wire.ReadOn(id, mesh.id, tuple(by_host[host]), self._lines, limit_bytes),
+            ANSWER_TIMEOUT_S,
         )
         pieces = sorted(piece for answer in answers for piece in answer if piece.rank in self._offsets)
         self._offsets.update((piece.rank, piece.end) for piece in pieces)
@@ -85,36 +86,3 @@ class LogFollower:
         self._room = min(BURST_BYTES, self._room + (now - self._refilled) * RATE_BYTES_S)
         self._refilled = now
         return self._room
-
-
-def _ask(
-    asker: Asker,
-    hosts: set[KnownHost] | Mapping[KnownHost, object],
-    message: Callable[[int, KnownHost], wire.ToHost],
-) -> list[Any]:
-    """The answers of the agents that give one in time."""
-    waiting = [host for host in hosts if not host.lost]
-    answers: list[Any] = []
-    done: Future[None] = Future()
-    id, wanted = asker.next_id(), len(waiting)
-    if not waiting:
-        return answers
-
-    def on_answer(_: int, answer: Any) -> None:
-        answers.append(answer)
-        if len(answers) == wanted:
-            done.set_result(None)
-
-    def send() -> None:
-        asker.expect_answers(id, on_answer)
-        for host in waiting:
-            host.send_urgent(message(id, host))
-
-    asker.submit(send)
-    try:
-        done.get(ANSWER_TIMEOUT_S)
-    except TimeoutError:
-        pass
-    finally:
-        asker.submit(lambda: asker.end_query(id))
-    return list(answers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -76,25 +76,33 @@ def ask_agents(
 ) -> list[Any]:
     """What the agents of ``ranks`` answer in time, one value per host."""
     ranks = sorted(ranks)
-    answers: list[Any] = []
     if not ranks:
-        return answers
-    hosts: set[KnownHost] = {mesh.host_of(rank) for rank in ranks}
+        return []
     members = Region.of(mesh.extent.sizes).select(ranks).encode()
-    waiting = [host for host in hosts if not host.lost]
+    hosts = {mesh.host_of(rank) for rank in ranks}
+    return ask_hosts(asker, hosts, lambda id, _host: question(id, members), timeout_s)
+
+
+def ask_hosts(
+    asker: Asker, hosts: Collection[KnownHost], question: Callable[[int, KnownHost], wire.ToHost], timeout_s: float
+) -> list[Any]:
+    """What the agents of ``hosts`` answer in time, one value each. question: makes the message, of an id and a host."""
+    asked = [host for host in hosts if not host.lost]
+    answers: list[Any] = []
+    if not asked:
+        return answers
     done: Future[None] = Future()
     id = asker.next_id()
 
     def on_answer(_host: int, answer: Any) -> None:
         answers.append(answer)
-        waiting.pop()
-        if not waiting:
+        if len(answers) == len(asked):
             done.set_result(None)
 
     def send() -> None:
         asker.expect_answers(id, on_answer)
-        for host in tuple(waiting):
-            host.send_urgent(question(id, members))
+        for host in asked:
+            host.send_urgent(question(id, host))
 
     asker.submit(send)
     try:

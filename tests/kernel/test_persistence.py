@@ -192,6 +192,12 @@ def test_a_detached_mesh_waits_for_another_kernel(start_kernel: StartKernel, wat
     one.manager.shutdown_kernel()
     assert all(process.is_running() for process in family)
     assert re.search(r"waits for (2 h|1 h 59 min) more\n      %mesh attach main\n", two.run("%mesh list").text())
+    with_mesh(two, watch)
+    assert two.run("%mesh detach").ok
+    assert two.run("%mesh attach main").ok  # its own comes first
+    refused = two.run("%mesh attach main")
+    assert 'mesh "main" runs already' in str(refused.reply["traceback"])
+    assert two.run("%mesh stop").ok
     attached = two.run("%mesh attach")
     assert attached.ok, attached.reply
     assert 'attached to mesh "main": gpus=2, cpu' in attached.text()

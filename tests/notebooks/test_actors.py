@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-RUN_LIMIT_S = 110
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+from executed_notebooks import execute, text_of
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The executed cells by id; every cell has passed or was meant to fail."""
-    executed = tmp_path_factory.mktemp("actors") / "actors.ipynb"
-    result = subprocess.run(
-        [sys.executable, str(NOTEBOOKS / "run.py"), str(NOTEBOOKS / "actors.ipynb"), "--save", str(executed)],
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return {cell["id"]: cell for cell in nbformat.read(executed, as_version=4).cells}
-
-
-def text_of(cell: Any) -> str:
-    """All text of a cell's outputs, errors included, without colours."""
-    parts = (
-        output.get("text") or output.get("data", {}).get("text/plain") or "\n".join(output.get("traceback", ()))
-        for output in cell["outputs"]
-    )
-    return COLOUR.sub("", "\n".join(parts))
+    """The executed cells by id."""
+    return execute("actors.ipynb", tmp_path_factory.mktemp("actors"))[1]
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-RUN_LIMIT_S = 110
+from executed_notebooks import execute, text_of
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What the demo printed, and its executed cells by id."""
-    executed = tmp_path_factory.mktemp("demo") / "quickstart.ipynb"
-    result = subprocess.run(
-        [sys.executable, str(NOTEBOOKS / "run.py"), str(NOTEBOOKS / "quickstart.ipynb"), "--save", str(executed)],
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout, {cell["id"]: cell for cell in nbformat.read(executed, as_version=4).cells}
-
-
-def text_of(cell: Any) -> str:
-    """All text of a cell's outputs."""
-    return "".join(output.get("text", output.get("data", {}).get("text/plain", "")) for output in cell["outputs"])
+    return execute("quickstart.ipynb", tmp_path_factory.mktemp("demo"))
 
 
 def figures_of(cell: Any) -> int:

@@ -341,7 +341,8 @@ def test_a_call_that_waits_for_its_payload_is_dropped_at_once(mesh2x2: ProcMesh)
     began = time.monotonic()
     report = future.interrupt()
     assert time.monotonic() - began < 2 * PROMPT_S
-    assert set(report.stuck.values()) <= {"its host does not answer"}, report  # a busy machine
+    busy_machine = {"its host does not answer", "native code holds the GIL"}
+    assert busy_machine.issuperset(report.stuck.values()), report
     future.exception(30)
     dropped = future.call.dropped
     assert mesh2x2.run("big is None").get(30).values() == [rank in dropped for rank in range(4)]

@@ -88,6 +88,8 @@ def _find(session: Session, name: str | None) -> SavedSession:
     else:
         found = [each for each in known if name == each.id or name in names_of(each)]
     waiting = [each for each in found if each.owner_pid is None]
+    if len(waiting) > 1:
+        waiting = [each for each in waiting if _left_by(each, session.keeper.notebook)] or waiting
     if len(waiting) == 1:
         return waiting[0]
     if waiting:
@@ -104,6 +106,12 @@ def _find(session: Session, name: str | None) -> SavedSession:
         f'mesh "{name}" belongs to {owner}.\n'
         f"  take it over: run %mesh detach there, or end that kernel; then %mesh attach {name}"
     )
+
+
+def _left_by(saved: SavedSession, notebook: str) -> bool:
+    """Whether this notebook, or an earlier kernel of it, has left it."""
+    keepsake = decode(saved.recall(KEY))
+    return keepsake is not None and keepsake.notebook == notebook != ""
 
 
 def names_of(saved: SavedSession) -> list[str]:

@@ -1,0 +1,37 @@
+"""Notebooks of the project, executed as ``make demo`` executes them: headless, from a clean Meshbook kernel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+RUN_LIMIT_S = 110
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def execute(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """What the run printed, and the executed cells by id; each has passed or was meant to fail."""
+    executed = folder / name
+    result = subprocess.run(
+        [sys.executable, str(NOTEBOOKS / "run.py"), str(NOTEBOOKS / name), "--save", str(executed)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout, {cell["id"]: cell for cell in nbformat.read(executed, as_version=4).cells}
+
+
+def text_of(cell: Any) -> str:
+    """All text of a cell's outputs, errors included, without colours."""
+    parts = (
+        output.get("text") or output.get("data", {}).get("text/plain") or "\n".join(output.get("traceback", ()))
+        for output in cell["outputs"]
+    )
+    return _COLOUR.sub("", "\n".join(parts))
