@@ -398,7 +398,7 @@ def test_after_a_repair_the_actors_of_the_new_process_are_said_to_be_gone(mesh2:
     with pytest.raises(SupervisionError):
         counters.slice(gpus=1).die.call_one().get(20)
     mesh2.heal()
-    with pytest.raises(ActorStoppedError, match='the actors "counters" were stopped'):
+    with pytest.raises(ActorStoppedError, match='the actors "counters" ended with rank 1, which was started again'):
         counters.slice(gpus=1).get.call_one().get(20)
     assert counters.slice(gpus=0).get.call_one().get(20) == 0
 

@@ -95,15 +95,23 @@ class ReloadError(UsageError):
 
 
 class ActorStoppedError(MeshError):
-    """A call to actors that were stopped."""
+    """A call to actors that were stopped, or that ended with processes in whose places others are now.
 
-    def __init__(self, name: str, reason: str = "") -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
+    ended_with: the ranks of these processes, in order.
+    """
+
+    def __init__(self, name: str, reason: str = "", ended_with: Iterable[int] = ()) -> None:
+        super().__init__(name, reason, tuple(ended_with))
+        self.name, self.reason, self.ended_with = name, reason, tuple(ended_with)
 
     def __str__(self) -> str:
+        again = f'Spawn them again: procs.spawn("{self.name}", ...)'
+        if self.ended_with:
+            was = "was" if len(self.ended_with) == 1 else "were"
+            ranks = name_ranks(self.ended_with)
+            return f'the actors "{self.name}" ended with {ranks}, which {was} started again. {again}'
         why = f" ({self.reason})" if self.reason else ""
-        return f'the actors "{self.name}" were stopped{why}. Spawn them again: procs.spawn("{self.name}", ...)'
+        return f'the actors "{self.name}" were stopped{why}. {again}'
 
 
 class CircularCallError(MeshError):

@@ -24,11 +24,19 @@ def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
     if isinstance(error, CallFailed) and not isinstance(error, ActorError):
         closed = [failure for failure in error.failures if failure.ename == MailboxClosed.__name__]
         if closed and len(closed) == len(error.failures):
-            return ActorStoppedError(actor)
+            return ActorStoppedError(actor, ended_with=_restarted(closed))
         told = ActorError(error.failures, f"{actor}.{endpoint}", partial=error.partial)
         told.freed, told.freed_s, told.groups = error.freed, error.freed_s, error.groups
         return told
     return error
+
+
+def _restarted(closed: list[Failure]) -> tuple[int, ...]:
+    """The ranks whose processes have never had the actor, none where one of them has: there it was stopped."""
+    errors = [failure.load() for failure in closed]
+    if any(not isinstance(error, MailboxClosed) or error.why for error in errors):
+        return ()
+    return tuple(sorted(failure.rank for failure in closed))
 
 
 class ActorFuture(Future[T], Generic[T]):
