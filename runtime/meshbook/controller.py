@@ -250,6 +250,10 @@ class Controller:
         """The mesh with this number, unless it has ended."""
         return self._board.meshes.get(id)
 
+    def known_meshes(self) -> list[KnownMesh]:
+        """Those that have not ended, in the order in which they were made."""
+        return sorted(self._board.meshes.copy().values(), key=lambda mesh: mesh.id)
+
     def next_id(self) -> int:
         """A number that this controller never uses twice."""
         return next(self._ids)

@@ -14,6 +14,7 @@ from meshbook.actor.actor_group import forget_session
 from meshbook.actor.controller_road import ControllerRoad
 from meshbook.actor.roads import Place, Road, add_road, remove_road, road_of, set_own_road
 from meshbook.actor.root_desk import RootDesk
+from meshbook.arranged import Arranged
 from meshbook.attachment import Attachment, attach_session, find_session, new_controller
 from meshbook.attendance import Attendant, ConsoleAttendant
 from meshbook.calls import OpenCall
@@ -28,7 +29,8 @@ from meshbook.proc_mesh import ProcMesh
 from meshbook.repair import Repaired
 from meshbook.session_folder import SavedHost, SessionFolder
 from meshbook.sessions import SavedSession, sessions
-from meshbook.shape import Extent, Region
+from meshbook.shape import Extent, Members, Region
+from meshbook.wording import format_sizes
 
 HOST_TIMEOUT_S = 60.0
 """How long a host agent may take to dial in."""
@@ -51,16 +53,22 @@ _output_source: OutputSource | None = None
 _attendant: Attendant = ConsoleAttendant()
 
 
-class HostMesh:
-    """Hosts, each with an agent that can start processes."""
+class HostMesh(Arranged):
+    """Hosts, each with an agent that can start processes; or a view of some of them, which costs nothing.
 
-    def __init__(self, controller: Controller, hosts: list[KnownHost], extent: Extent) -> None:
-        self._controller, self._hosts, self.extent = controller, hosts, extent
+    One host may have no axis.
+    """
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Axis to size, in order; none for one host that has no axis."""
-        return self.extent.sizes
+    def __init__(self, controller: Controller, hosts: list[KnownHost], members: Members) -> None:
+        """hosts: all of them, of which ``members`` are these."""
+        super().__init__(members)
+        self._controller, self._hosts = controller, hosts
+
+    def _part(self, members: Members) -> HostMesh:
+        return HostMesh(self._controller, self._hosts, members)
+
+    def __repr__(self) -> str:
+        return f"HostMesh({format_sizes(self.sizes)})"
 
     def spawn_procs(
         self,
@@ -120,7 +128,7 @@ class HostMesh:
 
     def _present(self) -> list[KnownHost]:
         """The hosts, or those that have taken the places of lost ones."""
-        return [host.present() for host in self._hosts]
+        return [self._hosts[rank].present() for rank in self.ranks]
 
     def _await_hosts(self) -> list[KnownHost]:
         hosts = self._present()
@@ -153,7 +161,8 @@ def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
 def _start_hosts(sizes: Mapping[str, int], launcher: Launcher, *, serves_all: bool = False) -> HostMesh:
     controller = _the_controller()
     extent = Extent.of(sizes)
-    return HostMesh(controller, _launch(controller, launcher, math.prod(extent.shape), serves_all), extent)
+    hosts = _launch(controller, launcher, math.prod(extent.shape), serves_all)
+    return HostMesh(controller, hosts, Region.of(extent.sizes))
 
 
 def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[KnownHost]:
@@ -256,7 +265,7 @@ def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) 
         serving = {id for id, host in controller.folder.state.hosts.items() if host.serves_all}
         for host in controller.hosts:
             if host.id in serving and not host.lost:
-                _this_host = HostMesh(controller, [host], Extent.of({}))
+                _this_host = HostMesh(controller, [host], Region.of({}))
         return attachment
 
 
@@ -292,6 +301,16 @@ def remember(key: str, value: bytes) -> None:
 def recall(key: str) -> bytes | None:
     """What was remembered under ``key`` in the session of this process."""
     return None if _controller is None else _controller.folder.recall(key)
+
+
+def own_meshes() -> list[ProcMesh]:
+    """The meshes that this process drives and has not stopped, whole, in the order in which they were made."""
+    return [
+        procs
+        for controller in _controllers()
+        for known in controller.known_meshes()
+        if (procs := ProcMesh(controller, known, Region.of(known.extent.sizes))).alive
+    ]
 
 
 def own_sessions() -> list[SessionFolder]:
@@ -343,7 +362,7 @@ def _spawn_beside(
     known = controller.find_mesh(place.mesh)
     if known is None:
         return this_host().spawn_procs(per_host, **options)
-    return HostMesh(controller, [known.host_of(place.rank)], Extent.of({})).spawn_procs(per_host, **options)
+    return HostMesh(controller, [known.host_of(place.rank)], Region.of({})).spawn_procs(per_host, **options)
 
 
 def _own_road() -> Road:

@@ -48,3 +48,23 @@ def test_hosts_started_for_a_mesh_end_with_it() -> None:
     mesh.stop()
     mesh.stop()
     assert [start_time(pid) == started for pid, started in agents] == [False, False]
+
+
+def test_hosts_can_be_sliced_and_a_part_of_them_spawns_procs() -> None:
+    hosts = start_hosts({"hosts": 4}, LocalLauncher())
+    try:
+        racks = hosts.split(hosts=("racks", "hosts"), racks=2)
+        assert racks.sizes == {"racks": 2, "hosts": 2} and len(racks) == 4 and racks.size("racks") == 2
+        assert racks.rename(racks="rows").extent.labels == ("rows", "hosts")
+        assert racks.flatten("all").sizes == {"all": 4}
+        assert repr(racks) == "HostMesh(racks=2, hosts=2)"
+        last = racks.slice(racks=1)
+        assert last.ranks == (2, 3)
+        with last.spawn_procs({"gpus": 1}, group=False, device="cpu") as procs:
+            assert procs.sizes == {"hosts": 2, "gpus": 1}
+            assert [known.id for known in procs._mesh.hosts] == [known.id for known in hosts._hosts[2:]]
+            assert procs.run("rank").get(60).values() == [0, 1]
+        with hosts.slice(hosts=0).spawn_procs({"gpus": 1}, group=False, device="cpu") as procs:
+            assert procs.sizes == {"gpus": 1}
+    finally:
+        hosts.stop()
