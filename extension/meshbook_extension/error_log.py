@@ -13,6 +13,7 @@ from meshbook.wording import name_ranks
 from meshbook_extension.failure_view import INTERRUPT, LOST
 
 if TYPE_CHECKING:
+    from meshbook.actor import MeshFailure
     from meshbook.proc_mesh import ProcMesh
 
 KEPT = 50
@@ -83,6 +84,11 @@ class ErrorLog:
             self.note(mesh, what, error.failures)
         elif isinstance(error, WorkerLost):
             self._note_deaths(mesh, what, [d for d in error.deaths if (mesh, d.rank) not in self._dead])
+
+    def note_unhandled(self, failure: MeshFailure) -> None:
+        """Keep what actors raised for which nobody waited, and which no owner of theirs has handled."""
+        raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]  # `note_lost` knows of the ends
+        self.note(failure.procs_name, failure.what, raised)
 
     def note_lost(self, meshes: Iterable[ProcMesh]) -> None:
         """Keep the ends of ranks that ran nothing then, so that no cell has told of them."""

@@ -74,6 +74,7 @@ class Session:
 
     def open(self) -> None:
         """From now on prints of calls made in cells go to those cells."""
+        from meshbook.actor.supervision import observe_unhandled
         from meshbook.mesh import set_attendant, set_output_source
         from meshbook_extension.call_output import CallOutput
         from meshbook_extension.prompts import CallAttendant
@@ -81,6 +82,7 @@ class Session:
         self._calls = CallOutput(self)
         set_output_source(self._calls.target)
         set_attendant(CallAttendant(self))
+        observe_unhandled(self.errors.note_unhandled)
         self.shell.events.register("post_run_cell", self._calls.finish)
         self.shell.events.register("post_run_cell", self.keeper.save)
         self.shell.events.register("post_run_cell", self._note_error)
@@ -91,8 +93,10 @@ class Session:
 
     def close(self) -> None:
         """End the publisher. The meshes run on, until they are stopped or the process ends."""
+        from meshbook.actor.supervision import observe_unhandled
         from meshbook.mesh import set_attendant, set_output_source
 
+        observe_unhandled(None)
         set_output_source(None)
         set_attendant(None)
         if self.hooks is not None:

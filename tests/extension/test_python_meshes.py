@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
+
+from meshbook_extension.widget.mesh_source import MeshSource
 
 ACTORS = """
 from meshbook import this_host
@@ -26,3 +30,29 @@ def test_actors_of_meshes_made_in_python_are_listed_without_a_current_mesh(empty
     assert empty_notebook.run("%mesh actors").stdout == 'mesh "loaders": gpus=2, no actors\n'
     empty_notebook.run("loaders.stop()")
     assert "no mesh yet" in empty_notebook.fail("%mesh actors")
+
+FAULTS = """
+from meshbook import this_host
+from meshbook.actor import Actor, endpoint
+class Loader(Actor):
+    @endpoint
+    def load(self):
+        raise ValueError("bad shard")
+loaders = this_host().spawn_procs({"gpus": 2}, name="loaders", device="cpu", group=False)
+actors = loaders.spawn("actors", Loader)
+actors.load.broadcast()
+"""
+
+
+def test_faults_of_actors_that_nobody_waits_for_are_among_the_errors_and_in_the_widget(empty_notebook: Any) -> None:
+    empty_notebook.run(FAULTS)
+    deadline = time.monotonic() + 60
+    while "actors.load" not in (listed := empty_notebook.run("%mesh errors").stdout):
+        assert time.monotonic() < deadline, listed
+        time.sleep(0.05)
+    assert re.search(r"\[0,1\]  actors\.load  ValueError: bad shard", listed)
+    empty_notebook.run("%mesh use loaders")
+    session = empty_notebook.shell._meshbook_session
+    (shown,) = MeshSource(session, session.meshes["loaders"]).snapshot().errors
+    assert (shown.what, shown.ranks, shown.text) == ("actors.load", "0,1", "ValueError: bad shard")
+    empty_notebook.run("%mesh stop loaders")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
@@ -39,6 +39,11 @@ class MeshFailure:
     def mesh_name(self) -> str:
         """The name under which the actors were spawned."""
         return self.mesh.name
+
+    @property
+    def procs_name(self) -> str:
+        """The name of the mesh of processes in which the actors live."""
+        return self.mesh._group.mesh_name
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -91,8 +96,22 @@ def unhandled_fault_hook(failure: MeshFailure) -> None:
     failure.mesh.remember_fault(failure)
 
 
+_observer: Callable[[MeshFailure], object] | None = None
+
+
+def observe_unhandled(observer: Callable[[MeshFailure], object] | None) -> None:
+    """Tell ``observer`` too of what the hook is told, before it; None for nobody. It is called on any thread."""
+    global _observer
+    _observer = observer
+
+
 def on_unhandled(failure: MeshFailure) -> None:
     """Nobody has handled it: it is for the notebook. On any thread; raises nothing."""
+    if (observer := _observer) is not None:
+        try:
+            observer(failure)
+        except Exception:
+            traceback.print_exc()
     hook = vars(sys.modules["meshbook.actor"]).get("unhandled_fault_hook", unhandled_fault_hook)
     try:
         hook(failure)
