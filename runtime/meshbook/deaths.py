@@ -14,15 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from meshbook.cell_files import name_line
+from meshbook.crash_report import FATAL
 from meshbook.processes import describe_exit, is_ending
 from meshbook.wording import format_bytes
 
-_FATAL = "Fatal Python error: "
-"""What `faulthandler` writes first when native code crashes; the stack of the thread follows."""
-
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-_CRASH_LINES = 100
+_CRASH_LINES = 150
+"""A report has up to 100 frames."""
 _CRASH_FRAMES = 4
+_THREADING = "/threading.py"
 
 
 class End(NamedTuple):
@@ -135,7 +136,7 @@ def last_words(log: str, lines: int) -> str:
     """The last ``lines`` lines of a log; of a crash in native code where Python was, rather than all of its report."""
     kept = log.splitlines()
     for at in range(len(kept) - 1, max(-1, len(kept) - _CRASH_LINES), -1):
-        if kept[at].startswith(_FATAL):
+        if kept[at].startswith(FATAL):
             return "\n".join([*kept[max(0, at - lines) : at], kept[at], *_frames(kept[at + 1 :])])
     return "\n".join(kept[-lines:])
 
@@ -145,5 +146,10 @@ def _frames(report: list[str]) -> list[str]:
     frames = [found for line in report if (found := _FRAME.fullmatch(line)) is not None]
     package = str(Path(__file__).parent)
     ours = (package, "<frozen ")
-    foreign = [f for f in frames if not f["file"].startswith(ours) and "/IPython/" not in f["file"]]
-    return [f"  {f['file']}, line {f['line']}, in {f['function']}" for f in foreign[:_CRASH_FRAMES]]
+    foreign = [
+        f
+        for f in frames
+        if not f["file"].startswith(ours) and "/IPython/" not in f["file"] and not f["file"].endswith(_THREADING)
+    ]
+    places = [(name_line(f["file"], int(f["line"])) or f"{f['file']}, line {f['line']}", f) for f in foreign]
+    return [f"  {place}, in {f['function']}" for place, f in places[:_CRASH_FRAMES]]

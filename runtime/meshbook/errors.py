@@ -36,6 +36,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from meshbook.cell_files import name_notebook_cells
 from meshbook.lost_ranks import Death, describe_deaths, next_steps
 from meshbook.wording import did_you_mean, format_ranks, format_sizes, name_ranks
 
@@ -353,6 +354,7 @@ class WorkerLost(CallError):
         *,
         partial: Mapping[int, Any] | None = None,
     ) -> None:
+        log_tail = name_notebook_cells(log_tail)
         self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
         self.others = tuple(Death(*death) for death in others)
         super().__init__(rank, host, cause, log_tail, self.others, partial=partial)

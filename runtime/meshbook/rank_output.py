@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from meshbook.crash_report import CrashReportCut
 from meshbook.limits import explain
 from meshbook.wording import format_bytes
 
@@ -140,6 +141,7 @@ class RankOutput:
     def __init__(self, marker: bytes, log: RankLog, now: float) -> None:
         self.log = log
         self._streams = {name: _Stream(name, marker) for name in ("stdout", "stderr")}
+        self._crash = CrashReportCut()
         self._pending: deque[Piece] = deque()
         self._pending_bytes = 0
         self._notes: list[Piece] = []
@@ -153,7 +155,10 @@ class RankOutput:
         split = self._streams[stream]
         for output, piece in split.split(data):
             self._keep(output, piece, now)
-            if text := split.decode(piece):
+            text = split.decode(piece)
+            if stream == "stderr":
+                text = self._crash.cut(text)
+            if text:
                 self._pending.append(Piece(output, stream, text))
                 self._pending_bytes += len(text)
         while self._pending_bytes > max(self._budget, TAIL_BYTES) + TAIL_BYTES:

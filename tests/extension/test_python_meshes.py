@@ -31,6 +31,7 @@ def test_actors_of_meshes_made_in_python_are_listed_without_a_current_mesh(empty
     empty_notebook.run("loaders.stop()")
     assert "no mesh yet" in empty_notebook.fail("%mesh actors")
 
+
 FAULTS = """
 from meshbook import this_host
 from meshbook.actor import Actor, endpoint

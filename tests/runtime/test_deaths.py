@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import re
 import signal
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -73,7 +75,7 @@ def test_a_crash_in_native_code_says_where_python_was(loose4: ProcMesh) -> None:
     text = str(caught.value)
     assert re.search(r"rank 2 on \S+ ended: killed by SIGSEGV, a crash in native code", text)
     assert "Fatal Python error: Segmentation fault" in text
-    assert re.search(r"<cell \S+>, line 3, in crash", text)
+    assert re.search(r"^ +a cell, line 3, in crash", text, re.M)
     assert len(text.splitlines()) < 14
 
 
@@ -229,8 +231,17 @@ def test_last_words_of_a_crash_keep_what_was_printed_and_where_python_was() -> N
         "line 7",
         "line 8",
         "Fatal Python error: Bus error",
-        "  <cell 7>, line 3, in step",
+        "  cell 7, line 3, in step",
     ]
+
+
+def test_last_words_name_cells_of_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, source = "/tmp/ipykernel_8/1.py", "def crash():\n    pass"
+    monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(keepends=True), name))
+    monkeypatch.setattr(sys.modules["__main__"], "In", ["", source], raising=False)
+    words = f"  {name}, line 2, in crash\n  /tmp/ipykernel_9/1.py, line 2, in other"
+    lost = errors.WorkerLost(0, "a", "exit code 1", words)
+    assert lost.log_tail == "  cell 1, line 2, in crash\n  /tmp/ipykernel_9/1.py, line 2, in other"
 
 
 # ---- agents and templates ------------------------------------------------------------------------------------------

@@ -109,3 +109,15 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
     assert output.log.path.read_text() == "a" * 100 + gap + "d"
     assert output.take(9.0)[0] == [Piece(0, "stdout", "d")]
     output.log.close()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+def test_the_modules_that_a_crash_report_names_are_in_the_log_only(output: RankOutput, piece: int) -> None:
+    report = 'Fatal Python error: Aborted\n\n  File "a.py", line 3 in step\n\n'
+    output.feed("stderr", b"Fatal Python error: is what it prints\n", 0.0)
+    written = (report + "Extension modules: numpy, torch._C (total: 2)\n" + "Extra\n").encode()
+    for at in range(0, len(written), piece):
+        output.feed("stderr", written[at : at + piece], 0.0)
+    pieces, _ = output.take(0.0, final=True)
+    assert "".join(one.text for one in pieces) == "Fatal Python error: is what it prints\n" + report + "Extra\n"
+    assert "Extension modules: numpy" in output.log.path.read_text()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from meshbook.cell_files import number_of_input
 
 
 class CellSource(NamedTuple):
@@ -27,15 +28,4 @@ def sources_of(cls: type) -> list[CellSource]:
         if inspect.isfunction(getattr(member, "__wrapped__", member))
     }
     texts = {name: "".join(linecache.getlines(name)) for name in sorted(names) if not os.path.exists(name)}
-    return [CellSource(name, text, _number_of(text)) for name, text in texts.items() if text]
-
-
-def _number_of(text: str) -> int | None:
-    """The number of the last cell with this text, as IPython's list of inputs tells it."""
-    inputs: Any = vars(sys.modules["__main__"]).get("In")
-    if not isinstance(inputs, list):
-        return None
-    for number in range(len(inputs) - 1, 0, -1):
-        if isinstance(inputs[number], str) and inputs[number].strip() == text.strip():
-            return number
-    return None
+    return [CellSource(name, text, number_of_input(text)) for name, text in texts.items() if text]
