@@ -28,6 +28,12 @@ from meshbook.output_events import Notice
 from meshbook.rescue import FIRST_LOOK_S, SELDOM_LOOK_S, GroupRescue, cause_of
 from meshbook.stuck import Stuck, differing_groups, find_stuck, where_stuck
 
+FORM_LOOK_S = 0.01
+"""How often it is asked, after actors were freed, whether they have all come back."""
+
+FORM_S = 1.0
+"""So long the forming of groups waits for that."""
+
 MAX_LOOKS = 40
 """Without a failure in between; with ever longer pauses, up to `SELDOM_LOOK_S`."""
 
@@ -43,7 +49,9 @@ class MailRescue:
         self._looks = Looks(mesh, calls, next_id, self._on_look)
         self._uneven = False
         """Calls have failed, and nobody has compared the groups since."""
-        self._look_at = math.inf
+        self._formed_later = False
+        """The groups were aborted, and are formed again when no actor is at work: none may meet the forming."""
+        self._look_at = self._form_by = math.inf
         self._pause_s = FIRST_LOOK_S
         self._looked = 0
 
@@ -71,7 +79,9 @@ class MailRescue:
         self._looks.expire(now)
         if not self._looks.busy and self._look_at <= now:
             self._look_at = math.inf
-            if self._groups.phase in (GroupPhase.FORMED, GroupPhase.NONE) and not self._mesh.lost:
+            self._formed_later = self._formed_later and not self._mesh.lost
+            phases = (GroupPhase.FORMED, GroupPhase.NONE, *([GroupPhase.ABORTED] if self._formed_later else []))
+            if self._groups.phase in phases and not self._mesh.lost:
                 self._looks.ask([*self._failing.values(), *self._calls.running(self._mesh.id)])
 
     def stop(self) -> None:
@@ -82,6 +92,9 @@ class MailRescue:
 
     def _on_look(self, look: Look) -> None:
         before, self._suspects = self._suspects, {}
+        if self._formed_later:
+            self._form(look)
+            return
         certain = not look.missing(self._mesh.lost) and not any(told.aborted for told in look.answers.values())
         for call in list(self._failing.values()) if certain else ():
             stuck = self._find(look, call)
@@ -100,6 +113,17 @@ class MailRescue:
             self._look_at = time.monotonic() + (FIRST_LOOK_S if self._suspects else self._pause_s)
             self._pause_s = min(2 * self._pause_s, SELDOM_LOOK_S)
 
+    def _form(self, look: Look) -> None:
+        """Once no actor is at work."""
+        now = time.monotonic()
+        busy = look.missing(self._mesh.lost) or any(told.call or told.actors for told in look.answers.values())
+        if busy and now < self._form_by:
+            self._look_at = now + FORM_LOOK_S
+        else:
+            self._formed_later = self._uneven = False
+            if self._groups.phase is GroupPhase.ABORTED:
+                self._groups.form_if_free()
+
     def _find(self, look: Look, call: OpenCall) -> dict[int, Stuck]:
         """Who waits for ever, if nothing but ``call`` goes on and all who have ended it are idle."""
         waiting = {rank for rank in call.members.ranks() if rank not in look.ended.get(call.id, ())}
@@ -115,5 +139,8 @@ class MailRescue:
         cause = cause_of(call)
         for line in place_and_absent(stuck):
             self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed", call.output))
-        self._groups.abort(cause)
+        self._groups.abort(cause, form=False)
+        self._formed_later = True
+        now = time.monotonic()
+        self._look_at, self._form_by = now + FORM_LOOK_S, now + FORM_S
         self._failing.pop(call.id, None)

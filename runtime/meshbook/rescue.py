@@ -75,6 +75,8 @@ class GroupRescue:
         """Why they are to be aborted, until it is known whether there are any."""
         self._unsure = False
         """Some could not be compared, since ranks ran other calls."""
+        self._awaits_actors = False
+        """They are formed when no actor is at work any more; calls queue until then."""
         self._unanswered = False
         """A call has completed though they could not be compared, since ranks did not answer."""
         self._failing: dict[int, OpenCall] = {}
@@ -152,7 +154,7 @@ class GroupRescue:
         if trouble and not self._mesh.lost and self.phase is not GroupPhase.FORMING:
             self._ended[call.id] = (call, time.monotonic() + DEADLINE_S)
         if self.phase is GroupPhase.ABORTED:
-            self._form_if_free()
+            self.form_if_free()
         elif call.id in self._ended and not self._looks.busy:
             self._ask()
         return call.id in self._ended
@@ -160,6 +162,8 @@ class GroupRescue:
     def _must_queue(self, call: OpenCall, before: Mapping[int, tuple[OpenCall, Any]]) -> bool:
         if self._ended and self.phase in (GroupPhase.FORMED, GroupPhase.NONE):
             return True  # its groups are being compared
+        if self._awaits_actors:
+            return True
         ahead = [*self._failing.values(), *(held for held, _ in before.values())]
         return any(call.waiting & other.waiting for other in ahead)
 
@@ -222,7 +226,7 @@ class GroupRescue:
         for call, text in self._mismatches.find(look, self._mesh.lost, time.monotonic()):
             self._calls.tell(call.output, Notice(text, call.output))
         if self.phase is GroupPhase.ABORTED:
-            self._form_if_free()
+            self.form_if_free()
         self._plan_next_look()
         self._release()
 
@@ -258,10 +262,10 @@ class GroupRescue:
 
     # ---- aborting -------------------------------------------------------------------------------------------------
 
-    def abort(self, reason: str, ranks: Collection[int] | None = None) -> None:
+    def abort(self, reason: str, ranks: Collection[int] | None = None, *, form: bool = True) -> None:
         """Abort the groups of all ranks; they are formed again when the calls that run have ended.
 
-        ranks: other ones that run calls keep theirs until then.
+        ranks: other ones that run calls keep theirs until then. form: else that is for `form_if_free`.
         """
         if self.phase is GroupPhase.NONE:
             self._wanted = reason
@@ -269,12 +273,15 @@ class GroupRescue:
                 self._ask()
             return
         self._abort(reason, {}, () if ranks is None else self._current().keys() - set(ranks))
-        self._form_if_free()
+        self._awaits_actors = not form
+        if form:
+            self.form_if_free()
         self._plan_next_look()
 
     def on_lost(self, error: WorkerLost) -> None:
         """A rank ended: nothing that includes it can be served any more. `KnownMesh.lost` has it already."""
-        lost = self._mesh.lost
+        lost, self._awaits_actors = self._mesh.lost, False
+        self._release()
         reason = f"{name_ranks(lost)} ended\n  {REPAIR}"
         for call, _ in list(self._ended.values()):
             self._calls.complete(call)
@@ -310,7 +317,7 @@ class GroupRescue:
 
     def form(self, call: OpenCall, give_up_at: float = math.inf) -> None:
         """Form the groups under a new epoch, in place where there are some; ``call`` is what the caller waits for."""
-        mesh = self._mesh
+        mesh, self._awaits_actors = self._mesh, False
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
             return
@@ -328,8 +335,9 @@ class GroupRescue:
             self._name_axes(Region.of(mesh.extent.sizes))
         self._release()
 
-    def _form_if_free(self) -> None:
+    def form_if_free(self) -> None:
         """Form the groups again, once no rank runs anything that was begun before."""
+        self._awaits_actors = False
         if self._forming is None and not self._mesh.lost and not self._running():
             members = Region.of(self._mesh.extent.sizes)
             future: Future[Any] = Future()
@@ -370,7 +378,7 @@ class GroupRescue:
             self._look_at = math.inf
         error = call.future.exception(0)
         if self.phase is not GroupPhase.FORMING:  # aborted meanwhile
-            self._form_if_free()
+            self.form_if_free()
             return
         if error is None:
             self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORMED)
