@@ -190,6 +190,7 @@ def wait_for(
     session.foreground.append(cell)
     session.watch.add(cell)
     cell.prompt = CellPrompt(session, cell)
+    cell.is_current = lambda: session.current == cell.procs.name
     try:
         session.keep_result(cell.result(timeout_s), out)
     except CallError as error:

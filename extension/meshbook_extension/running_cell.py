@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import CallError, CallFailed, CallInterrupted, CallTimeout, WorkerLost, group_failures
@@ -57,6 +57,8 @@ class RunningCell:
         self._told = False
         self._awaits_return = False
         self._tell_ahead_at: float | None = None
+        self.is_current: Callable[[], bool] = lambda: True
+        """Whether commands without the name of a mesh mean that of this cell."""
         self.prompt: CellPrompt | None = None
         """Where the person answers ranks that stop at breakpoints; None while the cell runs beside the notebook."""
 
@@ -172,6 +174,8 @@ class RunningCell:
             show_as(error, [*brief(error), *_others(error), *verdict(error)])
         elif isinstance(error, WorkerLost):
             steps = next_steps(error.ranks, self._survivors())
+            if not self.is_current():
+                steps.append(f"  it is not the current mesh; first: %mesh use {self.procs.name}")
             show_as(error, [*_brief_deaths(error), *verdict(error, again=False), *steps, *_others(error)])
         return error
 

@@ -431,7 +431,9 @@ class HostLost(MeshError):
         self.host, self.cause = host, cause
 
     def __str__(self) -> str:
-        return f"host {self.host} is lost: {self.cause}. Its workers ended. Start them again: %mesh heal."
+        return (
+            f"host {self.host} is lost: {self.cause}. Its workers ended. Start them again: %mesh heal, or procs.heal()."
+        )
 
 
 class DebugError(MeshError):

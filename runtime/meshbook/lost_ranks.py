@@ -36,20 +36,23 @@ def describe_deaths(deaths: Iterable[Death]) -> list[str]:
 def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) -> list[str]:
     """What is left and which commands help.
 
-    survivors: the ranks of the mesh that live; None where that is not known.
+    survivors: the ranks of the mesh that live; None where that is not known, nor whether it is the current mesh.
     """
     lines = []
+    logs = f"all of {'its log' if len(lost) == 1 else 'their logs'}: %mesh logs rank={format_ranks(lost)}"
     if survivors is None:
-        lines.append("  the other ranks keep their state    repair: %mesh heal    go on without: %mesh shrink")
-    elif survivors:
+        return [
+            "  the other ranks keep their state    repair: %mesh heal    go on without: %mesh shrink",
+            f"  {logs}",
+            "  where it is not the current mesh: %mesh use NAME first, or procs.heal()",
+        ]
+    if survivors:
         whose = "its" if len(lost) == 1 else "their"
         lines.append(
             f"  {name_ranks(survivors)} keep{'s its' if len(survivors) == 1 else ' their'} state; {whose} calls failed"
             f"    repair: %mesh heal    go on without: %mesh shrink"
         )
-    whose = "its log" if len(lost) == 1 else "their logs"
-    lines.append(f"  all of {whose}: %mesh logs rank={format_ranks(lost)}")
-    return lines
+    return [*lines, f"  {logs}"]
 
 
 def _name_hosts(deaths: Sequence[Death]) -> str:

@@ -6,6 +6,9 @@ import re
 import time
 from typing import Any
 
+import pytest
+
+from meshbook.errors import WorkerLost
 from meshbook_extension.widget.mesh_source import MeshSource
 
 ACTORS = """
@@ -57,3 +60,15 @@ def test_faults_of_actors_that_nobody_waits_for_are_among_the_errors_and_in_the_
     (shown,) = MeshSource(session, session.meshes["loaders"]).snapshot().errors
     assert (shown.what, shown.ranks, shown.text) == ("actors.load", "0,1", "ValueError: bad shard")
     empty_notebook.run("%mesh stop loaders")
+
+
+def test_hints_after_a_death_are_for_the_mesh_that_it_was_on(empty_notebook: Any) -> None:
+    dies = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
+    for name in ("first", "second"):
+        empty_notebook.run(f"%mesh spawn gpus=2 --device cpu --name {name} --no-group --out {name}")
+    assert "not the current mesh" not in empty_notebook.fail(f"%%mesh\n{dies}")
+    with pytest.raises(WorkerLost, match=r"where it is not the current mesh: %mesh use NAME first, or procs\.heal\(\)"):
+        empty_notebook["first"].run(dies).get(60)
+    empty_notebook["first"].heal()
+    assert "it is not the current mesh; first: %mesh use first" in empty_notebook.fail(f"%%mesh first\n{dies}")
+    empty_notebook.run("%mesh stop --all")
