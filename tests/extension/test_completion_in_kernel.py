@@ -11,10 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
+from stock_kernel import TIMEOUT_S, StockKernel, folders_of_its_own
 
-TIMEOUT_S = 60
 ANSWER_S = 5.0
 """A reply takes a few milliseconds; on a machine that is busy with other tests, more."""
 
@@ -42,15 +40,8 @@ raises, prints, sleeps, large = map(Hostile, ("raises", "prints", "sleeps", "lar
 """
 
 
-class FrontEnd:
+class FrontEnd(StockKernel):
     """Asks a stock kernel for what JupyterLab asks."""
-
-    def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel()
-        self.client: BlockingKernelClient = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=TIMEOUT_S)
 
     def run(self, code: str) -> str:
         """Execute a cell that must succeed; returns what it printed."""
@@ -111,19 +102,10 @@ class FrontEnd:
             pass
         return text
 
-    def close(self) -> None:
-        family = psutil.Process(self.manager.provisioner.process.pid).children(recursive=True)  # type: ignore[union-attr]
-        self.client.stop_channels()
-        self.manager.shutdown_kernel()
-        self.manager.cleanup_resources()
-        psutil.wait_procs(family, timeout=15)
-
 
 @pytest.fixture(scope="module")
 def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+    with folders_of_its_own(tmp_path_factory):
         front = FrontEnd()
     try:
         front.run("%load_ext meshbook_extension")

@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
-
-TIMEOUT_S = 60
+from stock_kernel import TIMEOUT_S, StockKernel, folders_of_its_own
 
 
 class Request:
@@ -37,15 +33,11 @@ class Request:
         return [content for each, content in self.outputs if each == kind]
 
 
-class Kernel:
+class Kernel(StockKernel):
     """A stock kernel with the extension loaded, and a front end that keeps every output with its request."""
 
     def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel()
-        self.client: BlockingKernelClient = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=TIMEOUT_S)
+        super().__init__()
         self.requests: dict[str, Request] = {}
 
     def send(self, code: str, **options: Any) -> Request:
@@ -87,19 +79,10 @@ class Kernel:
         else:
             request.outputs.append((kind, content))
 
-    def close(self) -> None:
-        family = psutil.Process(self.manager.provisioner.process.pid).children(recursive=True)  # type: ignore[union-attr]
-        self.client.stop_channels()
-        self.manager.shutdown_kernel()
-        self.manager.cleanup_resources()
-        psutil.wait_procs(family, timeout=15)
-
 
 @pytest.fixture(scope="module")
 def kernel(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+    with folders_of_its_own(tmp_path_factory):
         kernel = Kernel()
     try:
         assert kernel.run("%load_ext meshbook_extension").reply["status"] == "ok"

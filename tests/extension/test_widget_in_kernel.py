@@ -6,26 +6,19 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
-from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
+from stock_kernel import TIMEOUT_S, StockKernel, folders_of_its_own
 
 pytest.importorskip("anywidget")
 
-TIMEOUT_S = 60
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-class FrontEnd:
+class FrontEnd(StockKernel):
     """Executes cells and speaks to widgets, as JupyterLab does; keeps all messages in order."""
 
     def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel()
-        self.client: BlockingKernelClient = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=TIMEOUT_S)
+        super().__init__()
         self.messages: list[dict[str, Any]] = []
 
     def run(self, code: str) -> list[dict[str, Any]]:
@@ -74,13 +67,6 @@ class FrontEnd:
             and m["content"]["data"]["method"] == "custom"
         ]
 
-    def close(self) -> None:
-        family = psutil.Process(self.manager.provisioner.process.pid).children(recursive=True)  # type: ignore[union-attr]
-        self.client.stop_channels()
-        self.manager.shutdown_kernel()
-        self.manager.cleanup_resources()
-        psutil.wait_procs(family, timeout=15)
-
 
 def press(front: FrontEnd, model: str, action: str, ranks: list[int]) -> dict[str, Any]:
     """Press a button; returns the answer."""
@@ -100,9 +86,7 @@ def _is_idle(message: dict[str, Any], request: str) -> bool:
 
 @pytest.fixture(scope="module")
 def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+    with folders_of_its_own(tmp_path_factory):
         front = FrontEnd()
     try:
         front.run("%load_ext meshbook_extension")

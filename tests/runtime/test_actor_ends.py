@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,9 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from actor_classes import Cleaner, LastWords
-from controllers import Zygote
+from controllers import Zygote, alone
 
-import meshbook
 from meshbook import ProcMesh, this_host
 
 
@@ -93,17 +90,8 @@ kept.mesh("kept").stop()
 
 @pytest.fixture
 def zygote() -> Iterator[Zygote]:
-    """Drivers, and a place for sessions where there are none but ours."""
-    with tempfile.TemporaryDirectory(prefix="mb") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", folder)
-        patch.setenv("MESHBOOK_LEASE_S", "60")
-        zygote = Zygote()
+    with alone() as zygote:
         yield zygote
-        zygote.close()
-        for session in meshbook.sessions():
-            with contextlib.suppress(meshbook.errors.AttachError):
-                meshbook.attach(session)
-        meshbook.shutdown()
 
 
 def test_references_serve_the_next_kernel_and_what_is_lost_is_told(

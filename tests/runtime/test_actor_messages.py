@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from actor_classes import Caller, Counter, Delegate, Parent, PingPong, Relay, Sleeper, mark_process
 from collector import Collector
+from patience import wait_until
 
 import meshbook.actor
 from meshbook import ProcMesh, this_host
@@ -18,13 +17,6 @@ from meshbook.actor import ActorError, Channel, MeshFailure, get_or_spawn_contro
 from meshbook.errors import CallInterrupted
 from meshbook.mesh import set_output_source
 from meshbook.output_events import OutputTarget
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def test_an_actor_calls_actors_of_other_processes(mesh4: ProcMesh) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 from collector import Collector
 from learners import AsyncLearner, Learner
+from patience import wait_until
 
 from meshbook import ProcMesh
 from meshbook.actor import ActorError, ActorMesh
@@ -16,13 +16,6 @@ from meshbook.mesh import set_output_source
 from meshbook.output_events import Notice, OutputTarget
 
 PROVE = "proof = torch.ones(1)\ndist.all_reduce(proof)\nint(proof)"
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def is_idle(learners: ActorMesh, procs: ProcMesh) -> bool:

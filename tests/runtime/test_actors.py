@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from actor_classes import AsyncActor, Broken, Cleaner, Counter, Reserved, Sleeper
 from collector import Collector
+from patience import wait_until
 
 import meshbook.actor
 from meshbook import ProcMesh
@@ -49,13 +50,6 @@ from meshbook.errors import (
 )
 from meshbook.mesh import set_output_source
 from meshbook.output_events import OutputTarget
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def press_interrupt(when: Callable[[], bool]) -> threading.Thread:

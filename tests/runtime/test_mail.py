@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import mail_ranks
 import numpy as np
 import pytest
+from patience import wait_until
 
 from meshbook import ProcMesh
 from meshbook.calls import CallFuture
@@ -47,13 +47,6 @@ class Desks:
 def lent_by(mesh: ProcMesh) -> set[int]:
     """Payloads of the controller in shared memory that somebody still looks at."""
     return set(mesh._controller._board.payloads._pool.in_use)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -6,32 +6,16 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import mail_ranks
 import numpy as np
 import psutil
 import pytest
-from mail_ranks import There
+from mail_ranks import There, open_desks
+from patience import wait_until
 
 from meshbook import ProcMesh, this_host
 from meshbook.errors import CallFailed, CallInterrupted
-
-_numbers = itertools.count(1000)
-
-
-def open_desks(mesh: ProcMesh) -> There:
-    """A mailbox on each rank of ``mesh``."""
-    mailbox = next(_numbers)
-    mesh.execute(mail_ranks.open_desk, mailbox).get(20)
-    return There(mesh.id, mesh.members, mailbox)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

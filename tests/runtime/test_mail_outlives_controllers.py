@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import psutil
 import pytest
-from controllers import Zygote
-
-import meshbook
+from controllers import Zygote, alone
 
 SPAWN = """
 import mail_ranks
@@ -48,17 +44,8 @@ mesh.stop()
 
 @pytest.fixture
 def zygote() -> Iterator[Zygote]:
-    """Drivers, and a place for sessions where there are none but ours."""
-    with tempfile.TemporaryDirectory(prefix="mb") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", folder)
-        patch.setenv("MESHBOOK_LEASE_S", "60")
-        zygote = Zygote()
+    with alone() as zygote:
         yield zygote
-        zygote.close()
-        for session in meshbook.sessions():
-            with contextlib.suppress(meshbook.errors.AttachError):
-                meshbook.attach(session)
-        meshbook.shutdown()
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import mail_ranks
 import numpy as np
 import pytest
+from patience import wait_until
 
 from meshbook import ProcMesh, wire
 from meshbook.answers import Answer
@@ -69,13 +70,6 @@ def desk(mesh: ProcMesh) -> Iterator[LocalDesk]:
     desk = LocalDesk(mesh)
     yield desk
     desk.close()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def test_ranks_call_the_process_of_the_controller(mesh: ProcMesh, desk: LocalDesk) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from collector import Collector
+from patience import wait_until
 
 from meshbook import ProcMesh, errors, this_host, wire
 from meshbook.known_host import KnownHost
@@ -50,13 +51,6 @@ def fail(mesh: ProcMesh, code: str, limit_s: float = BACK_S) -> errors.CallFaile
         run.future.get(30)
     assert time.monotonic() - started < limit_s
     return caught.value
-
-
-def wait_until(condition, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ---- who waits is freed --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -9,11 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+
+import meshbook
 
 
 class Driver:
@@ -94,3 +100,18 @@ class Zygote:
             driver.close()
         self._requests.close()
         self._process.wait(30)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Zygote]:
+    """Drivers, and a place for sessions where there are none but ours; those that wait there at the end are ended."""
+    with tempfile.TemporaryDirectory(prefix="mb") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        patch.setenv("MESHBOOK_LEASE_S", "60")
+        zygote = Zygote()
+        yield zygote
+        zygote.close()
+        for session in meshbook.sessions():
+            with contextlib.suppress(meshbook.errors.AttachError):
+                meshbook.attach(session)
+        meshbook.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import random
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshbook import wire
+from meshbook import ProcMesh, wire
 from meshbook.answers import Answer
 from meshbook.calls import CallFuture
 from meshbook.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, Reply
@@ -19,6 +20,9 @@ from meshbook.pickling import dumps
 from meshbook.shape import Members
 from meshbook.this_worker import this_worker
 from meshbook.worker import Worker
+
+_numbers = itertools.count(1000)
+"""Of mailboxes; those that tests choose themselves are lower."""
 
 
 def worker() -> Worker:
@@ -104,6 +108,13 @@ DESKS: dict[int, Desk] = {}
 
 def open_desk(mailbox: int) -> None:
     DESKS[mailbox] = Desk(mailbox)
+
+
+def open_desks(mesh: ProcMesh) -> There:
+    """From the controller: a mailbox on each rank of ``mesh``."""
+    mailbox = next(_numbers)
+    mesh.execute(open_desk, mailbox).get(20)
+    return There(mesh.id, mesh.members, mailbox)
 
 
 def close_desk(mailbox: int, why: str) -> None:
