@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshbook.errors import MeshError, UsageError
+from meshbook.errors import CallInterrupted, MeshError, UsageError
 from meshbook.limits import explain
 from meshbook.wording import format_bytes, name_ranks
 from meshbook_extension.options import Option
@@ -45,6 +45,8 @@ class CellProfile:
             if profile.traces:
                 print(summary(self.name, profile.traces))
                 print(self._write(cell.procs, profile))
+        except CallInterrupted:
+            raise
         except (MeshError, OSError) as error:
             why = explain(error) if isinstance(error, OSError) else str(error)
             print(f"no trace was written to {self._path}: {why}")

@@ -55,7 +55,7 @@ class ErrorLog:
 
     def __init__(self) -> None:
         self._errors: deque[LoggedError] = deque(maxlen=KEPT)
-        self._noted: deque[Failure] = deque(maxlen=4 * KEPT)
+        self._noted: deque[list[Failure]] = deque(maxlen=4 * KEPT)
         """So that a failure that is raised again, by ``%mesh wait`` say, is not noted again."""
         self._dead: set[tuple[str, int]] = set()
         self._next = 1
@@ -64,8 +64,10 @@ class ErrorLog:
     def note(self, mesh: str, what: str, failures: Iterable[Failure]) -> None:
         """Keep the failures of a cell that has ended, equal ones once."""
         with self._lock:
-            fresh = [failure for failure in failures if not any(failure is old for old in self._noted)]
-            self._noted.extend(fresh)
+            known = {id(old) for batch in self._noted for old in batch}  # alive, so their ids are theirs alone
+            fresh = [failure for failure in failures if id(failure) not in known]
+            if fresh:
+                self._noted.append(fresh)
             for group in group_failures(_merge_interrupts(fresh)):
                 first, ranks = group[0], tuple(failure.rank for failure in group)
                 if first.ename == LOST:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from meshbook.wording import name_ranks
 
 _BAR = re.compile(r"(?:^|(?P<title>[^|]*?):?\s*)(?P<percent>\d{1,3})%\|[^|]*\|\s*(?:(?P<done>\S+?)/(?P<total>\S+))?")
+_BAR_WITHIN = 500
+"""Characters: so early a bar begins in its line."""
 _LEFT = re.compile(r"<\s*(?P<left>[\d:]+)")
 _PERCENT = re.compile(r"(?P<percent>\d{1,3})(?:\.\d+)?\s*%")
 
@@ -56,7 +58,7 @@ def merge_bars(bars: Iterable[tuple[Sequence[int], str]]) -> Progress | None:
 
 def _read(text: str) -> tuple[str, float, str] | None:
     """(title, fraction, time left) of the bar in ``text``."""
-    found = _BAR.search(text)
+    found = _BAR.search(text, 0, _BAR_WITHIN)
     if found is None:
         plain = _PERCENT.search(text)
         return ("", min(1.0, int(plain["percent"]) / 100), "") if plain else None
@@ -74,7 +76,7 @@ def join_bars(bars: Iterable[tuple[Sequence[int], str]]) -> list[tuple[Sequence[
     joined: list[tuple[Sequence[int], str]] = []
     together: dict[tuple[str, str], list[tuple[float, Sequence[int], str]]] = {}
     for ranks, text in bars:
-        found = _BAR.search(text)
+        found = _BAR.search(text, 0, _BAR_WITHIN)
         if found is None or found["total"] is None:
             joined.append((ranks, text))
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
@@ -45,8 +46,9 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
         session.setups.add(setup)
     gone = _restore_slices(session, attachment, keepsake)
     ended: list[tuple[AdoptedCall, ProcMesh]] = []
+    deadline = time.monotonic() + ANSWERS_S
     for call in (call for mesh in attachment.meshes for call in attachment.calls_of(mesh) if call.had_ended):
-        wait_until_done(call.future, ANSWERS_S)
+        wait_until_done(call.future, max(0.0, deadline - time.monotonic()))
     for mesh in attachment.meshes:
         running = [call for call in attachment.calls_of(mesh) if not call.future.done()]
         ended += [(call, mesh) for call in attachment.calls_of(mesh) if call.future.done()]

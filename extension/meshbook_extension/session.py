@@ -69,6 +69,7 @@ class Session:
         """Go on with the meshes, slices and jobs of a session that was closed."""
         if earlier is not None:
             self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
+            self.foreground = earlier.foreground
             self.jobs, self.setups, self.returned = earlier.jobs, earlier.setups, earlier.returned
             self.errors = earlier.errors
 

@@ -148,8 +148,10 @@ class DebugSession:
             self._theirs.close()
 
     def _pump(self) -> None:
+        poll = select.poll()  # select takes no descriptor from 1024 on
+        poll.register(self._ours, select.POLLIN)
         while not self.ended:
-            if not select.select([self._ours], [], [], 1.0)[0]:
+            if not poll.poll(1000):
                 if time.monotonic() - self._heard > LEASE_S:
                     self.end("nobody has asked for it any more")
                 continue

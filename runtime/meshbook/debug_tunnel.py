@@ -106,6 +106,8 @@ class DebugTunnel:
                     self._follow(message)
             except MeshError as error:
                 self._closed = self._closed or str(error)
+            except Exception as error:  # whoever takes the messages: the rank must be let go all the same
+                self._closed = self._closed or f"{type(error).__name__}: {error}"
             if answer["ended"]:
                 self._closed = self._closed or answer["ended"]
         self._hold_deadlines(False)

@@ -15,6 +15,8 @@ import signal
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
 """One that nobody uses; 0 where there are no such signals."""
 
+_FILE = "meshbook-stacks"
+
 _tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
 
 
@@ -24,7 +26,7 @@ def accept_dumps() -> int:
         return -1
     import fcntl
 
-    fd = os.memfd_create("meshbook-stacks")
+    fd = os.memfd_create(_FILE)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     return fd
@@ -40,9 +42,11 @@ class DumpRequest:
         """
         if thread <= 0 or fd < 0 or _tgkill is None:
             raise OSError("it takes no such signal")
-        with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
-            file.truncate(0)
         self._path = f"/proc/{pid}/fd/{fd}"
+        if not os.readlink(self._path).startswith(f"/memfd:{_FILE}"):
+            raise OSError("code on the rank has closed its file for stacks")
+        with open(self._path, "r+b") as file:
+            file.truncate(0)
         self._seen = b""
         if _tgkill(pid, thread, SIGNAL) != 0:
             raise ProcessLookupError(pid)

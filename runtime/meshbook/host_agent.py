@@ -459,7 +459,16 @@ class HostAgent:
 
 
 def _dial(context: zmq.Context[zmq.Socket[bytes]], ticket: Ticket) -> dict[LaneName, AgentSocket]:
-    return {lane: AgentSocket(context, ticket, lane) for lane in LANES}
+    """Raises: OSError where an address cannot be used, or no descriptor is left."""
+    lanes: dict[LaneName, AgentSocket] = {}
+    try:
+        for lane in LANES:
+            lanes[lane] = AgentSocket(context, ticket, lane)
+    except zmq.ZMQError as error:
+        for made in lanes.values():
+            made.close()
+        raise OSError(error.errno, str(error)) from error
+    return lanes
 
 
 def _template_failed(spawn: wire.Spawn, reason: str) -> wire.SpawnFailed:

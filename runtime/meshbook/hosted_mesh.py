@@ -245,6 +245,8 @@ class HostedMesh:
         key = _key(reply.origin, reply.id)
         call = self._calls.get(key)
         if call is None or worker in self.crew.leaving or worker.rank not in call.waiting:
+            if reply.segment is not None:
+                worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
             return
         if call.prints:
             self._send_output(worker, final=True)

@@ -150,7 +150,12 @@ class HostedPeers:
             ticket = msgspec.structs.replace(
                 self._ticket, endpoint=peer.meeting.endpoint, controller_key=peer.key, epoch=peer.meeting.epoch
             )
-            road = PeerRoad(self._dial(ticket), self._loop, self._loans)
+            try:
+                lanes = self._dial(ticket)
+            except OSError as error:
+                self._lose(peer.host, f"this host's agent cannot connect to it: {error}", peer.name)
+                return
+            road = PeerRoad(lanes, self._loop, self._loans)
             away = self.make_away(road)
             road.on_replies, road.on_whole = away.on_replies, away.serve_parked
             self._roads[peer.host] = (road, away)

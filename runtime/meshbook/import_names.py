@@ -22,7 +22,7 @@ TOP_LEVEL_FRESH_S = 30.0
 """How long the list of all modules may be used: the folders are read again then."""
 
 _FROM = re.compile(r"\s*from\s+([\w.]+)\s+import\s+\(?(?:[\w\s,]*[,\s(])?(\w*)$")
-_MODULE = re.compile(r"\s*(?:from\s+|import\s+(?:[\w.\s]+,\s*)*)(?:([\w.]+)\.)?(\w*)$")
+_MODULE = re.compile(r"\s*(?:from\s+|import\s+(?:[\w.\s]+,)*\s*)(?:([\w.]+)\.)?(\w*)$")
 _BETWEEN = re.compile(r"\s*from\s+[\w.]+\s+(i?m?p?o?r?)$")
 
 _top_level: tuple[float, tuple[str, ...], list[str]] = (0.0, (), [])

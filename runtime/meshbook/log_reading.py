@@ -67,6 +67,6 @@ def _read_on(rank: int, path: Path, offset: int, lines: int, limit_bytes: int) -
 
 def _before_end(file: BinaryIO, size: int, lines: int) -> bytes:
     file.seek(max(0, size - TAIL_BYTES))
-    data = file.read(TAIL_BYTES)
+    data = file.read(min(size, TAIL_BYTES))  # what is written meanwhile comes with the next look
     last = _last_lines(data, lines)
     return last + b"\n" if last and data.endswith(b"\n") else last

@@ -86,7 +86,11 @@ class MailCalls:
         future.call = call
         self._wait_for_room(mesh_id, members)
         self._table.open(call, None)
-        self._send(call.id, mesh_id, members, mailbox, endpoint, pickled, what=what, output=output, chain=chain)
+        try:
+            self._send(call.id, mesh_id, members, mailbox, endpoint, pickled, what=what, output=output, chain=chain)
+        except BaseException:
+            self._table.disown(call)
+            raise
         return future
 
     def post(

@@ -83,6 +83,8 @@ class MailRescue:
             phases = (GroupPhase.FORMED, GroupPhase.NONE, *([GroupPhase.ABORTED] if self._formed_later else []))
             if self._groups.phase in phases and not self._mesh.lost:
                 self._looks.ask([*self._failing.values(), *self._calls.running(self._mesh.id)])
+            elif not self._mesh.lost and (self._failing or self._uneven or self._formed_later):
+                self._look_at = now + SELDOM_LOOK_S  # the groups are being formed, or will be
 
     def stop(self) -> None:
         """The mesh is being stopped."""

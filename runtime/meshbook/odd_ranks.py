@@ -65,12 +65,14 @@ class _Moment:
             for rank, look in looks.items()
             if look.collectives is not None
         }
+        self._blockers: dict[int, set[int]] = {}
+        """Whom each that waits waits for."""
         self._many_groups = len({waiting.group for waiting in self._waits.values()}) > 1
 
     def judge(self) -> Verdict | None:
         if (mismatch := self._find_mismatch()) is not None:
             return mismatch
-        blockers = {rank: self._awaited_by(rank) for rank in self._waits}
+        blockers = self._blockers = {rank: self._awaited_by(rank) for rank in self._waits}
         odd: set[int] = set()
         held: set[int] = set()
         for rank in self._waits:
@@ -171,7 +173,7 @@ class _Moment:
         numbers: dict[str, int] = {}
         for each in held:
             waiting = self._waits[each]
-            if waiting.peer is None and rank in self._awaited_by(each):
+            if waiting.peer is None and rank in self._blockers[each]:
                 numbers[waiting.group] = numbers.get(waiting.group, 0) + 1
         if not numbers or rank not in self._groups:
             return ""
@@ -191,7 +193,7 @@ def _ends_of(rank: int, blockers: Mapping[int, set[int]]) -> set[int]:
             continue
         seen.add(each)
         if each in blockers:
-            left += blockers[each]
+            left += blockers[each] - seen
         else:
             ends.add(each)
     return ends

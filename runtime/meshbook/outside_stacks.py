@@ -27,6 +27,7 @@ from meshbook.processes import process_state
 
 if TYPE_CHECKING:
     from meshbook.hosted_worker import HostedWorker
+from meshbook.lifecycle import WorkerPhase
 
 POLL_S = 0.01
 SIGNAL_S = 0.15
@@ -50,7 +51,9 @@ class OutsideStacks:
     ) -> None:
         self._loop, self._ask, self._answer = loop, ask, answer
         self._until = time.monotonic() + ask.wait_s
-        self._workers = [w for w in workers if w.pid and wire.target_has(ask.target, w.rank)]
+        self._workers = [
+            w for w in workers if w.pid and w.phase is not WorkerPhase.DEAD and wire.target_has(ask.target, w.rank)
+        ]
         self._dumps: dict[int, wire.RankDump] = {}
         self._asked: dict[HostedWorker, DumpRequest] = {}
         self._queue: deque[HostedWorker] = deque()
@@ -76,14 +79,15 @@ class OutsideStacks:
             return
         now = time.monotonic()
         for worker, request in list(self._asked.items()):
+            is_gone = False
             try:
                 text = request.poll()
             except OSError:
-                text, self._signal_until = "", now
+                text, is_gone = "", True
             if threads := parse_faulthandler(text):
                 self._dumps[worker.rank] = wire.RankDump(worker.rank, threads, "signal")
                 del self._asked[worker]
-            elif now >= self._signal_until:
+            elif is_gone or now >= self._signal_until:
                 del self._asked[worker]
                 self._queue.append(worker)
         while self._queue and len(self._spies) < AT_ONCE:

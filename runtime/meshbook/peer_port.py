@@ -60,6 +60,8 @@ class PeerPort:
 
     def admit(self, host_id: str, key: str, epoch: int) -> None:
         """Let a host in, which starts to count anew."""
+        if (former := self._callers.get(host_id)) is not None:
+            former.lost = "it has come anew"
         host = self._callers[host_id] = KnownHost(host_id, epoch, FoundHost(0, 0), self._sock)
         host.on_whole = lambda message, frames: self._on_whole(host, message, frames)
         self._sock.readmit(host_id, key)

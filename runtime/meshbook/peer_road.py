@@ -130,6 +130,7 @@ class PeerRoad:
             self._loop.forget(watch)
         for lane in self._lanes.values():
             lane.close()
+        self._lanes.clear()  # they hold views of payloads, whose finalizers hold us
         self._pieces.clear()
         while self._ended:
             self._loans.end(self._ended.popleft())

@@ -29,8 +29,9 @@ def post(controller: Controller, mesh: KnownMesh, members: Members, mailbox: int
     small = len(head) <= wire.INLINE_MAX_BYTES
     inline, payload = (head, []) if small else (b"", [head])
     message = wire.Call(
-        controller.next_id(), mesh.id, endpoint, members.encode(), inline=inline, mailbox=mailbox, reply=False
-    )
+        controller.next_id(), mesh.id, endpoint, members.encode(), inline=inline, mailbox=mailbox, reply=False,
+        no_prompt=controller.refusal(),
+    )  # fmt: skip
 
     def send(board: Switchboard) -> None:
         hosts = [host for host in mesh.by_host(members.ranks()) if not host.lost]

@@ -34,8 +34,6 @@ STEP_S = 1.0
 LOOK_S = 0.05
 
 _GOES_ON = re.compile(r"(c|cont|continue|q|quit|exit)\s*$")
-_STEPS = re.compile(r"(n|next|s|step|r|return|unt|until|j|jump)\b")
-_QUITS = re.compile(r"(q|quit|exit|c|cont|continue)\s*$")
 _TARGET = re.compile(r"(\w+)=([\w:,-]+)")
 
 Chooser = Callable[["ProcMesh", Mapping[str, str]], "ProcMesh"]
@@ -171,7 +169,7 @@ class DebugPrompt:
             self._cast(line[len("cast") :].strip())
         elif line == "detach":
             return True
-        elif self._post_mortem and _QUITS.match(line):
+        elif self._post_mortem and _GOES_ON.match(line):
             self.end()
         elif line or self._line_was_pdbs:
             self._line_was_pdbs = True
@@ -241,7 +239,11 @@ class DebugPrompt:
     def _await_steps(self, ranks: Collection[int], line: str) -> None:
         """Give ranks that went on the time to stop again; say where those are that do not."""
         deadline = time.monotonic() + STEP_S
-        while moving := [rank for rank in ranks if rank not in self._stops.of(ranks) and rank in self.procs.busy]:
+        while True:
+            stopped, busy = self._stops.of(ranks), set(self.procs.busy)
+            moving = [rank for rank in ranks if rank not in stopped and rank in busy]
+            if not moving:
+                return
             if time.monotonic() > deadline:
                 self._terminal.say(
                     "\n".join(
@@ -250,7 +252,7 @@ class DebugPrompt:
                     )
                 )
                 return
-            self._stops.wait_for(lambda: all(rank in self._stops.of(ranks) for rank in ranks), LOOK_S)
+            self._stops.wait_for(lambda: len(self._stops.of(ranks)) == len(ranks), LOOK_S)
 
     def _show(self, ranks: Collection[int]) -> bool:
         texts = {rank: text for rank in sorted(ranks) if (text := self._stops.take_text(rank))}

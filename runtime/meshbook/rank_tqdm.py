@@ -24,13 +24,11 @@ def plain_progress_bars() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Is asked for every module that is imported, so it goes when it has found its own."""
+    """Is asked for every module that is imported, so it goes when its own was loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _NAME:
             return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
@@ -39,6 +37,8 @@ class _Finder(MetaPathFinder):
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 _make_plain(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             loader.exec_module = exec_module
         return spec

@@ -97,7 +97,10 @@ class Stops:
 
     def of(self, ranks: Collection[int]) -> dict[int, Stop]:
         """Those of ``ranks`` that are stopped."""
-        return {rank: stop for rank, stop in sorted(self._stops.items()) if rank in ranks}
+        if not self._stops:
+            return {}
+        wanted = frozenset(ranks)
+        return {rank: stop for rank, stop in sorted(self._stops.items()) if rank in wanted}
 
     def number(self, rank: int) -> int:
         """Of the last prompt that the rank told of."""

@@ -16,6 +16,7 @@ import pytest
 from meshbook import outside_stacks, wire
 from meshbook.dump_formats import parse_faulthandler, parse_py_spy
 from meshbook.event_loop import EventLoop
+from meshbook.lifecycle import WorkerPhase
 from meshbook.outside_stacks import OutsideStacks
 from meshbook.proc_mesh import ProcMesh
 from meshbook.processes import process_state
@@ -181,7 +182,7 @@ def test_a_py_spy_that_hangs_is_ended_at_the_deadline(monkeypatch: pytest.Monkey
     monkeypatch.setattr(outside_stacks, "find_py_spy", lambda: str(slow))
     answers: list[wire.Stacks] = []
     loop = EventLoop()
-    worker: Any = SimpleNamespace(rank=0, pid=os.getpid(), control_thread=0, dump_fd=-1)
+    worker: Any = SimpleNamespace(rank=0, pid=os.getpid(), phase=WorkerPhase.READY, control_thread=0, dump_fd=-1)
     ask = wire.AskStacks(7, 1, Region.of({"gpus": 1}).encode(), native=True, wait_s=0.3)
     OutsideStacks(loop, [worker], ask, answers.append).start()
     while not answers:

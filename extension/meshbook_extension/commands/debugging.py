@@ -51,7 +51,10 @@ def pdb(session: Session, arguments: Arguments) -> None:
     if cast is not None:
         if not stopped:
             raise UsageError(f"{_none_of(procs)} stopped at a prompt. Stop them where they are: %mesh pdb rank=0")
-        _prompt(session, procs).cast(cast)
+        try:
+            _prompt(session, procs).cast(cast)
+        finally:
+            procs.stops.stepping.difference_update(procs.ranks)  # nobody stays with them: their next stop is news
         return
     _check_person(session)
     if not stopped and not arguments.words and not arguments.pairs:

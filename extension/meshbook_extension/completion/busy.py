@@ -28,6 +28,8 @@ class BusyCompletion:
         self._shell, self._kernel, self._typist = shell, shell.kernel, typist
         self._running: Mapping[str, Any] = {}
         """The request of the cell that runs; empty: none does."""
+        self._ending = threading.Lock()
+        """Held to say that the cell still runs, so that its own end comes after that."""
         self._answers: set[asyncio.Task[None]] = set()
         shell.events.register("pre_execute", self._begin)
         shell.events.register("post_execute", self._end)
@@ -44,7 +46,8 @@ class BusyCompletion:
         BusyComms.of(self._kernel).take_with(self._take)
 
     def _end(self) -> None:
-        self._running = {}
+        with self._ending:
+            self._running = {}
 
     def _take(self, message: list[Any]) -> bool:
         """Whether ``message``, as it came from the socket, is answered here."""
@@ -84,8 +87,9 @@ class BusyCompletion:
         self._status("busy", request)
         self._kernel.session.send(stream, _KINDS[request["msg_type"]], reply, parent=request, ident=idents)
         self._status("idle", request)
-        if self._running:
-            self._status("busy", self._running)
+        with self._ending:
+            if self._running:
+                self._status("busy", self._running)
 
     def _status(self, state: str, parent: Mapping[str, Any]) -> None:
         kernel = self._kernel

@@ -107,7 +107,7 @@ class RankPanel:
         if tunnel is not None:
             tunnel.close()
             tunnel.join(5)
-        self._sender.shutdown(wait=False, cancel_futures=True)
+        self._sender.shutdown(wait=False)  # what is queued there ends at once
 
     # ---- to the rank and back -----------------------------------------------------------------------------------
 
@@ -154,6 +154,7 @@ class RankPanel:
 
     def _take_end(self, reason: str) -> None:
         error = DebugError(self._rank.ranks[0], reason)
+        self._initialized.set()  # who waits for that finds the session ended
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(error)
@@ -179,7 +180,10 @@ class RankPanel:
         rules = [{"path": folder, "include": False} for folder in hidden]
         arguments = {**(message.get("arguments") or {}), "justMyCode": False, "rules": rules}
         response = await self._forward({**message, "arguments": arguments})
-        await asyncio.wait_for(self._initialized.wait(), ANSWER_TIMEOUT_S)
+        try:
+            await asyncio.wait_for(self._initialized.wait(), ANSWER_TIMEOUT_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise DebugError(self._rank.ranks[0], "its debugger did not get ready") from None
         await self._forward(_request("configurationDone"))
         return response
 
@@ -281,8 +285,9 @@ class RankPanel:
             await self._forward({**message, "arguments": {"terminateDebuggee": False}})
         except DebugError:
             pass  # it has ended by itself
-        if self._tunnel is not None:
-            self._tunnel.close()
+        if (tunnel := self._tunnel) is not None:
+            tunnel.close()
+            await self._loop.run_in_executor(self._sender, tunnel.join, 5)  # its end is told before the next session
         self._breakpoints, self._stopped = {}, []
         return answer(message)
 

@@ -113,6 +113,8 @@ class BusyComms:
         return True
 
     def _read(self, message: list[Any]) -> tuple[Listener, Mapping[str, Any]] | None:
+        if not self._listeners:
+            return None
         session = self._kernel.session
         _, frames = session.feed_identities(message, copy=False)
         packed = bytes(frames[4].bytes)

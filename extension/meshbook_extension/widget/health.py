@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ import traitlets
 from meshbook.errors import MeshError
 from meshbook_extension.widget.history import History
 from meshbook_extension.widget.snapshot import Snapshot
+
+_LOG = logging.getLogger(__name__)
 
 TICK_S = 1.0
 LOOK_S = 30.0
@@ -105,6 +108,9 @@ class HealthWidget(anywidget.AnyWidget):
             answer = self._source.act(action, ranks)
         except (MeshError, TimeoutError) as error:
             answer = Answer(f"{action} failed", str(error))
+        except Exception as error:
+            _LOG.exception("a button of the health widget failed")
+            answer = Answer(f"{action} failed", f"{type(error).__name__}: {error}")
         self.send({"kind": "answer", "action": action} | answer._asdict())
         with self._changed:
             self._changed.notify()  # show what has changed without waiting for the next tick
@@ -118,6 +124,9 @@ class HealthWidget(anywidget.AnyWidget):
                 self.refresh(self._source.snapshot())
         except (MeshError, TimeoutError) as error:  # the mesh was stopped, or cannot be asked any more
             phase, note = "ended", str(error)
+        except Exception as error:
+            _LOG.exception("the health widget could not be refreshed")
+            note = f"not refreshed: {type(error).__name__}: {error}"
         finally:
             with self._changed:
                 if self._thread is threading.current_thread():

@@ -210,6 +210,7 @@ class ActorHost:
     def _finish(self, message: Message, answer: Answer | None) -> None:
         self.current.pop(message.serial, None)
         if answer is not None:
+            self._promised.pop(message.serial, None)
             message.reply(answer)
 
     def _failed(self, message: Message, error: BaseException) -> Answer:

@@ -192,9 +192,9 @@ def watch(actors: ActorMesh, owner: Port[Any]) -> None:
         if not isinstance(error, WorkerLost):
             return
         left = [rank for rank in actors.ranks if rank not in error.ranks]
+        owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
         if left:
             watch(actors.select(left), owner)
-        owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
 
     group.call(actors.members, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
 

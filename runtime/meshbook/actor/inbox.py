@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -56,7 +57,8 @@ class Inbox:
         if self._loop is None or self._loop_queue is None:
             self._queue.put(item)
         else:
-            self._loop.call_soon_threadsafe(self._loop_queue.put_nowait, item)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the actor has ended
+                self._loop.call_soon_threadsafe(self._loop_queue.put_nowait, item)
 
     def drop(self, call: wire.Call) -> bool:
         """The sender does not want ``call`` any more; whether it waited here."""

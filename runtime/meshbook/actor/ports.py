@@ -44,7 +44,7 @@ class Port(Generic[R]):
         road = road_of(self._session)
         pickled = dumps(((value,), {}), what="the value")
         if self._place == road.place:
-            head, buffers = pickled.head, [bytes(buffer) for buffer in pickled.buffers]
+            head, buffers = pickled.head, [bytearray(buffer) for buffer in pickled.buffers]
             mailbox = road.mailboxes.find(self._mailbox, self._place.rank)
             call = wire.Call(0, self._place.mesh, endpoint, (), mailbox=self._mailbox, reply=False)
             mailbox.handler(call, lambda: loads(head, buffers), _drop)
@@ -121,11 +121,12 @@ def make_port(road: Road, receiver: PortReceiver[Any], *, once: bool = False) ->
     mailboxes = road.mailboxes
 
     def on_message(call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
-        if (to := wanted()) is not None:
+        to = wanted()
+        if to is not None:
             to.take(_loader(call.endpoint, load_args))
         if once:
             mailboxes.close(id, "the port was for one message")
-        if call.reply:
+        if call.reply or to is None:  # nobody will load it: it is let go of
             reply(Answer(wire.OK, None, has_value=True))
 
     mailboxes.open(id, on_message)

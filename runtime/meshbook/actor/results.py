@@ -62,7 +62,8 @@ class ActorFuture(Future[T], Generic[T]):
             raise translate(error, *self._names) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = self._source.exception(timeout)
+        with context().waiting_for(self._source.name_in_chain, timeout):
+            error = self._source.exception(timeout)
         return None if error is None else translate(error, *self._names)
 
     def __await__(self) -> Generator[Any, None, T]:

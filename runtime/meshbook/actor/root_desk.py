@@ -38,12 +38,15 @@ class RootDesk:
     def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActorMesh:
         """The one actor of this name; made now if there is none, or not any more."""
         with self._lock:
-            found = self._singles.get(name)
-            if found is not None and self._procs is not None and self._procs.alive and not found.is_stopped:
-                return found
             if self._procs is None or not self._procs.alive or self._procs.lost:
+                self._singles.clear()  # they ended with the process
+                if self._procs is not None:
+                    self._procs.stop()
                 options = {"name": SINGLE, "device": "cpu", "group": False}
                 self._procs = self.spawn_procs(Place(0, 0), {}, options)
+            found = self._singles.get(name)
+            if found is not None and not found.is_stopped:
+                return found
             made: Any = self._procs.spawn(name, cls, *args, **kwargs)
             self._singles[name] = made
             actors: ActorMesh = made

@@ -158,10 +158,12 @@ class Transfer:
             return False
         with contextlib.closing(listener):
             future = begin(self._target, STREAM + self._kind, (tuple(listener.door), self.size_bytes))
+            broken = False
             try:
                 try:
                     self._stream(listener, future)
                 except (OSError, StreamError):
+                    broken = True
                     listener.close()  # and let the owner say what has become of it
                 finish(self._target, future, self._left_s())
             except CallTimeout:
@@ -171,7 +173,7 @@ class Transfer:
             except StreamError:
                 pass
             else:
-                return True
+                return not (broken and self._kind == READ)  # the owner knows what it has sent, not what has come
         return False
 
     def _stream(self, listener: Listener, future: CallFuture[Any]) -> None:
