@@ -6,11 +6,12 @@ The short form takes about a minute and is part of `make test`; `--long` takes m
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,12 +54,27 @@ LONG = Sizes(
     actor_faults=500,
 )
 
+
+class Counted(NamedTuple):
+    """A campaign whose size is one number, with that of each form."""
+
+    tiny: int
+    """As the tests run it: seconds."""
+    short: int
+    long: int
+    run: Callable[[int, int], Findings]
+    """seed, how many"""
+
+
+COUNTED: dict[str, Counted] = {}
+"""Campaigns by name; `--count NAME=N` overrides their size."""
+
 LEASE_S = 60
 """So long what we started outlives us, should we be killed."""
-NAMES = ("faults", "actors", "kernels", "links", "calls", "flood")
+NAMES = ("faults", "actors", "kernels", "links", "calls", "flood", *COUNTED)
 
 
-def campaigns(sizes: Sizes, seed: int) -> dict[str, Callable[[], Findings]]:
+def campaigns(sizes: Sizes, counts: Mapping[str, int], seed: int) -> dict[str, Callable[[], Findings]]:
     """By name, in the order in which they run."""
     plan = make_plan(seed, sizes.faults, sizes.ranks)
     size = f"{sizes.faults:,} into {sizes.ranks} ranks, seed {seed}"
@@ -71,10 +87,11 @@ def campaigns(sizes: Sizes, seed: int) -> dict[str, Callable[[], Findings]]:
         "links": lambda: run_links(seed, sizes.links),
         "calls": lambda: run_calls(sizes.calls),
         "flood": lambda: run_flood(sizes.flood_bytes),
+        **{name: functools.partial(COUNTED[name].run, seed, count) for name, count in counts.items()},
     }
 
 
-def run(names: Sequence[str], sizes: Sizes, seed: int) -> list[Findings]:
+def run(names: Sequence[str], sizes: Sizes, counts: Mapping[str, int], seed: int) -> list[Findings]:
     """Run campaigns, and after each look for what it left: processes, files, threads, names in /dev/shm."""
     mark = mark_ourselves()
     with this_host().spawn_procs({"gpus": 1}, name="warm", device="cpu"):
@@ -83,7 +100,7 @@ def run(names: Sequence[str], sizes: Sizes, seed: int) -> list[Findings]:
     findings = []
     for name in names:
         before, shared, threads = Held.of(os.getpid()), shared_memory_names(), thread_names()
-        found = campaigns(sizes, seed)[name]()
+        found = campaigns(sizes, counts, seed)[name]()
         shutdown()
         found.left += [f"process {pid}" for pid in orphans(mark)]
         after = Held.of(os.getpid())
@@ -106,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     sizes = (LONG if options.long else SHORT)._replace(
         **{name: value for name in Sizes._fields if (value := getattr(options, name)) is not None}
     )
-    findings = run(options.only, sizes, options.seed)
+    counts = {name: each.long if options.long else each.short for name, each in COUNTED.items()}
+    findings = run(options.only, sizes, counts | dict(options.count), options.seed)
     if options.write:
         command = f"python -m benchmarks.faults {shlex.join(argv if argv is not None else sys.argv[1:])}"
         write(options.write, command.strip(), findings)
@@ -120,8 +138,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the plan")
     for name in Sizes._fields:
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=float if name == "seconds" else int)
+    parser.add_argument("--count", type=_count, action="append", default=[], metavar="NAME=N", help="how many of one")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the figures into this document")
     return parser.parse_args(argv)
+
+
+def _count(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if name not in COUNTED or not count.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: write NAME=N; NAME is one of {', '.join(COUNTED)}")
+    return name, int(count)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.__main__ import COUNTED
 from benchmarks.faults.document import write
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.plan import DEADLY, WEIGHTS, make_plan
@@ -35,6 +36,15 @@ def test_nothing_hangs_and_nothing_is_lost() -> None:
         "10000000",
     ]
     command = [sys.executable, "-m", "benchmarks.faults", *sizes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_campaign_finds_nothing(name: str) -> None:
+    count = f"{name}={COUNTED[name].tiny}"
+    command = [sys.executable, "-m", "benchmarks.faults", "--only", name, "--count", count]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
 
