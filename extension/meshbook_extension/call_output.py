@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.output_events import DisplayData, OutputEvent, OutputTarget
 from meshbook_extension.cell_output import CellOutput
@@ -18,42 +18,52 @@ _NEVER_DONE = frozenset({-1})
 """Calls come and go within a cell, so no set of ranks tells that all is said."""
 
 
+class _MeshOutput(NamedTuple):
+    """What the running cell shows of one mesh."""
+
+    target: OutputTarget
+    output: CellOutput
+
+
 class CallOutput:
     """Finds the output target of the cell that runs now; one per cell and mesh."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._key: object = None
-        self._target: OutputTarget | None = None
-        self._output: CellOutput | None = None
+        self._of_mesh: dict[int, _MeshOutput] = {}
+        """Of the running cell, by the mesh's id."""
 
     def finish(self, *_: object) -> None:
         """The cell ends: show what its calls have printed so far, so that it is there before the cell is done."""
-        output, self._output = self._output, None
-        if output is not None:
+        outputs, self._of_mesh = self._of_mesh, {}
+        for _target, output in outputs.values():
             output.finish()
 
     def target(self, procs: ProcMesh) -> OutputTarget | None:
         """Where the prints of a call belong that is made now; None outside the thread of cells."""
         if threading.current_thread() is not threading.main_thread():
             return None
-        shell = self._session.shell
-        header = parent_of(shell).get("header", {})
-        key = (procs.name, header.get("msg_id", shell.execution_count))
-        if key != self._key:
-            self.finish()
-            self._key, self._target = key, self._make_target(procs)
-        return self._target
+        return self._here(procs).target
 
     def output(self, procs: ProcMesh) -> CellOutput:
         """That of the cell that runs now, on the thread of cells."""
-        self.target(procs)
-        if self._output is None:  # the cell has shown all, and begins anew
-            self._target = self._make_target(procs)
-        assert self._output is not None
-        return self._output
+        return self._here(procs).output
 
-    def _make_target(self, procs: ProcMesh) -> OutputTarget:
+    def _here(self, procs: ProcMesh) -> _MeshOutput:
+        shell = self._session.shell
+        key = parent_of(shell).get("header", {}).get("msg_id", shell.execution_count)
+        if key != self._key:
+            self.finish()
+            self._key = key
+        for id, (_target, output) in self._of_mesh.items():
+            if id != procs.id and output.has_unshown:
+                output.drain()  # what was printed there comes before what this call prints here
+        if procs.id not in self._of_mesh:
+            self._of_mesh[procs.id] = self._make(procs)
+        return self._of_mesh[procs.id]
+
+    def _make(self, procs: ProcMesh) -> _MeshOutput:
         whole = procs.base()
         output = CellOutput(
             _NEVER_DONE,
@@ -64,10 +74,8 @@ class CallOutput:
             whole.name,
         )
 
-        self._output = output
-
         def receive(event: OutputEvent) -> None:
             if not (isinstance(event, DisplayData) and event.is_result):  # the call returns it
                 output.receive(event)
 
-        return OutputTarget(procs.new_output_id(), receive)
+        return _MeshOutput(OutputTarget(procs.new_output_id(), receive), output)

@@ -74,7 +74,7 @@ class CellOutput:
         self._next_count_at = 0.0
         self._told_of_limit = False
         self._finishing = self._closing = False
-        self._ended = False
+        self._ended = self._unshown = False
         self._drained = threading.Event()
         self._error: Exception | None = None
 
@@ -85,6 +85,7 @@ class CellOutput:
         if isinstance(event, RankDone):
             self.done[event.rank] = event
             at = now + (0 if len(self.done) == len(self._ranks) else FIRST_DELAY_S)
+        self._unshown = True
         self._events.append((now, event))
         self._publisher.schedule(self, at)
 
@@ -118,6 +119,11 @@ class CellOutput:
             raise self._error
 
     @property
+    def has_unshown(self) -> bool:
+        """Whether something was received that is not shown yet; from any thread."""
+        return self._unshown
+
+    @property
     def is_full(self) -> bool:
         """Whether so much is shown that the rest is only counted."""
         return self._budget.exceeded
@@ -127,6 +133,7 @@ class CellOutput:
     def pump(self, now: float) -> float | None:
         """Take the events in and show what is due; returns when more will be."""
         finishing, self._finishing = self._finishing, False
+        self._unshown = False
         self._ended = self._ended or (finishing and self._closing)
         while self._events:
             self._take(*self._events.popleft())
@@ -148,7 +155,9 @@ class CellOutput:
             self._show_count(now)
         if finishing:
             self._drained.set()
-        return self._due_at()
+        due = self._due_at()
+        self._unshown = self._unshown or due is not None
+        return due
 
     def fail(self, error: Exception) -> None:
         self._error = error

@@ -18,7 +18,9 @@ from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
 from meshbook.output_events import OutputEvent, OutputListener, OutputTarget
 
 KEPT_LISTENERS = 1024
-"""Cells whose late output still finds its listener."""
+"""Outputs without an open call whose late text still finds its listener."""
+LOOKED_AT_ONCE = 256
+"""So many more are kept before one looks which of them open calls have: that takes a walk over all calls."""
 
 
 FAILURE_GRACE_S = 0.02
@@ -39,6 +41,8 @@ class CallTable:
         self._failing: dict[int, float] = {}
         self._queries: dict[int, Callable[[int, Any], None]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
+        """Those whose last call was opened longest ago come first."""
+        self._look_at = KEPT_LISTENERS + LOOKED_AT_ONCE
 
     def open(self, call: OpenCall, output: OutputTarget | None) -> None:
         """Expect answers to ``call``."""
@@ -46,8 +50,17 @@ class CallTable:
         if output is not None:
             call.output = output.id
             self._listeners[output.id] = output.listener
-            if len(self._listeners) > KEPT_LISTENERS:
-                self._listeners.popitem(last=False)
+            self._listeners.move_to_end(output.id)
+            if len(self._listeners) >= self._look_at:
+                self._drop_listeners()
+
+    def _drop_listeners(self) -> None:
+        """Forget the oldest listeners, except for those to which an open call may still print."""
+        open_outputs = {call.output for call in self._calls.values()}
+        unused = [output for output in self._listeners if output not in open_outputs]
+        for output in unused[: max(0, len(unused) - KEPT_LISTENERS)]:
+            del self._listeners[output]
+        self._look_at = len(self._listeners) + LOOKED_AT_ONCE
 
     def find(self, id: int) -> OpenCall | None:
         return self._calls.get(id)
@@ -131,6 +144,7 @@ class CallTable:
         """Expect answers to a call of a former controller, and output of it."""
         self._calls[call.id] = call
         if listener is not None:
+            call.output = output
             self._listeners.setdefault(output, listener)
 
     def listener_of(self, output: int) -> OutputListener | None:

@@ -72,3 +72,27 @@ def test_hints_after_a_death_are_for_the_mesh_that_it_was_on(empty_notebook: Any
     empty_notebook["first"].heal()
     assert "it is not the current mesh; first: %mesh use first" in empty_notebook.fail(f"%%mesh first\n{dies}")
     empty_notebook.run("%mesh stop --all")
+
+
+ALTERNATING = """
+from meshbook import this_host
+trainers, generators = (
+    this_host().spawn_procs({"gpus": 1}, name=name, device="cpu", group=False) for name in ("trainers", "generators")
+)
+def say(*words): print(*words)
+"""
+TURNS = """
+for k in range(20):
+    trainers.execute(say, "train", k).get(60)
+    generators.execute(say, "make", k).get(60)
+"""
+
+
+def test_calls_that_alternate_between_two_meshes_have_one_output_each(empty_notebook: Any) -> None:
+    empty_notebook.run(ALTERNATING)
+    listeners = empty_notebook["trainers"]._controller._board.calls._listeners
+    before = len(listeners)
+    ran = empty_notebook.run(TURNS)
+    assert ran.stdout == "".join(f"[0] train {k}\n[0] make {k}\n" for k in range(20))
+    assert len(listeners) == before + 2
+    empty_notebook.run("trainers.stop(); generators.stop()")

@@ -139,3 +139,14 @@ def test_a_flood_does_not_silence_the_next_cell(mesh4: ProcMesh) -> None:
     run = mesh4.start_cell("import time\nprint('at once')\ntime.sleep(30)", on_output=next_cell)
     next_cell.wait_for(lambda: all("at once" in next_cell.text(r) for r in range(4)), timeout_s=10)
     run.interrupt()
+
+
+def test_a_job_keeps_its_listener_however_many_other_cells_are_run(mesh4: ProcMesh) -> None:
+    got = Collector()
+    job = mesh4.slice(gpus=0).start_cell("import time\nwhile True: print('step'); time.sleep(0.05)", on_output=got)
+    others = [mesh4.slice(gpus=1).start_cell("pass", on_output=Collector()) for _ in range(1400)]
+    for other in others:
+        other.future.get(60)
+    steps = got.text(0).count("step")
+    got.wait_for(lambda: got.text(0).count("step") > steps)
+    job.interrupt()
