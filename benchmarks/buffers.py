@@ -58,7 +58,7 @@ def make(size_bytes: int) -> RDMABuffer:
 
 def copies(buffer: RDMABuffer, rounds: int) -> dict[str, list[float]]:
     """Seconds of each."""
-    mine, other = torch.zeros(buffer.size, dtype=torch.uint8), torch.ones(buffer.size, dtype=torch.uint8)
+    mine, other = torch.zeros(buffer.size(), dtype=torch.uint8), torch.ones(buffer.size(), dtype=torch.uint8)
     subjects = {
         "memcpy": lambda: mine.copy_(other),
         "read_into": lambda: buffer.read_into(mine).get(TIMEOUT_S),

@@ -88,7 +88,7 @@ class Talker(Actor):
     """Calls other actors."""
 
     @endpoint
-    def talk(self, members: ActorMesh, me: int) -> list[bool]:
+    def talk(self, members: ActorMesh[Any], me: int) -> list[bool]:
         """Of each message, whether all have answered it."""
         under_way = []
         for number in range(TALK):
@@ -97,7 +97,7 @@ class Talker(Actor):
         return [future.exception(HOLD_S) is None for future in under_way]
 
     @endpoint
-    async def wait_for(self, holders: ActorMesh) -> Told:
+    async def wait_for(self, holders: ActorMesh[Any]) -> Told:
         """Call actors that hold the call, and tell how it ended."""
         try:
             await holders.hold.call()
@@ -123,7 +123,7 @@ class ActorLoad:
             actors.initialized.get(HOLD_S)
 
     @property
-    def actors(self) -> tuple[ActorMesh, ...]:
+    def actors(self) -> tuple[ActorMesh[Any], ...]:
         return self.members, self.talkers, self.waiters, self.holders
 
     def send(self, each: int) -> None:

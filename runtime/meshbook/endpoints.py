@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
@@ -92,8 +92,11 @@ def run_cell(
 
 
 def invoke(worker: Worker, call: wire.Call, function: Callable[..., object], *args: Any, **kwargs: Any) -> Answer:
-    """Call a function that travelled here."""
-    return _ok(function(*args, **kwargs), what=f"the result of {getattr(function, '__name__', 'the function')}")
+    """Call a function that travelled here; of one that is ``async`` the value is that of its coroutine."""
+    value = function(*args, **kwargs)
+    if isinstance(value, Coroutine):
+        value = worker.shell.run_coroutine(value)
+    return _ok(value, what=f"the result of {getattr(function, '__name__', 'the function')}")
 
 
 def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Answer:

@@ -5,7 +5,7 @@
     │   ├── UnknownAxisError
     │   ├── RankError
     │   └── LayoutError         a view that no (offset, sizes, strides) can describe
-    ├── UsageError              a command or an argument that makes no sense as given
+    ├── UsageError              a command or an argument that makes no sense as given; a ValueError too
     ├── SpawnError              hosts or workers that did not come up
     │   ├── DeviceError         fewer devices than ranks
     │   └── CrashLoopError      a rank that ends again and again
@@ -84,7 +84,7 @@ class LayoutError(ShapeError):
     """A view that no (offset, sizes, strides) over the base ranks can describe, or sizes that do not fit."""
 
 
-class UsageError(MeshError):
+class UsageError(MeshError, ValueError):
     """A command or an argument that makes no sense as given; the message shows what would."""
 
 

@@ -19,12 +19,13 @@ from meshbook.attachment import Attachment, attach_session, find_session, new_co
 from meshbook.attendance import Attendant, ConsoleAttendant
 from meshbook.calls import OpenCall
 from meshbook.controller import Controller, OutputSource
-from meshbook.errors import LeftStopped, SpawnError, UsageError
+from meshbook.errors import CallFailed, LeftStopped, SpawnError, UsageError
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
 from meshbook.lease import default_lease_s
 from meshbook.limits import explain
+from meshbook.pickling import dumps
 from meshbook.proc_mesh import ProcMesh
 from meshbook.repair import Repaired
 from meshbook.session_folder import SavedHost, SessionFolder
@@ -73,13 +74,13 @@ class HostMesh(Arranged):
     def spawn_procs(
         self,
         per_host: Mapping[str, int] | None = None,
+        bootstrap: Callable[[], object] | None = None,
         *,
         name: str = "procs",
         device: str | None = None,
         preload: tuple[str, ...] = (),
         group: bool = True,
         owns_hosts: bool = False,
-        bootstrap: Callable[[], object] | None = None,
     ) -> ProcMesh:
         """Start ``per_host`` processes on every host and wait until each has answered.
 
@@ -88,8 +89,9 @@ class HostMesh(Arranged):
         preload: modules to import once, before forking.
         group: form the default process group and prove it with a collective.
         owns_hosts: the hosts are this mesh's alone, and end with it.
-        bootstrap: called first in every process.
-        Raises: SpawnError, DeviceError if there are fewer devices than ranks.
+        bootstrap: called first in every process; may be ``async``.
+        Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
+        SerializationError if ``bootstrap`` cannot travel.
         """
         per_host = {"procs": 1} if per_host is None else dict(per_host)
         extent = Extent.of({**self.extent.sizes, **per_host})
@@ -97,6 +99,8 @@ class HostMesh(Arranged):
             raise UsageError(f"the hosts have the axes {list(self.extent.sizes)} already; name the others otherwise.")
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
+        if bootstrap is not None:
+            _check_bootstrap(bootstrap)
         hosts = self._await_hosts()
         placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
         mesh = KnownMesh(self._controller.next_id(), name, extent, placement, Recipe.here(device, preload))
@@ -106,7 +110,7 @@ class HostMesh(Arranged):
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
             (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
             if bootstrap is not None:
-                procs.execute(bootstrap).get(SPAWN_TIMEOUT_S)
+                _run_bootstrap(procs, bootstrap)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
             if owns_hosts:
@@ -137,6 +141,21 @@ class HostMesh(Arranged):
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
         return hosts
+
+
+def _check_bootstrap(bootstrap: object) -> None:
+    """Refuse what cannot run on ranks before there are any. Raises: UsageError, SerializationError."""
+    if not callable(bootstrap):
+        raise UsageError(f"bootstrap must be a function without arguments; got {bootstrap!r}.")
+    dumps(bootstrap, what="bootstrap")
+
+
+def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object]) -> None:
+    """Raises: SpawnError, TimeoutError."""
+    try:
+        procs.execute(bootstrap).get(SPAWN_TIMEOUT_S)
+    except CallFailed as error:
+        raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from error
 
 
 def this_host() -> HostMesh:

@@ -203,6 +203,17 @@ class RankShell:
         with self._ipython.builtin_trap:
             return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace)
 
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> object:
+        """Return what a coroutine returns; tasks that it has started go on when other code awaits."""
+        asyncio.set_event_loop(self._loop)
+        self._interrupts = 0
+        try:
+            return self._run_on_loop(coroutine)
+        except asyncio.CancelledError as error:
+            if self._interrupts:
+                raise KeyboardInterrupt().with_traceback(error.__traceback__) from None
+            raise
+
     # ---- for whoever types in the notebook: on any thread, unheard and unseen by the cell that runs -----------------
 
     def complete(self, code: str, cursor: int) -> Matches:

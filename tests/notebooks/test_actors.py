@@ -29,7 +29,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (
             "repair-dies",
             [
-                "rank 0 raised SupervisionError (cell 20, line 25): rank 1 on ",
+                "rank 0 raised ActorLostError (cell 20, line 25): rank 1 on ",
                 "killed by SIGKILL",
                 'the actors "loaders" of rank 1 ended with it',
             ],

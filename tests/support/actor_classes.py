@@ -330,6 +330,11 @@ def mark_process() -> None:
     os.environ["MARK"] = "marked"
 
 
+async def mark_process_async() -> None:
+    await asyncio.sleep(0)
+    mark_process()
+
+
 class Caller(Actor):
     """Calls whom it is told to call, and waits."""
 

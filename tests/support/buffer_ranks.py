@@ -60,19 +60,19 @@ class Reader(Actor):
     @endpoint
     def read(self, buffer: RDMABuffer, timeout: float | None = None) -> tuple[float, float, float]:
         """First, last, and the mean of all."""
-        got = torch.zeros(buffer.size // 4)
+        got = torch.zeros(buffer.size() // 4)
         buffer.read_into(got, timeout=timeout).get(60)
         return float(got[0]), float(got[-1]), float(got.double().mean())
 
     @endpoint
     async def read_async(self, buffer: RDMABuffer) -> float:
-        got = torch.zeros(buffer.size // 4)
+        got = torch.zeros(buffer.size() // 4)
         await buffer.read_into(got)
         return float(got.double().mean())
 
     @endpoint
     def read_bytes(self, buffer: RDMABuffer) -> bytes:
-        got = bytearray(buffer.size)
+        got = bytearray(buffer.size())
         buffer.read_into(got).get(60)
         return bytes(got)
 
@@ -87,7 +87,7 @@ class Reader(Actor):
     @endpoint
     def time_to_error(self, buffer: RDMABuffer) -> tuple[float, str]:
         """Seconds until reading fails, and how."""
-        got: Any = torch.zeros(buffer.size // 4)
+        got: Any = torch.zeros(buffer.size() // 4)
         began = time.monotonic()
         try:
             while time.monotonic() < began + 20:

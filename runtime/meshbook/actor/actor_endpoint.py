@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ActorEndpoint:
     """An endpoint of a mesh of actors; see `meshbook.actor.Endpoint` for the adverbs."""
 
-    def __init__(self, mesh: ActorMesh, group: ActorGroup, info: EndpointInfo) -> None:
+    def __init__(self, mesh: ActorMesh[Any], group: ActorGroup, info: EndpointInfo) -> None:
         self._mesh, self._group, self._members, self._info = mesh, group, mesh.members, info
         self.__name__, self.__doc__ = info.name, info.doc or None
         self.__signature__ = info.signature or inspect.Signature()
@@ -104,7 +104,7 @@ class ActorEndpoint:
 class NotAnEndpoint:
     """A method of the actors that no process but theirs can call, except by `as_endpoint`."""
 
-    def __init__(self, mesh: ActorMesh, group: ActorGroup, name: str) -> None:
+    def __init__(self, mesh: ActorMesh[Any], group: ActorGroup, name: str) -> None:
         self._mesh, self._group, self._name = mesh, group, name
 
     def as_endpoint(self, explicit_response_port: bool) -> ActorEndpoint:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from meshbook.actor.described import ActorClass
-from meshbook.actor.errors import ActorStoppedError, SupervisionError, UnhandledFault
+from meshbook.actor.errors import ActorLostError, ActorStoppedError, ProcsStoppedError, UnhandledFault
 from meshbook.actor.roads import OnReply, Road, road_of
 from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls import CallFuture
@@ -48,7 +48,7 @@ class ActorGroup:
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
-        """Call an endpoint. Raises: MeshStoppedError, SupervisionError where a process is known to have ended."""
+        """Call an endpoint. Raises: ProcsStoppedError, ActorLostError where a process is known to have ended."""
         what = f"{self.name}.{endpoint}"
         try:
             return self.road.call(
@@ -57,9 +57,9 @@ class ActorGroup:
         except MeshDetachedError:
             raise
         except MeshStoppedError:
-            raise MeshStoppedError(self.mesh_name) from None
+            raise ProcsStoppedError(self.mesh_name) from None
         except WorkerLost as lost:
-            raise SupervisionError.of_worker(lost, self.name) from None
+            raise ActorLostError.of_worker(lost, self.name) from None
 
     def post(self, members: Members, endpoint: str, pickled: Pickled) -> None:
         """Call an endpoint without an answer; what fails is told to the owner. Raises: as `call`."""
@@ -68,9 +68,9 @@ class ActorGroup:
         except MeshDetachedError:
             raise
         except MeshStoppedError:
-            raise MeshStoppedError(self.mesh_name) from None
+            raise ProcsStoppedError(self.mesh_name) from None
         except WorkerLost as lost:
-            raise SupervisionError.of_worker(lost, self.name) from None
+            raise ActorLostError.of_worker(lost, self.name) from None
 
     def check_usable(self) -> None:
         """Raises: ActorStoppedError; UnhandledFault, once for each."""

@@ -54,7 +54,7 @@ class ActorHost:
         """Who is told of failures."""
         self.current: dict[int, tuple[wire.Call, float]] = {}
         """Messages that are being handled, by serial, and since when."""
-        self.mesh: ActorMesh | None = None
+        self.mesh: ActorMesh[Any] | None = None
         """All actors that were spawned together with this one."""
         self._surroundings = surroundings
         self._inbox = Inbox()

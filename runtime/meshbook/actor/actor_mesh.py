@@ -6,13 +6,13 @@ works in every process of the session.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from meshbook.actor.actor_desk import STOP, WATCH
 from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.described import check_construction, describe_class
-from meshbook.actor.errors import ActorError, NoEndpointError, SupervisionError
+from meshbook.actor.errors import ActorError, ActorLostError, NoEndpointError, SupervisionError
 from meshbook.actor.notebook_sources import sources_of
 from meshbook.actor.ports import Port
 from meshbook.actor.reloading import RELOAD, newest_class, refusal
@@ -26,8 +26,10 @@ from meshbook.pickling import dumps
 from meshbook.shape import Members
 from meshbook.wording import format_sizes
 
+TActor = TypeVar("TActor")
 
-class ActorMesh(Arranged):
+
+class ActorMesh(Arranged, Generic[TActor]):
     """Actors, arranged as the processes in which they live; views cost nothing. Attributes are their endpoints."""
 
     def __init__(self, group: ActorGroup, members: Members) -> None:
@@ -48,7 +50,7 @@ class ActorMesh(Arranged):
         """Whether they were stopped from this process."""
         return self._group.stopped is not None
 
-    def _part(self, members: Members) -> ActorMesh:
+    def _part(self, members: Members) -> ActorMesh[Any]:
         return ActorMesh(self._group, members)
 
     def __getattr__(self, name: str) -> Any:
@@ -100,7 +102,8 @@ class ActorMesh(Arranged):
             try:
                 source = group.call(members, STOP, pickled, fail_fast=False)
             except (SupervisionError, MeshStoppedError) as gone:
-                left = [rank for rank in members.ranks() if rank not in getattr(gone, "ranks", members.ranks())]
+                ended = gone.ranks if isinstance(gone, ActorLostError) else tuple(members.ranks())
+                left = [rank for rank in members.ranks() if rank not in ended]
                 if not left:
                     return _done()
                 members = members.select(left)
@@ -111,13 +114,13 @@ class ActorMesh(Arranged):
         """Have the next use of these actors raise `UnhandledFault`."""
         self._group.faults.append(failure)
 
-    async def __aenter__(self) -> ActorMesh:
+    async def __aenter__(self) -> ActorMesh[Any]:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
-    def __enter__(self) -> ActorMesh:
+    def __enter__(self) -> ActorMesh[Any]:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -156,7 +159,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     cls: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> ActorMesh:
+) -> ActorMesh[Any]:
     """Have an actor made in every process of ``members``; does not wait for it.
 
     Raises: UsageError for what is no class of actors, ArgumentsError, SerializationError.
@@ -166,7 +169,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     if not isinstance(name, str) or not name:
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
     group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members)
-    actors = ActorMesh(group, members)
+    actors: ActorMesh[Any] = ActorMesh(group, members)
     payload = ((name_view(members), actors, road.supervisor, sources_of(cls), cls, *args), kwargs)
     try:
         pickled = dumps(payload, what=cls.__qualname__)
@@ -183,7 +186,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     return actors
 
 
-def watch(actors: ActorMesh, owner: Port[Any]) -> None:
+def watch(actors: ActorMesh[Any], owner: Port[Any]) -> None:
     """Tell ``owner`` when processes of ``actors`` end, until the actors were stopped."""
     group = actors._group
 

@@ -60,7 +60,7 @@ class ControllerRoad:
         """A process has ended. Under the turn."""
         for group in groups_on(self.session, mesh.id):
             if group.members.has(lost.rank):
-                actors = ActorMesh(group, group.members)
+                actors: ActorMesh[Any] = ActorMesh(group, group.members)
                 self._faults.take(MeshFailure(actors, group.name, failures_of(lost)))
 
     @property

@@ -100,8 +100,6 @@ def describe_class(cls: Any, reserved: frozenset[str]) -> ActorClass:
 
 def _describe_endpoint(cls: type, name: str, declared: EndpointMethod[..., Any]) -> EndpointInfo:
     method = declared.method
-    if declared.concurrent and not inspect.iscoroutinefunction(method):
-        raise UsageError(f"{cls.__qualname__}.{name} is a concurrent_endpoint, so it must be declared `async def`.")
     doc = (method.__doc__ or "").strip().partition("\n")[0]
     params = params_of(method, skip=2 if declared.explicit_response_port else 1)
     return EndpointInfo(name, declared.concurrent, declared.explicit_response_port, params, doc)

@@ -13,10 +13,12 @@ A decorated method stays a plain method of the object, callable as ``self.step()
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
+from meshbook.errors import UsageError
 from meshbook.future import Future
 from meshbook.value_mesh import ValueMesh
 
@@ -107,13 +109,23 @@ else:
 
         return decorate if method is None else decorate(method)
 
-    def concurrent_endpoint(method=None, /, *, explicit_response_port=False):
+    def concurrent_endpoint(method=None, /, *, propagate=None, explicit_response_port=False, instrument=True):
         """As `endpoint`, for an ``async def`` that does not keep the actor from taking other messages meanwhile."""
 
         def decorate(method):
+            _check_concurrent(method)
             return EndpointMethod(method, concurrent=True, explicit_response_port=explicit_response_port)
 
         return decorate if method is None else decorate(method)
+
+
+def _check_concurrent(method: object) -> None:
+    """Raises: UsageError where the decorator is written."""
+    name = getattr(method, "__qualname__", None) or getattr(method, "__name__", repr(method))
+    if isinstance(method, EndpointMethod):
+        raise UsageError(f"{name} has both decorators: @concurrent_endpoint does not wrap @endpoint, it replaces it.")
+    if not inspect.iscoroutinefunction(method):
+        raise UsageError(f"{name} must be declared `async def`: @concurrent_endpoint can only wrap async endpoints.")
 
 
 class Actor:

@@ -1,14 +1,16 @@
 """Errors of actors; they stand in the runtime's tree.
 
 CallFailed   ── ActorError         an endpoint raised
-WorkerLost   ── SupervisionError   the processes of actors ended
+MeshError    ── SupervisionError   actors that are not there any more (a RuntimeError too)
+                ├── ActorLostError     their processes ended (a WorkerLost too)
+                ├── ActorStoppedError  they were stopped
+                └── ProcsStoppedError  their mesh of processes was stopped (a MeshStoppedError too)
 UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeError too)
              ── ArgumentsError     arguments that do not fit the endpoint's signature (a TypeError too)
              ── ReloadError        a class that cannot take the place of another in living actors
              ── BufferKindError    memory that cannot be copied so (a TypeError too)
-             ── BufferSizeError    memory that does not fit a buffer (a ValueError too)
-MeshError    ── ActorStoppedError  a call to actors that were stopped
-             ── CircularCallError  a call to an actor that waits for it
+             ── BufferSizeError    memory that does not fit a buffer
+MeshError    ── CircularCallError  a call to an actor that waits for it
              ── CallsTooDeepError  actors that call each other without end (a RecursionError too)
              ── BufferDroppedError a buffer that was dropped
              ── UnhandledFault     something failed for which nobody waited, and nobody handled it
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshbook.errors import CallFailed, Failure, MeshError, UsageError, WorkerLost
+from meshbook.errors import CallFailed, Failure, MeshError, MeshStoppedError, UsageError, WorkerLost
 from meshbook.wording import did_you_mean, name_ranks
 
 
@@ -46,11 +48,23 @@ class ActorError(CallFailed):
         return f"{self.endpoint}: {super().__str__()}" if self.endpoint else super().__str__()
 
 
-class SupervisionError(WorkerLost, RuntimeError):
-    """Processes of actors ended: their calls fail, now and later."""
+class SupervisionError(MeshError, RuntimeError):
+    """Actors that are not there any more: their calls fail, now and later."""
+
+    cause = "stopped"
+    """How they ended: ``killed by SIGKILL``."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose processes ended, in order; none where the actors were stopped."""
+        return ()
+
+
+class ActorLostError(WorkerLost, SupervisionError):
+    """Processes of actors ended."""
 
     @classmethod
-    def of_worker(cls, lost: WorkerLost, actor: str) -> SupervisionError:
+    def of_worker(cls, lost: WorkerLost, actor: str) -> ActorLostError:
         """actor: the name of the actors whose processes they were."""
         error = cls(*lost.deaths[0], lost.deaths[1:], partial=lost.partial)
         error.actor = actor
@@ -94,7 +108,7 @@ class ReloadError(UsageError):
     """A class that cannot take the place of another in living actors."""
 
 
-class ActorStoppedError(MeshError):
+class ActorStoppedError(SupervisionError):
     """A call to actors that were stopped, or that ended with processes in whose places others are now.
 
     ended_with: the ranks of these processes, in order.
@@ -112,6 +126,10 @@ class ActorStoppedError(MeshError):
             return f'the actors "{self.name}" ended with {ranks}, which {was} started again. {again}'
         why = f" ({self.reason})" if self.reason else ""
         return f'the actors "{self.name}" were stopped{why}. {again}'
+
+
+class ProcsStoppedError(SupervisionError, MeshStoppedError):
+    """A call to actors whose mesh of processes was stopped."""
 
 
 class CircularCallError(MeshError):
@@ -165,7 +183,7 @@ class BufferKindError(UsageError, TypeError):
     """Memory that a buffer cannot be made of, or that one cannot be copied from or to."""
 
 
-class BufferSizeError(UsageError, ValueError):
+class BufferSizeError(UsageError):
     """Memory that is too small, or too large, for a buffer."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from meshbook import mesh
@@ -18,13 +18,15 @@ TActor = TypeVar("TActor")
 class HostRef:
     """The host of a rank, as that rank knows it."""
 
-    def spawn_procs(self, per_host: Mapping[str, int] | None = None, **options: Any) -> ProcRef:
+    def spawn_procs(
+        self, per_host: Mapping[str, int] | None = None, bootstrap: Callable[[], object] | None = None, **options: Any
+    ) -> ProcRef:
         """Start processes here, as `meshbook.HostMesh.spawn_procs` does; they live until the session ends.
 
         Call it in a plain endpoint: it waits. Raises: as that.
         """
         sizes = {"procs": 1} if per_host is None else dict(per_host)
-        procs: ProcRef = own_road().spawn_procs(sizes, options).get()
+        procs: ProcRef = own_road().spawn_procs(sizes, {**options, "bootstrap": bootstrap}).get()
         return procs
 
 

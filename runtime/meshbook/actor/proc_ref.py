@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.roads import own_road, road_of
 from meshbook.arranged import Arranged
+from meshbook.errors import UsageError
 from meshbook.shape import Members, Region
+from meshbook.this_worker import this_worker
 from meshbook.wording import format_sizes
 
 TActor = TypeVar("TActor")
@@ -43,6 +45,11 @@ def find_procs(session: str, mesh: int, name: str, members: Members) -> Any:
 
 def this_proc() -> ProcRef:
     """The process in which this runs, as a mesh without axes. Raises: UsageError outside of the ranks of a mesh."""
+    if this_worker() is None:
+        raise UsageError(
+            "this_proc() is the process of an actor, or of a cell on ranks; this one is no rank of a mesh. "
+            'Start one: this_host().spawn_procs(per_host={"procs": 1}).'
+        )
     road = own_road()
     procs: ProcRef = road.procs(road.session, road.place.mesh, "", Region.build(road.place.rank, []))
     return procs

@@ -46,7 +46,6 @@ class RDMABuffer:
     def _set(self, target: Target, writable: bool) -> None:
         self._target, self._writable = target, writable
 
-    @property
     def size(self) -> int:
         """In bytes."""
         return self._target.size_bytes
@@ -65,16 +64,16 @@ class RDMABuffer:
         memory = memory_of(dst, "dst")
         if not memory.writable:
             raise BufferKindError("dst is read-only; give memory that can be written, such as a bytearray.")
-        if memory.size_bytes < self.size:
+        if memory.size_bytes < self.size():
             self._misfit("dst has", memory, "at least as much")
-        return self._begin(Transfer(self._target, memory, self.size, READ, timeout))
+        return self._begin(Transfer(self._target, memory, self.size(), READ, timeout))
 
     def write_from(self, src: Any, *, timeout: float | None = None) -> TransferFuture:
         """Copy ``src``, which is not larger, to the begin of the buffer. Otherwise as `read_into`."""
         memory = memory_of(src, "src")
         if not self._writable:
             raise BufferKindError(f"{self._target.name} is read-only: its owner has made it of read-only memory.")
-        if memory.size_bytes > self.size:
+        if memory.size_bytes > self.size():
             self._misfit("src has", memory, "at most as much")
         return self._begin(Transfer(self._target, memory, memory.size_bytes, WRITE, timeout))
 
@@ -111,7 +110,7 @@ class RDMABuffer:
 
     def _misfit(self, has: str, memory: Memory, needs: str) -> None:
         raise BufferSizeError(
-            f"{has} {memory.size_bytes} bytes, the buffer {self.size}: give {needs}, or a slice of its memory."
+            f"{has} {memory.size_bytes} bytes, the buffer {self.size()}: give {needs}, or a slice of its memory."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -119,7 +118,7 @@ class RDMABuffer:
         return _restore, (*target[:1], tuple(target.place), *target[2:5], tuple(target.spot), self._writable)
 
     def __repr__(self) -> str:
-        return f"RDMABuffer({format_bytes(self.size)} of {self.owner})"
+        return f"RDMABuffer({format_bytes(self.size())} of {self.owner})"
 
 
 def _restore(

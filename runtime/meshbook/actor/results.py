@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 from meshbook.actor.context import context
-from meshbook.actor.errors import ActorError, ActorStoppedError, SupervisionError
+from meshbook.actor.errors import ActorError, ActorLostError, ActorStoppedError, ProcsStoppedError, SupervisionError
 from meshbook.calls import CallFuture
-from meshbook.errors import CallFailed, Failure, MailboxClosed, WorkerLost
+from meshbook.errors import CallFailed, Failure, MailboxClosed, MeshDetachedError, MeshStoppedError, WorkerLost
 from meshbook.future import Future
 from meshbook.value_mesh import ValueMesh
 
@@ -19,8 +19,12 @@ T = TypeVar("T")
 
 def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
     """The error of a call to a mailbox as one of actors. actor: their name."""
-    if isinstance(error, WorkerLost) and not isinstance(error, SupervisionError):
-        return SupervisionError.of_worker(error, actor)
+    if isinstance(error, SupervisionError):
+        return error
+    if isinstance(error, WorkerLost):
+        return ActorLostError.of_worker(error, actor)
+    if isinstance(error, MeshStoppedError) and not isinstance(error, MeshDetachedError):
+        return ProcsStoppedError(error.mesh)
     if isinstance(error, CallFailed) and not isinstance(error, ActorError):
         closed = [failure for failure in error.failures if failure.ename == MailboxClosed.__name__]
         if closed and len(closed) == len(error.failures):
@@ -52,13 +56,13 @@ class ActorFuture(Future[T], Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """Wait for all actors that were called.
 
-        timeout: seconds. Raises: ActorError, SupervisionError, ActorStoppedError; CallTimeout, which names the silent
+        timeout: seconds. Raises: ActorError, SupervisionError; CallTimeout, which names the silent
         ranks; CallInterrupted if the person interrupts, and then the endpoint is interrupted where it runs.
         """
         try:
             with context().waiting_for(self._source.name_in_chain, timeout):
                 return self._make(self._source.get(timeout))
-        except (CallFailed, WorkerLost) as error:
+        except (CallFailed, WorkerLost, MeshStoppedError) as error:
             raise translate(error, *self._names) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -75,7 +79,7 @@ class ActorFuture(Future[T], Generic[T]):
             if context().interrupted:  # who has called us does not want it any more
                 self._source.cancel()
             raise
-        except (CallFailed, WorkerLost) as error:
+        except (CallFailed, WorkerLost, MeshStoppedError) as error:
             raise translate(error, *self._names) from None
 
 

@@ -33,9 +33,9 @@ class RootDesk:
         self.spawn_procs = spawn_procs
         self._lock = threading.Lock()
         self._procs: ProcMesh | None = None
-        self._singles: dict[str, ActorMesh] = {}
+        self._singles: dict[str, ActorMesh[Any]] = {}
 
-    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActorMesh:
+    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActorMesh[Any]:
         """The one actor of this name; made now if there is none, or not any more."""
         with self._lock:
             if self._procs is None or not self._procs.alive or self._procs.lost:
@@ -49,7 +49,7 @@ class RootDesk:
                 return found
             made: Any = self._procs.spawn(name, cls, *args, **kwargs)
             self._singles[name] = made
-            actors: ActorMesh = made
+            actors: ActorMesh[Any] = made
             return actors
 
     def handle(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:

@@ -30,7 +30,7 @@ JOIN_S = 0.1
 class MeshFailure:
     """What failed on a mesh of actors, where nobody waited for an answer."""
 
-    def __init__(self, mesh: ActorMesh, what: str, failures: Iterable[Failure]) -> None:
+    def __init__(self, mesh: ActorMesh[Any], what: str, failures: Iterable[Failure]) -> None:
         """mesh: whose owner is told. what: failed, as in ``loaders.read``; perhaps of actors that ``mesh`` owns."""
         self.mesh, self.what = mesh, what
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
@@ -66,7 +66,7 @@ class MeshFailure:
         causes = "; ".join(_cause(group) for group in group_failures(self.failures))
         return f"MeshFailure({self.what}: {causes})"
 
-    def pass_on(self, mesh: ActorMesh) -> MeshFailure:
+    def pass_on(self, mesh: ActorMesh[Any]) -> MeshFailure:
         """The same for the owner of ``mesh``, whose actors did not handle it."""
         return MeshFailure(mesh, self.what, self.failures)
 
@@ -134,7 +134,7 @@ class FaultJoiner:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._joined: dict[tuple[ActorMesh, str], MeshFailure] = {}
+        self._joined: dict[tuple[ActorMesh[Any], str], MeshFailure] = {}
 
     def take(self, failure: MeshFailure) -> None:
         """One has come. On any thread; returns at once."""
@@ -147,7 +147,7 @@ class FaultJoiner:
             timer.daemon = True
             timer.start()
 
-    def _tell(self, key: tuple[ActorMesh, str]) -> None:
+    def _tell(self, key: tuple[ActorMesh[Any], str]) -> None:
         with self._lock:
             failure = self._joined.pop(key)
         on_unhandled(failure)

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from meshbook.actor.direct_copy import SLICE_BYTES, NotDirect, Spot, access, copy
-from meshbook.actor.errors import BufferDroppedError, SupervisionError
+from meshbook.actor.errors import ActorLostError, BufferDroppedError
 from meshbook.actor.kept_buffers import DROPPED, READ, STREAM, WRITE, kept_buffers
 from meshbook.actor.memory import Memory
 from meshbook.actor.ports import one_member
@@ -221,7 +221,7 @@ def begin(target: Target, endpoint: str, args: tuple[Any, ...]) -> CallFuture[An
         mesh, rank = target.place
         return road_of(target.session).call(mesh, one_member(rank), target.mailbox, endpoint, pickled, what=what)
     except WorkerLost as lost:
-        raise SupervisionError.of_worker(lost, "") from None
+        raise ActorLostError.of_worker(lost, "") from None
 
 
 def finish(target: Target, future: CallFuture[Any], timeout_s: float | None) -> Any:
@@ -229,7 +229,7 @@ def finish(target: Target, future: CallFuture[Any], timeout_s: float | None) -> 
     try:
         return future.get(timeout_s).values()[0]
     except WorkerLost as lost:
-        raise SupervisionError.of_worker(lost, "") from None
+        raise ActorLostError.of_worker(lost, "") from None
     except CallFailed as failed:
         failure = failed.failures[0]
         error = failure.load()
@@ -240,4 +240,4 @@ def finish(target: Target, future: CallFuture[Any], timeout_s: float | None) -> 
         if error.why == DROPPED:
             raise BufferDroppedError(target.name) from None
         cause = f"the process of {target.name} ended, and the rank was started again since, without it"
-        raise SupervisionError(failure.rank, failure.host, cause) from None
+        raise ActorLostError(failure.rank, failure.host, cause) from None
