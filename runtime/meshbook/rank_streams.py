@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import io
 import os
-import select
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,8 @@ from contextvars import ContextVar
 from functools import wraps
 from threading import get_ident
 from typing import Any
+
+from meshbook.rank_pipes import RankPipe
 
 PARTIAL_LINE_MAX = 8192
 """Characters of an unfinished line that may wait."""
@@ -116,7 +117,8 @@ class RankStream(io.TextIOBase):
         self._attribution = attribution
         self._partial: dict[tuple[int, int] | int, str] = {}
         """Unfinished lines by thread, or (late cell, thread)."""
-        self._file = _open_fd(fd)
+        self._pipe = RankPipe(fd)
+        self.mark, self.reopen = self._pipe.mark, self._pipe.reopen
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
@@ -157,20 +159,11 @@ class RankStream(io.TextIOBase):
 
     def write_bytes(self, data: bytes) -> None:
         """Write all of it; waits while the pipe is full. What an interrupt leaves over follows with the next write."""
-        while True:
-            try:
-                if data:
-                    self._file.write(data)
-                    data = b""
-                return self._file.flush()
-            except BlockingIOError as full:  # a child has made the shared pipe non-blocking
-                data = data[full.characters_written :]
-                select.select((), (self._fd,), ())
+        self._pipe.write(data)
 
     def after_fork(self) -> None:
-        """In a forked child: another thread may hold the file's lock, and unwritten text is the parent's to write."""
-        self._parents_file = self._file  # kept, since a file writes its buffer when it is collected
-        self._file = _open_fd(self._fd)
+        """In a forked child: what waits is the parent's to write."""
+        self._pipe.after_fork()
         self._partial.clear()
 
     def fileno(self) -> int:
@@ -210,10 +203,6 @@ class _ByteStream(io.RawIOBase):
 
     def close(self) -> None:
         """Stays open, as the stream that it belongs to."""
-
-
-def _open_fd(fd: int) -> io.BufferedWriter:
-    return io.BufferedWriter(io.FileIO(fd, "wb", closefd=False))
 
 
 def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:

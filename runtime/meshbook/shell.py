@@ -250,6 +250,7 @@ class RankShell:
             finally:
                 for stream in self._streams:
                     stream.flush_thread()
+                    stream.reopen()
 
     def keep_error(self, error: BaseException, call: int) -> None:
         """Keep the exception for a post-mortem, until the next one; those that ``call`` raised elsewhere belong to it.
@@ -284,12 +285,19 @@ class RankShell:
             stream.flush()
         flush_c_streams()
 
+    def mark_text(self, mark: bytes) -> None:
+        """Write ``mark`` into both pipes, behind the text that has been written."""
+        for stream in self._streams:
+            stream.mark(mark)
+
     def flush(self) -> None:
-        """Show pending figures, then write out all text."""
+        """Show pending figures, write out all text, and open stdout and stderr again if user code has closed them."""
         backend = sys.modules.get("matplotlib_inline.backend_inline")
         if backend is not None:
             backend.flush_figures()
         self.flush_text()
+        for stream in self._streams:
+            stream.reopen()
 
     # ---- private ------------------------------------------------------------------------------------------------
 

@@ -217,9 +217,7 @@ class Worker:
         """Tell the agent, in the pipes themselves, that what follows belongs to ``output``."""
         if output != self._output:
             self._output = output
-            mark = self.identity.marker + b"%d\n" % output
-            for fd in (1, 2):
-                os.write(fd, mark)
+            self.shell.mark_text(self.identity.marker + b"%d\n" % output)
 
     def display(
         self,
