@@ -10,6 +10,7 @@ The state (`meshbook.switchboard`) belongs to whoever has the turn (`meshbook.tu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -306,7 +307,6 @@ class Controller:
 mailbox=mailbox,
         )  # fmt: skip
         payload = [] if small else [head]
-        segment = self.write_payload(buffers)
 
         def send() -> None:
             if mesh.generation != generation:
@@ -323,8 +323,11 @@ mailbox=mailbox,
                 self._board.calls.disown(call)
                 call.give_up(stale_view(mesh))
                 return
-            self._board.send_payload(hosts, message, payload, segment, buffers)
+            self._board.send_payload(hosts, message, payload, segment)
 
+        segment = self.write_payload(buffers)
+        if segment is not None:
+            call.when_ended(functools.partial(self._board.payloads.drop, segment))  # unless it was sent
         self.submit(send)
         return future
 
@@ -338,7 +341,7 @@ mailbox=mailbox,
         return self._board.mail.boxes
 
     def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
-        """Put the large buffers of a message into shared memory; None when there are none."""
+        """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
         return self._board.payloads.write(buffers)
 
     def _new_future(self) -> CallFuture[Any]:

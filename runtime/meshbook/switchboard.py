@@ -108,6 +108,7 @@ class Switchboard:
                     self._lose(host, f"no sign of life for {MAX_SILENCE_S:g} s")
             if not host.lost and (reason := host.launched.failure()):
                 self._lose(host, reason)
+        self.payloads.settle_lost()
 
     def groups_of(self, mesh: KnownMesh) -> GroupRescue:
         """Who looks after the process groups of a mesh."""
@@ -214,7 +215,7 @@ class Switchboard:
                     mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(pid, segment):
                 if host.shares_memory and pid == os.getpid():  # else it was a former controller's
-                    self.payloads.on_free(segment)
+                    self.payloads.on_free(host, segment)
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(payload))
             case wire.Hosted():
@@ -344,10 +345,9 @@ class Switchboard:
         message: wire.Call,
         payload: Sequence[bytes],
         segment: wire.SegmentRef | None,
-        buffers: Sequence[Any],
     ) -> None:
         """Send a call and its payload to ``hosts``; note when too much waits for one of them."""
-        self.payloads.send(hosts, message, payload, segment, buffers)
+        self.payloads.send(hosts, message, payload, segment)
         if any(host.backlog > MAX_BACKLOG for host in hosts):
             self.room.clear()
 
@@ -406,7 +406,7 @@ class Switchboard:
     def _lose(self, host: KnownHost, reason: str) -> None:
         if host.lost:
             return
-        host.lost = reason
+        host.lose(reason)
         host.ready.set_exception(HostLost(host.name, reason))
         self.introductions.lose(host)
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
