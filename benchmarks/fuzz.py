@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import zmq
 
-from meshbook import wire
+from meshbook import own_faults, wire
 from meshbook.batches import Batch, unbatch
 from meshbook.calls import OpenCall
 from meshbook.errors import ProtocolError
@@ -239,7 +239,7 @@ class _Crashes(io.StringIO):
     count = 0
 
     def write(self, text: str) -> int:
-        self.count += text.startswith("Traceback")
+        self.count += text.startswith(("Traceback", own_faults.WORDS))
         return sys.__stdout__.write(text) if sys.__stdout__ else len(text)
 
 
@@ -284,7 +284,7 @@ def _settle(board: Switchboard, sock: ControllerSocket, host_id: str) -> KnownHo
     """A host that nobody has wronged yet, with a mesh on it, and a call that waits for it."""
     host = KnownHost(host_id, 1, _NoProcess(), sock)
     board.hosts = {host_id: host}
-    board.meshes = {1: KnownMesh(1, "mesh", Extent.of({"gpus": 2}), [host, host], Recipe("cpu", (), "/", (), {}))}
+    board.meshes = {1: KnownMesh(1, "mesh", Extent.of({"gpus": 2}), [host, host], Recipe("cpu", (), b"/", (), {}))}
     call: OpenCall = OpenCall(1, 1, "fuzz", Region.of({"gpus": 2}), Future(), fail_fast=True, on_reply=None)
     board.calls.open(call, None)
     return host

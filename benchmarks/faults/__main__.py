@@ -25,6 +25,7 @@ from benchmarks.faults.findings import Findings
 from benchmarks.faults.kernels import run_kernels
 from benchmarks.faults.links import run_links
 from benchmarks.faults.plan import make_plan
+from benchmarks.faults.texts import run_texts
 from meshbook import shutdown, this_host
 
 
@@ -66,7 +67,9 @@ class Counted(NamedTuple):
     """seed, how many"""
 
 
-COUNTED: dict[str, Counted] = {}
+COUNTED: dict[str, Counted] = {
+    "texts": Counted(tiny=40, short=100, long=1000, run=run_texts),
+}
 """Campaigns by name; `--count NAME=N` overrides their size."""
 
 LEASE_S = 60

@@ -102,7 +102,7 @@ class Adoption:
 
     def _make_mesh(self, host: KnownHost, state: wire.HostedState, saved: SavedMesh) -> KnownMesh:
         extent = Extent(state.arrangement.axes, state.arrangement.sizes)
-        recipe = Recipe(state.device, state.preload, state.cwd or os.getcwd(), state.sys_path, dict(os.environ))
+        recipe = Recipe(state.device, state.preload, state.cwd or os.getcwdb(), state.sys_path, dict(os.environb))
         mesh = KnownMesh(state.mesh, state.name, extent, [host] * len(extent), recipe)
         mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
         mesh.host_axes = tuple(saved.host_axes)

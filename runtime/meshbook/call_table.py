@@ -91,9 +91,11 @@ class CallTable:
                     continue  # it was not asked, or has answered, or was taken for dead meanwhile
                 call.answer(reply, mine, large)
             elif query is not None and reply.status == wire.OK:
-                query(
-                    reply.rank, _decode_answer(mine[0] if mine else reply.inline)
-                )  # no pickle: this is the I/O thread
+                try:
+                    value = _decode_answer(mine[0] if mine else reply.inline)  # no pickle: this is the I/O thread
+                except wire.MALFORMED:  # the rank's own doing: it has not answered
+                    continue
+                query(reply.rank, value)
         if call is not None:
             self.settle_if_done(call)
 

@@ -20,7 +20,6 @@ from meshbook.errors import (
     CallTimeout,
     Failure,
     GroupAborted,
-    MeshError,
     WorkerLost,
 )
 from meshbook.future import Future
@@ -203,7 +202,7 @@ class OpenCall:
         error.freed_s, error.groups = self.freed_s, self.groups
         self.future.set_exception(error)
 
-    def give_up(self, error: MeshError) -> None:
+    def give_up(self, error: Exception) -> None:
         """Complete the future with an error that is not the ranks' own."""
         if isinstance(error, CallError):
             error.partial = self.results
@@ -245,7 +244,10 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
         return Failure(reply.rank, "", "ResultLost", reply.inline.decode(errors="replace"), (), "")
     if reply.status == wire.DROPPED:
         return Failure(reply.rank, "", "KeyboardInterrupt", "cancelled before it started", (), "")
-    return Failure(*_decode_failure(frames[0]), frames[1] if len(frames) > 1 else None)
+    try:
+        return Failure(*_decode_failure(frames[0]), frames[1] if len(frames) > 1 else None)
+    except (*wire.MALFORMED, IndexError) as error:  # the rank's own doing, which is no lie of its host
+        return Failure(reply.rank, "", "PeerProtocolError", f"what it raised cannot be read here: {error}", (), "")
 
 
 class CallControl(Interrupter, Protocol):

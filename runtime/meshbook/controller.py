@@ -10,7 +10,6 @@ The state (`meshbook.switchboard`) belongs to whoever has the turn (`meshbook.tu
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -20,8 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
-
-import msgspec
 
 from meshbook import wire
 from meshbook.adoption import Adoption
@@ -35,6 +32,7 @@ from meshbook.lifecycle import MeshPhase
 from meshbook.mailboxes import Mailboxes
 from meshbook.mesh_stacks import MeshStacks
 from meshbook.output_events import OutputTarget
+from meshbook.own_faults import attempt
 from meshbook.pickling import Pickled
 from meshbook.posting import post
 from meshbook.questions import look
@@ -62,7 +60,7 @@ class Controller:
     def __init__(self, folder: SessionFolder) -> None:
         """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
         self.folder, self.epoch = folder, folder.state.epoch
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], object], Callable[[Exception], object] | None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._save_lock = threading.Lock()
         self._linger_ms = 0
@@ -97,9 +95,12 @@ class Controller:
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
-    def submit(self, action: Callable[[], None]) -> None:
-        """Have the I/O thread run ``action``; actions run in the order of submission."""
-        self._inbox.append(action)
+    def submit(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None:
+        """Have the I/O thread run ``action``; actions run in the order of submission.
+
+        fail: takes what it raises, for whoever waits for it. Without one that is told as a fault of ours.
+        """
+        self._inbox.append((action, fail))
         self._wake()
 
     def _wake(self) -> None:
@@ -226,13 +227,7 @@ class Controller:
         """Have the I/O thread run ``action`` and return its result."""
         future: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                future.set_result(action())
-            except Exception as error:
-                future.set_exception(error)
-
-        self.submit(run)
+        self.submit(lambda: future.set_result(action()), future.set_exception)
         return future.get(10.0)
 
     def ask_board(self, action: Callable[[Switchboard], T]) -> T:
@@ -241,11 +236,7 @@ class Controller:
 
     def tell_board(self, action: Callable[[Switchboard], object]) -> None:
         """The same without waiting for it."""
-
-        def tell() -> None:
-            action(self._board)
-
-        self.submit(tell)
+        self.submit(lambda: action(self._board))
 
     def find_mesh(self, id: int) -> KnownMesh | None:
         """The mesh with this number, unless it has ended."""
@@ -267,7 +258,7 @@ class Controller:
             self._board.meshes[mesh.id] = mesh
             mesh.ask_for(recruits)
 
-        self.submit(ask)
+        self.submit(ask, recruits.give_up)
         return recruits
 
     def call(
@@ -307,6 +298,7 @@ class Controller:
 mailbox=mailbox,
         )  # fmt: skip
         payload = [] if small else [head]
+        segment = self.write_payload(buffers)
 
         def send() -> None:
             if mesh.generation != generation:
@@ -316,19 +308,23 @@ mailbox=mailbox,
             elif mailbox:
                 transmit(hosts)
             else:
-                self._board.groups_of(mesh).send(call, lambda: transmit(hosts))
+                self._board.groups_of(mesh).send(call, lambda: transmit_later(hosts))
 
         def transmit(hosts: list[KnownHost]) -> None:
             if mesh.generation != generation:  # it queued while ranks got other numbers
                 self._board.calls.disown(call)
                 call.give_up(stale_view(mesh))
                 return
-            self._board.send_payload(hosts, message, payload, segment)
+            self._board.send_payload(hosts, message, payload, segment, buffers)
 
-        segment = self.write_payload(buffers)
-        if segment is not None:
-            call.when_ended(functools.partial(self._board.payloads.drop, segment))  # unless it was sent
-        self.submit(send)
+        def transmit_later(hosts: list[KnownHost]) -> None:  # in the midst of something else, if it has queued
+            attempt(lambda: transmit(hosts), what, fail)
+
+        def fail(error: Exception) -> None:
+            self._board.calls.disown(call)
+            call.give_up(error)
+
+        self.submit(send, fail)
         return future
 
     def post(self, mesh: KnownMesh, endpoint: str, members: Members, pickled: Pickled, mailbox: int) -> None:
@@ -341,7 +337,7 @@ mailbox=mailbox,
         return self._board.mail.boxes
 
     def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
-        """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
+        """Put the large buffers of a message into shared memory; None when there are none."""
         return self._board.payloads.write(buffers)
 
     def _new_future(self) -> CallFuture[Any]:
@@ -410,7 +406,7 @@ mailbox=mailbox,
         wanted = len(members)
         done: Future[None] = Future()
         id = self.next_id()
-        message = wire.Query(id, mesh_id, endpoint, members.encode(), msgspec.msgpack.encode(args) if args else b"")
+        message = wire.Query(id, mesh_id, endpoint, members.encode(), wire.encode(args) if args else b"")
 
         def on_answer(rank: int, value: Any) -> None:
             answers[rank] = value
@@ -425,7 +421,7 @@ mailbox=mailbox,
             for host in mesh.hosts:
                 host.send_urgent(message)
 
-        self.submit(send)
+        self.submit(send, done.set_exception)
         try:
             done.get(timeout_s)
         except TimeoutError:
@@ -437,7 +433,7 @@ mailbox=mailbox,
     def tell_ranks(self, mesh: KnownMesh, endpoint: str, ranks: Collection[int], args: Sequence[object]) -> None:
         """Put a question whose answers nobody waits for."""
         members = Region.of(mesh.extent.sizes).select(sorted(ranks)).encode()
-        query = wire.Query(self.next_id(), mesh.id, endpoint, members, msgspec.msgpack.encode(args))
+        query = wire.Query(self.next_id(), mesh.id, endpoint, members, wire.encode(args))
 
         def send() -> None:
             for host in mesh.hosts:
@@ -486,7 +482,7 @@ mailbox=mailbox,
         future = self._new_future()
         members = Region.of(mesh.extent.sizes)
         future.call = call = forming_call(self.next_id(), mesh.id, members, future)
-        self.submit(lambda: self._board.groups_of(mesh).form(call))
+        self.submit(lambda: self._board.groups_of(mesh).form(call), call.give_up)
         return future
 
     def abort_groups(self, mesh: KnownMesh, reason: str) -> None:
@@ -512,7 +508,7 @@ mailbox=mailbox,
                 else:
                     host.send(wire.StopMesh(mesh.id, grace_s))
 
-        self.submit(stop)
+        self.submit(stop, mesh.stopped.set_exception)
 
     def stop_hosts(self, hosts: Sequence[KnownHost], timeout_s: float) -> None:
         """End host agents, and with them all that still runs on their hosts; returns when they have ended."""
@@ -601,7 +597,8 @@ mailbox=mailbox,
 
     def _serve_inbox(self) -> None:
         while self._inbox:
-            self._inbox.popleft()()
+            action, fail = self._inbox.popleft()
+            attempt(action, "something that was asked of the thread of the hosts", fail)
         self._board.flush()
         self._board.payloads.tell_freed()
 

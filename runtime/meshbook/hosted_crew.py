@@ -109,6 +109,8 @@ class Crew:
         import_in_workers: bool,
     ) -> wire.Begin:
         arrangement = spawn.arrangement
+        own = {key.encode(): value.encode() for key, value in environment.items()}
+        own[b"LOCAL_RANK"] = b"%d" % seat.local_rank
         return wire.Begin(
             mesh=spawn.mesh,
             name=spawn.name,
@@ -127,7 +129,7 @@ class Crew:
             preload=spawn.preload if import_in_workers else (),
             cwd=spawn.cwd,
             sys_path=spawn.sys_path,
-            environment={**spawn.environment, **environment, "LOCAL_RANK": str(seat.local_rank)},
+            environment={**spawn.environment, **own},
         )
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:

@@ -204,4 +204,4 @@ def lost_replies(call: int, lost: Iterable[tuple[int, wire.Death]], origin: wire
 def explained(rank: int, host: str, error: MeshError) -> bytes:
     """The payload of a reply that says why there is no other."""
     name, text = type(error).__name__, str(error)
-    return msgspec.msgpack.encode(Failure(rank, host, name, text, (f"{name}: {text}",), "")[:6])
+    return wire.encode(Failure(rank, host, name, text, (f"{name}: {text}",), "")[:6])

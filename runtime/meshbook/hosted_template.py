@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from meshbook import template as protocol
+from meshbook import wire
 from meshbook.deaths import last_words
 from meshbook.event_loop import EventLoop
 from meshbook.limits import explain
@@ -123,7 +124,7 @@ class HostedTemplate:
         process.returncode = 0  # it is reaped by us, like the others
         return template
 
-    def fork_template(self, preload: tuple[str, ...], sys_path: tuple[str, ...]) -> HostedTemplate:
+    def fork_template(self, preload: tuple[str, ...], sys_path: tuple[bytes, ...]) -> HostedTemplate:
         """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready.
 
         Raises: OSError if the system has no descriptors for it.
@@ -135,7 +136,7 @@ class HostedTemplate:
             with theirs:
                 forked.failure = self.failure
                 try:
-                    self._sock.send(protocol.encode(protocol.ForkTemplate(os.getpid(), preload, sys_path)))
+                    self._sock.send(wire.encode(protocol.ForkTemplate(os.getpid(), preload, sys_path)))
                     self._send_descriptors([theirs.fileno()])
                 except OSError as error:
                     forked.failure = forked.failure or f"the template could not be forked: {explain(error)}"
@@ -165,7 +166,7 @@ class HostedTemplate:
             return
         self._forks.append(_Fork(descriptors, on_forked, on_failed, []))
         try:
-            self._sock.send(protocol.encode(protocol.ForkWorkers(os.getpid(), len(descriptors))))
+            self._sock.send(wire.encode(protocol.ForkWorkers(os.getpid(), len(descriptors))))
             for each in descriptors:
                 self._send_descriptors(each)
         except OSError as error:

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from meshbook import wire
@@ -26,6 +25,7 @@ from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
 from meshbook.recruits import Recruits, Worker
 from meshbook.shape import Extent
 from meshbook.stops import Stops
+from meshbook.wording import utf8_text
 
 
 class Recipe(NamedTuple):
@@ -34,14 +34,27 @@ class Recipe(NamedTuple):
     device: str | None
     """``cpu``, ``cuda``, or None for CUDA where there is any."""
     preload: tuple[str, ...]
-    cwd: str
-    sys_path: tuple[str, ...]
-    environment: Mapping[str, str]
+    cwd: bytes
+    sys_path: tuple[bytes, ...]
+    environment: Mapping[bytes, bytes]
 
     @classmethod
     def here(cls, device: str | None = None, preload: tuple[str, ...] = ()) -> Recipe:
         """With the folder, the path and the environment of this process as they are now."""
-        return cls(device, preload, str(Path.cwd()), tuple(sys.path), dict(os.environ))
+        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb))
+
+
+def _search_path() -> tuple[bytes, ...]:
+    """``sys.path`` as the system has it, which need not be UTF-8; without what is no path, which imports ignore too."""
+    entries: tuple[object, ...] = tuple(sys.path)
+    return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
+
+
+def _path_bytes(path: str) -> bytes:
+    try:
+        return os.fsencode(path)
+    except UnicodeEncodeError:  # no system gave us that
+        return utf8_text(path).encode()
 
 
 class KnownMesh:

@@ -43,8 +43,9 @@ class PeerRoad:
         self._lanes = lanes
         self._watches: list[Watch] = [loop.watch(lane.fd, lambda: None) for lane in self._lanes.values()]
         self._outbox = Batch(self._lanes["calls"].send)
-        bulk = self._lanes["bulk"]
-        self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
+        self._bulk_out = BulkSender()
+        self._pieces: deque[tuple[bytes, Buffer]] = deque()
+        self._pieces_bytes = 0
         self._ended: deque[Segment] = deque()
         self._bulk_in = BulkReceiver(lambda: self.on_whole())
         self.beat()
@@ -56,7 +57,7 @@ class PeerRoad:
     @property
     def is_full(self) -> bool:
         return not self.lost and (
-            self._lanes["calls"].link.unacked_bytes > FULL_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
+            self._lanes["calls"].link.unacked_bytes > FULL_BYTES or self._pieces_bytes > FULL_BULK_BYTES
         )
 
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
@@ -68,14 +69,18 @@ class PeerRoad:
         key = (segment.pid, segment.segment)
         self._loans.lend(key)
         buffers = map_segment(segment, lambda _: self._ended.append(key))
-        return None, self._bulk_out.send([buffer.data for buffer in buffers])
+        name, pieces = self._bulk_out.pieces([buffer.data for buffer in buffers])
+        for piece, data in pieces:
+            self._pieces.append((wire.encode(piece), data))
+            self._pieces_bytes += len(data)
+        return None, name
 
     def serve(self) -> bool:
         """Send and receive what there is; whether there was anything."""
         if self.lost:
             return False
         self._outbox.flush()
-        busy = self._bulk_out.pump()
+        busy = self._send_pieces()
         try:
             for lane in self._lanes.values():
                 for header, payload in lane.receive() if lane.readable() else ():
@@ -88,6 +93,15 @@ class PeerRoad:
         while self._ended:
             self._loans.end(self._ended.popleft())
         return busy
+
+    def _send_pieces(self) -> bool:
+        bulk, sent = self._lanes["bulk"], False
+        while self._pieces and not bulk.link.full:
+            header, data = self._pieces.popleft()
+            self._pieces_bytes -= len(data)
+            bulk.send(header, [data])
+            sent = True
+        return sent
 
     def _hear(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
@@ -116,7 +130,7 @@ class PeerRoad:
             self._loop.forget(watch)
         for lane in self._lanes.values():
             lane.close()
-        self._lanes.clear()
-        self._bulk_out.clear()
+        self._lanes.clear()  # they hold views of payloads, whose finalizers hold us
+        self._pieces.clear()
         while self._ended:
             self._loans.end(self._ended.popleft())

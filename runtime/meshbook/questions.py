@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
-
 from meshbook import wire
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
@@ -23,7 +21,7 @@ STATES_TIMEOUT_S = 0.15
 class Asker(Protocol):
     """What questions need of the controller."""
 
-    def submit(self, action: Callable[[], None]) -> None: ...
+    def submit(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None: ...
     def next_id(self) -> int: ...
     def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None: ...
     def end_query(self, id: int) -> None: ...
@@ -104,7 +102,7 @@ def ask_hosts(
         for host in asked:
             host.send_urgent(question(id, host))
 
-    asker.submit(send)
+    asker.submit(send, done.set_exception)
     try:
         done.get(timeout_s)
     except TimeoutError:
@@ -131,7 +129,7 @@ def first_answer(
     answered: Future[tuple[int, Any]] = Future()
     deadline = time.monotonic() + timeout_s
     id = asker.next_id()
-    inline = msgspec.msgpack.encode(args)
+    inline = wire.encode(args)
 
     def on_answer(rank: int, value: Any) -> None:
         if not answered.done():
@@ -146,7 +144,7 @@ def first_answer(
 
     try:
         for number, rank in enumerate(ranks, 1):
-            asker.submit(partial(send_to, rank))
+            asker.submit(partial(send_to, rank), answered.set_exception)
             left_s = deadline - time.monotonic()
             try:
                 return answered.get(left_s if number == len(ranks) else min(patience_s, left_s))

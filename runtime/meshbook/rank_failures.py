@@ -44,7 +44,18 @@ def drop_own_frames(error: BaseException) -> None:
 
 
 def describe_error(shell: InteractiveShell, error: BaseException, *, rank: int, host: str, ran: bool) -> Failure:
-    """Build the failure. ran: False for an error in the cell itself (its syntax), which has no frames to show."""
+    """Build the failure; never raises, whatever the exception's class does.
+
+    ran: False for an error in the cell itself (its syntax), which has no frames to show.
+    """
+    try:
+        return _describe(shell, error, rank, host, ran)
+    except BaseException as problem:
+        why = f"(it cannot be shown: {type(problem).__name__} in its own code)"
+        return Failure(rank, host, "Exception", why, (f"Exception: {why}",), "")
+
+
+def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: str, ran: bool) -> Failure:
     drop_own_frames(error)
     if not ran:
         error.__traceback__ = None
@@ -54,7 +65,7 @@ def describe_error(shell: InteractiveShell, error: BaseException, *, rank: int, 
     return Failure(
         rank=rank,
         host=host,
-        ename=type(error).__name__,
+        ename=str(type(error).__name__),
         evalue=cut_text(_value_of(shown), EVALUE_MAX_CHARS),
         traceback=_limit(format_error(shell, shown)),
         where=_where(error),
@@ -96,7 +107,7 @@ def text_of(error: BaseException) -> str:
     """``str(error)``, whatever that does."""
     try:
         return str(error)
-    except Exception as problem:
+    except BaseException as problem:
         return f"(its text cannot be had: str() raised {type(problem).__name__})"
 
 

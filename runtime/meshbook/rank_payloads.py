@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from meshbook import wire
 from meshbook.agent_channel import Channel
 from meshbook.answers import Answer
@@ -22,8 +20,6 @@ from meshbook.segments import SegmentPool, map_segment
 
 EXCEPTION_MAX_BYTES = 1 << 16
 """An exception whose pickle is larger stays on its rank; its text always travels."""
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class RankPayloads:
@@ -63,7 +59,7 @@ class RankPayloads:
         """The reply to a call; when its value cannot travel, the one that says so."""
         segment, payload, inline = None, [], b""
         if answer.failure is not None:
-            payload = pack_failure(answer.failure)
+            payload = self._pack_failure(answer.failure)
         elif answer.has_value:
             try:
                 head, large = answer.pickled or dumps(answer.value, what=answer.what)
@@ -75,6 +71,14 @@ class RankPayloads:
         self.tell_freed()  # before the reply, so that the next payload finds its segment free
         return wire.Reply(call, answer.status, duration_s, segment, inline, waited_s, origin), payload
 
+    def _pack_failure(self, failure: Failure) -> list[Buffer]:
+        """As `pack_failure`; what cannot be packed is said instead, since whoever waits needs some answer."""
+        try:
+            return pack_failure(failure)
+        except Exception as problem:
+            why = f"what was raised cannot travel: {type(problem).__name__}"
+            return pack_failure(Failure(failure.rank, failure.host, "SerializationError", why, (why,), ""))
+
     def tell_freed(self) -> None:
         """Let the agent know which payloads have died here."""
         with contextlib.suppress(IndexError):  # several threads come here
@@ -84,6 +88,9 @@ class RankPayloads:
 
 def pack_failure(failure: Failure) -> list[Buffer]:
     """The payload of a reply that failed: its text, and the exception if that can travel."""
-    fields = _encode(failure[:6])
-    pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
+    fields = wire.encode(failure[:6])
+    try:
+        pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
+    except BaseException:  # a user's class may raise anything when it is pickled
+        pickled = None
     return [fields] if pickled is None or pickled[1] else [fields, pickled[0]]

@@ -51,6 +51,10 @@ class Recruits:
         self.failure = self.failure or error
         self.done.set_exception(error)
 
+    def give_up(self, error: Exception) -> None:
+        """They could not be asked for."""
+        self.fail(SpawnError(f"the hosts could not be asked for workers: {type(error).__name__}: {error}"))
+
     def by_host(self) -> dict[KnownHost, list[int]]:
         """What messages call them, by where they are."""
         return {host: [seat.known_as for seat in here] for host, here in self.seats.items()}

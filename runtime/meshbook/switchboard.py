@@ -11,7 +11,6 @@ import itertools
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from meshbook.errors import (
     MeshDetachedError,
     MeshError,
     MeshStoppedError,
-    ProtocolError,
+    PeerProtocolError,
     SpawnError,
     WorkerLost,
 )
@@ -39,6 +38,7 @@ from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
 from meshbook.mail_rescue import MailRescue
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, RankStopped, StreamText
+from meshbook.own_faults import attempt, tell
 from meshbook.payloads import Payloads, Unavailable
 from meshbook.peer_checks import check, check_ranks, check_replies, only_frame
 from meshbook.processes import machine_id, start_time
@@ -50,13 +50,7 @@ MAX_BACKLOG = 50_000
 """Messages that may wait for slow hosts before new calls wait too."""
 
 
-class _Bundle(msgspec.Struct):
-    data: dict[str, Any]
-    metadata: dict[str, Any]
-    transient: dict[str, Any]
-
-
-_decode_display = msgspec.msgpack.Decoder(_Bundle).decode
+FAULT_REST_S = 0.1
 
 
 class Switchboard:
@@ -79,6 +73,8 @@ class Switchboard:
         self.room = threading.Event()
         """Cleared while so much waits for slow hosts that new calls should wait too."""
         self.room.set()
+        self._rests_until = 0.0
+        """Timers wait until then, since one of them has met a fault of ours."""
         self.on_hosted: Callable[[KnownHost, wire.Hosted], None] = lambda host, message: None
         """Called with what a host has of a former controller."""
         self.impossible = 0
@@ -88,7 +84,10 @@ class Switchboard:
         """Let go what was sent to hosts in this turn."""
         self.introductions.settle()
         for host in self.hosts.values():
-            host.flush()
+            try:
+                host.flush()
+            except Exception as error:
+                tell(error, f"what was to be sent to host {host.name}")
 
     def acknowledge(self, hosts: Iterable[str]) -> None:
         """Tell hosts what we have of theirs."""
@@ -98,17 +97,19 @@ class Switchboard:
 
     def tick(self) -> None:
         """Once per heartbeat: beat, and look for hosts that are gone."""
-        now = time.monotonic()
         for host in self.hosts.values():
-            if host.lost:
-                continue
-            if host.hello is not None:
-                host.beat()
-                if now - host.heard > MAX_SILENCE_S:
-                    self._lose(host, f"no sign of life for {MAX_SILENCE_S:g} s")
-            if not host.lost and (reason := host.launched.failure()):
-                self._lose(host, reason)
-        self.payloads.settle_lost()
+            if not host.lost:
+                attempt(
+                    functools.partial(self._tick_host, host, time.monotonic()), f"the heartbeat of host {host.name}"
+                )
+
+    def _tick_host(self, host: KnownHost, now: float) -> None:
+        if host.hello is not None:
+            host.beat()
+            if now - host.heard > MAX_SILENCE_S:
+                self._lose(host, f"no sign of life for {MAX_SILENCE_S:g} s")
+        if not host.lost and (reason := host.launched.failure()):
+            self._lose(host, reason)
 
     def groups_of(self, mesh: KnownMesh) -> GroupRescue:
         """Who looks after the process groups of a mesh."""
@@ -142,15 +143,20 @@ class Switchboard:
     @property
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""
-        return min([self.calls.next_deadline(), *(rescue.due for rescue in self._all_rescues())])
+        due = min([self.calls.next_deadline(), *(rescue.due for rescue in self._all_rescues())])
+        return max(due, self._rests_until)
 
     def expire(self) -> None:
         """Do what is due by now."""
-        self.calls.expire()
         now = time.monotonic()
+        if now < self._rests_until:
+            return
+        well = attempt(self.calls.expire, "failing calls")
         for rescue in self._all_rescues():
             if rescue.due <= now:
-                rescue.expire(now)
+                well = attempt(functools.partial(rescue.expire, now), "the care for process groups") and well
+        if not well:  # it may be due still
+            self._rests_until = now + FAULT_REST_S
 
     def _all_rescues(self) -> list[GroupRescue | MailRescue]:
         return [*self._rescues.values(), *self._mail_rescues.values()]
@@ -168,9 +174,11 @@ class Switchboard:
             host.acknowledge(lane)
             if host.usurper:
                 self._lose(host, "another controller has taken over its meshes; what runs there is that one's now")
-        except (*wire.MALFORMED, ProtocolError) as error:
+        except (*wire.MALFORMED, PeerProtocolError) as error:
             self.impossible += 1
             self._lose(host, f"it sent something impossible: {error}")
+        except Exception as error:
+            tell(error, f"what host {host.name} has acknowledged")
         if not self.room.is_set() and host.backlog < MAX_BACKLOG // 2:
             self.room.set()
 
@@ -178,10 +186,10 @@ class Switchboard:
         check(host, message, self.meshes)
         try:
             self._dispatch(host, message, payload)
-        except (*wire.MALFORMED, ProtocolError):
+        except (*wire.MALFORMED, PeerProtocolError):
             raise
-        except Exception:
-            traceback.print_exc()  # a fault of ours: it costs this message, not the meshes
+        except Exception as error:
+            tell(error, f"a message of host {host.name}")  # it costs this message, not the meshes, nor the host
 
     def _dispatch(self, host: KnownHost, message: wire.FromHost, payload: list[bytes]) -> None:
         match message:
@@ -198,12 +206,7 @@ class Switchboard:
             case wire.OutputCut(mesh_id, rank, output, size_bytes):
                 self.calls.tell(output, OutputCut(rank, size_bytes, self._log_path(mesh_id, rank), output))
             case wire.Display():
-                content = _decode_display(only_frame(payload))
-                event = DisplayData(
-                    message.rank, content.data, content.metadata, content.transient,
-                    message.update, message.is_result, message.output,
-                )  # fmt: skip
-                self.calls.tell(message.output, event)
+                self._on_display(message, only_frame(payload))
             case wire.Prompted(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
                     self._on_prompted(mesh, message)
@@ -215,7 +218,7 @@ class Switchboard:
                     mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(pid, segment):
                 if host.shares_memory and pid == os.getpid():  # else it was a former controller's
-                    self.payloads.on_free(host, segment)
+                    self.payloads.on_free(segment)
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(payload))
             case wire.Hosted():
@@ -247,6 +250,19 @@ class Switchboard:
                 pass
             case _:
                 assert_never(message)
+
+    def _on_display(self, message: wire.Display, frame: bytes) -> None:
+        try:
+            content = wire.decode_bundle(frame)
+        except wire.MALFORMED as error:  # the rank's own doing, which is no lie of its host
+            text = f"rank {message.rank} has shown something that cannot be read here: {error}\n"
+            self.calls.tell(message.output, StreamText(message.rank, "stderr", text, message.output))
+            return
+        event = DisplayData(
+            message.rank, content.data, content.metadata, content.transient,
+            message.update, message.is_result, message.output,
+        )  # fmt: skip
+        self.calls.tell(message.output, event)
 
     def _on_hello(self, host: KnownHost, hello: wire.Hello) -> None:
         if hello.version != wire.PROTOCOL_VERSION:
@@ -282,7 +298,7 @@ class Switchboard:
         """The large buffers of a reply; what stands in the way of having them is told to whoever wants the value."""
         try:
             return self.payloads.receive(host, reply)
-        except ProtocolError:
+        except PeerProtocolError:
             raise
         except MeshError as error:
             return Unavailable(error)
@@ -345,9 +361,10 @@ class Switchboard:
         message: wire.Call,
         payload: Sequence[bytes],
         segment: wire.SegmentRef | None,
+        buffers: Sequence[Any],
     ) -> None:
         """Send a call and its payload to ``hosts``; note when too much waits for one of them."""
-        self.payloads.send(hosts, message, payload, segment)
+        self.payloads.send(hosts, message, payload, segment, buffers)
         if any(host.backlog > MAX_BACKLOG for host in hosts):
             self.room.clear()
 
@@ -406,7 +423,7 @@ class Switchboard:
     def _lose(self, host: KnownHost, reason: str) -> None:
         if host.lost:
             return
-        host.lose(reason)
+        host.lost = reason
         host.ready.set_exception(HostLost(host.name, reason))
         self.introductions.lose(host)
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from meshbook import wire
 from meshbook.limits import explain
 from meshbook.processes import die_with_parent, is_group, kill_session, start_time, thread_count
 
@@ -72,7 +73,7 @@ class ForkTemplate(msgspec.Struct, tag="template", frozen=True):
 
     agent_pid: int
     preload: tuple[str, ...]
-    sys_path: tuple[str, ...]
+    sys_path: tuple[bytes, ...]
 
 
 class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
@@ -102,7 +103,6 @@ class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
 
 Request = ForkWorkers | ForkTemplate
 Answer = TemplateReady | TemplateForked | WorkerForked | ForkFailed
-encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
@@ -123,7 +123,7 @@ def main(fd: int) -> None:
     shell = _preload(STANDARD_PRELOAD)
     while True:
         _freeze()
-        sock.send(encode(TemplateReady(os.getpid(), time.perf_counter() - started, _why_not_to_fork())))
+        sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, _why_not_to_fork())))
         flock = Flock()
         child = _serve(sock, flock)
         if child is None:
@@ -137,7 +137,7 @@ def main(fd: int) -> None:
         sock.close()
         sock = socket.socket(fileno=child.descriptors[0])
         started = time.perf_counter()
-        sock.send(encode(TemplateForked(os.getpid())))
+        sock.send(wire.encode(TemplateForked(os.getpid())))
         _preload_or_explain(sock, child.kind)
 
 
@@ -157,7 +157,7 @@ def _preload_or_explain(sock: socket.socket, modules: str) -> None:
         for module in filter(None, modules.split(",")):
             importlib.import_module(module)
     except BaseException:
-        sock.send(encode(TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
+        sock.send(wire.encode(TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
         os._exit(1)
 
 
@@ -235,13 +235,13 @@ def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
             _await_adoption(gone_read, batch_pid, request.agent_pid)
             if isinstance(request, ForkWorkers):
                 return _Fork("worker", descriptors)
-            sys.path[:0] = [entry for entry in request.sys_path if entry not in sys.path]
+            sys.path[:0] = [path for entry in request.sys_path if (path := os.fsdecode(entry)) not in sys.path]
             return _Fork(",".join(request.preload), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(request, ForkWorkers):
             os.write(report, _PID.pack(pid))
-            sock.send(encode(WorkerForked(pid)))
+            sock.send(wire.encode(WorkerForked(pid)))
     os._exit(0)
 
 
@@ -253,7 +253,7 @@ def _give_up(sock: socket.socket, request: Request, error: OSError, taken: int =
             for descriptor in _receive_descriptors(sock):
                 os.close(descriptor)
     if isinstance(request, ForkWorkers):  # a template that is not forked says so by the end of its socket
-        sock.send(encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
+        sock.send(wire.encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
 
 
 def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:

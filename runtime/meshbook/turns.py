@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from meshbook.own_faults import tell
+
 REST_S = 0.003
 """The I/O thread takes over again when the main thread has not come back for so long."""
 
@@ -42,7 +44,7 @@ class Turns:
                 self._rest.wait(_LOOK_S)
                 continue
             with self._turn:
-                self._serve(None)
+                self._go_on(None)
 
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """On the main thread: serve until ``done()``, the timeout, or an interrupt, which is raised afterwards.
@@ -61,10 +63,18 @@ class Turns:
                         left = None if deadline is None else deadline - time.monotonic()
                         if left is not None and left <= 0:
                             break
-                        self._serve(left)
+                        self._go_on(left)
             finally:
                 self._rest_until = time.monotonic() + REST_S
                 self._driving = False
+
+    def _go_on(self, timeout_s: float | None) -> None:
+        """Serve once; a fault of ours costs what was served just then, not the thread."""
+        try:
+            self._serve(timeout_s)
+        except Exception as error:
+            tell(error, "the thread of the hosts")
+            time.sleep(_LOOK_S)  # it may be met again at once
 
     @contextlib.contextmanager
     def _interrupts_noted(self) -> Iterator[None]:

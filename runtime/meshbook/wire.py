@@ -12,12 +12,13 @@ Ranks are always base ranks of their mesh. A target is a tuple of affine slices 
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from meshbook.shape import Slice
 from meshbook.store import StoreOp, StoreResult
+from meshbook.wording import utf8_text
 
 PROTOCOL_VERSION = 1
 """Peers compare it in their first message and refuse each other, naming both numbers."""
@@ -165,9 +166,9 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     arrangement: Arrangement
     device: str | None
     preload: tuple[str, ...]
-    cwd: str | None
-    sys_path: tuple[str, ...]
-    environment: dict[str, str]
+    cwd: bytes | None
+    sys_path: tuple[bytes, ...]
+    environment: dict[bytes, bytes]
 
 
 class Origin(NamedTuple):
@@ -541,8 +542,8 @@ class HostedState(NamedTuple):
     arrangement: Arrangement
     device: str | None
     preload: tuple[str, ...]
-    cwd: str | None
-    sys_path: tuple[str, ...]
+    cwd: bytes | None
+    sys_path: tuple[bytes, ...]
     ranks: tuple[int, ...]
     """All that have their place here."""
     workers: tuple[WorkerStarted, ...]
@@ -579,8 +580,16 @@ class OutputCut(_Message, frozen=True, tag="cut"):
     size_bytes: int
 
 
+class Bundle(msgspec.Struct):
+    """What is shown, by kinds of content; a frame of its own, made by a rank."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    transient: dict[str, Any]
+
+
 class Display(_Message, frozen=True, tag="display"):
-    """Rich output; the payload is one msgpack frame: {data, metadata, transient}."""
+    """Rich output; the payload is one frame, a `Bundle`."""
 
     mesh: int
     rank: int
@@ -685,9 +694,9 @@ class Begin(_Message, frozen=True, tag="begin"):
     marker: bytes
     """Written to stdout and stderr, followed by an output id, where another output begins."""
     preload: tuple[str, ...]
-    cwd: str | None
-    sys_path: tuple[str, ...]
-    environment: dict[str, str]
+    cwd: bytes | None
+    sys_path: tuple[bytes, ...]
+    environment: dict[bytes, bytes]
 
 
 class Renumbered(_Message, frozen=True, tag="renumbered"):
@@ -788,7 +797,37 @@ FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankPrompted | 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that no peer of ours sends."""
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _plain(value: object) -> object:
+    """For the encoder: a subclass of str, as `str` of a user's exception may be, as what it says."""
+    if isinstance(value, str):
+        return "".join(value)
+    raise TypeError(f"a value of type {type(value).__name__} is no plain data: text, bytes, numbers, lists, dicts")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def encode(message: object) -> bytes:
+    """The bytes of a message, or of other plain data. Text that is not UTF-8 arrives as `utf8_text` makes it."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        return _encode(_utf8(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)))
+
+
+def _utf8(value: Any) -> Any:
+    match value:
+        case str():
+            return utf8_text(value)
+        case dict():
+            return {_utf8(key): _utf8(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_utf8(item) for item in value]
+    return value
+
+
+decode_bundle = msgspec.msgpack.Decoder(Bundle).decode
 decode_death = msgspec.msgpack.Decoder(Death).decode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode

@@ -46,6 +46,11 @@ def format_bytes(size_bytes: int) -> str:
     return f"{value:.3g} TB"
 
 
+def utf8_text(text: str) -> str:
+    """``text`` for where only UTF-8 goes: lone surrogates, as of bad file names, get backslashes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` Did you mean "gpus"?`` with its leading space, or nothing when no known word is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

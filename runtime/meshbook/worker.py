@@ -12,6 +12,7 @@ socket, and dies with its agent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import itertools
 import os
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -58,8 +60,6 @@ LONG_CALL_S = 0.02
 
 KEPT_FINISHED = 1024
 """Ended calls that are remembered, for cancels that come too late."""
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Worker:
@@ -204,7 +204,8 @@ class Worker:
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
             failure = self.shell.describe(error)
             if call.endpoint == "invoke":
-                self.shell.keep_error(error, call.id)
+                with contextlib.suppress(Exception):  # the exception's own code may raise
+                    self.shell.keep_error(error, call.id)
             return Answer(status, failure=failure)
 
     def _reply(self, call: int, answer: Answer, duration_s: float, waited_s: float) -> None:
@@ -230,7 +231,7 @@ class Worker:
         cell_id: int,
     ) -> None:
         self.shell.flush_text()
-        content = _encode({"data": data, "metadata": metadata, "transient": transient})
+        content = wire.encode(wire.Bundle(*map(_by_text, (data, metadata, transient))))
         self._lane().send(wire.RankDisplay(cell_id, update, is_result), [content])
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
@@ -335,7 +336,7 @@ class Worker:
             answer = Answer(wire.OK, QUERIES[query.endpoint](self, *args), has_value=True)
         except Exception as error:
             answer = Answer(wire.RAISED, failure=self.shell.describe(error))
-        payload = pack_failure(answer.failure) if answer.failure else [_encode(answer.value)]
+        payload = pack_failure(answer.failure) if answer.failure else [wire.encode(answer.value)]
         self.urgent.send(wire.Reply(query.id, answer.status, 0.0), payload)
 
 
@@ -367,19 +368,24 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
 
 
 def _enter_environment(begin: wire.Begin) -> None:
-    os.environ.update(begin.environment)
+    os.environb.update(begin.environment)
     if begin.cwd:
         try:
             os.chdir(begin.cwd)
         except OSError as error:
             print(f"cannot enter the notebook's folder: {error}", file=sys.stderr)
-    sys.path[:0] = [entry for entry in begin.sys_path if entry not in sys.path]
+    sys.path[:0] = [path for entry in begin.sys_path if (path := os.fsdecode(entry)) not in sys.path]
     sys.argv = ["meshbook-worker"]
     import torch
 
     torch.set_num_threads(begin.threads)
     for module in begin.preload:
         __import__(module)
+
+
+def _by_text(items: Mapping[Any, object]) -> dict[str, object]:
+    """Kinds of content are text, whatever a user's bundle has."""
+    return {kind if type(kind) is str else str(kind): item for kind, item in items.items()}
 
 
 def _seed() -> None:
