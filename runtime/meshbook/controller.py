@@ -10,6 +10,7 @@ The state (`meshbook.switchboard`) belongs to whoever has the turn (`meshbook.tu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -298,7 +299,6 @@ class Controller:
 mailbox=mailbox,
         )  # fmt: skip
         payload = [] if small else [head]
-        segment = self.write_payload(buffers)
 
         def send() -> None:
             if mesh.generation != generation:
@@ -315,7 +315,7 @@ mailbox=mailbox,
                 self._board.calls.disown(call)
                 call.give_up(stale_view(mesh))
                 return
-            self._board.send_payload(hosts, message, payload, segment, buffers)
+            self._board.send_payload(hosts, message, payload, segment)
 
         def transmit_later(hosts: list[KnownHost]) -> None:  # in the midst of something else, if it has queued
             attempt(lambda: transmit(hosts), what, fail)
@@ -324,6 +324,9 @@ mailbox=mailbox,
             self._board.calls.disown(call)
             call.give_up(error)
 
+        segment = self.write_payload(buffers)
+        if segment is not None:
+            call.when_ended(functools.partial(self._board.payloads.drop, segment))  # unless it was sent
         self.submit(send, fail)
         return future
 
@@ -337,7 +340,7 @@ mailbox=mailbox,
         return self._board.mail.boxes
 
     def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
-        """Put the large buffers of a message into shared memory; None when there are none."""
+        """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
         return self._board.payloads.write(buffers)
 
     def _new_future(self) -> CallFuture[Any]:

@@ -85,7 +85,6 @@ class ControllerMail:
         """On any thread: send an answer."""
         head, status, segment = b"", answer.status, None
         frames: list[bytes] = []
-        large: Sequence[memoryview] = ()
         try:
             if answer.failure is not None:
                 frames = [bytes(part) for part in pack_failure(answer.failure)]
@@ -95,7 +94,7 @@ class ControllerMail:
                     frames, head = [head], b""
                 segment = self._payloads.write(large)
         except Exception as error:
-            status, head, large, segment = wire.RAISED, b"", (), None
+            status, head, segment = wire.RAISED, b"", None
             failure = refusal(error, 0, socket.gethostname()).failure
             assert failure is not None
             frames = [bytes(part) for part in pack_failure(failure)]
@@ -103,6 +102,6 @@ class ControllerMail:
 
         def send() -> None:
             self._letters.pop((call.origin, call.id), None)
-            self._payloads.send_reply(host, call.id, call.origin, reply, frames, segment, large)
+            self._payloads.send_reply(host, call.id, call.origin, reply, frames, segment)
 
         self.submit(send)

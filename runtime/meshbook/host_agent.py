@@ -44,6 +44,7 @@ from meshbook.lease import Lease
 from meshbook.limits import explain
 from meshbook.loans import Loans
 from meshbook.outside_stacks import OutsideStacks
+from meshbook.peer_road import FULL_BULK_BYTES
 from meshbook.processes import adopt_orphans, machine_id, reap_strangers
 from meshbook.salvage import salvage
 from meshbook.segments import SegmentPool, map_segment
@@ -92,7 +93,8 @@ class HostAgent:
         self._peers = HostedPeers(self._loop, dial, ticket, self.loans, self._pool, self.send_urgent)
         self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool, self._peers)
         self.oom = OomWatch()
-        self._bulk_out = BulkSender()
+        bulk = self._lanes["bulk"]
+        self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
         self.bulk_in = BulkReceiver(self._on_whole)
         self._parked: deque[tuple[wire.Call, list[bytes]]] = deque()
         self._freed: deque[tuple[int, int]] = deque()
@@ -110,6 +112,7 @@ class HostAgent:
         while self._exit_code is None:
             self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
             self._outbox.flush()
+            self._bulk_out.pump()
             if self._peers.active and self._peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
                 self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
             self.mail.settle()
@@ -147,15 +150,12 @@ class HostAgent:
         if self._shares_memory:
             return segment, None
         buffers = map_segment(segment, lambda id: self._freed.append((segment.pid, id)))
-        name, pieces = self._bulk_out.pieces([buffer.data for buffer in buffers])
-        for piece, data in pieces:
-            self._lanes["bulk"].send(wire.encode(piece), [bytes(data)])
-        return None, name
+        return None, self._bulk_out.send([buffer.data for buffer in buffers])
 
     @property
     def is_full(self) -> bool:
         """Whether so much is on its way to the controller that workers should send it no more."""
-        return self._lanes["calls"].link.unacked_bytes + self._lanes["bulk"].link.unacked_bytes > HOLD_BYTES
+        return self._lanes["calls"].link.unacked_bytes > HOLD_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
 
     def _segment_unused(self, owner_pid: int, segment: int) -> None:
         """All workers have let go of a payload."""
@@ -271,8 +271,12 @@ class HostAgent:
         if self._parked or (call.bulk is not None and not self.bulk_in.has(call.bulk[0])):
             self._parked.append((call, payload))
             return
-        if (mesh := self._meshes.get(call.mesh)) is None:
-            return  # stopped meanwhile: the controller has failed its calls
+        if (mesh := self._meshes.get(call.mesh)) is None:  # stopped meanwhile: the controller has failed its calls
+            if call.bulk is not None:
+                self.bulk_in.discard(call.bulk[0])
+            elif call.segment is not None:
+                self._segment_unused(call.segment.pid, call.segment.segment)
+            return
         if call.bulk is not None:
             buffers = self.bulk_in.take(*call.bulk)
             try:
@@ -425,7 +429,7 @@ class HostAgent:
             mesh.flush_replies()
         self._outbox.flush()
         kept = {name: lane.restart(epoch) for name, lane in self._lanes.items()}
-        found = salvage(kept["calls"], kept["bulk"])
+        found = salvage(kept["calls"], [*kept["bulk"], *self._bulk_out.take_unsent()])
         self._lease.hear()
         self.keeping.end()
         self._parked.clear()
@@ -437,8 +441,7 @@ class HostAgent:
         self._peers.on_succession()
         for message, payload in again:
             self.send(message, payload)
-        for header, payload in found.pieces:
-            self._lanes["bulk"].send(header, payload)
+        self._bulk_out.send_again(found.pieces)
         for mesh in self._meshes.values():
             mesh.flush_output()
         if self._welcome is not None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from meshbook import wire
 from meshbook.batches import Batch
-from meshbook.bulk import BulkReceiver, BulkSender
+from meshbook.bulk import BulkReceiver, BulkSender, Sent, Spans
 from meshbook.errors import HostLost, SpawnError
 from meshbook.frames import Buffer
 from meshbook.future import Future
@@ -44,15 +44,15 @@ class KnownHost:
         """It was started by a former controller."""
         self.usurper = 0
         """The epoch of a controller that has taken the host from us."""
-        self.bulk_out = BulkSender()
         self.bulk_in = BulkReceiver(self._serve_parked)
         self.parked: deque[tuple[Parked, list[bytes]]] = deque()
         self.on_whole: Callable[[Parked, list[bytes]], None] = lambda message, frames: None
         """Called with what was parked, once its payload is whole."""
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
-        self._outbox = Batch(functools.partial(self._send_or_wait, "calls"))
-        self._backlogs: dict[LaneName, deque[tuple[bytes, Sequence[Buffer]]]] = {lane: deque() for lane in LANES}
+        self._outbox = Batch(self._send_or_wait)
+        self._backlog: deque[Sent] = deque()
+        self._bulk_out = BulkSender(lambda: self._links["bulk"], functools.partial(self._transmit, "bulk"))
 
     def present(self) -> KnownHost:
         """This host, or the one that has taken its place."""
@@ -92,14 +92,23 @@ class KnownHost:
         """Send on the lane that never waits behind payloads."""
         self._transmit("urgent", wire.encode(message), ())
 
-    def send_bulk(self, piece: wire.Bulk, data: Buffer) -> None:
-        """Send a piece of a payload; waits in our backlog while the host is slow to acknowledge."""
-        self._send_or_wait("bulk", wire.encode(piece), [data])
+    def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
+        """Send a payload, as fast as the host takes it; returns what names it. See `meshbook.bulk.BulkSender.send`."""
+        named = self._bulk_out.send(buffers)
+        self._bulk_out.pump()
+        return named
+
+    def lose(self, reason: str) -> None:
+        """It is lost: nothing is sent to it any more, and nothing kept for it."""
+        self.lost = reason
+        self._backlog.clear()
+        self._bulk_out.clear()
+        self._links = {lane: Link(link.epoch) for lane, link in self._links.items()}
 
     @property
     def backlog(self) -> int:
         """Messages that wait for the host to acknowledge earlier ones."""
-        return len(self._backlogs["calls"])
+        return len(self._backlog)
 
     def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
         """Take frames from the wire: the message they carry, if it is new and next in order."""
@@ -114,9 +123,10 @@ class KnownHost:
         link = self._links[lane]
         for frames in link.pending():
             self._sock.send(self.id, lane, frames)
-        backlog = self._backlogs[lane]
-        while backlog and not link.full:
-            self._transmit(lane, *backlog.popleft())
+        if lane == "bulk":
+            self._bulk_out.pump()
+        while lane == "calls" and self._backlog and not link.full:
+            self._transmit(lane, *self._backlog.popleft())
 
     def acknowledge_rest(self) -> None:
         """Send the acknowledgements that could wait: if we end now, the next controller shall not hear it all again."""
@@ -137,7 +147,8 @@ class KnownHost:
     @property
     def has_all(self) -> bool:
         """Whether the host has acknowledged all that we have sent."""
-        return not any(self._backlogs.values()) and all(link.unacked_bytes == 0 for link in self._links.values())
+        waits = self._backlog or self._bulk_out.waiting_bytes
+        return not waits and all(link.unacked_bytes == 0 for link in self._links.values())
 
     def park(self, message: Parked, frames: list[bytes]) -> bool:
         """Keep a message back while its payload, or that of an earlier one, is still on its way; True when kept."""
@@ -157,11 +168,12 @@ class KnownHost:
             if not self.park(message, frames):
                 self.on_whole(message, frames)
 
-    def _send_or_wait(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
-        if self._backlogs[lane] or self._links[lane].full:
-            self._backlogs[lane].append((header, payload))
+    def _send_or_wait(self, header: bytes, payload: Sequence[Buffer]) -> None:
+        if self._backlog or self._links["calls"].full:
+            self._backlog.append((header, payload))
         else:
-            self._transmit(lane, header, payload)
+            self._transmit("calls", header, payload)
 
     def _transmit(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
-        self._sock.send(self.id, lane, self._links[lane].send(header, list(payload)))
+        if not self.lost:
+            self._sock.send(self.id, lane, self._links[lane].send(header, list(payload)))

@@ -19,7 +19,7 @@ into frames and frames into messages, and its owner sends what `pending` and `he
       BEAT seq=5 ------------------------------> 5 is missing: asked again; a lost tail takes one heartbeat
 
 Every first frame carries ``ack``, the number up to which its sender has all. A message is kept until it is
-acknowledged; without traffic the other way an ACK is due after 64 messages or 8 MiB. A question that stays
+acknowledged; without traffic the other way an ACK is due after 64 messages or 1 MiB. A question that stays
 without effect is asked again at the next heartbeat, or at the second one if the first may have crossed it.
 
 ``epoch`` tells incarnations of a peer apart. Frames of another epoch are ignored; whoever learns that a peer
@@ -38,7 +38,7 @@ from meshbook.frames import Buffer
 MAX_UNACKED_BYTES = 64 << 20
 """A link that keeps so much is `Link.full`."""
 ACK_AFTER_MESSAGES = 64
-ACK_AFTER_BYTES = 8 << 20
+ACK_AFTER_BYTES = 1 << 20
 MESSAGE_COST_BYTES = 256
 """What keeping a message costs besides its frames."""
 

@@ -61,7 +61,7 @@ class PeerPort:
     def admit(self, host_id: str, key: str, epoch: int) -> None:
         """Let a host in, which starts to count anew."""
         if (former := self._callers.get(host_id)) is not None:
-            former.lost = "it has come anew"
+            former.lose("it has come anew")
         host = self._callers[host_id] = KnownHost(host_id, epoch, FoundHost(0, 0), self._sock)
         host.on_whole = lambda message, frames: self._on_whole(host, message, frames)
         self._sock.readmit(host_id, key)
@@ -69,7 +69,7 @@ class PeerPort:
     def drop(self, host_id: str) -> None:
         """A host is lost, or has sent what no host of ours sends: let it in no more."""
         if (host := self._callers.pop(host_id, None)) is not None:
-            host.lost = "it was dropped"
+            host.lose("it was dropped")
             self._sock.revoke(host_id)
 
     def serve(self, *, choked: bool) -> bool:
@@ -164,7 +164,4 @@ class PeerPort:
         except MeshError as error:
             failed = reply._replace(status=wire.RAISED, frames=1, segment=None, inline=b"")
             return failed, [self._callee.explain(reply.rank, error)]
-        name, pieces = host.bulk_out.pieces([buffer.data for buffer in buffers])
-        for piece, data in pieces:
-            host.send_bulk(piece, data)
-        return reply._replace(segment=None, bulk=name), frames
+        return reply._replace(segment=None, bulk=host.send_bulk([buffer.data for buffer in buffers])), frames

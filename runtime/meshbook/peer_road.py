@@ -43,9 +43,8 @@ class PeerRoad:
         self._lanes = lanes
         self._watches: list[Watch] = [loop.watch(lane.fd, lambda: None) for lane in self._lanes.values()]
         self._outbox = Batch(self._lanes["calls"].send)
-        self._bulk_out = BulkSender()
-        self._pieces: deque[tuple[bytes, Buffer]] = deque()
-        self._pieces_bytes = 0
+        bulk = self._lanes["bulk"]
+        self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
         self._ended: deque[Segment] = deque()
         self._bulk_in = BulkReceiver(lambda: self.on_whole())
         self.beat()
@@ -57,7 +56,7 @@ class PeerRoad:
     @property
     def is_full(self) -> bool:
         return not self.lost and (
-            self._lanes["calls"].link.unacked_bytes > FULL_BYTES or self._pieces_bytes > FULL_BULK_BYTES
+            self._lanes["calls"].link.unacked_bytes > FULL_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
         )
 
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
@@ -69,18 +68,14 @@ class PeerRoad:
         key = (segment.pid, segment.segment)
         self._loans.lend(key)
         buffers = map_segment(segment, lambda _: self._ended.append(key))
-        name, pieces = self._bulk_out.pieces([buffer.data for buffer in buffers])
-        for piece, data in pieces:
-            self._pieces.append((wire.encode(piece), data))
-            self._pieces_bytes += len(data)
-        return None, name
+        return None, self._bulk_out.send([buffer.data for buffer in buffers])
 
     def serve(self) -> bool:
         """Send and receive what there is; whether there was anything."""
         if self.lost:
             return False
         self._outbox.flush()
-        busy = self._send_pieces()
+        busy = self._bulk_out.pump()
         try:
             for lane in self._lanes.values():
                 for header, payload in lane.receive() if lane.readable() else ():
@@ -93,15 +88,6 @@ class PeerRoad:
         while self._ended:
             self._loans.end(self._ended.popleft())
         return busy
-
-    def _send_pieces(self) -> bool:
-        bulk, sent = self._lanes["bulk"], False
-        while self._pieces and not bulk.link.full:
-            header, data = self._pieces.popleft()
-            self._pieces_bytes -= len(data)
-            bulk.send(header, [data])
-            sent = True
-        return sent
 
     def _hear(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
@@ -130,7 +116,7 @@ class PeerRoad:
             self._loop.forget(watch)
         for lane in self._lanes.values():
             lane.close()
-        self._lanes.clear()  # they hold views of payloads, whose finalizers hold us
-        self._pieces.clear()
+        self._lanes.clear()
+        self._bulk_out.clear()
         while self._ended:
             self._loans.end(self._ended.popleft())

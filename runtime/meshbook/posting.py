@@ -37,7 +37,7 @@ def post(controller: Controller, mesh: KnownMesh, members: Members, mailbox: int
         hosts = [host for host in mesh.by_host(members.ranks()) if not host.lost]
         if mesh.generation != generation or mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             hosts = []
-        board.send_payload(hosts, message, payload, segment, buffers)
+        board.send_payload(hosts, message, payload, segment)
 
     controller.wait_for_room()
     segment = controller.write_payload(buffers)

@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 from meshbook import wire
 from meshbook.batches import unbatch
+from meshbook.bulk import Sent
 from meshbook.frames import Buffer
 from meshbook.mesh_memory import without_value
-
-Sent = tuple[bytes, Sequence[Buffer]]
-"""(header, payload) of a message as it was given to a link."""
 
 _OF_THE_OLD = (
     wire.MeshReady, wire.SpawnFailed, wire.MeshStopped, wire.Retired, wire.Hosted, wire.Call, wire.Cancel,

@@ -23,6 +23,7 @@ import itertools
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,6 +138,16 @@ class SegmentPool:
                 "are no longer needed, or raise the limit on open files (ulimit -n)."
             ) from error
         return SegmentRef(self._pid, segment.fd, number, size_bytes, spans)
+
+    def look_at(self, ref: SegmentRef, on_release: Callable[[int], None]) -> list[memoryview]:
+        """Return the buffers of a payload of ours, which is in use; nobody may write to them.
+
+        on_release: as of `map_segment`; the owner must not release the segment before it was called.
+        """
+        whole = self._in_use[ref.segment].array[: ref.size_bytes]
+        weakref.finalize(whole, _Release(on_release, ref.segment)).atexit = False
+        view = whole.data  # all its slices hold it
+        return [view[offset : offset + length] for offset, length in ref.spans]
 
     def release(self, segment: int) -> None:
         """All receivers are done with ``segment``, its memory may be written again. Unknown: ignored."""

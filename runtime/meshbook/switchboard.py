@@ -102,6 +102,7 @@ class Switchboard:
                 attempt(
                     functools.partial(self._tick_host, host, time.monotonic()), f"the heartbeat of host {host.name}"
                 )
+        self.payloads.settle_lost()
 
     def _tick_host(self, host: KnownHost, now: float) -> None:
         if host.hello is not None:
@@ -218,7 +219,7 @@ class Switchboard:
                     mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(pid, segment):
                 if host.shares_memory and pid == os.getpid():  # else it was a former controller's
-                    self.payloads.on_free(segment)
+                    self.payloads.on_free(host, segment)
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(payload))
             case wire.Hosted():
@@ -361,10 +362,9 @@ class Switchboard:
         message: wire.Call,
         payload: Sequence[bytes],
         segment: wire.SegmentRef | None,
-        buffers: Sequence[Any],
     ) -> None:
         """Send a call and its payload to ``hosts``; note when too much waits for one of them."""
-        self.payloads.send(hosts, message, payload, segment, buffers)
+        self.payloads.send(hosts, message, payload, segment)
         if any(host.backlog > MAX_BACKLOG for host in hosts):
             self.room.clear()
 
@@ -423,7 +423,7 @@ class Switchboard:
     def _lose(self, host: KnownHost, reason: str) -> None:
         if host.lost:
             return
-        host.lost = reason
+        host.lose(reason)
         host.ready.set_exception(HostLost(host.name, reason))
         self.introductions.lose(host)
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:

@@ -313,6 +313,7 @@ class AgentSocket:
     def close(self) -> None:
         """What was not sent is dropped."""
         self._sock.close(linger=0)
+        self.link = Link(self.link.epoch)  # the old one holds views of payloads
 
     def beat(self) -> None:
         """Say how far we are, so that a lost tail is noticed."""
