@@ -164,13 +164,16 @@ def test_without_py_spy_a_stopped_process_is_answered_with_how_to_get_it(monkeyp
     monkeypatch.setattr(outside_stacks, "find_py_spy", lambda: None)
     answers: list[wire.Stacks] = []
     with subprocess.Popen(["sleep", "60"]) as child:
-        os.kill(child.pid, signal.SIGSTOP)
-        while process_state(child.pid) != "T":
-            time.sleep(0.01)
-        worker: Any = SimpleNamespace(rank=3, pid=child.pid, control_thread=0, dump_fd=-1)
-        ask = wire.AskStacks(7, 1, Region.of({"gpus": 4}).encode(), native=False, wait_s=2.0)
-        OutsideStacks(EventLoop(), [worker], ask, answers.append).start()
-        child.kill()
+        try:
+            os.kill(child.pid, signal.SIGSTOP)
+            while process_state(child.pid) != "T":
+                time.sleep(0.01)
+            phase = WorkerPhase.READY
+            worker: Any = SimpleNamespace(rank=3, pid=child.pid, phase=phase, control_thread=0, dump_fd=-1)
+            ask = wire.AskStacks(7, 1, Region.of({"gpus": 4}).encode(), native=False, wait_s=2.0)
+            OutsideStacks(EventLoop(), [worker], ask, answers.append).start()
+        finally:
+            child.kill()
     (dump,) = answers[0].dumps
     assert (dump.rank, dump.threads) == (3, ()) and "pip install 'meshbook[stacks]'" in dump.problem
 
