@@ -9,6 +9,7 @@ Until the moment in which ranks are numbered anew a failure or an interrupt leav
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -196,7 +197,7 @@ class Elastic:
 def _fill(plan: Plan[KnownHost], hosts: Mapping[NewHost, KnownHost]) -> Plan[KnownHost]:
     """The plan with the hosts that were started for it."""
     placement = tuple(hosts[host] if isinstance(host, NewHost) else host for host in plan.placement)
-    return plan._replace(placement=placement)
+    return dataclasses.replace(plan, placement=placement)
 
 
 def _placement(plan: Plan[KnownHost]) -> list[KnownHost]:

@@ -11,6 +11,7 @@ live; along an axis that counts hosts every new index is a new host.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from meshbook.errors import UsageError
@@ -26,7 +27,8 @@ class NewHost(NamedTuple):
     coordinates: tuple[int, ...]
 
 
-class Plan(NamedTuple, Generic[Host]):
+@dataclass(frozen=True)
+class Plan(Generic[Host]):  # no NamedTuple: Python 3.10 has no generic ones
     """What a mesh is to become."""
 
     extent: Extent

@@ -198,15 +198,16 @@ class ControllerSocket:
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""
         while int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            identity = self._router.recv(zmq.NOBLOCK, copy=False)
-            frames = self._router.recv_multipart(zmq.NOBLOCK)
-            key, _, lane = identity.bytes.decode(errors="replace").rpartition("/")
-            host_id = _user_id(identity)
+            identity = self._router.recv(zmq.NOBLOCK)
+            first = self._router.recv(zmq.NOBLOCK, copy=False)  # libzmq 4.3.4 tells the sender of this frame only
+            frames = [first.bytes, *(self._router.recv_multipart(zmq.NOBLOCK) if first.more else ())]
+            key, _, lane = identity.decode(errors="replace").rpartition("/")
+            host_id = _user_id(first)
             if lane not in LANES or self._keys.get(host_id) != key:
                 self.rejected += 1
                 continue
             if self.door is not None:
-                self.door.heard(f"{host_id}/{lane}", int(identity.get(zmq.SRCFD)))
+                self.door.heard(f"{host_id}/{lane}", int(first.get(zmq.SRCFD)))
             yield host_id, lane, frames
 
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
