@@ -33,12 +33,15 @@ The arguments of an error are its fields, so that each survives pickling.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from meshbook.cell_files import name_notebook_cells
 from meshbook.lost_ranks import Death, describe_deaths, next_steps
 from meshbook.wording import did_you_mean, format_ranks, format_sizes, name_ranks
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class MeshError(Exception):
@@ -240,12 +243,27 @@ class CallError(MeshError):
         return (type(self), self.args, {"partial": dict(self.partial), **told})
 
 
+class RemoteTraceback(Exception):
+    """The tracebacks of ranks: what Python, which does not know our rendering, shows as the cause of their error."""
+
+    def __init__(self, failures: Iterable[Failure]) -> None:
+        self.failures = tuple(failures)
+        super().__init__(self.failures)
+
+    def __str__(self) -> str:
+        lines = []
+        for group in group_failures(self.failures):
+            lines += [f"\n{name_ranks(failure.rank for failure in group)}:", *group[0].traceback]
+        return _ANSI.sub("", "\n".join(lines))
+
+
 class CallFailed(CallError):
     """One or more ranks raised. Equal causes are shown once."""
 
     def __init__(self, failures: Iterable[Failure], partial: Mapping[int, Any] | None = None) -> None:
         self.failures = tuple(failures)
         super().__init__(self.failures, partial=partial)
+        self.__cause__ = RemoteTraceback(self.failures)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ class ActorEndpoint:
     def _call(self, members: Members, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
         group, name = self._group, self._info.name
         pickled = self._pack(view, args, kwargs)
+        group.called = True
         return ActorFuture(group.call(members, name, pickled), make, group.name, name)
 
     def _pack(self, view: Any, args: Any, kwargs: Any, port: Port[Any] | None = None) -> Pickled:

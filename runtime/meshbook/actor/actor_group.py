@@ -28,6 +28,8 @@ class ActorGroup:
         self.initialized: Future[None] = Future()
         self.stopped: str | None = None
         """Why, once it was stopped from here."""
+        self.called = False
+        """Whether anybody has called an endpoint here."""
         self.faults: deque[MeshFailure] = deque()
         """What failed for which nobody waited, to be told at the next use."""
 

@@ -4,8 +4,8 @@
                        ──cancel───> drops a message that waits, interrupts the one that runs
 
 A class with an ``async`` endpoint gets an asyncio loop on that thread; its plain endpoints run there too. Messages are
-still handled one at a time, except those to a `concurrent_endpoint`. The first message makes the actor. When that fails
-it stays, and answers everything with what was raised.
+still handled one at a time, except those to a `concurrent_endpoint`, and what `__supervise__` is told. The first
+message makes the actor. When that fails it stays, and answers everything with what was raised.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class ActorHost:
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
         self._tasks: dict[int, asyncio.Task[Answer | None]] = {}
+        self._beside: set[asyncio.Task[None]] = set()
+        """What runs beside other messages."""
         self._contexts: dict[int, Context] = {}
         self._promised: dict[int, Message] = {}
         """Messages whose answer is to come on their response port, by serial."""
@@ -232,7 +234,9 @@ class ActorHost:
         if message.call.endpoint == RELOAD:
             return self._reload(message)
         if message.call.endpoint == SUPERVISE:
-            return self._supervised(*self._supervise(message))
+            (failure,), _ = message.load()
+            with self._context(message, ""):
+                return self._supervised(self._supervise(failure), failure)
         method, port, args, kwargs = self._prepare(message)
         with self._context(message, args[0]), errors_to(args[1]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)
@@ -288,12 +292,10 @@ class ActorHost:
             current_context.reset(token)
             self._contexts.pop(message.serial, None)
 
-    def _supervise(self, message: Message) -> tuple[Any, MeshFailure]:
-        """Ask the actor to deal with a failure of what it has spawned: what it says, and the failure."""
-        (failure,), _ = message.load()
+    def _supervise(self, failure: MeshFailure) -> Any:
+        """Ask the actor to deal with a failure of what it has spawned; returns what it says."""
         supervise = getattr(self._actor, SUPERVISE, None)
-        with self._context(message, ""):
-            return (supervise(failure) if supervise is not None else False), failure
+        return supervise(failure) if supervise is not None else False
 
     def _supervised(self, handled: object, failure: MeshFailure) -> Answer:
         if not handled and self.mesh is not None:
@@ -305,7 +307,7 @@ class ActorHost:
     def _serve_in_loop(self) -> None:
         self._loop = loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
-        self._inbox.enter_loop(loop)
+        self._inbox.enter_loop(loop, self._take_aside)
         serving = loop.create_task(self._serve_async())
         try:
             while not serving.done():
@@ -317,21 +319,33 @@ class ActorHost:
             loop.close()
 
     async def _serve_async(self) -> None:
-        beside: set[asyncio.Task[None]] = set()
         while (message := await self._inbox.get_async()) is not None:
-            task = asyncio.ensure_future(self._answer_async(message))
             if self._is_concurrent(message):
-                beside.add(task)
-                task.add_done_callback(beside.discard)
+                self._answer_beside(message)
             else:
-                await asyncio.wait({task})
-            del message, task
-        if beside:
-            await asyncio.wait(beside)
+                await asyncio.wait({asyncio.ensure_future(self._answer_async(message))})
+            del message
+        while self._beside:
+            await asyncio.wait(self._beside)
         task = asyncio.ensure_future(self._clean_up_async())
         await asyncio.wait({task})
 
+    def _answer_beside(self, message: Message) -> None:
+        task = asyncio.ensure_future(self._answer_async(message))
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    def _take_aside(self, message: Message) -> bool:
+        """Failures of what it has spawned are told at once: the endpoint that runs may be waiting for just that."""
+        if message.call.endpoint != SUPERVISE:
+            return False
+        if self._inbox.begin(message):
+            self._answer_beside(message)
+        return True
+
     def _is_concurrent(self, message: Message) -> bool:
+        if message.call.endpoint == SUPERVISE:
+            return self._loop is not None
         declared = inspect.getattr_static(type(self._actor), message.call.endpoint, None)
         return isinstance(declared, EndpointMethod) and declared.concurrent
 
@@ -363,10 +377,12 @@ class ActorHost:
         if message.call.endpoint == RELOAD:
             return self._reload(message)
         if message.call.endpoint == SUPERVISE:
-            handled, failure = self._supervise(message)
-            if inspect.isawaitable(handled):
-                handled = await handled
-            return self._supervised(handled, failure)
+            (failure,), _ = message.load()
+            with self._context(message, ""):
+                handled = self._supervise(failure)
+                if inspect.isawaitable(handled):
+                    handled = await handled
+                return self._supervised(handled, failure)
         method, port, args, kwargs = self._prepare(message)
         with self._context(message, args[0]), errors_to(args[1]):
             value = method(*([port] if port is not None else []), *args[2:], **kwargs)

@@ -6,6 +6,8 @@ works in every process of the session.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any, Generic, TypeVar
 
 from meshbook.actor.actor_desk import STOP, WATCH
@@ -18,12 +20,13 @@ from meshbook.actor.ports import Port
 from meshbook.actor.reloading import RELOAD, newest_class, refusal
 from meshbook.actor.results import ActorFuture
 from meshbook.actor.roads import DESK, Road
-from meshbook.actor.supervision import SUPERVISE, MeshFailure, failures_of
+from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.arranged import Arranged
-from meshbook.errors import MeshStoppedError, SerializationError, UsageError, WorkerLost
+from meshbook.errors import Failure, MeshError, MeshStoppedError, SerializationError, UsageError, WorkerLost
 from meshbook.future import Future
 from meshbook.pickling import dumps
 from meshbook.shape import Members
+from meshbook.side_threads import run_aside
 from meshbook.wording import format_sizes
 
 TActor = TypeVar("TActor")
@@ -110,6 +113,11 @@ class ActorMesh(Arranged, Generic[TActor]):
             else:
                 return ActorFuture(source, _nothing, group.name, "stop")
 
+    @property
+    def was_called(self) -> bool:
+        """Whether somebody in this process has called them and is told by that call what became of them."""
+        return self._group.called
+
     def remember_fault(self, failure: MeshFailure) -> None:
         """Have the next use of these actors raise `UnhandledFault`."""
         self._group.faults.append(failure)
@@ -175,15 +183,41 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         pickled = dumps(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was
         pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
+    owner = road.supervisor
     spawned = road.call(
         mesh, members, DESK, f"{group.mailbox}:{road.session}:{name}", pickled,
-        what=f"{cls.__qualname__}()", fail_fast=False,
+        what=f"{cls.__qualname__}()", fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
     )  # fmt: skip
     group.initialized = ActorFuture(spawned, _nothing, name, "__init__")
     keep_group(group)
-    if road.place.mesh and road.supervisor is not None:  # an actor: nobody else tells it
-        watch(actors, road.supervisor)
+    if road.place.mesh and owner is not None:  # an actor: nobody else tells it
+        watch(actors, owner)
     return actors
+
+
+def _on_made(
+    actors: ActorMesh[Any],
+    owner: Port[Any] | None,
+    rank: int,
+    ok: bool,
+    duration_s: float,
+    failure: Failure | None,
+    waited_s: float,
+) -> None:
+    """One has been made, or could not be: the owner is told at once. On the thread that serves the sockets."""
+    if ok or failure is None or failure.ename in (WorkerLost.__name__, KeyboardInterrupt.__name__):
+        return  # of a process that ends the owner is told anyway
+    told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)])
+    run_aside(functools.partial(_tell, owner, told))
+
+
+def _tell(owner: Port[Any] | None, failure: MeshFailure) -> None:
+    """Where the owner cannot be told, it is printed."""
+    if owner is not None:
+        with contextlib.suppress(MeshError):  # it has ended
+            owner.post(SUPERVISE, failure)
+            return
+    print(failure.report(), flush=True)
 
 
 def watch(actors: ActorMesh[Any], owner: Port[Any]) -> None:
@@ -195,9 +229,10 @@ def watch(actors: ActorMesh[Any], owner: Port[Any]) -> None:
         if not isinstance(error, WorkerLost):
             return
         left = [rank for rank in actors.ranks if rank not in error.ranks]
-        owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
-        if left:
-            watch(actors.select(left), owner)
+        with contextlib.suppress(MeshError):  # the owner has ended, or the mesh of the actors
+            owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
+            if left:
+                watch(actors.select(left), owner)
 
     group.call(actors.members, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
 

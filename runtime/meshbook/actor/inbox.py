@@ -36,6 +36,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_queue: asyncio.Queue[_Item] | None = None
+        self._aside: Callable[[Message], bool] = lambda message: False
         self._serial = 0
         self._waiting: dict[int, Message] = {}
         """Those that the actor has not begun, by serial."""
@@ -54,11 +55,17 @@ class Inbox:
             self._pass_on(None)
 
     def _pass_on(self, item: _Item) -> None:
-        if self._loop is None or self._loop_queue is None:
+        if self._loop is None:
             self._queue.put(item)
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the actor has ended
-                self._loop.call_soon_threadsafe(self._loop_queue.put_nowait, item)
+                self._loop.call_soon_threadsafe(self._sort, item)
+
+    def _sort(self, item: _Item) -> None:
+        """In the loop: a message waits for its turn, unless it is handled aside."""
+        assert self._loop_queue is not None
+        if item is None or not self._aside(item):
+            self._loop_queue.put_nowait(item)
 
     def drop(self, call: wire.Call) -> bool:
         """The sender does not want ``call`` any more; whether it waited here."""
@@ -98,24 +105,28 @@ class Inbox:
         """Wait for the next; None: the actor is to end."""
         while True:
             message = self._queue.get()
-            if message is None or self._begin(message):
+            if message is None or self.begin(message):
                 return message
 
-    def enter_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on `get_async`, in ``loop``, is used."""
+    def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[Message], bool]) -> None:
+        """From now on `get_async`, in ``loop``, is used.
+
+        aside: asked in the loop about each message as it comes; True: it does not wait for those before it.
+        """
         with self._lock:
-            self._loop, self._loop_queue = loop, asyncio.Queue()
+            self._loop, self._loop_queue, self._aside = loop, asyncio.Queue(), aside
             while not self._queue.empty():
-                self._loop_queue.put_nowait(self._queue.get())
+                loop.call_soon(self._sort, self._queue.get())
 
     async def get_async(self) -> _Item:
         """As `get`."""
         assert self._loop_queue is not None
         while True:
             message = await self._loop_queue.get()
-            if message is None or self._begin(message):
+            if message is None or self.begin(message):
                 return message
 
-    def _begin(self, message: Message) -> bool:
+    def begin(self, message: Message) -> bool:
+        """Whether the message still waits; from now on it does not."""
         with self._lock:
             return self._waiting.pop(message.serial, None) is not None

@@ -63,7 +63,8 @@ class ActorFuture(Future[T], Generic[T]):
             with context().waiting_for(self._source.name_in_chain, timeout):
                 return self._make(self._source.get(timeout))
         except (CallFailed, WorkerLost, MeshStoppedError) as error:
-            raise translate(error, *self._names) from None
+            told = translate(error, *self._names)
+            raise told from told.__cause__
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         with context().waiting_for(self._source.name_in_chain, timeout):
@@ -80,7 +81,8 @@ class ActorFuture(Future[T], Generic[T]):
                 self._source.cancel()
             raise
         except (CallFailed, WorkerLost, MeshStoppedError) as error:
-            raise translate(error, *self._names) from None
+            told = translate(error, *self._names)
+            raise told from told.__cause__
 
 
 class Stream(Generic[T]):

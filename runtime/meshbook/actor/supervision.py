@@ -1,12 +1,13 @@
 """Failures that reach no caller, and who is told of them.
 
-A message that nobody waits for (a broadcast, say) fails: the owner of the actors, who has spawned them, is told. In the
-notebook that is `unhandled_fault_hook`; by default it prints a line at once and has the next use of the actors raise
-`UnhandledFault`. Neither ends a process.
+A message that nobody waits for (a broadcast, say) fails, or a constructor: the owner of the actors, who has spawned
+them, is told, of each process by itself. In the notebook that is `unhandled_fault_hook`; by default it prints a line
+for all processes that fail together, and has the next use of the actors raise `UnhandledFault`. Neither ends a process.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
+from meshbook.side_threads import Lane
 from meshbook.wording import name_ranks
 
 if TYPE_CHECKING:
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 SUPERVISE = "__supervise__"
 """What failures of meshes that an actor has spawned come as."""
 
+INIT = "__init__"
+"""What has failed, where actors could not be made."""
+
 JOIN_S = 0.1
-"""How long a failure waits for the like of it from other ranks."""
+"""How long a failure waits for the like of it from other ranks, before people are told."""
 
 
 class MeshFailure:
@@ -50,11 +55,22 @@ class MeshFailure:
         """The ranks on which it failed, in order."""
         return tuple(failure.rank for failure in self.failures)
 
+    @property
+    def is_of_init(self) -> bool:
+        """Whether actors could not be made, so that each call to them fails as well."""
+        return self.what == f"{self.mesh.name}.{INIT}"
+
+    def parts(self) -> list[MeshFailure]:
+        """One for each rank."""
+        return [MeshFailure(self.mesh, self.what, [failure]) for failure in self.failures]
+
     def report(self) -> str:
         """What a person needs to know: a line for each cause, and its traceback."""
         lines = []
         for group in group_failures(self.failures):
-            waited = "" if group[0].ename == WorkerLost.__name__ else ", which nobody waited for"
+            waited = ", which nobody waited for"
+            if self.is_of_init or group[0].ename == WorkerLost.__name__:
+                waited = ""
             lines.append(f"{self.what}{waited}: {_cause(group)}")
             lines += [f"  {line}" for part in group[0].traceback for line in part.splitlines()]
         return "\n".join(lines)
@@ -89,11 +105,12 @@ def unhandled_fault_hook(failure: MeshFailure) -> None:
     Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...``.
     """
     raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]
-    if not raised:
+    if not raised or (failure.is_of_init and failure.mesh.was_called):  # then the caller is told
         return
     for group in group_failures(raised):
         print(f"{failure.what}: {_cause(group)}\n  the next use of {failure.mesh_name} raises it", file=sys.stderr)
-    failure.mesh.remember_fault(failure)
+    if not failure.is_of_init:
+        failure.mesh.remember_fault(failure)
 
 
 _observer: Callable[[MeshFailure], object] | None = None
@@ -105,14 +122,14 @@ def observe_unhandled(observer: Callable[[MeshFailure], object] | None) -> None:
     _observer = observer
 
 
-def on_unhandled(failure: MeshFailure) -> None:
-    """Nobody has handled it: it is for the notebook. On any thread; raises nothing."""
-    if (observer := _observer) is not None:
-        try:
-            observer(failure)
-        except Exception:
-            traceback.print_exc()
+def _own_hook() -> Callable[[MeshFailure], object] | None:
+    """The function that stands in the place of ours, if there is one."""
     hook = vars(sys.modules["meshbook.actor"]).get("unhandled_fault_hook", unhandled_fault_hook)
+    return None if hook is unhandled_fault_hook else hook
+
+
+def _call_hook(hook: Callable[[MeshFailure], object], failure: MeshFailure) -> None:
+    """Raises nothing."""
     try:
         hook(failure)
     except Exception:
@@ -130,14 +147,21 @@ def join_failures(failures: Iterable[MeshFailure]) -> list[MeshFailure]:
 
 
 class FaultJoiner:
-    """Makes one failure of those of many ranks that come at the same time, and tells the hook."""
+    """Tells the notebook of failures that nobody has handled.
+
+    Programs are told of each rank at once, by their hook; people of all ranks that fail together.
+    """
 
     def __init__(self) -> None:
+        self._hooks = Lane()
         self._lock = threading.Lock()
         self._joined: dict[tuple[ActorMesh[Any], str], MeshFailure] = {}
 
     def take(self, failure: MeshFailure) -> None:
         """One has come. On any thread; returns at once."""
+        if (hook := _own_hook()) is not None:
+            for part in failure.parts():
+                self._hooks.add(functools.partial(_call_hook, hook, part))
         key = (failure.mesh, failure.what)
         with self._lock:
             known = self._joined.get(key)
@@ -150,7 +174,13 @@ class FaultJoiner:
     def _tell(self, key: tuple[ActorMesh[Any], str]) -> None:
         with self._lock:
             failure = self._joined.pop(key)
-        on_unhandled(failure)
+        if (observer := _observer) is not None:
+            try:
+                observer(failure)
+            except Exception:
+                traceback.print_exc()
+        if _own_hook() is None:
+            unhandled_fault_hook(failure)
 
 
 def failures_of(error: BaseException) -> list[Failure]:

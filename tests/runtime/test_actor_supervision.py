@@ -1,0 +1,118 @@
+"""Who is told of failures of actors, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from actor_classes import Broken, Counter
+from patience import wait_until
+
+import meshbook.actor
+from meshbook import ProcMesh
+from meshbook.actor import Actor, ActorError, MeshFailure, endpoint
+from meshbook.errors import CallFailed
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
+    """What the hook is told."""
+    told: list[MeshFailure] = []
+    monkeypatch.setattr(meshbook.actor, "unhandled_fault_hook", told.append)
+    return told
+
+
+class Awaiting(Actor):
+    """Its endpoint ends when `__supervise__` has been told."""
+
+    def __init__(self, procs: Any, cls: type[Actor]) -> None:
+        self.children: Any = procs.spawn("children", cls)
+        self.told: list[str] = []
+        self.event = asyncio.Event()
+
+    @endpoint
+    async def until_told(self) -> list[str]:
+        if "fail" in dir(self.children):
+            self.children.fail.broadcast()
+        await self.event.wait()
+        return self.told
+
+    async def __supervise__(self, failure: MeshFailure) -> bool:
+        await asyncio.sleep(0)
+        self.told.append(f"{failure.what} {failure.ranks}")
+        self.event.set()
+        return True
+
+
+@pytest.mark.parametrize(("child", "what"), [(Counter, "children.fail (2,)"), (Broken, "children.__init__ (2,)")])
+def test_an_endpoint_that_awaits_what_supervise_does_gets_it(mesh4: ProcMesh, child: type[Actor], what: str) -> None:
+    owner = mesh4.slice(gpus=1).spawn("owner", Awaiting, mesh4.slice(gpus=2), child)
+    assert owner.until_told.call_one().get(20) == [what]
+
+
+def test_the_hook_is_told_of_constructors_that_raise_for_each_process(mesh4: ProcMesh, seen: list[MeshFailure]) -> None:
+    broken = mesh4.spawn("broken", Broken)
+    wait_until(lambda: len(seen) == 4)
+    assert {failure.what for failure in seen} == {"broken.__init__"}
+    assert sorted(failure.ranks for failure in seen) == [(0,), (1,), (2,), (3,)]
+    assert seen[0].mesh == broken
+    assert seen[0].report().startswith("broken.__init__: rank ")
+    with pytest.raises(ActorError, match="no such file"):
+        broken.get.call().get(20)
+
+
+def test_constructors_that_raise_are_told_in_a_line_and_each_call_says_why(
+    mesh4: ProcMesh, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = mesh4.spawn("broken", Broken)
+    text = ""
+
+    def told() -> bool:
+        nonlocal text
+        text += capfd.readouterr().err
+        return "the next use" in text
+
+    wait_until(told)
+    assert text.count("broken.__init__: ranks 0-3 raised RuntimeError: no such file") == 1
+    for _ in range(2):
+        with pytest.raises(ActorError, match=r"broken.get: .* raised RuntimeError: no such file"):
+            broken.get.call().get(20)
+
+
+SCRIPT = """
+from meshbook.actor import Actor, endpoint, this_host
+class Reader(Actor):
+    @endpoint
+    def read(self):
+        try:
+            {}["shard"]
+        except KeyError as error:
+            raise ValueError("cannot read") from error
+if __name__ == "__main__":
+    this_host().spawn_procs({"gpus": 2}, group=False).spawn("reader", Reader).read.call().get()
+"""
+
+
+def test_an_uncaught_error_of_a_script_shows_the_remote_traceback_and_its_cause(tmp_path: Any) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    for once in ("KeyError: 'shard'", 'raise ValueError("cannot read") from error', "program.py:9, in Reader.read"):
+        assert done.stderr.count(once) == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("meshbook.actor.errors.ActorError: reader.read: rank")
+    assert "\x1b" not in done.stderr
+
+
+def test_the_remote_traceback_is_a_cause_that_notebooks_do_not_draw_again(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter)
+    with pytest.raises(ActorError) as caught:
+        counters.fail.call().get(20)
+    assert str(caught.value.__cause__).count("in Counter.fail(") == 1
+    assert str(CallFailed(caught.value.failures).__cause__) == str(caught.value.__cause__)
+    drawn = re.sub("\x1b[^m]*m", "", "\n".join(caught.value._render_traceback_()))
+    assert drawn.count("in Counter.fail(") == 1
