@@ -17,7 +17,7 @@ from meshbook.wording import name_ranks
 from meshbook_extension.budget import Budget
 from meshbook_extension.collapse import Grouping, Piece
 from meshbook_extension.failure_view import INTERRUPT, FailureView
-from meshbook_extension.labels import Labeller, Text, join_runs, label, label_block
+from meshbook_extension.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
 from meshbook_extension.progress_bars import join_bars
 from meshbook_extension.publish import Publisher, Sink
 
@@ -32,8 +32,19 @@ COUNT_INTERVAL_S = 5.0
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
+RUNS_OF_CELL = 300
+"""So many changes between stdout and stderr are shown in their place: each is an output of its own for a front end."""
+
+
 class _Words(NamedTuple):
     text: str
+
+
+class _Shown:
+    """Rich output on its way to the front end; updates that come meanwhile change it here."""
+
+    def __init__(self, event: DisplayData) -> None:
+        self.event = event
 
 
 class CellOutput:
@@ -65,6 +76,9 @@ class CellOutput:
         self._texts: list[Text] = []
         self._notes: list[Text] = []
         self._updates: dict[str, DisplayData] = {}
+        self._on_their_way: dict[str, list[_Shown]] = {}
+        """By display id, as long as they are not shown; a front end drops an update of what it does not have."""
+        self._runs = 0
         self._failures = FailureView()
         self._budget = Budget()
         self._bars: list[str] = []
@@ -140,7 +154,7 @@ class CellOutput:
         everything = finishing or len(self.done) == len(self._ranks) or self._failures.is_due(now)
         if finishing:
             self._take_skipped(now)
-            self._show(self._grouping.close(now), now)
+            self._show(self._grouping.close(now, results=self._ended), now)
             self._end_line()
         elif everything or now >= self._next_text_at:
             self._show(self._grouping.take(now, at_once=everything), now)
@@ -210,11 +224,20 @@ class CellOutput:
         event = event._replace(data=data)
         display_id = self._display_id(event)
         if event.update and display_id:
-            self._updates[display_id] = event
+            self._take_update(display_id, event)
             return
+        shown = _Shown(event)
+        if display_id:
+            self._show_update(display_id)  # it is of an earlier one
+            self._on_their_way.setdefault(display_id, []).append(shown)
         looks = tuple(sorted((kind, str(value)) for kind, value in data.items()))
         key: Hashable = (event.rank, display_id) if display_id else looks
-        self._grouping.feed_display(event.rank, key, event, at)
+        self._grouping.feed_display(event.rank, key, shown, at, is_result=event.is_result)
+
+    def _take_update(self, display_id: str, event: DisplayData) -> None:
+        for shown in self._on_their_way.get(display_id, ()):
+            shown.event = shown.event._replace(data=event.data, metadata=event.metadata)
+        self._updates[display_id] = event
 
     def _display_id(self, event: DisplayData) -> str | None:
         """Ranks choose their ids without knowing of each other; two may choose the same."""
@@ -250,20 +273,24 @@ class CellOutput:
 
     def _send_texts(self) -> None:
         texts, self._texts = self._texts, []
-        for stream, text in join_runs(texts):
+        for stream, text in join_runs(texts, RUNS if self._runs > RUNS_OF_CELL else MANY_RUNS):
             self._sink.stream(stream, text)
+            self._runs += 1
 
     def _show_display(self, piece: Piece) -> None:
-        event: DisplayData = piece.display
+        shown: _Shown = piece.display
+        event, display_id = shown.event, self._display_id(shown.event)
+        if display_id:
+            self._on_their_way[display_id].remove(shown)
         if not self._budget.admit_display(piece, sum(len(str(value)) for value in event.data.values())):
             return
         self._end_line()
         if set(event.data) == {"text/plain"}:
             text = label_block(piece.ranks, str(event.data["text/plain"]))
-            self._sink.display({"text/plain": text}, event.metadata, self._display_id(event))
+            self._sink.display({"text/plain": text}, event.metadata, display_id)
         else:
             self._sink.display({"text/plain": label(piece.ranks)}, {})
-            self._sink.display(event.data, event.metadata, self._display_id(event))
+            self._sink.display(event.data, event.metadata, display_id)
 
     def _show_notes(self) -> None:
         notes, self._notes = self._notes, []
@@ -286,12 +313,17 @@ class CellOutput:
         ]
 
     def _show_updates(self) -> None:
-        updates, self._updates = self._updates, {}
-        for display_id, event in updates.items():
-            data = dict(event.data)
-            if set(data) == {"text/plain"}:
-                data["text/plain"] = label_block([event.rank], str(data["text/plain"]))
-            self._sink.display(data, event.metadata, display_id, update=True)
+        for display_id in list(self._updates):
+            if not self._on_their_way.get(display_id):
+                self._show_update(display_id)
+
+    def _show_update(self, display_id: str) -> None:
+        if (event := self._updates.pop(display_id, None)) is None:
+            return
+        data = dict(event.data)
+        if set(data) == {"text/plain"}:
+            data["text/plain"] = label_block([event.rank], str(data["text/plain"]))
+        self._sink.display(data, event.metadata, display_id, update=True)
 
     def _show_bars(self, now: float) -> None:
         self.progress = self._grouping.bars()

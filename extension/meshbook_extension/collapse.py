@@ -1,24 +1,16 @@
 """Merging what ranks print: equal lines of several ranks become one, without losing or reordering any.
 
-Open lines stand in one queue, oldest first. A rank's next line joins the first equal one behind the line of the same
-stream that it joined last, or else is put at the end; so the lines of each rank and stream keep their order. (Between
-stdout and stderr there is none to keep: they come by two pipes.)
-
-    rank 0 printed  a b c        queue  a{0,1}  b{0}  c{0,1}         the next "b" of rank 1 cannot join b{0}:
-    rank 1 printed  a c                                 ^ rank 1     it came after c, and is put at the end
-
-The head of the queue is shown when every rank that still runs has it, or when it has waited for the window. Joining is
-a dictionary look-up and a bisection among equal open lines. Progress bars that have ended are equal if they differ in
-time and rate alone. Pure: no clock, no thread.
+A line is shown when every rank that still runs has printed it, or when it has waited for the window. Progress bars that
+have ended are equal if they differ in time and rate alone. Pure: no clock, no thread.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
+import math
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
+from meshbook_extension.alignment import Alignment, Row
 from meshbook_extension.line_reader import Line, LineReader
 from meshbook_extension.progress_bars import ended_bar
 
@@ -42,20 +34,23 @@ class Piece(NamedTuple):
 class Grouping(Protocol):
     """How the output of several ranks becomes one; all times are in seconds on the caller's clock."""
 
-    def feed(self, rank: int, stream: str, text: str, now: float) -> None:
-        """Take what ``rank`` printed."""
+    def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
+        """Take what ``rank`` printed. Between stdout and stderr of one ``place`` nobody knows the order."""
 
-    def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
-        """Take something that is not text; equal keys mean that it looks the same."""
+    def feed_display(self, rank: int, key: Hashable, display: Any, now: float, *, is_result: bool = False) -> None:
+        """Take something that is not text; equal keys mean that it looks the same.
+
+        is_result: the value of the cell's last expression; it waits until no rank runs any more.
+        """
 
     def end(self, rank: int, now: float) -> None:
         """``rank`` has ended; an unfinished line of it counts as a line."""
 
     def take(self, now: float, *, at_once: bool = False) -> list[Piece]:
-        """What is to be shown by now; ``at_once``: all that could be."""
+        """What is to be shown by now; ``at_once``: all that could be, except for what waits for ranks to end."""
 
-    def close(self, now: float) -> list[Piece]:
-        """Everything that is left. More may be fed afterwards."""
+    def close(self, now: float, *, results: bool = True) -> list[Piece]:
+        """Everything that is left, begun lines too; without ``results`` as `take`. More may be fed afterwards."""
 
     def due_at(self) -> float | None:
         """When `take` will give something, if nothing more is fed; None: never."""
@@ -67,22 +62,8 @@ class Grouping(Protocol):
     """Whether bars that belong together are shown as one."""
 
 
-_Key: TypeAlias = "tuple[Any, ...]"
-"""(stream, text, continues) of a line, (``display``, its own key) of what is none."""
-
-
-class _Open:
-    """A line in the queue."""
-
-    __slots__ = ("display", "key", "number", "ranks", "since", "text")
-
-    def __init__(self, number: int, key: _Key, since: float, ranks: list[int], text: str, display: Any) -> None:
-        self.number, self.key, self.since, self.ranks = number, key, since, ranks
-        self.text, self.display = text, display
-
-
 class Collapser:
-    """Merges equal lines (``--group equal``)."""
+    """Merges equal lines (``--group equal``), as `meshbook_extension.alignment` lays them side by side."""
 
     joins_bars = True
 
@@ -90,21 +71,20 @@ class Collapser:
         self._running = set(ranks)
         self._window_s = window_s
         self._reader = LineReader()
-        self._queue: deque[_Open] = deque()
-        self._equal: dict[_Key, list[_Open]] = {}
-        """Per key its lines, in order; some at the front may have left the queue."""
-        self._last: dict[tuple[int, str], int] = {}
-        """Per rank and stream the number of the line that it joined last."""
-        self._next_number = 0
-        self._shown = -1
-        """The number of the last line that left the queue."""
+        self._alignment = Alignment()
+        self._place: dict[int, int] = {}
 
-    def feed(self, rank: int, stream: str, text: str, now: float) -> None:
+    def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
+        if self._place.get(rank, 0) != place:
+            self._place[rank] = place
+            self._alignment.bar(rank)
         self._add_lines(self._reader.feed(rank, stream, text, now), now)
 
-    def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
+    def feed_display(self, rank: int, key: Hashable, display: Any, now: float, *, is_result: bool = False) -> None:
         self._add_lines(self._reader.take_begun(rank), now)
-        self._add(rank, ("display", key), "display", now, display=display)
+        self._alignment.bar(rank)
+        self._alignment.add(rank, "display", ("display", key), now + self._window_s, "", display, is_result)
+        self._alignment.bar(rank)
 
     def end(self, rank: int, now: float) -> None:
         self._running.discard(rank)
@@ -112,70 +92,41 @@ class Collapser:
 
     def take(self, now: float, *, at_once: bool = False) -> list[Piece]:
         self._add_lines(self._reader.take_rested(now), now)
-        shown = []
-        while self._queue and (at_once or self._is_due(self._queue[0], now)):
-            shown.append(self._pop())
-        return in_rounds(shown)
+        return [_piece(row) for row in self._alignment.take(math.inf if at_once else now, self._running)]
 
-    def close(self, now: float) -> list[Piece]:
+    def close(self, now: float, *, results: bool = True) -> list[Piece]:
         for rank in self._reader.ranks():
             self._add_lines(self._reader.end(rank), now)
-        return self.take(now, at_once=True)
+        return [_piece(row) for row in self._alignment.take(math.inf, self._running, results=results)]
 
     def due_at(self) -> float | None:
-        rested = self._reader.due_at()
-        head = self._queue[0].since + self._window_s if self._queue else None
-        return min((time for time in (rested, head) if time is not None), default=None)
+        times = self._reader.due_at(), self._alignment.due_at(self._running)
+        return min((time for time in times if time is not None), default=None)
 
     def bars(self) -> list[tuple[tuple[int, ...], str]]:
         return self._reader.bars()
 
     def _add_lines(self, lines: Iterable[Line], now: float) -> None:
         for rank, stream, text, continues in lines:
-            self._add(rank, (stream, ("|" in text and ended_bar(text)) or text, continues), stream, now, text)
+            key = (stream, ("|" in text and ended_bar(text)) or text, continues)
+            self._alignment.add(rank, stream, key, now + self._window_s, text)
 
-    def _add(self, rank: int, key: _Key, stream: str, now: float, text: str = "", display: Any = None) -> None:
-        line = self._find(rank, key, stream) if key in self._equal else None
-        if line is None:
-            line = _Open(self._next_number, key, now, [rank], text, display)
-            self._next_number += 1
-            self._queue.append(line)
-            self._equal.setdefault(key, []).append(line)
-        else:
-            line.ranks.append(rank)
-            line.text = max(line.text, text)  # of bars the one that took longest
-        self._last[rank, stream] = line.number
 
-    def _find(self, rank: int, key: _Key, stream: str) -> _Open | None:
-        """The first open line with this key that ``rank`` may join."""
-        equal = self._equal[key]
-        after = max(self._last.get((rank, stream), -1), self._shown)
-        place = bisect_right(equal, after, key=_number)
-        return equal[place] if place < len(equal) else None
-
-    def _is_due(self, line: _Open, now: float) -> bool:
-        if now - line.since >= self._window_s:
-            return True
-        return len(line.ranks) >= len(self._running) and self._running.issubset(line.ranks)
-
-    def _pop(self) -> Piece:
-        line = self._queue.popleft()
-        self._shown = line.number
-        equal = self._equal[line.key]
-        if equal[-1] is line:
-            del self._equal[line.key]
-        elif len(equal) > 32 and equal[len(equal) // 2] is line:
-            del equal[: len(equal) // 2 + 1]
-        ranks = tuple(sorted(line.ranks))
-        if line.key[0] == "display":
-            return Piece(ranks, "display", "", False, line.display)
-        stream, _, continues = line.key
-        return Piece(ranks, stream, line.text, continues)
+def _piece(row: Row) -> Piece:
+    ranks = tuple(row.entries)  # in their order
+    if row.key[0] == "display":
+        return Piece(ranks, "display", "", False, row.entries[ranks[0]].display)
+    stream, _, continues = row.key
+    text = max(entry.text for entry in row.entries.values())  # of bars the one that took longest
+    return Piece(ranks, stream, text, continues)
 
 
 class ByRank:
-    """Merges nothing: each line at once with its rank (``--group none``), or each rank's as one block when it ends
-    (``--group rank``, ``blocks=True``)."""
+    """Merges nothing: each line at once with its rank (``--group none``), or each rank's as one block (``--group
+    rank``, ``blocks=True``), which comes when it and the ranks before it have ended.
+
+    Without blocks, results wait until no rank runs any more, and come in the order of ranks.
+    """
 
     joins_bars = False
 
@@ -186,30 +137,35 @@ class ByRank:
         self._held: dict[int, list[Piece]] = {}
         self._ready: list[Piece] = []
 
-    def feed(self, rank: int, stream: str, text: str, now: float) -> None:
+    def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
         self._add_lines(rank, self._reader.feed(rank, stream, text, now))
 
-    def feed_display(self, rank: int, key: Hashable, display: Any, now: float) -> None:
+    def feed_display(self, rank: int, key: Hashable, display: Any, now: float, *, is_result: bool = False) -> None:
         self._add_lines(rank, self._reader.take_begun(rank))
-        self._place(rank, [Piece((rank,), "display", "", display=display)])
+        if is_result and self._running:
+            self._held.setdefault(rank, [])
+        self._put(rank, [Piece((rank,), "display", "", display=display)])
 
     def end(self, rank: int, now: float) -> None:
         self._add_lines(rank, self._reader.end(rank))
         self._running.discard(rank)
-        self._ready += self._held.pop(rank, [])
+        if self._blocks:
+            first = min(self._running, default=math.inf)
+            for ended in sorted(rank for rank in self._held if rank < first):
+                self._ready += self._held.pop(ended)
+        elif not self._running:
+            self._ready += self._take_held()
 
     def take(self, now: float, *, at_once: bool = False) -> list[Piece]:
         for line in self._reader.take_rested(now):
             self._add_lines(line.rank, [line])
         ready, self._ready = self._ready, []
-        return sorted(ready, key=_first_rank) if self._blocks else ready
+        return ready
 
-    def close(self, now: float) -> list[Piece]:
+    def close(self, now: float, *, results: bool = True) -> list[Piece]:
         for rank in self._reader.ranks():
             self._add_lines(rank, self._reader.end(rank))
-        held = [piece for _, pieces in sorted(self._held.items()) for piece in pieces]
-        self._held.clear()
-        return self.take(now) + held
+        return self.take(now) + (self._take_held() if results or self._blocks else [])
 
     def due_at(self) -> float | None:
         return 0.0 if self._ready else self._reader.due_at()
@@ -218,28 +174,20 @@ class ByRank:
         return self._reader.bars()
 
     def _add_lines(self, rank: int, lines: Iterable[Line]) -> None:
-        self._place(rank, [Piece((rank,), line.stream, line.text, line.continues) for line in lines])
+        self._put(rank, [Piece((rank,), line.stream, line.text, line.continues) for line in lines])
 
-    def _place(self, rank: int, pieces: list[Piece]) -> None:
+    def _put(self, rank: int, pieces: list[Piece]) -> None:
         if self._blocks and rank in self._running:
             self._held.setdefault(rank, []).extend(pieces)
+        elif rank in self._held:
+            self._held[rank] += pieces
         else:
             self._ready += pieces
 
-
-def in_rounds(pieces: list[Piece]) -> list[Piece]:
-    """Sort pieces that come out together: each rank's first by rank, then each rank's second, and so on.
-
-    Ranks that do the same then read the same from run to run, whichever was faster. Pieces that share a rank keep their
-    order.
-    """
-    rounds: dict[int, int] = {}
-    keys = []
-    for piece in pieces:
-        number = 1 + max(rounds.get(rank, 0) for rank in piece.ranks)
-        rounds.update(dict.fromkeys(piece.ranks, number))
-        keys.append((number, piece.ranks[0]))
-    return [pieces[index] for index in sorted(range(len(pieces)), key=keys.__getitem__)]
+    def _take_held(self) -> list[Piece]:
+        held = [piece for _, pieces in sorted(self._held.items()) for piece in pieces]
+        self._held.clear()
+        return held
 
 
 def grouping_for(name: str, ranks: Iterable[int]) -> Grouping:
@@ -247,11 +195,3 @@ def grouping_for(name: str, ranks: Iterable[int]) -> Grouping:
     if name == "equal":
         return Collapser(ranks)
     return ByRank(ranks, blocks=name == "rank")
-
-
-def _first_rank(piece: Piece) -> int:
-    return piece.ranks[0]
-
-
-def _number(line: _Open) -> int:
-    return line.number

@@ -8,8 +8,10 @@ from typing import NamedTuple
 from meshbook.wording import format_ranks
 from meshbook_extension.collapse import Piece
 
+MANY_RUNS = 40
+"""What changes more often between stdout and stderr, and is shown at once, is sorted by stream."""
 RUNS = 6
-"""More changes between stdout and stderr than this in one message are sorted by stream instead."""
+"""The same for a cell that has shown many of them."""
 
 
 class Text(NamedTuple):
@@ -63,14 +65,14 @@ class Labeller:
         return [Text(opened.stream, "\n")] if opened else []
 
 
-def join_runs(texts: Sequence[Text]) -> list[Text]:
-    """Neighbours of one stream become one; with many changes of stream, all of a stream becomes one."""
+def join_runs(texts: Sequence[Text], most: int = MANY_RUNS) -> list[Text]:
+    """Neighbours of one stream become one; if that leaves more than ``most``, all of a stream becomes one."""
     runs: list[tuple[str, list[str]]] = []
     for stream, text in texts:
         if not runs or runs[-1][0] != stream:
             runs.append((stream, []))
         runs[-1][1].append(text)
-    if len(runs) > RUNS:
+    if len(runs) > most:
         streams = dict.fromkeys(stream for stream, _ in runs)
         return [Text(name, "".join(text for stream, text in texts if stream == name)) for name in streams]
     return [Text(stream, "".join(parts)) for stream, parts in runs]

@@ -348,3 +348,38 @@ def test_blocks_per_rank() -> None:
     for number in range(2):
         cell.receive(*(out(rank, f"line {number}\n") for rank in range(2)))
     assert cell.finish() == "[0] line 0\n[0] line 1\n[1] line 0\n[1] line 1\n"
+
+
+def test_an_update_is_not_sent_before_the_display_that_it_is_of(cell: Cell) -> None:
+    half = shown(0, {"text/html": "50 %"}, display_id="bar", update=True)
+    cell.receive(shown(0, {"text/html": "0 %"}, display_id="bar"), half)
+    cell.pump()
+    cell.pump(later_s=0.2)
+    cell.receive(shown(0, {"text/html": "100 %"}, display_id="bar", update=True))
+    cell.finish()
+    displays = [message for message in cell.sink.messages if message[1][1] == "main.0.bar"]
+    assert [(kind, data) for kind, (data, _) in displays] == [
+        ("display", {"text/html": "50 %"}),
+        ("update", {"text/html": "50 %"}),
+        ("update", {"text/html": "100 %"}),
+    ]
+
+
+def test_results_are_sorted_though_ranks_are_not_equally_fast(cell: Cell) -> None:
+    for at, rank in enumerate((3, 1, 0)):
+        value = shown(rank, {"text/plain": f"value {rank}"}, is_result=True)
+        cell.receive(out(rank, f"print {rank}\n"), value, done(rank))
+        cell.pump(later_s=at + 0.5)
+    assert "display" not in cell.sink.kinds() and cell.sink.text().count("print") == 3
+    cell.receive(shown(2, {"text/plain": "value 2"}, is_result=True), done(2))
+    cell.pump()
+    values = [message[1][0]["text/plain"] for message in cell.sink.messages if message[0] == "display"]
+    assert values == [f"[{rank}] value {rank}" for rank in range(4)]
+
+
+def test_a_rank_that_fails_is_shown_at_once_while_results_wait(cell: Cell) -> None:
+    cell.receive(shown(0, {"text/plain": "value"}, is_result=True), done(0), done(1, failure(1)))
+    cell.pump(later_s=0.5)
+    assert cell.sink.kinds() == ["error"]
+    cell.finish()
+    assert cell.sink.kinds() == ["error", "display"]

@@ -116,18 +116,67 @@ def test_at_once_leaves_unfinished_lines_alone() -> None:
     assert shown(collapser.close(0.0)) == [((0,), "half")]
 
 
-def test_blocks_come_when_their_rank_ends() -> None:
-    blocks = ByRank(range(2), blocks=True)
+def test_blocks_come_in_the_order_of_ranks_when_those_before_have_ended() -> None:
+    blocks = ByRank(range(3), blocks=True)
     blocks.feed(0, "stdout", "a\n", 0.0)
     blocks.feed(1, "stdout", "x\n", 0.0)
     blocks.feed(0, "stderr", "b", 0.0)
-    assert blocks.take(10.0) == []
     blocks.end(1, 10.0)
-    assert shown(blocks.take(10.0)) == [((1,), "x\n")]
+    blocks.feed(1, "stdout", "late\n", 10.0)
+    assert blocks.take(10.0) == []
     blocks.end(0, 11.0)
-    assert shown(blocks.take(11.0)) == [((0,), "a\n"), ((0,), "b")]
+    assert shown(blocks.take(11.0)) == [((0,), "a\n"), ((0,), "b"), ((1,), "x\n"), ((1,), "late\n")]
     blocks.feed(0, "stdout", "late\n", 12.0)
     assert shown(blocks.take(12.0)) == [((0,), "late\n")]
+
+
+def test_equal_lines_meet_behind_lines_that_differ() -> None:
+    collapser = Collapser(range(8))
+    for rank in range(8):
+        collapser.feed(rank, "stdout", f"rank {rank}\nsame\n", 0.1 * rank / 8)
+    different = [((rank,), f"rank {rank}\n") for rank in range(8)]
+    assert shown(collapser.take(WINDOW_S)) == [*different, (tuple(range(8)), "same\n")]
+
+
+def test_an_equal_line_further_back_is_waited_for_no_longer_than_the_window() -> None:
+    collapser = Collapser(range(2))
+    collapser.feed(0, "stdout", "same\n", 0.0)
+    collapser.feed(1, "stdout", "1\n2\nsame\n3\n", 0.1)
+    assert collapser.take(0.14) == []
+    assert shown(collapser.take(WINDOW_S)) == [((1,), "1\n"), ((1,), "2\n"), ((0, 1), "same\n")]
+    assert collapser.due_at() == 0.1 + WINDOW_S
+
+
+def test_stdout_and_stderr_keep_an_order_that_is_known() -> None:
+    collapser = Collapser(range(2))
+    for rank, streams in enumerate([("stdout", "stderr"), ("stderr", "stdout")]):
+        for place, stream in enumerate(streams):
+            collapser.feed(rank, stream, f"{stream}\n", 0.0, place)
+    assert shown(collapser.close(0.0)) == [((0,), "stdout\n"), ((0, 1), "stderr\n"), ((1,), "stdout\n")]
+
+
+@pytest.mark.parametrize("name", ["equal", "none"])
+def test_results_wait_for_the_ranks_that_run_and_are_sorted(name: str) -> None:
+    grouping = grouping_for(name, range(3))
+    for rank in (2, 0):
+        grouping.feed(rank, "stdout", f"print of {rank}\n", 0.0)
+        grouping.feed_display(rank, rank, rank, 0.0, is_result=True)
+        grouping.feed_display(rank, ("figure", rank), 10 + rank, 0.0)
+        grouping.end(rank, 0.1)
+    assert sorted(shown(grouping.take(1.0, at_once=True))) == [((rank,), f"print of {rank}\n") for rank in (0, 2)]
+    assert grouping.due_at() is None and grouping.close(1.0, results=False) == []
+    grouping.end(1, 2.0)
+    pieces = grouping.take(2.0, at_once=True)
+    shows = [piece.display for piece in pieces]
+    assert shows == ([0, 2, 10, 12] if name == "equal" else [0, 10, 2, 12])
+
+
+def test_equal_results_are_one_however_late_a_rank_is() -> None:
+    collapser = Collapser(range(3))
+    for rank, at in ((2, 0.0), (1, 5.0), (0, 9.0)):
+        collapser.feed_display(rank, "looks", rank, at, is_result=True)
+        collapser.end(rank, at)
+    assert [piece.ranks for piece in collapser.take(9.0)] == [(0, 1, 2)]
 
 
 def test_nothing_merged_means_nothing_held() -> None:
@@ -186,3 +235,98 @@ def test_nothing_is_lost_or_reordered_within_a_rank_and_stream(
 def _check_due(grouping: Grouping, now: float) -> None:
     due = grouping.due_at()
     assert due is None or now < due <= now + max(WINDOW_S, REST_S)
+
+
+LINES = st.lists(st.tuples(st.sampled_from(["stdout", "stderr", "display"]), st.sampled_from("abc")), max_size=8)
+
+
+@given(
+    programs=st.lists(st.tuples(LINES, LINES), min_size=1, max_size=5),
+    tail=LINES,
+    skews=st.lists(st.floats(0, WINDOW_S * 0.4), min_size=5, max_size=5),
+    pumps=st.lists(st.floats(0, 2 * WINDOW_S), max_size=6),
+)
+def test_equal_tails_are_merged_whatever_comes_before(
+    programs: list[tuple[list[tuple[str, str]], list[tuple[str, str]]]],
+    tail: list[tuple[str, str]],
+    skews: list[float],
+    pumps: list[float],
+) -> None:
+    """Each rank shows lines of its own, then what all show, all within the window."""
+    ranks = range(len(programs))
+    collapser = Collapser(ranks)
+    events: list[tuple[float, int, str, str]] = []
+    for rank, (first, second) in enumerate(programs):
+        steps = [(stream, f"{text} of {rank}") for stream, text in first + second] + tail
+        events += [(skews[rank] * (1 + 1.4 * (at >= len(first))), rank, *step) for at, step in enumerate(steps)]
+    pieces: list[Piece] = []
+    for place, (at, rank, stream, text) in enumerate(sorted(events, key=lambda event: event[:1])):
+        while pumps and min(pumps) <= at:
+            pumps.remove(earliest := min(pumps))
+            pieces += collapser.take(earliest)
+        if stream == "display":
+            collapser.feed_display(rank, text, text, at)
+        else:
+            collapser.feed(rank, stream, f"{text}\n", at, place)
+    for at in sorted(pumps):
+        pieces += collapser.take(max(at, max(skews) * 2.4))
+    pieces += collapser.close(10.0)
+    assert len([piece for piece in pieces if len(piece.ranks) == len(ranks)]) >= len(tail)
+    for rank, (first, second) in enumerate(programs):
+        mine = [(p.stream, p.display or p.text.rstrip("\n")) for p in pieces if rank in p.ranks]
+        assert mine == [(stream, f"{text} of {rank}") for stream, text in first + second] + tail
+
+
+@pytest.mark.parametrize("name", ["equal", "rank", "none"])
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from(["stdout", "stderr", "display", "result", "end"]),
+            st.sampled_from("abc"),
+            st.integers(0, 1),
+            st.sampled_from([0.0, 0.01, 0.1, 0.3]),
+            st.booleans(),
+        ),
+        max_size=60,
+    )
+)
+def test_lines_displays_and_results_of_a_rank_keep_their_order(
+    name: str, steps: list[tuple[int, str, str, int, float, bool]]
+) -> None:
+    """Two lines change their order only where nobody knows it: one of stdout and one of stderr, of one place."""
+    grouping = grouping_for(name, range(4))
+    sent: dict[int, list[tuple[str, str, int]]] = {rank: [] for rank in range(4)}
+    pieces: list[Piece] = []
+    places = [0] * 4
+    now = 0.0
+    for rank, kind, text, further, pause, take in steps:
+        now += pause
+        places[rank] += further
+        if kind == "end":
+            grouping.end(rank, now)
+        elif kind in ("display", "result"):
+            places[rank] += 1
+            grouping.feed_display(rank, text, text, now, is_result=kind == "result")
+            sent[rank].append(("display", text, places[rank]))
+            places[rank] += 1
+        else:
+            grouping.feed(rank, kind, f"{text}\n", now, places[rank])
+            sent[rank].append((kind, text, places[rank]))
+        if take:
+            pieces += grouping.take(now)
+    pieces += grouping.close(now)
+    assert len({rank for piece in pieces for rank in piece.ranks}) == sum(map(bool, sent.values()))
+    for rank, mine in sent.items():
+        got = [(p.stream, p.display or p.text.rstrip("\n")) for p in pieces if rank in p.ranks]
+        left = {
+            stream: [(text, place) for kind, text, place in mine if kind == stream]
+            for stream in ("stdout", "stderr", "display")
+        }
+        at_place = []
+        for stream, text in got:
+            expected, place = left[stream].pop(0)
+            assert text == expected
+            at_place.append(place)
+        assert not any(left.values())
+        assert at_place == sorted(at_place)

@@ -1,0 +1,243 @@
+"""Which lines of several ranks are shown as one: sequences that arrive bit by bit are laid side by side.
+
+Each rank has a queue. What stands first in it may be shown, together with all equal ones that stand first in the queues
+of other ranks. It goes when every rank that still runs has it there, or when one of its lines has waited long enough.
+
+    rank 0   "rank 0"  same  end        "rank 0" and "rank 1" go alone, since nobody else has them; then "same" stands
+    rank 1   "rank 1"  same             first in both queues and goes as one; "end" waits for rank 1
+
+A line that another rank has further back in its queue waits for that one, and makes what stands before it there go
+too: so equal lines meet behind any number of lines that differ. Where lines wait for each other in a circle (ranks
+printed them in different orders) the one that most ranks have in front goes first.
+
+Nothing overtakes within a rank, with one exception. Two lines of which nobody knows which came first (C code wrote them
+to stdout and stderr, which are two pipes) may change places for the sake of a merger; they have the same `era`.
+
+Results wait for each other: they go when no rank runs any more, and what a rank shows behind its result waits with it.
+Pure: no clock, no thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Set
+from typing import Any, NamedTuple, TypeAlias
+
+_Key: TypeAlias = "tuple[Any, ...]"
+
+
+PATIENT_CIRCLES = 64
+"""So many circles are broken one by one in one go; what forms more of them is not alike enough to be worth the time."""
+
+
+class Entry:
+    """Something of one rank that is not shown yet."""
+
+    __slots__ = ("display", "due", "era", "is_result", "key", "lane", "number", "text")
+
+    def __init__(
+        self, lane: deque[Entry], key: _Key, number: int, era: int, due: float, text: str, display: Any, is_result: bool
+    ) -> None:
+        self.lane = lane
+        self.key = key
+        """Equal keys look the same."""
+        self.number, self.era, self.due, self.is_result = number, era, due, is_result
+        self.text, self.display = text, display
+
+
+class Row(NamedTuple):
+    """Equal entries that are shown as one."""
+
+    key: _Key
+    entries: dict[int, Entry]
+    """By rank, in the order of ranks."""
+
+
+class _Queue:
+    """What one rank has printed, in a lane per stream."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, deque[Entry]] = {}
+        self.front: tuple[Entry, ...] = ()
+        """The entries that may go: the first, then what may as well have come before it."""
+        self.through = -1
+        """All entries up to this number go, since others wait for one of them."""
+        self.era = self.count = 0
+
+    def look(self) -> None:
+        """Find `front` anew."""
+        first = [lane[0] for lane in self.lanes.values() if lane]
+        if len(first) > 1:
+            first.sort(key=_number)
+            first = [entry for entry in first if entry.era == first[0].era]
+        self.front = tuple(first)
+
+
+class Alignment:
+    """The queues of all ranks."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, _Queue] = {}
+        self._holders: dict[_Key, dict[int, int]] = {}
+        """Per key the ranks that have it, and how often."""
+        self._front: dict[_Key, set[int]] = {}
+        """Per key the ranks that have it in front."""
+        self._changed: set[int] = set()
+        """Ranks with another first entry in a lane than they had when `front` was found."""
+        self._drawn: set[_Key] = set()
+        """Keys for which what stands before them elsewhere has been told to go."""
+
+    def add(
+        self, rank: int, stream: str, key: _Key, due: float, text: str, display: Any = None, is_result: bool = False
+    ) -> None:
+        """Put something at the end of the rank's queue; at ``due`` it has waited long enough for other ranks."""
+        queue = self._queue(rank)
+        lane = queue.lanes.get(stream)
+        if lane is None:
+            lane = queue.lanes[stream] = deque()
+        lane.append(Entry(lane, key, queue.count, queue.era, due, text, display, is_result))
+        queue.count += 1
+        if len(lane) == 1:
+            self._changed.add(rank)
+        holders = self._holders.get(key)
+        if holders is None:
+            self._holders[key] = {rank: 1}
+        else:
+            holders[rank] = holders.get(rank, 0) + 1
+            self._drawn.discard(key)
+
+    def bar(self, rank: int) -> None:
+        """What the rank adds from now on has certainly come after all that is there."""
+        self._queue(rank).era += 1
+
+    def due_at(self, running: Collection[int]) -> float | None:
+        """When the next entry has waited long enough; those left out that wait for ranks to end."""
+        self._look_again()
+        heads = (queue.front[0] for queue in self._queues.values() if queue.front)
+        return min((head.due for head in heads if not (head.is_result and running)), default=None)
+
+    def take(self, now: float, running: Set[int], *, results: bool = False) -> list[Row]:
+        """Return what is to be shown, in order: what is due by ``now`` or stands in front of all running ranks.
+
+        results: those too for which ranks that run may yet have equals.
+        """
+        running = frozenset() if results else running
+        rows: list[Row] = []
+        self._look_again()
+        candidates = {queue.front[0].key for queue in self._queues.values() if queue.front}
+        circles = 0
+        while True:
+            ready = [key for key in candidates if self._may_go(key, now, running)]
+            if not ready and circles < PATIENT_CIRCLES and (candidates := self._draw(now, running)):
+                continue
+            if not ready:
+                circles += 1
+                ready = self._in_circles(now, running)[: 1 if circles <= PATIENT_CIRCLES else None]
+            if not ready:
+                return rows
+            for key in sorted(ready, key=self._place):
+                rows.append(self._pop(key))
+            candidates = self._look_again()
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _queue(self, rank: int) -> _Queue:
+        queue = self._queues.get(rank)
+        if queue is None:
+            queue = self._queues[rank] = _Queue()
+        return queue
+
+    def _look_again(self) -> set[_Key]:
+        """Bring `front` up to date; returns the keys that came there."""
+        keys: set[_Key] = set()
+        fronts = self._front
+        for rank in self._changed:
+            queue = self._queues[rank]
+            for entry in queue.front:
+                if (ranks := fronts.get(entry.key)) is not None:
+                    ranks.discard(rank)
+                    if not ranks:
+                        del fronts[entry.key]
+            queue.look()
+            for entry in queue.front:
+                fronts.setdefault(entry.key, set()).add(rank)
+                keys.add(entry.key)
+        self._changed.clear()
+        return keys
+
+    def _may_go(self, key: _Key, now: float, running: Set[int]) -> bool:
+        """Whether those with this key that stand in front are to be shown, and no rank has one further back."""
+        ranks = self._front.get(key)
+        if not ranks or len(ranks) < len(self._holders[key]):
+            return False
+        everywhere = len(ranks) >= len(running) and ranks.issuperset(running)
+        for rank in ranks:
+            queue = self._queues[rank]
+            first = queue.front[0]
+            if first.key == key and not (first.is_result and running) and (everywhere or _must_go(queue, now)):
+                return True
+        return False
+
+    def _overdue(self, now: float, running: Set[int]) -> Iterator[_Key]:
+        """The keys of first entries that must be shown, whoever else has them."""
+        for queue in self._queues.values():
+            if queue.front and _must_go(queue, now) and not (queue.front[0].is_result and running):
+                yield queue.front[0].key
+
+    def _draw(self, now: float, running: Set[int]) -> set[_Key]:
+        """Have what stands before an entry that others wait for go too; returns the keys that may go now."""
+        keys: set[_Key] = set()
+        for key in self._overdue(now, running):
+            if key in self._drawn:
+                continue
+            self._drawn.add(key)
+            for rank in self._holders[key].keys() - self._front[key]:
+                queue = self._queues[rank]
+                number = next(entry.number for lane in queue.lanes.values() for entry in lane if entry.key == key)
+                if number > queue.through:
+                    queue.through = number
+                    keys.add(queue.front[0].key)
+        return keys
+
+    def _in_circles(self, now: float, running: Set[int]) -> list[_Key]:
+        """The keys that must go and wait for each other; the one that most ranks have in front comes first."""
+        keys = set(self._overdue(now, running))
+        return sorted(keys, key=lambda key: (-len(self._front[key]), self._place(key)))
+
+    def _place(self, key: _Key) -> tuple[int, int]:
+        """What comes out together is sorted by the first rank, so that cells read the same from run to run."""
+        rank = min(self._front[key])
+        return rank, self._entry(rank, key).number
+
+    def _entry(self, rank: int, key: _Key) -> Entry:
+        """The entry that the rank has in front."""
+        front = self._queues[rank].front
+        return front[0] if front[0].key == key else next(entry for entry in front if entry.key == key)
+
+    def _pop(self, key: _Key) -> Row:
+        """Take out what stands in front with this key."""
+        entries: dict[int, Entry] = {}
+        holders = self._holders[key]
+        ranks = self._front.pop(key)
+        for rank in sorted(ranks):
+            entry = self._entry(rank, key)
+            entry.lane.popleft()
+            entries[rank] = entry
+            if holders[rank] > 1:
+                holders[rank] -= 1
+            else:
+                del holders[rank]
+        self._changed |= ranks
+        self._drawn.discard(key)
+        if not holders:
+            del self._holders[key]
+        return Row(key, entries)
+
+
+def _must_go(queue: _Queue, now: float) -> bool:
+    first = queue.front[0]
+    return first.due <= now or first.number <= queue.through
+
+
+def _number(entry: Entry) -> int:
+    return entry.number
