@@ -16,6 +16,7 @@ FULL = 4
 BRIEF = 20
 """Further ones that get a line."""
 INTERRUPT = "KeyboardInterrupt"
+DISAGREE = "RanksDisagree"
 LOST = "WorkerLost"
 """Not raised by the rank, which has ended; in place of a traceback it has the last lines of the rank's log."""
 
@@ -73,5 +74,7 @@ def headline(failure: Failure, ranks: Iterable[int], *, brief: bool = False) -> 
         return f"{name_ranks(ranks)} stopped at an interrupt{where}"
     if failure.ename == LOST:
         return f"{name_ranks(ranks)} ended: {failure.evalue}"
+    if failure.ename == DISAGREE:
+        return failure.evalue.replace("\n", ";") if brief else failure.evalue
     value = failure.evalue.splitlines()[0] if brief and failure.evalue else failure.evalue
     return f"{name_ranks(ranks)} raised {failure.ename}{': ' if value else ''}{value}{where}"

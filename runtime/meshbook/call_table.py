@@ -37,6 +37,8 @@ class CallTable:
         """Gets what belongs to no cell."""
         self.watch: Callable[[OpenCall], bool] = lambda call: False
         """Told of each answer to a call; True when a call that has ended everywhere is to wait for `complete`."""
+        self.on_told: Callable[[OpenCall, int, bytes], None] = lambda call, rank, told: None
+        """Handed what came with an answer of the rank's process groups, before ``watch``."""
         self._calls: dict[int, OpenCall] = {}
         self._failing: dict[int, float] = {}
         self._queries: dict[int, Callable[[int, Any], None]] = {}
@@ -90,6 +92,8 @@ class CallTable:
                 if reply.rank not in call.waiting:
                     continue  # it was not asked, or has answered, or was taken for dead meanwhile
                 call.answer(reply, mine, large)
+                if reply.groups:
+                    self.on_told(call, reply.rank, reply.groups)
             elif query is not None and reply.status == wire.OK:
                 try:
                     value = _decode_answer(mine[0] if mine else reply.inline)  # no pickle: this is the I/O thread

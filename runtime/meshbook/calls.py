@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from meshbook.errors import (
     Failure,
     GroupAborted,
     WorkerLost,
+    disagreeing,
 )
 from meshbook.future import Future
 from meshbook.interruption import Interrupter, describe_wait, interrupt
@@ -72,6 +73,7 @@ class OpenCall:
     """Owned by the controller's I/O thread; others read it to tell who is silent."""
 
     __slots__ = (
+        "_disagree",
         "_on_end",
         "aborted",
         "cancelled",
@@ -119,6 +121,8 @@ class OpenCall:
         """How often it was interrupted (`meshbook.interruption`)."""
         self.dropped: set[int] = set()
         """Ranks that never began it."""
+        self._disagree: set[int] = set()
+        """Ranks that are known to disagree."""
         self._on_end: deque[Callable[[], object]] | None = None
         self.results = Results()
         self.failures: list[Failure] = []
@@ -162,6 +166,14 @@ class OpenCall:
         if self.on_reply is not None:
             self.on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure, reply.waited_s)
 
+    def disagree(self, ranks: Collection[int], text: str) -> bool:
+        """Members entered different operations as one, so the call fails. Returns: whether that is news."""
+        news = set(ranks) - self._disagree
+        self.failures += [failure for failure in disagreeing(ranks, text) if failure.rank in news]
+        self._disagree |= news
+        self.failed_at = self.failed_at or time.monotonic()
+        return bool(news)
+
     def lose(self, error: WorkerLost, *, alone: bool = False) -> None:
         """A member ended; alone: no others are ending for the same cause."""
         if error.rank in self.waiting:
@@ -173,6 +185,11 @@ class OpenCall:
                 last_lines = tuple(error.log_tail.splitlines())
                 lost = Failure(error.rank, error.host, "WorkerLost", error.cause, last_lines, "")
                 self.on_reply(error.rank, False, 0.0, lost, 0.0)
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether some of its ranks entered different operations as one."""
+        return bool(self._disagree)
 
     @property
     def _has_cause(self) -> bool:

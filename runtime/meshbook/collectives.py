@@ -13,6 +13,20 @@ ANY_PEER = -1
 """The peer of a receive that takes from anybody."""
 
 
+class Entered(NamedTuple):
+    """A collective that a rank has begun."""
+
+    number: int
+    code: int
+    """Equal on all members that have begun the same (`meshbook.operands`)."""
+    operation: str
+    """As in ``torch.distributed``."""
+    values: tuple[str, ...]
+    """What must be equal on all members, in words; as many for each operation of a name: ``(5,)``, ``float32``."""
+    place: str
+    """``cell 7, line 5``."""
+
+
 class GroupProgress(NamedTuple):
     """How far one group is on one rank. Counters start anew with each epoch."""
 
@@ -26,6 +40,13 @@ class GroupProgress(NamedTuple):
     """Peer (base rank) to the number of sends that were begun."""
     received: Mapping[int, int]
     """Peer (base rank, or `ANY_PEER`) to the number of receives that were begun."""
+    epoch: int = -1
+    """Since when it counts."""
+    number: int = 0
+    digest: int = 0
+    """Of the first ``number`` collectives (`meshbook.agreements`)."""
+    recent: tuple[Entered, ...] = ()
+    """The last of them, as many as were asked for."""
 
 
 class Waiting(NamedTuple):

@@ -48,6 +48,9 @@ from meshbook.wording import did_you_mean
 if TYPE_CHECKING:
     from meshbook.worker import Worker
 
+RECENT = 16
+"""Operations of each group that a rank tells of when somebody looks at it."""
+
 RESULT_MAX_BYTES = 1 << 20
 """A cell's last expression travels to the notebook up to this size; larger ones stay on the rank."""
 
@@ -218,10 +221,11 @@ def where(worker: Worker) -> str:
     return describe_frame(frame)
 
 
-def collectives(worker: Worker) -> Collectives:
-    """How far the rank's process groups are, and what it waits in."""
+def collectives(worker: Worker, recent: int = 0) -> Collectives:
+    """How far the rank's process groups are, with the last ``recent`` operations of each, and what it waits in."""
     current = worker.current
-    return worker.groups.collectives(current[0] if current else 0)._replace(actors=worker.desk.busy)
+    told = worker.groups.collectives(current[0] if current else 0, recent=recent)
+    return told._replace(actors=worker.desk.busy)
 
 
 def reaction(worker: Worker) -> str:
@@ -268,7 +272,7 @@ def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
     current, paused = worker.current, worker.shell.debugger.place or place_in_debugger(worker)
     busy_s = time.monotonic() - current[2] if current else 0.0
-    told = worker.groups.collectives(current[0] if current else 0, look_deeper=True)
+    told = worker.groups.collectives(current[0] if current else 0, recent=RECENT, look_deeper=True)
     return RankTold(busy_s, paused or where(worker), paused, told, ())
 
 

@@ -20,6 +20,7 @@
     │   └── WorkerLost          workers ended while the call was open
     ├── MailboxClosed           a message to an actor or a port that is not there (any more)
     ├── GroupAborted            a collective of groups that the controller has aborted; raised on the ranks
+    ├── RanksDisagree           ranks that entered different operations; what their call fails with
     ├── HostLost                a host agent went silent or ended
     ├── SerializationError      a value that cannot travel; names the attribute path
     ├── LoadError               a value that arrived and cannot be built there; names the missing module
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshbook.cell_files import name_notebook_cells
@@ -212,6 +213,14 @@ def group_failures(failures: Iterable[Failure]) -> list[list[Failure]]:
     return groups
 
 
+def _headline(group: Sequence[Failure], place: str = "") -> str:
+    """``ranks 0-3 raised ValueError: bad shard``, for failures of one cause."""
+    first = group[0]
+    if first.ename == RanksDisagree.__name__:
+        return first.evalue
+    return f"{name_ranks(failure.rank for failure in group)} raised {first.ename}{place}: {first.evalue}"
+
+
 class CallError(MeshError):
     """A call without a complete answer. ``partial`` maps the ranks that succeeded to their results."""
 
@@ -272,8 +281,7 @@ class CallFailed(CallError):
 
     def __str__(self) -> str:
         lines = [
-            f"{name_ranks(f.rank for f in group)} raised {group[0].ename}: {group[0].evalue}"
-            + (f" ({group[0].where})" if group[0].where else "")
+            _headline(group) + (f" ({group[0].where})" if group[0].where else "")
             for group in group_failures(self.failures)
         ]
         return "\n".join([*lines, *(f"  {line}" for line in self.verdict())])
@@ -281,12 +289,12 @@ class CallFailed(CallError):
     def _render_traceback_(self) -> list[str]:
         lines: list[str] = []
         for group in group_failures(self.failures):
-            first, ranks = group[0], name_ranks(failure.rank for failure in group)
+            first = group[0]
             if list(first.traceback) == [f"{first.ename}: {first.evalue}"]:  # an error of ours, without frames
                 place = f" ({first.where})" if first.where else ""
-                lines += [f"{ranks} raised {first.ename}{place}: {first.evalue}"]
+                lines += [_headline(group, place)]
             else:
-                lines += [f"{ranks} raised {first.ename}: {first.evalue}", *first.traceback]
+                lines += [_headline(group), *first.traceback]
         if self.partial:
             lines += [f"  {name_ranks(self.partial)} finished; their results are kept (error.partial, _mesh)"]
         return lines + [f"  {line}" for line in self.verdict()]
@@ -439,6 +447,27 @@ class GroupAborted(MeshError):
         why, _, advice = self.reason.partition("\n")
         advice = advice.strip() or "they are formed again when the cell has ended on all ranks: run it again"
         return f"the process groups were aborted: {why}\n  {advice}"
+
+
+class RanksDisagree(MeshError):
+    """Ranks entered different operations of a process group as one: the numbers that came of it mean nothing.
+
+    It is the failure of each of these ranks, in the `CallFailed` of their call. ranks: those that disagree.
+    """
+
+    def __init__(self, ranks: Iterable[int], text: str) -> None:
+        super().__init__(tuple(ranks), text)
+        self.ranks, self.text = tuple(ranks), text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def disagreeing(ranks: Iterable[int], text: str) -> list[Failure]:
+    """The failures of ranks that disagree."""
+    error = RanksDisagree(ranks, text)
+    name = type(error).__name__
+    return [Failure(rank, "", name, text, (f"{name}: {text}",), "", error) for rank in error.ranks]
 
 
 class HostLost(MeshError):

@@ -24,6 +24,7 @@ from meshbook.errors import GroupAborted, UsageError
 from meshbook.guarded_work import AsideWork, CollectiveWork, Guard, PeerWork
 from meshbook.inner_group import HELD_MAX_S, InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
+from meshbook.operands import Record, describe
 from meshbook.traffic import payload_bytes
 
 _COLLECTIVES = (
@@ -49,6 +50,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         super().__init__(recipe.rank, len(recipe.ranks))
         self.recipe = recipe
         self.issued = 0
+        self.record = Record(guard.epoch)
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self.retired = ""
@@ -94,6 +96,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """Speak over ``store`` from the next operation on, counting from 0; returns the former inner group."""
         former, self._inner, self._store = self._inner, None, store
         self.issued, self.sent, self.received = 0, {}, {}
+        self.record = Record(self._guard.epoch)
         return former
 
     def retire(self, reason: str) -> InnerGroup | None:
@@ -112,9 +115,12 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         if self._inner is not None:
             self._inner.give_up("it was aborted on this rank")
 
-    def progress(self) -> GroupProgress:
-        """How far it is; from any thread."""
-        return GroupProgress(self.recipe.name, self.recipe.ranks, self.issued, dict(self.sent), dict(self.received))
+    def progress(self, recent: int = 0) -> GroupProgress:
+        """How far it is, with its last ``recent`` operations; from any thread."""
+        recipe, record = self.recipe, self.record
+        entered = record.recent(recent) if recent else ()
+        counts = (self.issued, dict(self.sent), dict(self.received))
+        return GroupProgress(recipe.name, recipe.ranks, *counts, record.epoch, *record.told, entered)
 
     # ---- sends and receives -------------------------------------------------------------------------------------
 
@@ -157,6 +163,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         refuse_if_off("monitored_barrier")
         inner = self.live
         self.issued += 1
+        self.note("monitored_barrier", (), self.issued)
         if timeout is None:
             timeout = timedelta(seconds=self.recipe.timeout_s)
 
@@ -171,6 +178,13 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """torch's errors show it, those for a group of the past included."""
         state = self.retired or f"{len(self.recipe.ranks)} ranks, {self.recipe.backend}"
         return f'<process group "{self.recipe.name}": {state}>'
+
+    def note(self, method: str, args: tuple[Any, ...], number: int) -> int:
+        """A collective begins; returns its payload, in bytes, where that is what its description tells of."""
+        what = describe(method, args)
+        self.record.add(number, what)
+        self._guard.used.add(self)
+        return what.size_bytes
 
     # ---- what torch asks of a group -----------------------------------------------------------------------------
 
@@ -247,14 +261,22 @@ class GuardedGroup(_Base):  # type: ignore[misc]
 
 def _collective(method: str) -> Callable[..., dist.Work]:
     operation = public_name(method)
+    in_place = method in ("allreduce", "broadcast", "reduce")
 
     def collective(self: GuardedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         refuse_if_off(operation)
         inner = self.live
         inner.forget_completed()
-        self.issued += 1
-        self._guard.moved_bytes += payload_bytes((*args, *kwargs.values()))
-        raw = getattr(inner.group, method)(*args, **kwargs)
+        number = self.issued = self.issued + 1
+        record = self.record
+        before = record.told
+        size_bytes = self.note(method, args, number)
+        self._guard.moved_bytes += size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
+        try:
+            raw = getattr(inner.group, method)(*args, **kwargs)
+        except BaseException:
+            record.take_back(before)
+            raise
         on_cuda = self._uses_cuda and _on_cuda(args)
         if "reduce_scatter" in method and not on_cuda:
             work = AsideWork(inner, operation, self.issued, raw)

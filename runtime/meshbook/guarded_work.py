@@ -49,6 +49,8 @@ class Guard:
         self.reason_epoch = -1
         """Groups of up to this epoch are aborted."""
         self.abandoned = 0
+        self.used: set[object] = set()
+        """Groups with operations that no answer to the controller has told of."""
         self.moved_bytes = 0
         """Payload of all operations so far (`meshbook.traffic`); never set back."""
         self.waits: dict[int, GuardedWork] = {}

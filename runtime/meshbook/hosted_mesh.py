@@ -275,7 +275,10 @@ class HostedMesh:
             if reply.segment is not None:
                 self.to_worker(worker.rank, wire.SegmentFree(worker.pid, reply.segment.segment))
             why = f"its value ({format_bytes(size)}) was not kept: results made while nobody listened were too large"
-            return wire.RankReply(worker.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode()), []
+            gone = wire.RankReply(
+                worker.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode(), groups=reply.groups
+            )
+            return gone, []
         status, inline, segment, bulk = reply.status, reply.inline, None, None
         try:
             if reply.segment is not None:
@@ -285,7 +288,7 @@ class HostedMesh:
         if segment is not None:
             worker.lent.add(segment.segment)
         answer = wire.RankReply(
-            worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline, reply.waited_s
+            worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline, reply.waited_s, reply.groups
         )
         return answer, payload
 

@@ -20,6 +20,9 @@ from meshbook.shape import Region
 ANSWER_S = 0.25
 """How long ranks may take to answer; native code may hold the GIL."""
 
+RECENT, ALL = 16, 1024
+"""Operations of each group that ranks tell of; all that they remember, where it is known that they disagree."""
+
 PATIENCE_S = 2.0
 """The same on a machine that is slow to answer: the time doubles while answers are missing."""
 
@@ -35,6 +38,8 @@ class Look(NamedTuple):
     """Ranks that ran nothing then."""
     asked: frozenset[int]
     answers: dict[int, Collectives]
+    recent: int = RECENT
+    """So many operations of each group were asked for."""
 
     def missing(self, dead: Collection[int]) -> set[int]:
         """The living ranks that have not answered."""
@@ -61,15 +66,16 @@ class Looks:
         """When `expire` wants to be called."""
         return self._look.until if self._look is not None else math.inf
 
-    def ask(self, calls: list[OpenCall]) -> None:
-        """Ask all living ranks. calls: those that are open, or have just ended."""
+    def ask(self, calls: list[OpenCall], recent: int = RECENT) -> None:
+        """Ask all living ranks. calls: those that are open, or have just ended. recent: operations of each group."""
         mesh = self._mesh
         alive = frozenset(range(len(mesh.extent))) - mesh.lost.keys()
         ended = {call.id: frozenset(call.members.ranks()) - call.waiting for call in calls}
         idle = alive.difference(*(call.waiting for call in calls))
-        look = self._look = Look(self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {})
+        look = self._look = Look(self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {}, recent)
         self._calls.ask(look.id, partial(self._on_answer, look))
-        query = wire.Query(look.id, mesh.id, "collectives", Region.of(mesh.extent.sizes).encode())
+        inline = msgspec.msgpack.encode([recent])
+        query = wire.Query(look.id, mesh.id, "collectives", Region.of(mesh.extent.sizes).encode(), inline)
         for host in mesh.hosts:
             if not host.lost:
                 host.send_urgent(query)

@@ -18,11 +18,12 @@ import math
 import time
 from collections.abc import Callable
 
+from meshbook.agreements import find_disagreements
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import GroupPhase
-from meshbook.looks import Look, Looks
+from meshbook.looks import ALL, RECENT, Look, Looks
 from meshbook.mismatches import place_and_absent
 from meshbook.output_events import Notice
 from meshbook.rescue import FIRST_LOOK_S, SELDOM_LOOK_S, GroupRescue, cause_of
@@ -47,6 +48,10 @@ class MailRescue:
         self._suspects: dict[int, frozenset[int]] = {}
         """Call to the ranks that the last look found stuck."""
         self._looks = Looks(mesh, calls, next_id, self._on_look)
+        self._doubtful: dict[int, OpenCall] = {}
+        """Calls that have ended, and complete when the ranks have told in what they disagree."""
+        self._judged: dict[int, OpenCall] = {}
+        """Those of them for which ranks were asked."""
         self._uneven = False
         """Calls have failed, and nobody has compared the groups since."""
         self._formed_later = False
@@ -69,6 +74,30 @@ class MailRescue:
         self._pause_s, self._looked = FIRST_LOOK_S, 0
         self._look_at = min(self._look_at, time.monotonic() + FIRST_LOOK_S)
 
+    def holds(self, call: OpenCall) -> bool:
+        """Whether a call that all have ended completes later: ranks may have disagreed, and are asked."""
+        if not self._groups.agreements.doubted or self._mesh.lost:
+            return False
+        self._doubtful[call.id] = call
+        self._look_at = time.monotonic()
+        return True
+
+    def _judge(self, look: Look) -> None:
+        """Complete these calls; where their ranks disagree, as failed, and with the groups formed again."""
+        found = find_disagreements(look.answers)
+        self._groups.agreements.clear()
+        for group in found:
+            for call in self._judged.values():
+                if any(call.members.has(rank) for rank in group.ranks):
+                    call.disagree(group.ranks, group.text)
+        if found and self._groups.phase is GroupPhase.FORMED:
+            self._abort(found[0].text)
+        self._complete(self._judged)
+
+    def _complete(self, calls: dict[int, OpenCall]) -> None:
+        while calls:
+            self._calls.complete(calls.popitem()[1])
+
     @property
     def due(self) -> float:
         """When `expire` wants to be called."""
@@ -82,9 +111,12 @@ class MailRescue:
             self._formed_later = self._formed_later and not self._mesh.lost
             phases = (GroupPhase.FORMED, GroupPhase.NONE, *([GroupPhase.ABORTED] if self._formed_later else []))
             if self._groups.phase in phases and not self._mesh.lost:
-                self._looks.ask([*self._failing.values(), *self._calls.running(self._mesh.id)])
+                calls = [*self._failing.values(), *self._calls.running(self._mesh.id)]
+                self._judged, self._doubtful = self._doubtful, {}
+                self._looks.ask(calls, ALL if self._judged else RECENT)
             elif not self._mesh.lost and (self._failing or self._uneven or self._formed_later):
                 self._look_at = now + SELDOM_LOOK_S  # the groups are being formed, or will be
+            self._complete(self._doubtful)  # asked or not: of groups that are no more nothing can be said
 
     def stop(self) -> None:
         """The mesh is being stopped."""
@@ -94,6 +126,8 @@ class MailRescue:
 
     def _on_look(self, look: Look) -> None:
         before, self._suspects = self._suspects, {}
+        if self._judged:
+            self._judge(look)
         if self._formed_later:
             self._form(look)
             return
@@ -141,8 +175,12 @@ class MailRescue:
         cause = cause_of(call)
         for line in place_and_absent(stuck):
             self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed", call.output))
-        self._groups.abort(cause, form=False)
+        self._abort(cause)
+        self._failing.pop(call.id, None)
+
+    def _abort(self, reason: str) -> None:
+        """Abort the groups; they are formed again when no actor is at work."""
+        self._groups.abort(reason, form=False)
         self._formed_later = True
         now = time.monotonic()
         self._look_at, self._form_by = now + FORM_LOOK_S, now + FORM_S
-        self._failing.pop(call.id, None)

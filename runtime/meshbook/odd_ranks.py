@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from meshbook.agreements import find_disagreements
 from meshbook.collectives import ANY_PEER, Collectives, Waiting
 from meshbook.stuck import place_of
 from meshbook.wording import name_ranks
@@ -70,7 +71,7 @@ class _Moment:
         self._many_groups = len({waiting.group for waiting in self._waits.values()}) > 1
 
     def judge(self) -> Verdict | None:
-        if (mismatch := self._find_mismatch()) is not None:
+        if (mismatch := self._find_mismatch() or self._find_disagreement()) is not None:
             return mismatch
         blockers = self._blockers = {rank: self._awaited_by(rank) for rank in self._waits}
         odd: set[int] = set()
@@ -131,6 +132,14 @@ class _Moment:
             "they wait for each other"
         )  # fmt: skip
         return Verdict(tuple(sorted(odd)), tuple(sorted(most)), self._since(odd | set(most)), True, text)
+
+    def _find_disagreement(self) -> Verdict | None:
+        """The same operation under the same number, of another shape, say; where somebody waits for it, or later."""
+        told = {rank: look.collectives for rank, look in self._looks.items() if look.collectives is not None}
+        for found in find_disagreements(told):
+            if held := {rank for rank in found.ranks if rank in self._waits}:
+                return Verdict(tuple(sorted(held)), found.ranks, self._since(held), True, found.text)
+        return None
 
     # ---- words --------------------------------------------------------------------------------------------------
 

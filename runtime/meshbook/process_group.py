@@ -38,6 +38,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook import backward_waits, regroup
+from meshbook.agreements import Progress, Told, encode_told
 from meshbook.collectives import Collectives, Waiting
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.group_factory import GroupFactory
@@ -305,12 +306,23 @@ class RankGroups:
             for work in list(self._guard.futures):
                 work.fail_future()
 
-    def collectives(self, call: int, *, look_deeper: bool = False) -> Collectives:
+    def tell(self) -> bytes:
+        """What of the groups is news to the controller (`meshbook.agreements.Told`); from any thread."""
+        guard = self._guard
+        if not guard.used:
+            return b""
+        used, guard.used = guard.used, set()
+        groups = [group for group in used if isinstance(group, GuardedGroup) and not group.retired]
+        told = tuple(Progress(group.recipe.name, *group.record.told) for group in groups)
+        return encode_told(Told(guard.epoch, told))
+
+    def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread.
 
+        recent: so many of the last operations of each group are told too.
         look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
         """
-        groups = tuple(group.progress() for group in list(self._factory.groups.values()))
+        groups = tuple(group.progress(recent) for group in list(self._factory.groups.values()))
         waiting = describe_waits(self._guard)
         epoch = self._epoch if groups else -1
         guard = self._guard

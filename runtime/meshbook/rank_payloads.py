@@ -55,6 +55,7 @@ class RankPayloads:
         duration_s: float,
         waited_s: float = 0.0,
         origin: wire.Origin | None = None,
+        groups: bytes = b"",
     ) -> tuple[wire.Reply, list[Buffer]]:
         """The reply to a call; when its value cannot travel, the one that says so."""
         segment, payload, inline = None, [], b""
@@ -67,9 +68,9 @@ class RankPayloads:
                 segment = self.pool.write(large) if large else None
             except BaseException as error:
                 failed = Answer(wire.RAISED, failure=self._describe(error))
-                return self.pack(call, failed, duration_s, waited_s, origin)
+                return self.pack(call, failed, duration_s, waited_s, origin, groups)
         self.tell_freed()  # before the reply, so that the next payload finds its segment free
-        return wire.Reply(call, answer.status, duration_s, segment, inline, waited_s, origin), payload
+        return wire.Reply(call, answer.status, duration_s, segment, inline, waited_s, origin, groups), payload
 
     def _pack_failure(self, failure: Failure) -> list[Buffer]:
         """As `pack_failure`; what cannot be packed is said instead, since whoever waits needs some answer."""

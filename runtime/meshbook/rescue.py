@@ -23,24 +23,26 @@ but for calls that are uneven though nobody failed (`meshbook.mismatches`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from meshbook import wire
+from meshbook.agreements import Agreements, Told, find_disagreements
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
-from meshbook.errors import MeshStoppedError, WorkerLost
+from meshbook.errors import MeshStoppedError, RanksDisagree, WorkerLost
 from meshbook.future import Future
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import GROUP_NEXT, GroupEvent, GroupPhase, MeshPhase, advance
-from meshbook.looks import Look, Looks
+from meshbook.looks import ALL, RECENT, Look, Looks
 from meshbook.mismatches import Mismatches
 from meshbook.output_events import Notice
 from meshbook.pickling import dumps
 from meshbook.shape import Region
-from meshbook.stuck import Stuck, differing_groups, find_stuck, where_stuck
+from meshbook.stuck import Stuck, differing_groups, find_stuck, place_of, where_stuck
 from meshbook.wording import name_ranks
 
 FIRST_LOOK_S = 0.025
@@ -92,6 +94,7 @@ class GroupRescue:
         """Those that may have left keys in the store."""
         self._looks = Looks(mesh, calls, next_id, self._on_look)
         self._mismatches = Mismatches()
+        self.agreements = Agreements()
         self._look_at = math.inf
         self._pause_s = FIRST_LOOK_S
 
@@ -105,6 +108,10 @@ class GroupRescue:
             self._held[call.id] = (call, transmit)
         else:
             transmit()
+
+    def on_told(self, call: OpenCall, rank: int, told: Told) -> None:
+        """What came with an answer of ``rank``."""
+        self.agreements.compare(told)
 
     def cancel(self, call: OpenCall) -> bool:
         """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
@@ -151,6 +158,7 @@ class GroupRescue:
         self._failing.pop(call.id, None)
         self._mismatches.forget(call)
         trouble = call.failed or bool(call.freed) or call.cancelled or (self._unsure and not self._running())
+        trouble = trouble or self.agreements.doubted
         if trouble and not self._mesh.lost and self.phase is not GroupPhase.FORMING:
             self._ended[call.id] = (call, time.monotonic() + DEADLINE_S)
         if self.phase is GroupPhase.ABORTED:
@@ -205,7 +213,9 @@ class GroupRescue:
 
     def _ask(self) -> None:
         self._look_at = math.inf
-        self._looks.ask([*self._running(), *(call for call, _ in self._ended.values())])
+        doubted = self.agreements.doubted or self._mismatches.is_due(time.monotonic())
+        calls = [*self._running(), *(call for call, _ in self._ended.values())]
+        self._looks.ask(calls, ALL if doubted else RECENT)
 
     def _on_look(self, look: Look) -> None:
         """All have answered, or had the time to."""
@@ -217,6 +227,7 @@ class GroupRescue:
         self._wanted = ""
         if self.phase in (GroupPhase.FORMED, GroupPhase.ABORTED):
             self._free_stuck(look)
+            self._judge(look)
         elif self._forming is not None:
             here = {rank for rank, told in look.answers.items() if told.call == self._forming.id}
             self._late = self._forming.waiting - here
@@ -246,6 +257,23 @@ class GroupRescue:
             if stuck := find_stuck(look.answers, ended, self._mesh.lost):
                 spare = {rank for rank, call in self._current().items() if call.id not in self._failing}
                 self._abort(reason, stuck, spare - stuck.keys())
+
+    def _judge(self, look: Look) -> None:
+        """Fail the calls in which ranks disagree, and free those that wait there: they are never served rightly."""
+        found = find_disagreements(look.answers)
+        calls = [call for call, _ in self._ended.values()] + self._running()
+        waits = {rank: place_of(told.waiting[0]) for rank, told in look.answers.items() if told.waiting}
+        for group, call in itertools.product(found, calls):
+            if not any(call.members.has(rank) for rank in group.ranks):
+                continue
+            call.places.update({rank: waits[rank] for rank in call.waiting & waits.keys()})
+            if call.disagree(group.ranks, group.text) and call.waiting:
+                self._calls.tell(call.output, Notice(f"{group.text}\n  freed", call.output))
+        if found and self.phase is GroupPhase.FORMED:
+            innocent = {rank for rank, call in self._current().items() if not call.disagrees}
+            self._abort(found[0].text, {}, innocent)
+        if look.recent == ALL and not look.missing(self._mesh.lost):
+            self.agreements.clear()
 
     def _compare(self, look: Look, compared: Collection[int]) -> None:
         self._unsure = any(told.call for told in look.answers.values())
@@ -457,6 +485,8 @@ def cause_of(call: OpenCall) -> str:
     if not call.failures:
         return f"{call.what} was interrupted"
     first = call.failures[0]
+    if first.ename == RanksDisagree.__name__:
+        return first.evalue.splitlines()[0]
     if first.ename == "KeyboardInterrupt":
         return f"rank {first.rank} was interrupted"
     return f"rank {first.rank} raised {first.ename}"

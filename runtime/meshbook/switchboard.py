@@ -18,6 +18,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from meshbook import wire
+from meshbook.agreements import decode_told
 from meshbook.batches import unbatch
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
@@ -63,6 +64,7 @@ class Switchboard:
         self.meshes: dict[int, KnownMesh] = {}
         self.calls = CallTable()
         self.calls.watch = self._watch
+        self.calls.on_told = self._on_told
         self._rescues: dict[int, GroupRescue] = {}
         self._mail_rescues: dict[int, MailRescue] = {}
         self.payloads = Payloads(wake)
@@ -131,6 +133,10 @@ class Switchboard:
         self.groups_of(mesh).stop()
         self.mail_rescue_of(mesh).stop()
 
+    def _on_told(self, call: OpenCall, rank: int, told: bytes) -> None:
+        if (mesh := self.meshes.get(call.mesh)) is not None:
+            self.groups_of(mesh).on_told(call, rank, decode_told(told))
+
     def _watch(self, call: OpenCall) -> bool:
         mesh = self.meshes.get(call.mesh)
         if mesh is None:
@@ -139,7 +145,7 @@ class Switchboard:
             return self.groups_of(mesh).watch(call)
         if call.failed or call.cancelled:
             self.mail_rescue_of(mesh).watch(call)
-        return False
+        return not call.waiting and self.mail_rescue_of(mesh).holds(call)
 
     @property
     def next_deadline(self) -> float:

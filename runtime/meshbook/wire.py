@@ -482,7 +482,8 @@ class RankReply(NamedTuple):
     bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
     inline: bytes = b""
     waited_s: float = 0.0
-    """As in `Reply`."""
+    groups: bytes = b""
+    """Both as in `Reply`."""
 
 
 INLINE_MAX_BYTES = 1 << 14
@@ -744,6 +745,8 @@ class Reply(_Message, frozen=True, tag="reply"):
     waited_s: float = 0.0
     """What of ``duration_s`` the main thread spent waiting in collectives, as far as the process sees it."""
     origin: Origin | None = None
+    groups: bytes = b""
+    """What is news of the rank's process groups (`meshbook.agreements.Told`), for the controller."""
 
 
 class RankDisplay(_Message, frozen=True, tag="rdisplay"):

@@ -79,6 +79,7 @@ class Worker:
         self._payloads = RankPayloads(self.urgent, shell.describe)
         self.mail = WorkerMail(Channel(mail_fd, self.gate), self._payloads, lambda: self.identity)
         self.mail.on_call = self._limit_prompts
+        self.mail.tell_groups = self.groups.tell
         self.desk = ActorDesk(self, self.mail.boxes)
         self._cancelled: set[int] = set()
         """Calls that were dropped, and answered for, by the control thread; they must not run when they come."""
@@ -209,7 +210,7 @@ class Worker:
             return Answer(status, failure=failure)
 
     def _reply(self, call: int, answer: Answer, duration_s: float, waited_s: float) -> None:
-        message, payload = self._payloads.pack(call, answer, duration_s, waited_s)
+        message, payload = self._payloads.pack(call, answer, duration_s, waited_s, groups=self.groups.tell())
         self.calls.send(message, payload)
 
     # ---- output: what the shell calls (`meshbook.shell.Sink`) ----------------------------------------------------

@@ -36,6 +36,8 @@ class WorkerMail:
         self._calls = MailCalls(channel, payloads)
         self.on_call: Callable[[wire.Call], None] = lambda call: None
         """Told of each call before its mailbox."""
+        self.tell_groups: Callable[[], bytes] = lambda: b""
+        """What answers to the controller carry of the process groups."""
         self.hold = self._calls.hold
         """Called by the control thread."""
         self._letters: dict[tuple[wire.Origin | None, int], Letter] = {}
@@ -144,5 +146,6 @@ class WorkerMail:
     def _reply(self, call: wire.Call, answer: Answer, duration_s: float) -> None:
         """On any thread: send an answer."""
         self._letters.pop((call.origin, call.id), None)
-        message, payload = self._payloads.pack(call.id, answer, duration_s, origin=call.origin)
+        groups = self.tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
+        message, payload = self._payloads.pack(call.id, answer, duration_s, origin=call.origin, groups=groups)
         self._channel.send(message, payload)

@@ -1,0 +1,154 @@
+"""Whether the members of process groups entered the same operations. Pure.
+
+Each rank describes every operation that it begins: its name, and of shape, dtype, reduction and root what must be equal
+on all members (`meshbook.operands`). Per group it keeps a *digest* of all of these, with their number, and the last
+ones. Digests travel with its answers to calls. Equal digests at equal numbers are equal operations; where they differ
+the ranks are asked for their last operations, and `find_disagreements` says which one they disagree in.
+
+    rank 0   1 all_reduce (5,)     2 barrier        digest at 2: a
+    rank 1   1 all_reduce (4,)     2 barrier        digest at 2: b      asked: they disagree in operation 1
+
+Ranks that are not equally far prove nothing by their digests, so digests of several numbers are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from meshbook.collectives import Collectives, Entered, GroupProgress
+from meshbook.wording import name_ranks
+
+KEPT_NUMBERS = 64
+"""Of so many numbers per group digests are kept, the newest."""
+
+
+class Progress(NamedTuple):
+    """How far one group is on one rank, as it travels with answers."""
+
+    group: str
+    number: int
+    digest: int
+
+
+class Told(NamedTuple):
+    """What travels with an answer of a rank that has used its groups since the one before."""
+
+    epoch: int
+    groups: tuple[Progress, ...]
+    torn: tuple[str, ...] = ()
+    """What aborted operations have left half done: ``x may be half reduced``."""
+    restored: tuple[str, ...] = ()
+    """What of that is as it was before, by now."""
+
+
+encode_told = msgspec.msgpack.Encoder().encode
+decode_told = msgspec.msgpack.Decoder(Told).decode
+
+
+class Disagreement(NamedTuple):
+    """Members of a group entered different operations under the same number."""
+
+    group: str
+    number: int
+    ranks: tuple[int, ...]
+    text: str
+    """``ranks 0 and 1-7 disagree in all_reduce (cell 9, line 4): (5,) against (4,)``"""
+
+
+class Agreements:
+    """What the ranks of one mesh have told with their answers."""
+
+    def __init__(self) -> None:
+        self.doubted = False
+        """Digests differ: the ranks should be asked."""
+        self._epoch = -1
+        self._digests: dict[str, dict[int, int]] = {}
+        """Per group: number to the digest of the rank that told first."""
+
+    def compare(self, told: Told) -> None:
+        """Take in what came with an answer."""
+        if told.epoch != self._epoch:
+            if told.epoch < self._epoch:
+                return  # of groups that are no more
+            self.clear()
+            self._epoch = told.epoch
+        for group, number, digest in told.groups:
+            digests = self._digests.setdefault(group, {})
+            if digests.setdefault(number, digest) != digest:
+                self.doubted = True
+            if len(digests) > KEPT_NUMBERS:
+                del digests[next(iter(digests))]
+
+    def clear(self) -> None:
+        """The ranks were asked."""
+        self.doubted = False
+        self._digests.clear()
+
+
+def find_disagreements(snapshots: Mapping[int, Collectives]) -> list[Disagreement]:
+    """The first disagreement of each group, as far back as its members remember.
+
+    Snapshots need not be of one moment: what a rank has entered under a number stays so while the epoch does.
+    """
+    groups: dict[tuple[str, int], dict[int, GroupProgress]] = {}
+    for rank, told in snapshots.items():
+        for group in told.groups:
+            groups.setdefault((group.name, group.epoch), {})[rank] = group
+    newest: dict[str, int] = {}
+    for name, epoch in groups:
+        newest[name] = max(epoch, newest.get(name, epoch))
+    found = [_find_in(name, groups[name, epoch]) for name, epoch in newest.items()]
+    return [disagreement for disagreement in found if disagreement is not None]
+
+
+def _find_in(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
+    entered: dict[int, dict[int, Entered]] = {}
+    for rank, group in sorted(members.items()):
+        for each in group.recent:
+            entered.setdefault(each.number, {})[rank] = each
+    for number, ranks in sorted(entered.items()):
+        if len({each.code for each in ranks.values()}) > 1:
+            return Disagreement(name, number, tuple(ranks), _describe(number, ranks))
+    return _find_long_ago(name, members)
+
+
+def _find_long_ago(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
+    """By the digests alone: nobody remembers the operation itself."""
+    digests: dict[int, dict[int, list[int]]] = {}
+    for rank, group in sorted(members.items()):
+        digests.setdefault(group.number, {}).setdefault(group.digest, []).append(rank)
+    for number, by_digest in digests.items():
+        if len(by_digest) > 1:
+            text = f'{_and(by_digest.values())} disagree in one of the first {number} operations of group "{name}"'
+            return Disagreement(name, number, tuple(r for ranks in by_digest.values() for r in ranks), text)
+    return None
+
+
+def _describe(number: int, entered: Mapping[int, Entered]) -> str:
+    by_code: dict[int, list[int]] = {}
+    for rank, each in entered.items():
+        by_code.setdefault(each.code, []).append(rank)
+    parties = list(by_code.values())
+    first = [entered[ranks[0]] for ranks in parties]
+    operations = [each.operation for each in first]
+    if len(set(operations)) == 1:
+        values = [[each.values[at] for each in first] for at in range(len(first[0].values))]
+        against = [" against ".join(dict.fromkeys(each)) for each in values if len(set(each)) > 1]
+        what, how = operations[0], ", ".join(against)
+    else:
+        what, how = f"operation {number}", " against ".join(dict.fromkeys(operations))
+    places = [each.place for each in first]
+    if len(set(places)) == 1:
+        return f"{_and(parties)} disagree in {what}{f' ({places[0]})' if places[0] else ''}: {how}"
+    where = ", ".join(f"{name_ranks(ranks)} at {place or '?'}" for ranks, place in zip(parties, places, strict=True))
+    return f"{_and(parties)} disagree in {what}: {how}\n  {where}"
+
+
+def _and(parties: Iterable[Iterable[int]]) -> str:
+    """``ranks 0 and 1-7``"""
+    first, *others = [name_ranks(ranks) for ranks in parties]
+    rest = [other.split(" ", 1)[1] for other in others]
+    return f"ranks {' and '.join([first.split(' ', 1)[1], *rest])}"

@@ -1,0 +1,231 @@
+"""What is described of an operation of a process group: all that must be equal on its members.
+
+    all_reduce, broadcast, reduce           the tensor
+    all_gather, reduce_scatter              the list of all parts, so parts of different sizes are fine
+    all_gather_into_tensor, gather          what this rank gives
+    reduce_scatter_tensor, scatter          what it gets
+    all_to_all, barrier                     no shape: each pair of ranks has sizes of its own
+
+Shapes that differ in dims of size 1 only are equal: the numbers come out right. A description is made once for equal
+operations, then found by what is quick to read: this runs for every operation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from meshbook.collectives import Entered
+from meshbook.no_collectives import public_name
+from meshbook.whereabouts import USER, kind_of_file, name_place
+
+REMEMBERED = 128
+"""Operations of each group."""
+
+MAX_KNOWN = 4096
+"""Descriptions that are kept; shapes may be new at each step."""
+
+_MASK = (1 << 64) - 1
+_FACTOR = 1_000_003
+
+Key: TypeAlias = tuple[Any, ...]
+
+
+class Description(NamedTuple):
+    """An operation with what must be equal on all members of its group."""
+
+    code: int
+    """Equal for equal descriptions, in every process."""
+    operation: str
+    values: tuple[str, ...]
+    """Shape, dtype, reduction, root; in words, empty where it has none."""
+    size_bytes: int
+    """Of the tensors that are described."""
+
+
+class Record:
+    """The operations of one group since it was formed: a digest of all of them, and the last ones."""
+
+    __slots__ = ("_recent", "epoch", "told")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told = (0, 0)
+        """How many there are, with the digest of these; one tuple, since other threads read it."""
+        self._recent: deque[tuple[int, Description, CodeType, int]] = deque(maxlen=REMEMBERED)
+
+    def add(self, number: int, what: Description) -> None:
+        """An operation begins on this thread."""
+        self.told = (number, (self.told[1] * _FACTOR + what.code) & _MASK)
+        frame = users_frame(sys._getframe(2))
+        self._recent.append((number, what, frame.f_code, frame.f_lasti))
+
+    def take_back(self, before: tuple[int, int]) -> None:
+        """The operation that was added last has not begun. before: `told` as it was."""
+        self.told = before
+        self._recent.pop()
+
+    def recent(self, count: int) -> tuple[Entered, ...]:
+        """The last ``count``; from any thread."""
+        return tuple(
+            Entered(number, what.code, what.operation, what.values, place_in(code, instruction))
+            for number, what, code, instruction in list(self._recent)[-count:]
+        )
+
+
+def describe(method: str, args: tuple[Any, ...]) -> Description:
+    """What an operation with these arguments is; ``method`` is torch's name of it within process groups."""
+    try:
+        key = _KEYS[method](method, *args)
+    except (IndexError, AttributeError, TypeError, KeyError):  # arguments that torch will refuse, or that are new to us
+        key = (method,)
+    return _known.get(key) or _learn(key)
+
+
+_known: dict[Key, Description] = {}
+
+
+def _learn(key: Key) -> Description:
+    missing: list[Any] = [(), None, None, None]
+    method, shapes, dtype, reduction, root = [*key, *missing[len(key) - 1 :]]
+    operation = public_name(method)
+    shapes = (shapes,) if isinstance(shapes, torch.Size) else shapes
+    texts = list(map(str, map(tuple, shapes)))
+    values = (
+        texts[0] if len(set(texts)) == 1 else f"[{', '.join(texts)}]" if texts else "",
+        str(dtype).removeprefix("torch.") if dtype is not None else "",
+        _REDUCTIONS.get(reduction, f"reduction {reduction}") if reduction is not None else "",
+        f"root {root}" if root is not None else "",
+    )
+    if len(texts) > 1 and len(set(texts)) == 1:
+        values = (f"{len(texts)} x {values[0]}", *values[1:])
+    compared = ([[size for size in shape if size != 1] for shape in shapes], *values[1:])
+    code = int.from_bytes(blake2b(repr((operation, compared)).encode(), digest_size=8).digest(), "little")
+    size_bytes = sum(shape.numel() for shape in shapes) * (dtype.itemsize if dtype is not None else 0)
+    if len(_known) >= MAX_KNOWN:
+        _known.clear()
+    _known[key] = description = Description(code, operation, values, size_bytes)
+    return description
+
+
+def _reduction_names() -> dict[int, str]:
+    kinds = torch.distributed.ReduceOp.RedOpType.__members__.items()
+    return {hash(torch.distributed.ReduceOp(kind)): name.lower() for name, kind in kinds if name != "PREMUL_SUM"}
+
+
+_REDUCTIONS = _reduction_names() if torch.distributed.is_available() else {}
+
+
+# ---- what is read of the arguments, per method: (method, shapes, dtype, reduction, root) ---------------------------
+
+
+def _reduced(method: str, tensors: Any, opts: Any) -> Key:
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        return (method, tensor.shape, tensor.dtype, hash(opts.reduceOp))
+    return (method, _shapes(tensors), tensors[0].dtype, hash(opts.reduceOp))
+
+
+def _rooted(method: str, tensors: Any, opts: Any) -> Key:
+    return (method, _shapes(tensors), tensors[0].dtype, None, opts.rootRank)
+
+
+def _reduced_to_root(method: str, tensors: Any, opts: Any) -> Key:
+    return (method, _shapes(tensors), tensors[0].dtype, hash(opts.reduceOp), opts.rootRank)
+
+
+def _given_to_root(method: str, _outputs: Any, tensors: Any, opts: Any) -> Key:
+    return _rooted(method, tensors, opts)
+
+
+def _got_from_root(method: str, tensors: Any, _inputs: Any, opts: Any) -> Key:
+    return _rooted(method, tensors, opts)
+
+
+def _gathered(method: str, outputs: Any, *_more: Any) -> Key:
+    return (method, _shapes(outputs[0]), outputs[0][0].dtype)
+
+
+def _given(method: str, _output: Any, given: Any, *_more: Any) -> Key:
+    tensors = [given] if isinstance(given, torch.Tensor) else given
+    return (method, _shapes(tensors), tensors[0].dtype)
+
+
+def _scattered(method: str, _outputs: Any, inputs: Any, opts: Any) -> Key:
+    return (method, _shapes(inputs[0]), inputs[0][0].dtype, hash(opts.reduceOp))
+
+
+def _got_reduced(method: str, got: Any, _given: Any, opts: Any) -> Key:
+    return _reduced(method, [got] if isinstance(got, torch.Tensor) else got, opts)
+
+
+def _typed(method: str, outputs: Any, *_more: Any) -> Key:
+    return (method, (), (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).dtype)
+
+
+def _bare(method: str, *_args: Any) -> Key:
+    return (method,)
+
+
+def _shapes(tensors: Any) -> tuple[torch.Size, ...]:
+    return tuple([tensor.shape for tensor in tensors])
+
+
+_KEYS: dict[str, Callable[..., Key]] = {
+    "allreduce": _reduced,
+    "allreduce_coalesced": _reduced,
+    "broadcast": _rooted,
+    "reduce": _reduced_to_root,
+    "gather": _given_to_root,
+    "scatter": _got_from_root,
+    "allgather": _gathered,
+    "_allgather_base": _given,
+    "all_gather_single": _given,
+    "allgather_coalesced": _given,
+    "allgather_into_tensor_coalesced": _given,
+    "all_gather_single_coalesced": _given,
+    "reduce_scatter": _scattered,
+    "_reduce_scatter_base": _got_reduced,
+    "reduce_scatter_single": _got_reduced,
+    "reduce_scatter_tensor_coalesced": _got_reduced,
+    "reduce_scatter_single_coalesced": _got_reduced,
+    "alltoall": _typed,
+    "alltoall_base": _typed,
+    "all_to_all_single": _typed,
+    "barrier": _bare,
+    "monitored_barrier": _bare,
+    "_end_coalescing": _bare,
+}
+
+
+# ---- where it was begun --------------------------------------------------------------------------------------------
+
+
+_is_users: dict[str, bool] = {}
+
+
+def users_frame(frame: FrameType) -> FrameType:
+    """The innermost frame of the user's own code at or outside ``frame``; the outermost of all where none is."""
+    while True:
+        file = frame.f_code.co_filename
+        users = _is_users.get(file)
+        if users is None:
+            users = _is_users[file] = kind_of_file(file) == USER
+        outer = frame.f_back
+        if users or outer is None:
+            return frame
+        frame = outer
+
+
+def place_in(code: CodeType, instruction: int) -> str:
+    """``cell 7, line 5`` of an instruction of user code; nothing for other code."""
+    if not _is_users.get(code.co_filename):
+        return ""
+    line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
+    return name_place(code.co_filename, line or code.co_firstlineno)

@@ -1,0 +1,250 @@
+"""Ranks that enter different operations as one are told so, and those that do not never are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from collector import Collector
+
+from meshbook import ProcMesh, errors, this_host
+from meshbook.actor import Actor, endpoint
+from meshbook.agreements import Agreements, Progress, Told, find_disagreements
+from meshbook.collectives import Collectives, Entered, GroupProgress
+from meshbook.output_events import Notice
+
+WORKS = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
+
+
+@pytest.fixture(scope="module")
+def square(clean_end: None) -> Iterator[ProcMesh]:
+    """Four ranks with two axes, so with groups along each."""
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="square") as mesh:
+        yield mesh
+
+
+@pytest.fixture(autouse=True)
+def whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test with a mesh its groups work."""
+    yield
+    for name in {"mesh4", "square"} & set(request.fixturenames):
+        assert request.getfixturevalue(name).run(WORKS).get(30).values() == [[4.0] * 3] * 4
+
+
+def disagree(mesh: ProcMesh, code: str) -> tuple[str, errors.CallFailed, list[str]]:
+    """Run a cell in which ranks disagree: what its error says first, the error, and what was said meanwhile."""
+    output = Collector()
+    run = mesh.start_cell(code, on_output=output, cell_number=9, line_offset=1)
+    with pytest.raises(errors.CallFailed) as caught:
+        run.future.get(30)
+    disagreeing = next(f for f in caught.value.failures if f.ename == "RanksDisagree").load()
+    assert isinstance(disagreeing, errors.RanksDisagree)
+    assert disagreeing.ranks == (0, 1, 2, 3)
+    notices = [event.text for event in output.events if isinstance(event, Notice)]
+    return str(disagreeing), caught.value, notices
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def test_other_shapes_are_told_while_a_rank_hangs_and_when_the_cell_ends(mesh4: ProcMesh) -> None:
+    said, error, notices = disagree(mesh4, "z = torch.ones(4 if rank else 5)\ndist.all_reduce(z)")
+    assert said == "ranks 0 and 1-3 disagree in all_reduce (cell 9, line 3): (5,) against (4,)"
+    assert str(error).startswith(said)
+    assert error.partial.keys() | error.freed.keys() == {0, 1, 2, 3}
+    assert all(said in notice for notice in notices)
+    assert notices or not error.freed
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("dist.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32))", "float32 against int32"),
+        ("dist.all_reduce(x, op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)", "sum against max"),
+        ("dist.broadcast(x, src=1 if odd else 0)", "root 0 against root 1"),
+    ],
+)
+def test_what_must_be_equal_is_compared_whatever_gloo_returns(mesh4: ProcMesh, code: str, how: str) -> None:
+    said, *_ = disagree(mesh4, f"odd = rank == 3\nn = 2 if odd else 4\nx = torch.ones(4)\n{code}")
+    assert said.startswith("ranks 0-2 and 3 disagree in ")
+    assert said.endswith(f"(cell 9, line 5): {how}")
+
+
+def test_operations_in_another_order_are_told_with_both_places(mesh4: ProcMesh) -> None:
+    code = """
+        if rank == 1:
+            dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX)
+            dist.barrier()
+        else:
+            dist.barrier()
+            dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX)
+    """
+    output = Collector()
+    run = mesh4.start_cell(code, on_output=output, cell_number=9)
+    with pytest.raises((errors.CallFailed, errors.CallTimeout)):
+        run.future.get(3)
+    run.interrupt()
+    with pytest.raises(errors.CallFailed, match="barrier against all_reduce"):
+        run.future.get(30)
+
+
+def test_a_subgroup_is_told_of_and_the_other_one_is_not(square: ProcMesh) -> None:
+    code = 'dist.all_reduce(torch.ones(2 if rank == 3 else 3), group=mesh["tp"].get_group())'
+    with pytest.raises(errors.CallFailed) as caught:
+        square.run(code).get(30)
+    assert "ranks 2 and 3 disagree in all_reduce" in str(caught.value)
+    assert {0, 1} <= caught.value.partial.keys()
+
+
+def test_a_disagreement_far_back_is_told_by_its_group(mesh4: ProcMesh) -> None:
+    said, *_ = disagree(
+        mesh4,
+        "dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)\n"
+        "for _ in range(300): dist.barrier()",
+    )
+    assert said.startswith("ranks 0 and 1-3 disagree in one of the first ")
+
+
+# ---- actors ----------------------------------------------------------------------------------------------------------
+
+
+class Learner(Actor):
+    @endpoint
+    def step(self, odd: int) -> float:
+        import torch
+        import torch.distributed as dist
+
+        x = torch.ones(4)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if dist.get_rank() == odd else dist.ReduceOp.SUM)
+        return float(x[0])
+
+
+def test_actors_that_disagree_are_told_and_their_groups_are_formed_again(mesh4: ProcMesh) -> None:
+    learners = mesh4.spawn("learner", Learner)
+    try:
+        for _ in range(3):
+            assert learners.step.call(-1).get(30).values() == [4.0] * 4
+            with pytest.raises(errors.CallFailed, match=r"ranks 0,1,3 and 2 disagree in all_reduce .*sum against max"):
+                learners.step.call(2).get(30)
+            assert mesh4.run(WORKS).get(30).values() == [[4.0] * 3] * 4
+    finally:
+        learners.stop().get(30)
+
+
+# ---- no false alarm --------------------------------------------------------------------------------------------------
+
+HEALTHY = {
+    "objects": "o = [None] * 4\ndist.all_gather_object(o, 'x' * 100 * rank)\ndist.broadcast_object_list(o, src=2)",
+    "gather": "dist.gather(x, [torch.zeros(4) for _ in range(4)] if rank == 1 else None, dst=1)",
+    "gather_object": "dist.gather_object('y' * rank, [None] * 4 if rank == 0 else None)",
+    "scatter": "dist.scatter(x, [torch.ones(4)] * 4 if rank == 2 else None, src=2)",
+    "scatter_object_list": "dist.scatter_object_list([None], ['a', 'bb', 3, None] if rank == 0 else None)",
+    "all_to_all": "dist.all_to_all([torch.zeros(2) for _ in range(4)], [torch.ones(2) for _ in range(4)])",
+    "all_to_all_single": """
+        n = rank + 1
+        dist.all_to_all_single(torch.zeros(4 * n), torch.ones(10), [n] * 4, [1, 2, 3, 4])
+    """,
+    "sizes of one": "dist.all_reduce(torch.ones(4).view((4,) if rank else (1, 4, 1)))",
+    "scalars": "dist.all_reduce(torch.tensor(1.0) if rank else torch.ones(1))",
+    "sends": """
+        dist.barrier()
+        if rank == 0: dist.send(torch.ones(3), 1)
+        if rank == 1: dist.recv(torch.zeros(3), 0)
+    """,
+    "coalesced": "dist.all_reduce_coalesced([torch.ones(2), torch.ones(3, 3)])",
+    "asynchronous": """
+        works = [dist.all_reduce(torch.ones(n), async_op=True) for n in range(1, 9)]
+        for work in works: work.wait()
+    """,
+    "functional": """
+        import torch.distributed._functional_collectives as fc
+        fc.all_gather_tensor(torch.ones(2, 2), 1, dist.group.WORLD) + 0
+        fc.reduce_scatter_tensor(torch.ones(8), "sum", 0, dist.group.WORLD) + 0
+        fc.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 0
+    """,
+    "new group": "g = dist.new_group([1, 3])\nif rank in (1, 3): dist.all_reduce(torch.ones(rank and 5), group=g)",
+    "uneven DTensors": """
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        d = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)])
+        d.redistribute(placements=[Shard(1)]).full_tensor().sum() + (d @ d.T).full_tensor().sum()
+    """,
+    "DDP": """
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), find_unused_parameters=True)
+        for n in range(3): ddp(torch.ones(rank + 1, 4)).sum().backward()
+    """,
+    "FSDP2": """
+        from torch.distributed.fsdp import fully_shard
+        fsdp = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7))
+        fully_shard(fsdp, mesh=mesh)
+        for n in range(3): fsdp(torch.ones(rank + 1, 5)).sum().backward()
+    """,
+    "DCP": """
+        import tempfile, torch.distributed.checkpoint as dcp
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        state = {"w": torch.ones(3) * rank, "n": rank}
+        dcp.save(state, checkpoint_id=folder[0])
+        dcp.load(state, checkpoint_id=folder[0])
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_programs_give_no_alarm(mesh4: ProcMesh, kind: str) -> None:
+    groups = _groups_of(mesh4)
+    code = "\n".join(line.removeprefix("        ") for line in HEALTHY[kind].splitlines())
+    mesh4.run(f"x = torch.ones(4)\n{code}").get(60)
+    assert not groups.doubted
+    assert groups.told == {True}
+
+
+def test_calls_of_some_ranks_whose_operations_overlap_give_no_alarm(mesh4: ProcMesh) -> None:
+    groups = _groups_of(mesh4)
+    for _ in range(5):
+        some = mesh4.slice(gpus=slice(0, 2)).run("for n in range(1, 30): dist.all_reduce(torch.ones(n))")
+        others = mesh4.slice(gpus=slice(2, 4)).run("for n in range(1, 30): dist.all_reduce(torch.ones(n))")
+        some.get(30), others.get(30)
+    assert not groups.doubted
+
+
+class _Watched(Agreements):
+    """Tells whether there was ever a doubt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: set[bool] = set()
+
+    def compare(self, told: Told) -> None:
+        super().compare(told)
+        self.told.add(not self.doubted)
+
+
+def _groups_of(mesh: ProcMesh) -> _Watched:
+    """What the controller compares for this mesh, from now on."""
+    watched = _Watched()
+    mesh._controller._board.groups_of(mesh._mesh).agreements = watched
+    return watched
+
+
+# ---- pure ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_equal_numbers_of_one_epoch_are_compared() -> None:
+    agreements = Agreements()
+    agreements.compare(Told(3, (Progress("0", 5, 11), Progress("1", 2, 7))))
+    agreements.compare(Told(3, (Progress("0", 6, 12), Progress("1", 2, 7))))
+    agreements.compare(Told(2, (Progress("0", 6, 99),)))
+    assert not agreements.doubted
+    agreements.compare(Told(4, (Progress("0", 6, 99),)))
+    assert not agreements.doubted
+    agreements.compare(Told(4, (Progress("0", 6, 98),)))
+    assert agreements.doubted
+
+
+def test_groups_of_a_former_epoch_are_left_out() -> None:
+    def told(epoch: int, code: int) -> Collectives:
+        entered = (Entered(1, code, "barrier", ("", "", "", ""), ""),)
+        return Collectives(epoch, 0, (GroupProgress("0", (0, 1), 1, {}, {}, epoch, 1, code, entered),), (), 0, "")
+
+    assert find_disagreements({0: told(3, 1), 1: told(4, 2)}) == []
+    assert len(find_disagreements({0: told(4, 1), 1: told(4, 2)})) == 1
