@@ -76,6 +76,7 @@ class OpenCall:
         "_disagree",
         "_on_end",
         "aborted",
+        "beside",
         "cancelled",
         "dropped",
         "fail_fast",
@@ -111,10 +112,13 @@ class OpenCall:
         fail_fast: bool,
         on_reply: OnReply | None,
         mailbox: int = 0,
+        beside: bool = False,
     ) -> None:
         self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
         self.mailbox = mailbox
         """0: it runs on the main threads of its members, one after the other with others of that kind."""
+        self.beside = beside
+        """Other messages to the mailbox may be handled while this one is."""
         self.fail_fast, self.on_reply = fail_fast, on_reply
         self.waiting = set(members.ranks())
         self.interrupts = 0

@@ -27,6 +27,14 @@ class Entered(NamedTuple):
     """``cell 7, line 5``."""
 
 
+class CellCounts(NamedTuple):
+    """Operations that calls on the main thread have begun, as `GroupProgress` counts them."""
+
+    issued: int = 0
+    sent: Mapping[int, int] = {}
+    received: Mapping[int, int] = {}
+
+
 class GroupProgress(NamedTuple):
     """How far one group is on one rank. Counters start anew with each epoch."""
 
@@ -35,11 +43,11 @@ class GroupProgress(NamedTuple):
     members: tuple[int, ...]
     """Base ranks of the mesh."""
     issued: int
-    """Collectives that this rank has begun."""
+    """Collectives that this rank has begun, up to the first that failed: it does no more for that one."""
     sent: Mapping[int, int]
-    """Peer (base rank) to the number of sends that were begun."""
+    """Peer (base rank) to the number of sends that were begun, up to the first that failed."""
     received: Mapping[int, int]
-    """Peer (base rank, or `ANY_PEER`) to the number of receives that were begun."""
+    """Peer (base rank, or `ANY_PEER`) to the number of receives, likewise."""
     epoch: int = -1
     """Since when it counts."""
     number: int = 0
@@ -47,6 +55,16 @@ class GroupProgress(NamedTuple):
     """Of the first ``number`` collectives (`meshbook.agreements`)."""
     recent: tuple[Entered, ...] = ()
     """The last of them, as many as were asked for."""
+    by_cells: CellCounts = CellCounts()
+    """Those that calls on the main thread have begun, failed ones too."""
+    broken: str = ""
+    """Why it is of no use any more: ``all_reduce failed``; an operation was given up while under way (interrupted)."""
+    at_work: tuple[int, ...] = ()
+    """Threads that have used it and may go on to; neither the main one nor those of actors that are idle."""
+    mailboxes: tuple[int, ...] = ()
+    """Of actors that have used it, idle ones too."""
+    aborted: str = ""
+    """Why it was aborted."""
 
 
 class Waiting(NamedTuple):
@@ -63,6 +81,8 @@ class Waiting(NamedTuple):
     """``cell 7, line 5``."""
     since_s: float
     """How long it has waited."""
+    thread: int = 0
+    """Which thread waits; 0: the main one."""
 
 
 class Collectives(NamedTuple):
@@ -74,8 +94,6 @@ class Collectives(NamedTuple):
     """The call that runs on the main thread; 0 when idle."""
     groups: tuple[GroupProgress, ...]
     waiting: tuple[Waiting, ...]
-    abandoned: int
-    """Operations that were given up while under way (interrupted, aborted): their group is of no use any more."""
     aborted: str
     """Why the groups were aborted; empty while they work."""
     waited_s: float = 0.0
@@ -85,3 +103,5 @@ class Collectives(NamedTuple):
     Their place is where the main thread is now."""
     actors: int = 0
     """Actors that handle messages, or have some waiting."""
+    handling: Mapping[int, int] = {}
+    """The threads of those, with their mailboxes."""

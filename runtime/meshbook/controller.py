@@ -274,11 +274,12 @@ class Controller:
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
         mailbox: int = 0,
+        beside: bool = False,
     ) -> CallFuture[Any]:
         """Start a call on ``members``; the future's value is a ValueMesh over them.
 
         output: where to send what the call prints; our own stdout by default. fail_fast: complete at the first failure
-        rather than when every rank has ended. mailbox: as in `wire.Call`.
+        rather than when every rank has ended. mailbox: as in `wire.Call`. beside: as in `OpenCall`.
         Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
         mesh.check_usable()
@@ -286,7 +287,15 @@ class Controller:
         self.wait_for_room()
         future = self._new_future()
         call = OpenCall(
-            self.next_id(), mesh.id, what, members, future, fail_fast=fail_fast, on_reply=on_reply, mailbox=mailbox
+            self.next_id(),
+            mesh.id,
+            what,
+            members,
+            future,
+            fail_fast=fail_fast,
+            on_reply=on_reply,
+            mailbox=mailbox,
+            beside=beside,
         )
         future.call = call
         if lost := call.waiting & mesh.lost.keys():
@@ -306,7 +315,7 @@ mailbox=mailbox,
             elif (hosts := self._board.open(mesh, call, output)) is None:
                 return
             elif mailbox:
-                transmit(hosts)
+                self._board.mail_rescue_of(mesh).send(mailbox, members, lambda: transmit(hosts), call)
             else:
                 self._board.groups_of(mesh).send(call, lambda: transmit_later(hosts))
 
@@ -358,8 +367,8 @@ mailbox=mailbox,
             if call is None or mesh is None:
                 return
             if call.mailbox:
-                call.cancelled = True
-                self._board.mail_rescue_of(mesh).watch(call)
+                if self._board.mail_rescue_of(mesh).cancel(call):
+                    return
             elif self._board.groups_of(mesh).cancel(call):
                 return
             meant = call.members

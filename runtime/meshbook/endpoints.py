@@ -225,7 +225,7 @@ def collectives(worker: Worker, recent: int = 0) -> Collectives:
     """How far the rank's process groups are, with the last ``recent`` operations of each, and what it waits in."""
     current = worker.current
     told = worker.groups.collectives(current[0] if current else 0, recent=recent)
-    return told._replace(actors=worker.desk.busy)
+    return told._replace(actors=worker.desk.busy, handling=worker.desk.handling)
 
 
 def reaction(worker: Worker) -> str:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from meshbook.collectives import ANY_PEER, GroupProgress
+from meshbook.collectives import ANY_PEER, CellCounts, GroupProgress
 from meshbook.errors import GroupAborted, UsageError
-from meshbook.guarded_work import AsideWork, CollectiveWork, Guard, PeerWork
+from meshbook.group_use import Counts, Users
+from meshbook.guarded_work import BEING_FORMED, AsideWork, CollectiveWork, Guard, PeerWork
 from meshbook.inner_group import HELD_MAX_S, InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
 from meshbook.operands import Record, describe
@@ -53,6 +54,11 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         self.record = Record(guard.epoch)
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
+        self.by_cells = Counts()
+        """Those of them that the main thread has begun."""
+        self._counting = threading.Lock()
+        """Numbers are in the order in which C++ gets the operations, whichever threads begin them."""
+        self._users = Users()
         self.retired = ""
         """Why it can never be used again."""
         self.on_retired: Callable[[], object] = lambda: None
@@ -69,23 +75,37 @@ class GuardedGroup(_Base):  # type: ignore[misc]
     def live(self) -> InnerGroup:
         """The inner group; made now if there is none. Raises: GroupAborted; UsageError for a group of the past."""
         if self._guard.reason:
+            self._users.told()
             self._guard.check()
         if (inner := self._inner) is None:
             inner = self._make()
-        if inner.dead:
-            raise GroupAborted(inner.dead)
-        return inner
+        return self._when_open(inner) if inner.closed else inner
 
     def _make(self) -> InnerGroup:
         if self.retired:
             raise UsageError(self.retired)
+        guard = self._guard
+        guard.await_formed()
         with self._making:
             if self._inner is None:
                 device_id = self.bound_device_id
-                self._inner = InnerGroup(self.recipe, self._store, self._guard, self._options, device_id)
-        if self._guard.reason:  # aborted meanwhile, by another thread
-            self._inner.give_up(self._guard.reason)
+                inner = InnerGroup(self.recipe, self._store, guard, self._options, device_id)
+                inner.users, inner.closed = self._users, BEING_FORMED if guard.forming else ""
+                self._inner = inner
+        if guard.reason:  # aborted meanwhile, by another thread
+            self._inner.give_up(guard.reason)
         return self._inner
+
+    def _when_open(self, inner: InnerGroup) -> InnerGroup:
+        """For the thread that forms the groups, at once; for others when they are proved."""
+        guard = self._guard
+        if guard.is_forming and not inner.dead:
+            return inner
+        if guard.forming:
+            guard.await_formed()
+            return self.live
+        self._users.told()
+        raise GroupAborted(inner.closed)
 
     @property
     def inner(self) -> InnerGroup | None:
@@ -94,9 +114,11 @@ class GuardedGroup(_Base):  # type: ignore[misc]
 
     def renew(self, store: Store) -> InnerGroup | None:
         """Speak over ``store`` from the next operation on, counting from 0; returns the former inner group."""
-        former, self._inner, self._store = self._inner, None, store
-        self.issued, self.sent, self.received = 0, {}, {}
-        self.record = Record(self._guard.epoch)
+        with self._making:  # another thread may be at it, over the former store
+            former, self._inner, self._store = self._inner, None, store
+            self.issued, self.sent, self.received = 0, {}, {}
+            self.record, self.by_cells = Record(self._guard.epoch), Counts()
+        self._users.renew(self._guard.handled())
         return former
 
     def retire(self, reason: str) -> InnerGroup | None:
@@ -117,10 +139,20 @@ class GuardedGroup(_Base):  # type: ignore[misc]
 
     def progress(self, recent: int = 0) -> GroupProgress:
         """How far it is, with its last ``recent`` operations; from any thread."""
-        recipe, record = self.recipe, self.record
+        recipe, record, inner, cells = self.recipe, self.record, self._inner, self.by_cells
         entered = record.recent(recent) if recent else ()
-        counts = (self.issued, dict(self.sent), dict(self.received))
-        return GroupProgress(recipe.name, recipe.ranks, *counts, record.epoch, *record.told, entered)
+        issued, sent, received, broken, aborted = self.issued, dict(self.sent), dict(self.received), "", ""
+        if inner is not None:
+            failures, aborted = inner.failures, inner.dead
+            broken, issued = failures.why, failures.served(None, issued)
+            sent = {peer: failures.served(peer, count, "send") for peer, count in sent.items()}
+            received = {peer: failures.served(peer, count, "recv") for peer, count in received.items()}
+        by_cells = CellCounts(cells.issued, dict(cells.sent), dict(cells.received))
+        handled = self._guard.handled()
+        return GroupProgress(
+            recipe.name, recipe.ranks, issued, sent, received, record.epoch, *record.told, entered, by_cells, broken,
+            self._users.at_work(handled), self._users.mailboxes(handled), aborted,
+        )  # fmt: skip
 
     # ---- sends and receives -------------------------------------------------------------------------------------
 
@@ -147,14 +179,23 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         refuse_if_off(operation)
         inner = self.live
         base = ANY_PEER if peer == ANY_PEER else self.recipe.ranks[peer]
-        number = counts[base] = counts.get(base, 0) + 1
+        by_cells = self._by_cells()
         self._guard.moved_bytes += payload_bytes([tensors])
-        if self._uses_cuda and tensors[0].is_cuda:
-            raw = begin(inner.group)
-            inner.add(raw, operation, number, base)
-            return CollectiveWork(inner, operation, number, raw, True)
-        work = PeerWork(inner, operation, number, base, lambda: begin(inner.group))
-        inner.add_peer_work(work, operation, peer, tag)
+        with self._counting:
+            number = counts[base] = counts.get(base, 0) + 1
+            if by_cells is not None:
+                of_cells = by_cells.sent if operation == "send" else by_cells.received
+                of_cells[base] = of_cells.get(base, 0) + 1
+            if self._uses_cuda and tensors[0].is_cuda:
+                try:
+                    raw = begin(inner.group)
+                except BaseException as error:
+                    inner.failures.note(operation, number, base, error)
+                    raise
+                inner.add(raw, operation, number, base)
+                return CollectiveWork(inner, operation, number, raw, True)
+            work = PeerWork(inner, operation, number, base, lambda: begin(inner.group))
+            inner.add_peer_work(work, operation, peer, tag)
         if inner.dead:  # aborted before it was known there
             work.wake()
         return work
@@ -162,17 +203,39 @@ class GuardedGroup(_Base):  # type: ignore[misc]
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         refuse_if_off("monitored_barrier")
         inner = self.live
-        self.issued += 1
-        self.note("monitored_barrier", (), self.issued)
+        by_cells = self._by_cells()
         if timeout is None:
             timeout = timedelta(seconds=self.recipe.timeout_s)
 
         def begin() -> None:
             inner.group.monitored_barrier(timeout, wait_all_ranks)
 
-        work = PeerWork(inner, "monitored_barrier", self.issued, None, begin)
-        inner.add_peer_work(work, "monitored_barrier", 0, 0)
+        with self._counting:
+            number = self._count(by_cells)
+            self.note("monitored_barrier", (), number)
+            work = PeerWork(inner, "monitored_barrier", number, None, begin)
+            inner.add_peer_work(work, "monitored_barrier", 0, 0)
         work.wait()
+
+    def _by_cells(self) -> Counts | None:
+        """The counts of the main thread, where that calls. Raises: GroupAborted in others, see `Users.note`."""
+        if threading.get_ident() == self._guard.main:
+            return self.by_cells
+        self._users.note()
+        return None
+
+    def _count(self, by_cells: Counts | None) -> int:
+        """The number of the collective that begins now; under `_counting`."""
+        self.issued += 1
+        if by_cells is not None:
+            by_cells.issued += 1
+        return self.issued
+
+    def _take_back(self, by_cells: Counts | None) -> None:
+        """It was never begun: the others must not count on it."""
+        self.issued -= 1
+        if by_cells is not None:
+            by_cells.issued -= 1
 
     def __repr__(self) -> str:
         """torch's errors show it, those for a group of the past included."""
@@ -267,23 +330,29 @@ def _collective(method: str) -> Callable[..., dist.Work]:
         refuse_if_off(operation)
         inner = self.live
         inner.forget_completed()
-        number = self.issued = self.issued + 1
-        record = self.record
-        before = record.told
-        size_bytes = self.note(method, args, number)
-        self._guard.moved_bytes += size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
-        try:
-            raw = getattr(inner.group, method)(*args, **kwargs)
-        except BaseException:
-            record.take_back(before)
-            raise
+        by_cells = self._by_cells()
+        with self._counting:
+            number = self._count(by_cells)
+            record = self.record
+            before = record.told
+            size_bytes = self.note(method, args, number)
+            self._guard.moved_bytes += size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
+            try:
+                raw = getattr(inner.group, method)(*args, **kwargs)
+            except Exception:
+                self._take_back(by_cells)
+                record.take_back(before)
+                raise
+            except BaseException as error:  # an interrupt: nobody knows whether C++ has it
+                inner.failures.note(operation, number, None, error)
+                raise
         on_cuda = self._uses_cuda and _on_cuda(args)
         if "reduce_scatter" in method and not on_cuda:
-            work = AsideWork(inner, operation, self.issued, raw)
-            inner.add(work, operation, self.issued)
+            work = AsideWork(inner, operation, number, raw)
+            inner.add(work, operation, number)
             return work
-        inner.add(raw, operation, self.issued)
-        return CollectiveWork(inner, operation, self.issued, raw, on_cuda)
+        inner.add(raw, operation, number)
+        return CollectiveWork(inner, operation, number, raw, on_cuda)
 
     collective.__name__ = method
     return collective

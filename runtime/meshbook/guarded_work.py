@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from meshbook.collectives import Waiting
 from meshbook.errors import GroupAborted
+from meshbook.group_use import Handled
 from meshbook.operation_log import Operation, OperationLog, Wait
 from meshbook.side_threads import run_aside
 from meshbook.whereabouts import users_place
@@ -34,6 +35,11 @@ STEP_S = 0.025
 
 EXPLAIN_S = 0.25
 """After a lost connection: how long the reason may take to arrive from the controller."""
+
+FORMING_S = 30.0
+"""How long operations of actors and threads wait while the main thread forms the groups."""
+
+BEING_FORMED = "the process groups are being formed again"
 
 _STEP = timedelta(seconds=STEP_S)
 _NO_TIMEOUT = timedelta(0)
@@ -48,9 +54,13 @@ class Guard:
         """Why the groups were aborted; empty while they work."""
         self.reason_epoch = -1
         """Groups of up to this epoch are aborted."""
-        self.abandoned = 0
         self.used: set[object] = set()
         """Groups with operations that no answer to the controller has told of."""
+        self.main = threading.get_ident()
+        self.forming = 0
+        """The thread that forms the groups, until they are proved: operations of others wait for that."""
+        self.handled: Callable[[], Handled] = dict
+        """Asked which messages actors handle."""
         self.moved_bytes = 0
         """Payload of all operations so far (`meshbook.traffic`); never set back."""
         self.waits: dict[int, GuardedWork] = {}
@@ -86,8 +96,22 @@ class Guard:
         """Groups are about to be formed under ``epoch``. Raises: GroupAborted if that was aborted before it began."""
         if epoch <= self.reason_epoch:
             raise GroupAborted(self.reason)
-        self.epoch, self.reason, self.abandoned = epoch, "", 0
+        self.epoch, self.reason = epoch, ""
         self.told.clear()
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether the calling thread forms the groups."""
+        return self.forming == threading.get_ident()
+
+    def await_formed(self) -> None:
+        """Wait while another thread forms the groups. Raises: GroupAborted when that takes too long."""
+        until = time.monotonic() + FORMING_S
+        while self.forming and not self.is_forming:
+            if time.monotonic() > until:
+                raise GroupAborted(BEING_FORMED)
+            time.sleep(STEP_S)
+        self.check()
 
     def hold(self, held: bool) -> None:
         """Have `clock` stand still, or go on: nobody can do their part while a person looks at a stopped rank."""
@@ -114,12 +138,16 @@ def describe_waits(guard: Guard) -> tuple[Waiting, ...]:
     """
     now, frames = time.monotonic(), sys._current_frames()
     waits = [(thread, work, work.since) for thread, work in list(guard.waits.items())]
+    main = guard.main
     for thread in list(guard.backward)[:1]:
         waits += [(thread, work, since) for work, since in list(guard.futures.items())]
     return tuple(
-        Waiting(work.inner.name, work.operation, work.number, work.peer, users_place(frames.get(thread)), now - since)
+        Waiting(
+            work.inner.name, work.operation, work.number, work.peer, users_place(frames.get(thread)), now - since,
+            0 if thread == main else thread,
+        )
         for thread, work, since in waits
-    )
+    )  # fmt: skip
 
 
 class GuardedWork(dist.Work):
@@ -150,7 +178,9 @@ class GuardedWork(dist.Work):
         limit_s = timeout.total_seconds()
         try:
             self._wait(limit_s if limit_s > 0 else self.inner.timeout_s)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, GroupAborted):
+                self.inner.users.told()
             if not self.is_completed():
                 self.give_up()
             raise
@@ -175,7 +205,10 @@ class GuardedWork(dist.Work):
         """Nobody waits for it any more, and it may never end."""
         if not self._given_up:
             self._given_up = True
-            self.inner.guard.abandoned += 1
+            self.inner.failures.note_given_up(self.operation)
+
+    def _note_failed(self, error: BaseException) -> None:
+        self.inner.failures.note(self.operation, self.number, self.peer, error)
 
     def _ready(self) -> bool:
         return self.is_completed()
@@ -193,6 +226,7 @@ class GuardedWork(dist.Work):
     def _raise_failed(self, error: BaseException) -> NoReturn:
         """Raise for a failed operation: the reason of the abort, if there is or soon will be one."""
         inner = self.inner
+        self._note_failed(error)
         if not inner.dead and "onnection" in str(error):
             inner.guard.told.wait(EXPLAIN_S)
         if reason := inner.dead or inner.guard.reason:
@@ -299,6 +333,7 @@ class AsideWork(CollectiveWork):
             self._raw.wait()
         except BaseException as error:
             self._error = error
+            self._note_failed(error)
         self._done.set()
 
     def is_completed(self) -> bool:
@@ -350,6 +385,7 @@ class PeerWork(GuardedWork):
                     self._raw.wait()
         except BaseException as error:
             self._error = error
+            self._note_failed(error)
         self.ended = True
         self.inner.open_peer_works.discard(self)
         self._done.set()

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from meshbook.group_use import Failures, Users
 from meshbook.guarded_work import Guard, PeerWork
 from meshbook.side_threads import Lane, run_aside
 
@@ -87,6 +88,9 @@ class InnerGroup:
         self.name, self.timeout_s = recipe.name, recipe.timeout_s
         self.dead = ""
         """Why nothing more comes of it."""
+        self.closed = ""
+        """Why operations are not begun in it: it is dead, or being formed."""
+        self.failures, self.users = Failures(), Users()
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._pending: deque[dist.Work] = deque()
@@ -171,6 +175,7 @@ class InnerGroup:
     def give_up(self, reason: str) -> None:
         """End all waits; from any thread. The operations themselves go on until `dispose`."""
         self.dead = self.dead or reason
+        self.closed = self.dead
         for peer_work in list(self.open_peer_works):
             peer_work.wake()
         for work in list(self.guard.futures):

@@ -99,6 +99,7 @@ class GroupEvent(enum.Enum):
 
 GROUP_NEXT: Mapping[tuple[GroupPhase, GroupEvent], GroupPhase] = {
     (GroupPhase.NONE, GroupEvent.FORM): GroupPhase.FORMING,
+    (GroupPhase.NONE, GroupEvent.ABORT): GroupPhase.NONE,  # there is nothing to abort
     (GroupPhase.NONE, GroupEvent.FOUND): GroupPhase.FORMED,  # cells, or an earlier controller, have made them
     (GroupPhase.FORMING, GroupEvent.FORM): GroupPhase.FORMING,  # under a newer epoch still
     (GroupPhase.FORMING, GroupEvent.FORMED): GroupPhase.FORMED,

@@ -1,23 +1,32 @@
 """Actors that wait in collectives for one that has failed: freed, as `meshbook.rescue` frees cells.
 
-A call to a mailbox has failed on some ranks, and others have not ended it. Once nothing else goes on in the mesh, the
-ranks are asked how far their groups are, and asked again after a while, so that what was on its way has come. If both
-times it was certain (`meshbook.stuck`) that those who wait are never served, the groups are aborted and formed again.
+A call to a mailbox has failed on some ranks, and others have not ended it. The ranks are asked how far their groups
+are, and asked again after a while, so that what was on its way has come. If both times it was certain
+(`meshbook.stuck`) that those who wait are never served, the groups are aborted and formed again. This goes on for as
+long as such a call is open.
 
-    sound, since    a rank that has ended the call has no cell and no busy actor: nobody there will do its part
-                    a rank that waits has no other busy actor
+    sound, since    on a rank that will not come the main thread is idle, and so are the actors that use the group
+                    of those that wait, only the actors that were called are looked at
 
 Calls that actors make, and messages that nobody waits for, are not seen here: there an interrupt, or
 `ProcMesh.abort_groups`, helps. When calls that failed or were interrupted have ended, groups that are not equally far
 on all members are formed again. Under the turn of `meshbook.turns`, as `GroupRescue`.
+
+*The next call* must not meet the failed one: a rank that has ended that would begin the next at once, and its
+collectives would be taken for those that others still wait in. So calls queue here
+
+    to the same actors    until they have ended the failed call, behind which they would queue on those ranks anyway
+    to any others         for a moment (`SETTLE_S`): until it is known that the groups are sound, or they are back
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
+from meshbook import wire
 from meshbook.agreements import find_disagreements
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
@@ -27,7 +36,8 @@ from meshbook.looks import ALL, RECENT, Look, Looks
 from meshbook.mismatches import place_and_absent
 from meshbook.output_events import Notice
 from meshbook.rescue import FIRST_LOOK_S, SELDOM_LOOK_S, GroupRescue, cause_of
-from meshbook.stuck import Stuck, differing_groups, find_stuck, where_stuck
+from meshbook.shape import Members
+from meshbook.stuck import Odd, Stuck, are_in_use, differing_groups, find_stuck, where_stuck
 
 FORM_LOOK_S = 0.01
 """How often it is asked, after actors were freed, whether they have all come back."""
@@ -35,8 +45,30 @@ FORM_LOOK_S = 0.01
 FORM_S = 1.0
 """So long the forming of groups waits for that."""
 
-MAX_LOOKS = 40
-"""Without a failure in between; with ever longer pauses, up to `SELDOM_LOOK_S`."""
+UNEVEN_LOOK_S = 2.0
+"""The pause between questions while others are at work in groups that a call may have left uneven."""
+
+SETTLE_S = 0.5
+"""So long at most a failure keeps calls to other actors, and cells, waiting."""
+
+
+_SOUND = (GroupPhase.NONE, GroupPhase.FORMED)
+
+
+class _Held(NamedTuple):
+    """A call, or a message without an answer, that queues."""
+
+    mailbox: int
+    members: Members
+    transmit: Callable[[], object]
+    until: float
+    """Then it is sent, unless its own actors are still at a failed call."""
+    call: OpenCall | None
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Who has not answered it."""
+        return self.call.waiting if self.call is not None else frozenset(self.members.ranks())
 
 
 class MailRescue:
@@ -54,25 +86,100 @@ class MailRescue:
         """Those of them for which ranks were asked."""
         self._uneven = False
         """Calls have failed, and nobody has compared the groups since."""
+        self._suspected: list[Odd] = []
+        """Groups that the last look found uneven, though that may have been chance."""
+        self._held: list[_Held] = []
+        self._settle_by = 0.0
+        """Until then other calls queue: calls have failed, and it is not known what has become of the groups."""
         self._formed_later = False
         """The groups were aborted, and are formed again when no actor is at work: none may meet the forming."""
-        self._look_at = self._form_by = math.inf
+        self._freed: set[int] = set()
+        """The mailboxes of the actors that were freed, until then."""
+        self._look_at = self._form_by = self._release_at = math.inf
         self._pause_s = FIRST_LOOK_S
-        self._looked = 0
+        groups.is_unsettled, groups.on_formed = self.is_unsettled, self._release
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def send(
+        self, mailbox: int, members: Members, transmit: Callable[[], object], call: OpenCall | None = None
+    ) -> None:
+        """Send a new call, or a message that nobody answers, to the ranks now or when it meets no failed one there."""
+        if not (self._failing or self._uneven or self._held) and self._groups.phase in _SOUND:
+            transmit()
+            return
+        held = _Held(mailbox, members, transmit, time.monotonic() + SETTLE_S, call)
+        if self._must_queue(held, self._held):
+            self._held.append(held)
+            self._release_at = min(self._release_at, held.until)
+        else:
+            transmit()
+
+    def cancel(self, call: OpenCall) -> bool:
+        """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
+        call.cancelled = True
+        left = [held for held in self._held if held.call is not call]
+        if len(left) == len(self._held):
+            self.watch(call)
+            return False
+        self._held = left
+        for rank in tuple(call.waiting):
+            call.answer(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None), (), ())
+        self._calls.settle_if_done(call)
+        return True
+
+    def _must_queue(self, new: _Held, before: Sequence[_Held]) -> bool:
+        if any(held.mailbox == new.mailbox and not set(new.ranks).isdisjoint(held.ranks) for held in before):
+            return True
+        failing = [call for call in self._failing.values() if call.mailbox == new.mailbox and not call.beside]
+        if any(not call.waiting.isdisjoint(new.ranks) for call in failing):
+            return True
+        if time.monotonic() >= new.until or self._mesh.lost:
+            return False
+        not_back = self._groups.phase in (GroupPhase.ABORTED, GroupPhase.FORMING)
+        return not_back or self.is_unsettled(new.ranks)
+
+    def is_unsettled(self, ranks: Collection[int]) -> bool:
+        """Whether collectives on ``ranks`` might meet those of a call that has failed a moment ago."""
+        if time.monotonic() >= self._settle_by:
+            return False
+        return self._uneven or any(not set(ranks).isdisjoint(call.members.ranks()) for call in self._failing.values())
+
+    def _release(self) -> None:
+        """Send what need not queue any more."""
+        held, self._held = self._held, []
+        now = time.monotonic()
+        self._release_at = min([each.until for each in held if each.until > now], default=math.inf)
+        if now < self._settle_by:
+            self._release_at = min(self._release_at, self._settle_by)
+        self._groups.release()
+        for each in held:
+            if self._must_queue(each, self._held):
+                self._held.append(each)
+            elif each.ranks:
+                each.transmit()
+
+    # ---- looking --------------------------------------------------------------------------------------------------
 
     def watch(self, call: OpenCall) -> None:
         """A rank has answered ``call``, or was lost, or somebody wants its end."""
         if not (call.failed or call.cancelled) or self._mesh.lost:
             self._failing.pop(call.id, None)  # of the dead everybody is freed at once
-            return
+        else:
+            self._note_failed(call)
+        if self._held:
+            self._release()
+
+    def _note_failed(self, call: OpenCall) -> None:
+        now = time.monotonic()
         if not call.waiting:
             self._failing.pop(call.id, None)
             self._suspects.pop(call.id, None)
-        elif call.id not in self._failing:
+        else:
             self._failing[call.id] = call
-        self._uneven = True
-        self._pause_s, self._looked = FIRST_LOOK_S, 0
-        self._look_at = min(self._look_at, time.monotonic() + FIRST_LOOK_S)
+        self._uneven, self._pause_s = True, FIRST_LOOK_S
+        self._settle_by = self._release_at = now + SETTLE_S
+        self._look_at = min(self._look_at, now + (FIRST_LOOK_S if self._failing else 0.0))
 
     def holds(self, call: OpenCall) -> bool:
         """Whether a call that all have ended completes later: ranks may have disagreed, and are asked."""
@@ -91,6 +198,7 @@ class MailRescue:
                 if any(call.members.has(rank) for rank in group.ranks):
                     call.disagree(group.ranks, group.text)
         if found and self._groups.phase is GroupPhase.FORMED:
+            self._freed.update(call.mailbox for call in self._judged.values())
             self._abort(found[0].text)
         self._complete(self._judged)
 
@@ -101,73 +209,96 @@ class MailRescue:
     @property
     def due(self) -> float:
         """When `expire` wants to be called."""
-        return self._looks.due if self._looks.busy else self._look_at
+        return min(self._looks.due if self._looks.busy else self._look_at, self._release_at)
 
     def expire(self, now: float) -> None:
         """Do what is due."""
         self._looks.expire(now)
         if not self._looks.busy and self._look_at <= now:
             self._look_at = math.inf
-            self._formed_later = self._formed_later and not self._mesh.lost
+            if self._groups.phase is not GroupPhase.ABORTED or self._mesh.lost:
+                self._formed_later = False  # whoever came first has formed them
             phases = (GroupPhase.FORMED, GroupPhase.NONE, *([GroupPhase.ABORTED] if self._formed_later else []))
             if self._groups.phase in phases and not self._mesh.lost:
                 calls = [*self._failing.values(), *self._calls.running(self._mesh.id)]
                 self._judged, self._doubtful = self._doubtful, {}
                 self._looks.ask(calls, ALL if self._judged else RECENT)
-            elif not self._mesh.lost and (self._failing or self._uneven or self._formed_later):
+            elif not self._mesh.lost and (self._failing or self._uneven):
                 self._look_at = now + SELDOM_LOOK_S  # the groups are being formed, or will be
             self._complete(self._doubtful)  # asked or not: of groups that are no more nothing can be said
+        if self._release_at <= now:
+            self._release()
 
     def stop(self) -> None:
         """The mesh is being stopped."""
         self._failing.clear()
+        self._held.clear()
         self._looks.give_up()
-        self._uneven, self._look_at = False, math.inf
+        self._uneven, self._look_at, self._release_at, self._settle_by = False, math.inf, math.inf, 0.0
 
     def _on_look(self, look: Look) -> None:
-        before, self._suspects = self._suspects, {}
         if self._judged:
             self._judge(look)
         if self._formed_later:
             self._form(look)
-            return
-        certain = not look.missing(self._mesh.lost) and not any(told.aborted for told in look.answers.values())
-        for call in list(self._failing.values()) if certain else ():
+        elif not self._free_stuck(look):
+            self._compare(look)
+            if self._failing or self._uneven:
+                pause_s = FIRST_LOOK_S if self._suspects or self._suspected else self._pause_s
+                self._look_at = time.monotonic() + pause_s
+                self._pause_s = min(2 * self._pause_s, SELDOM_LOOK_S if self._failing else UNEVEN_LOOK_S)
+        self._release()
+
+    def _free_stuck(self, look: Look) -> bool:
+        """Free those that were stuck when ranks were asked before, and still are; whether there were any."""
+        before, self._suspects = self._suspects, {}
+        for call in list(self._failing.values()) if self._is_certain(look) else ():
             stuck = self._find(look, call)
             if stuck and before.get(call.id) == stuck.keys():
                 self._free(call, stuck)
-                return
+                return True
             if stuck:
                 self._suspects[call.id] = frozenset(stuck)
-        at_rest = certain and not any(told.call or told.actors or told.waiting for told in look.answers.values())
-        if at_rest and self._uneven:
-            self._uneven = False
-            if reasons := differing_groups(look.answers):
-                self._groups.abort(reasons[0])
-        self._looked += 1
-        if (self._failing or self._uneven) and self._looked < MAX_LOOKS:
-            self._look_at = time.monotonic() + (FIRST_LOOK_S if self._suspects else self._pause_s)
-            self._pause_s = min(2 * self._pause_s, SELDOM_LOOK_S)
+        return False
+
+    def _is_certain(self, look: Look) -> bool:
+        return not look.missing(self._mesh.lost) and not any(told.aborted for told in look.answers.values())
+
+    def _compare(self, look: Look) -> None:
+        """Have groups formed again that calls have left uneven. While actors are at work in them, nobody can tell."""
+        if not self._uneven or not self._is_certain(look):
+            return
+        found = differing_groups(look.answers, of_cells=False)
+        odd = [each for each in found if each.is_certain or each in self._suspected]
+        self._suspected = found
+        if odd:
+            self._uneven, self._suspected = False, []
+            self._groups.abort(odd[0].reason)
+        elif not found:
+            self._settle_by = self._settle_by if self._failing else 0.0
+            self._uneven = bool(self._failing) or are_in_use(look.answers)
 
     def _form(self, look: Look) -> None:
-        """Once no actor is at work."""
+        """Once none of the actors that were freed is at work."""
         now = time.monotonic()
-        busy = look.missing(self._mesh.lost) or any(told.call or told.actors for told in look.answers.values())
+        busy = look.missing(self._mesh.lost) or any(
+            told.call or not self._freed.isdisjoint(told.handling.values()) for told in look.answers.values()
+        )
         if busy and now < self._form_by:
             self._look_at = now + FORM_LOOK_S
         else:
             self._formed_later = self._uneven = False
+            self._freed.clear()
             if self._groups.phase is GroupPhase.ABORTED:
                 self._groups.form_if_free()
+            if self._failing:
+                self._look_at = now + SELDOM_LOOK_S
 
     def _find(self, look: Look, call: OpenCall) -> dict[int, Stuck]:
-        """Who waits for ever, if nothing but ``call`` goes on and all who have ended it are idle."""
-        waiting = {rank for rank in call.members.ranks() if rank not in look.ended.get(call.id, ())}
-        for rank, told in look.answers.items():
-            if told.call or told.actors != (1 if rank in waiting else 0):
-                return {}
-        stuck = find_stuck(look.answers, look.answers.keys() - waiting)
-        return stuck if stuck.keys() <= waiting else {}
+        """Who waits for ever, if no message for the actors of ``call`` is on its way."""
+        idle = [rank for rank, told in look.answers.items() if not told.call]
+        stuck = find_stuck(look.answers, idle, mailbox=call.mailbox)
+        return {rank: each for rank, each in stuck.items() if rank in call.waiting}
 
     def _free(self, call: OpenCall, stuck: dict[int, Stuck]) -> None:
         call.aborted = True
@@ -175,6 +306,7 @@ class MailRescue:
         cause = cause_of(call)
         for line in place_and_absent(stuck):
             self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed", call.output))
+        self._freed.add(call.mailbox)
         self._abort(cause)
         self._failing.pop(call.id, None)
 

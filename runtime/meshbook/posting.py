@@ -34,6 +34,9 @@ def post(controller: Controller, mesh: KnownMesh, members: Members, mailbox: int
     )  # fmt: skip
 
     def send(board: Switchboard) -> None:
+        board.mail_rescue_of(mesh).send(mailbox, members, lambda: transmit(board))
+
+    def transmit(board: Switchboard) -> None:
         hosts = [host for host in mesh.by_host(members.ranks()) if not host.lost]
         if mesh.generation != generation or mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             hosts = []

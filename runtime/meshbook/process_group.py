@@ -17,6 +17,7 @@ Importing this module starts no thread, opens no socket and makes no group: work
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,7 @@ from meshbook.agreements import Progress, Told, encode_told
 from meshbook.collectives import Collectives, Waiting
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.group_factory import GroupFactory
+from meshbook.group_use import Handled
 from meshbook.guarded_group import GuardedGroup
 from meshbook.guarded_work import Guard, describe_waits
 from meshbook.inner_group import dispose
@@ -154,25 +156,38 @@ class RankGroups:
         place = RankPlace(
             rank, world_size, local_rank, local_world_size, host_rank, tuple(axes), tuple(sizes), device, on_one_host
         )
-        agreement = self._meet(rpc, place, epoch, timeout_s)
-        if device.startswith("cuda"):
-            index = torch.device(device).index  # which need not be the local rank once ranks have come and gone
-            torch.cuda.set_device(min(local_rank if index is None else index, torch.cuda.device_count() - 1))
-        try:
-            if rank not in agreement.fresh:
-                regroup.rebuild(self._factory, self._our_link, agreement, rank)
-            else:
-                self._make_anew(place, agreement)
-            self._lineage = agreement.lineage
-            self._prove(timeout_s)
-        except BaseException as error:
-            if rank in agreement.fresh:
-                self.close()
-            else:
-                self.abort(epoch, f"they could not be formed again: {error}")
-            raise
-        repair_modules()
+        with self._forming():
+            agreement = self._meet(rpc, place, epoch, timeout_s)
+            if device.startswith("cuda"):
+                index = torch.device(device).index  # which need not be the local rank once ranks have come and gone
+                torch.cuda.set_device(min(local_rank if index is None else index, torch.cuda.device_count() - 1))
+            try:
+                if rank not in agreement.fresh:
+                    regroup.rebuild(self._factory, self._our_link, agreement, rank)
+                else:
+                    self._make_anew(place, agreement)
+                self._lineage = agreement.lineage
+                self._prove(timeout_s)
+            except BaseException as error:
+                if rank in agreement.fresh:
+                    self.close()
+                else:
+                    self.abort(epoch, f"they could not be formed again: {error}")
+                raise
+            repair_modules()
         self.device_mesh(place.axes, place.sizes)
+
+    @contextlib.contextmanager
+    def _forming(self) -> Iterator[None]:
+        """Operations of other threads wait for the end of the block: none of them meets the proof."""
+        self._guard.forming = threading.get_ident()
+        try:
+            yield
+        finally:
+            for group in list(self._factory.groups.values()):
+                if (inner := group.inner) is not None:
+                    inner.closed = inner.dead
+            self._guard.forming = 0
 
     def prepare(self, rpc: Rpc, place: RankPlace, *, epoch: int, timeout_s: float = FORM_TIMEOUT_S) -> None:
         """Meet the other ranks and set torchrun's variables, without a group: cells may then make their own.
@@ -283,6 +298,10 @@ class RankGroups:
 
     # ---- abort, and what the controller asks -------------------------------------------------------------------------
 
+    def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
+        """Where it is known which messages actors handle, and on which threads."""
+        self._guard.handled = handled
+
     def abort(self, epoch: int, reason: str) -> None:
         """End all waits in groups of up to ``epoch`` with GroupAborted, and later operations; from any thread."""
         if epoch < max(self._epoch, self._guard.epoch):  # of the past: they are being formed again already
@@ -330,7 +349,7 @@ class RankGroups:
             time.monotonic() - w.since for w in list(guard.waits.values())
         )
         under_way = self._under_way() if look_deeper and not waiting else ()
-        return Collectives(epoch, call, groups, waiting, guard.abandoned, guard.reason, waited_s, under_way)
+        return Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way)
 
     def _under_way(self) -> tuple[Waiting, ...]:
         inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and not inner.dead]

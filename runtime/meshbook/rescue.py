@@ -42,7 +42,7 @@ from meshbook.mismatches import Mismatches
 from meshbook.output_events import Notice
 from meshbook.pickling import dumps
 from meshbook.shape import Region
-from meshbook.stuck import Stuck, differing_groups, find_stuck, place_of, where_stuck
+from meshbook.stuck import Odd, Stuck, differing_groups, find_stuck, place_of, where_stuck
 from meshbook.wording import name_ranks
 
 FIRST_LOOK_S = 0.025
@@ -92,11 +92,17 @@ class GroupRescue:
         """Ranks that have not come, when forming takes long."""
         self._epochs: set[int] = set()
         """Those that may have left keys in the store."""
+        self._suspected: list[Odd] = []
+        """Groups that the last look found uneven, though that may have been chance."""
         self._looks = Looks(mesh, calls, next_id, self._on_look)
         self._mismatches = Mismatches()
         self.agreements = Agreements()
         self._look_at = math.inf
         self._pause_s = FIRST_LOOK_S
+        self.is_unsettled: Callable[[Collection[int]], bool] = lambda ranks: False
+        """Whether calls to actors of these ranks have just failed, so that others had better wait a moment."""
+        self.on_formed: Callable[[], object] = lambda: None
+        """Called when the groups are back, or will not come."""
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -139,7 +145,7 @@ class GroupRescue:
         elif call.id not in self._held:
             self._watch_running(call)
         if self._held:
-            self._release()
+            self.release()
         return later
 
     def _watch_running(self, call: OpenCall) -> None:
@@ -170,12 +176,13 @@ class GroupRescue:
     def _must_queue(self, call: OpenCall, before: Mapping[int, tuple[OpenCall, Any]]) -> bool:
         if self._ended and self.phase in (GroupPhase.FORMED, GroupPhase.NONE):
             return True  # its groups are being compared
-        if self._awaits_actors:
+        if self._awaits_actors or self.is_unsettled(call.waiting):
             return True
         ahead = [*self._failing.values(), *(held for held, _ in before.values())]
         return any(call.waiting & other.waiting for other in ahead)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Send the calls that need not queue any more."""
         held, self._held = self._held, {}
         for id, (call, transmit) in held.items():
             if self._must_queue(call, self._held):
@@ -209,7 +216,7 @@ class GroupRescue:
         if self._unanswered and not self._looks.busy:
             self._look_at = min(self._look_at, now + SELDOM_LOOK_S)
         if self._held:
-            self._release()
+            self.release()
 
     def _ask(self) -> None:
         self._look_at = math.inf
@@ -239,13 +246,15 @@ class GroupRescue:
         if self.phase is GroupPhase.ABORTED:
             self.form_if_free()
         self._plan_next_look()
-        self._release()
+        self.release()
 
     def _plan_next_look(self) -> None:
         unsettled = self.phase is GroupPhase.ABORTED and self._running()
         if self._failing or unsettled:
             self._look_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, SELDOM_LOOK_S)
+        elif self._suspected:
+            self._look_at = time.monotonic() + FIRST_LOOK_S
         elif self._unanswered or (self._ended and self.phase in (GroupPhase.FORMED, GroupPhase.NONE)):
             self._look_at = time.monotonic() + (SELDOM_LOOK_S if self._unanswered else 0.0)
 
@@ -278,9 +287,14 @@ class GroupRescue:
     def _compare(self, look: Look, compared: Collection[int]) -> None:
         self._unsure = any(told.call for told in look.answers.values())
         late, missing = self._unanswered, look.missing(self._mesh.lost)
-        if reasons := differing_groups(look.answers):
+        found = differing_groups(look.answers)
+        odd = [each for each in found if each.is_certain or each in self._suspected]
+        self._suspected = found
+        if odd:
             innocent = {rank for rank, call in self._current().items() if call.id not in self._failing}
-            self._abort(reasons[0], {}, () if late else innocent)  # late: who came since uses broken groups
+            self._abort(odd[0].reason, {}, () if late else innocent)  # late: who came since uses broken groups
+        elif found:
+            self._why = "they are not equally far"
         elif missing:
             self._why = f"{name_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer"
         else:
@@ -309,7 +323,7 @@ class GroupRescue:
     def on_lost(self, error: WorkerLost) -> None:
         """A rank ended: nothing that includes it can be served any more. `KnownMesh.lost` has it already."""
         lost, self._awaits_actors = self._mesh.lost, False
-        self._release()
+        self.release()
         reason = f"{name_ranks(lost)} ended\n  {REPAIR}"
         for call, _ in list(self._ended.values()):
             self._calls.complete(call)
@@ -323,7 +337,9 @@ class GroupRescue:
     def _abort(self, reason: str, stuck: Mapping[int, Stuck], spare: Collection[int]) -> None:
         """spare: ranks that keep their groups for now, for the sake of the calls that they run."""
         self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.ABORT)
-        self._why, self._unanswered = reason, False
+        if self.phase is GroupPhase.NONE:
+            return
+        self._why, self._unanswered, self._suspected = reason, False, []
         places = where_stuck(stuck.items())
         for call in self._running():
             call.aborted = True
@@ -361,7 +377,7 @@ class GroupRescue:
         self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1))
         if mesh.axes != mesh.extent.sizes and math.prod(mesh.axes.values()) == len(mesh.extent):
             self._name_axes(Region.of(mesh.extent.sizes))
-        self._release()
+        self.release()
 
     def form_if_free(self) -> None:
         """Form the groups again, once no rank runs anything that was begun before."""
@@ -420,6 +436,7 @@ class GroupRescue:
             ended.groups = self._not_back()
             self._calls.complete(ended)
         self._ended.clear()
+        self.on_formed()
 
     def _drop_keys(self, epochs: Collection[int]) -> None:
         """Drop what the store keeps for these; ranks that wait there are answered with an error."""

@@ -7,6 +7,9 @@
 The last two steps are repeated until nothing new follows. Snapshots need not be of one moment: that a rank has ended is
 known before it is asked, so its counters are final, and a rank that is stuck stays so with the counters it had. A rank
 that did not answer proves nothing, neither does one whose groups are of another epoch.
+
+All this is told thread by thread. A rank that has ended a cell may have an actor, or a thread of the user's, at work in
+the same group, which may still do its part; and what such a thread waits in is no matter of the cell.
 """
 
 from __future__ import annotations
@@ -14,10 +17,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from meshbook.collectives import ANY_PEER, Collectives, GroupProgress, Waiting
+from meshbook.collectives import ANY_PEER, CellCounts, Collectives, GroupProgress, Waiting
 
 DELIVERED_S = 0.25
 """What was sent before has arrived after so long; only asked for where receives from anybody blur the counts."""
+
+
+_MAIN = 0
+_NOTHING = CellCounts()
 
 
 class Stuck(NamedTuple):
@@ -29,44 +36,60 @@ class Stuck(NamedTuple):
 
 
 def find_stuck(
-    snapshots: Mapping[int, Collectives], ended: Collection[int], dead: Collection[int] = ()
+    snapshots: Mapping[int, Collectives], ended: Collection[int], dead: Collection[int] = (), mailbox: int = 0
 ) -> dict[int, Stuck]:
-    """Return the ranks that can never be served, with what each waits in.
+    """Return the ranks whose main threads can never be served, with what each waits in.
 
     snapshots: of the ranks that answered, each taken after ``ended`` was known.
-    ended: ranks that have ended the call in question, or will issue nothing more for another reason.
+    ended: ranks whose main threads have ended the call in question, or will issue nothing more for another reason.
     dead: ranks whose processes are gone; nothing is known of how far they were.
+    mailbox: not the main threads, but the actors of this mailbox, and threads that nobody else owns.
     """
     epochs = {snapshot.epoch for snapshot in snapshots.values()} - {-1}
     if len(epochs) != 1:
         return {}
-    state = _State(snapshots, set(ended) & snapshots.keys(), set(dead))
-    candidates = [
-        rank for rank, told in snapshots.items() if told.waiting and not told.aborted and rank not in state.silent
-    ]
-    while found := [(rank, stuck) for rank in candidates if (stuck := state.look_at(rank)) is not None]:
-        state.stuck.update(found)
-        candidates = [rank for rank in candidates if rank not in state.stuck]
+    state = _State(snapshots, set(ended) & snapshots.keys(), set(dead), mailbox)
+    while state.find_more():
+        pass
     return state.stuck
 
 
 class _State:
     """What is known so far: who is silent for ever, and how far each was."""
 
-    def __init__(self, snapshots: Mapping[int, Collectives], ended: set[int], dead: set[int]) -> None:
+    def __init__(self, snapshots: Mapping[int, Collectives], ended: set[int], dead: set[int], mailbox: int) -> None:
         self.stuck: dict[int, Stuck] = {}
-        self._snapshots, self._dead = snapshots, dead
-        aborted = {rank for rank, told in snapshots.items() if told.aborted}
-        self.silent = ended | dead | aborted
-        """Ranks that begin no operation any more, for another reason than that they are stuck."""
+        self._snapshots, self._dead, self._mailbox = snapshots, dead, mailbox
+        self._gone = dead | {rank for rank, told in snapshots.items() if told.aborted}
+        """Ranks none of whose threads begins an operation any more."""
+        self._over = {(rank, _MAIN) for rank in ended}
+        """Threads that begin none any more: they have ended, or are stuck."""
         self._groups = {
             rank: {group.name: group for group in told.groups} for rank, told in snapshots.items() if rank not in dead
         }
 
-    def look_at(self, rank: int) -> Stuck | None:
-        """The proof that ``rank`` is stuck. All that its threads wait in must be hopeless, else one of them goes on."""
+    def find_more(self) -> bool:
+        """Find threads that are stuck by what is known; whether there were any."""
+        found = []
+        for rank, told in self._snapshots.items():
+            for thread in {waiting.thread for waiting in told.waiting if self._is_meant(told, waiting.thread)}:
+                if not told.aborted and (rank, thread) not in self._over:
+                    stuck = self._look_at(rank, [each for each in told.waiting if each.thread == thread])
+                    found += [(rank, thread, stuck)] if stuck is not None else []
+        for rank, thread, stuck in found:
+            self._over.add((rank, thread))
+            self.stuck.setdefault(rank, stuck)
+        return bool(found)
+
+    def _is_meant(self, told: Collectives, thread: int) -> bool:
+        if not self._mailbox or thread == _MAIN:
+            return not self._mailbox and thread == _MAIN
+        return told.handling.get(thread, self._mailbox) == self._mailbox
+
+    def _look_at(self, rank: int, waits: list[Waiting]) -> Stuck | None:
+        """The proof that a thread is stuck. All that it waits in must be hopeless, else it may go on."""
         proofs = []
-        for waiting in self._snapshots[rank].waiting:
+        for waiting in waits:
             absent = self._absent(rank, waiting)
             if not absent:
                 return None
@@ -75,14 +98,15 @@ class _State:
 
     def _absent(self, rank: int, waiting: Waiting) -> tuple[int, ...]:
         group = self._groups[rank].get(waiting.group)
-        if group is None:
+        if group is None or group.aborted:  # it comes back by itself
             return ()
         others = [member for member in group.members if member != rank]
         if waiting.peer is None:
-            return tuple(m for m in others if self._is_over(m) and self._issued(m, waiting.group) < waiting.number)
+            name = waiting.group
+            return tuple(m for m in others if self._is_over(m, name) and self._issued(m, name) < waiting.number)
         if waiting.peer == ANY_PEER:
             return self._nobody_sends(rank, waiting, group, others)
-        if not self._is_over(waiting.peer):
+        if not self._is_over(waiting.peer, waiting.group):
             return ()
         peers = self._group(waiting.peer, waiting.group)
         if waiting.operation.endswith("recv"):
@@ -93,15 +117,24 @@ class _State:
 
     def _nobody_sends(self, rank: int, waiting: Waiting, group: GroupProgress, others: list[int]) -> tuple[int, ...]:
         """For a receive from anybody: all others, if none of them can still send and all that they sent was taken."""
-        if not all(self._is_over(member) for member in others):
+        if not all(self._is_over(member, waiting.group) for member in others):
             return ()
         told = [self._group(member, waiting.group) for member in others]
         sent = sum(each.sent.get(rank, 0) for each in told if each is not None)
         taken_too = sent < sum(group.received.values()) and waiting.since_s > DELIVERED_S
         return tuple(others) if sent < waiting.number or taken_too else ()
 
-    def _is_over(self, rank: int) -> bool:
-        return rank in self.silent or rank in self.stuck
+    def _is_over(self, rank: int, name: str) -> bool:
+        """Whether no thread of the rank begins an operation of the group any more."""
+        if rank in self._gone or rank not in self._snapshots:
+            return rank in self._gone
+        told, group = self._snapshots[rank], self._group(rank, name)
+        if group is not None and group.aborted:
+            return True
+        threads = {_MAIN, *(group.at_work if group is not None else ())}
+        concerned = {self._mailbox, *_mailboxes(self._snapshots, name)}
+        threads |= {thread for thread, mailbox in told.handling.items() if mailbox in concerned}
+        return all((rank, thread) in self._over for thread in threads)
 
     def _group(self, rank: int, name: str) -> GroupProgress | None:
         """None where it is known that the rank has not made the group, or is dead."""
@@ -112,29 +145,72 @@ class _State:
         return group.issued if group is not None else 0
 
 
-def differing_groups(snapshots: Mapping[int, Collectives]) -> list[str]:
-    """The groups that are of no use any more, of ranks that have all come to rest: why, one line each.
+class Odd(NamedTuple):
+    """A group that is of no use any more."""
+
+    name: str
+    reason: str
+    is_certain: bool
+    """Else it must be found again, equally far, by another look: who uses it may have begun just now."""
+    counts: tuple[object, ...] = ()
+    """How far each member was."""
+
+
+def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = True) -> list[Odd]:
+    """The groups that are of no use any more, of ranks that have all come to rest.
 
     Groups with a member that did not answer, or that runs another call, are left out: nothing can be said of them.
+    Where actors or threads are at work in a group, what calls on the main threads have begun is compared: the rest is
+    theirs.
+
+    of_cells: such a call has failed.
     """
-    reasons = []
-    for rank, told in sorted(snapshots.items()):
-        if told.abandoned:
-            reasons.append(f"rank {rank} gave up an operation")
+    found = []
     names = {group.name: group.members for told in snapshots.values() for group in told.groups}
     for name, members in sorted(names.items()):
-        if any(member not in snapshots or snapshots[member].call for member in members):
-            continue
         groups = {
             member: next((group for group in snapshots[member].groups if group.name == name), None)
             for member in members
+            if member in snapshots
         }
-        if _differ(groups):
-            reasons.append(f"the members of group {name} are not equally far")
-    return reasons
+        why = next((f"rank {rank}: {group.broken}" for rank, group in groups.items() if group and group.broken), "")
+        if why:
+            found.append(Odd(name, why, True))
+        elif all(member in snapshots and not snapshots[member].call for member in members):
+            cells = {rank: group.by_cells if group else _NOTHING for rank, group in groups.items()}
+            cells_differ = of_cells and _differ(cells)
+            at_rest = not _is_in_use(snapshots, name)
+            if at_rest and not _differ(groups):
+                continue
+            if cells_differ or at_rest:
+                counts = tuple((group.issued, group.sent, group.received) for group in groups.values() if group)
+                found.append(Odd(name, f"the members of group {name} are not equally far", cells_differ, counts))
+    return found
 
 
-def _differ(groups: Mapping[int, GroupProgress | None]) -> bool:
+def _is_in_use(snapshots: Mapping[int, Collectives], name: str) -> bool:
+    """Whether actors, or threads other than the main one, may be at work in a group, on any of its members."""
+    concerned = _mailboxes(snapshots, name)
+    return any(
+        concerned.intersection(told.handling.values())
+        or any(waiting.group == name for waiting in told.waiting)
+        or any(group.at_work for group in told.groups if group.name == name)
+        for told in snapshots.values()
+    )
+
+
+def are_in_use(snapshots: Mapping[int, Collectives]) -> bool:
+    """Whether actors, or threads other than the main one, may be at work in any group."""
+    return any(_is_in_use(snapshots, group.name) for told in snapshots.values() for group in told.groups)
+
+
+def _mailboxes(snapshots: Mapping[int, Collectives], name: str) -> set[int]:
+    """Of the actors that use a group."""
+    groups = [group for told in snapshots.values() for group in told.groups if group.name == name]
+    return {mailbox for group in groups for mailbox in group.mailboxes}
+
+
+def _differ(groups: Mapping[int, GroupProgress | CellCounts | None]) -> bool:
     if len({group.issued if group else 0 for group in groups.values()}) > 1:
         return True
     for receiver, group in groups.items():
@@ -147,7 +223,7 @@ def _differ(groups: Mapping[int, GroupProgress | None]) -> bool:
     return False
 
 
-def _sent(group: GroupProgress | None, to: int) -> int:
+def _sent(group: GroupProgress | CellCounts | None, to: int) -> int:
     return group.sent.get(to, 0) if group else 0
 
 

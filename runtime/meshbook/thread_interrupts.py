@@ -32,6 +32,12 @@ def gate_of_this_thread() -> ThreadGate | None:
     return _gates.get(threading.get_ident())
 
 
+def task_of_this_thread() -> int:
+    """What runs between `ThreadGate.open` and `close`; 0 in threads without a gate."""
+    gate = _gates.get(threading.get_ident())
+    return gate.running if gate is not None else 0
+
+
 class ThreadGate:
     """Owns KeyboardInterrupt on the thread that makes it.
 
@@ -41,7 +47,8 @@ class ThreadGate:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._running = 0
+        self.running = 0
+        """What was opened; 0 when nothing is."""
         self._depth = 0
         self._is_due = False
         self._held_back = False
@@ -59,7 +66,7 @@ class ThreadGate:
     def interrupt(self, call: int) -> bool:
         """Raise KeyboardInterrupt in ``call`` if it runs; whether it does."""
         with self._lock:
-            if not call or self._running != call:
+            if not call or self.running != call:
                 return False
             self.meant = call
             if self._depth:
@@ -75,14 +82,14 @@ class ThreadGate:
         """User code of ``call`` runs from here."""
         with self._lock:
             self._held_back = self._is_due = False
-            self._running = call
+            self.running = call
 
     def close(self) -> None:
         """No user code runs any more: nothing is raised, once this has returned."""
         while True:
             try:
                 with self._lock:
-                    self._running = 0
+                    self.running = 0
                     _set_async_exc(ctypes.c_ulong(self._thread), None)
                     self._is_due = self._held_back = False
                 return
@@ -102,7 +109,7 @@ class ThreadGate:
             self._depth -= 1
             if not self._depth and self._held_back:
                 self._held_back = False
-                raises = self._running != 0
+                raises = self.running != 0
         if raises:
             raise KeyboardInterrupt
 

@@ -81,6 +81,7 @@ class Worker:
         self.mail.on_call = self._limit_prompts
         self.mail.tell_groups = self.groups.tell
         self.desk = ActorDesk(self, self.mail.boxes)
+        self.groups.ask_of_actors(self.desk.handled)
         self._cancelled: set[int] = set()
         """Calls that were dropped, and answered for, by the control thread; they must not run when they come."""
         self._finished: deque[int] = deque(maxlen=KEPT_FINISHED)

@@ -12,7 +12,7 @@ RANKS = tuple(range(4))
 def told(issued: int, waits_s: float = 0.0, *, waited_s: float = 0.0, operation: str = "all_reduce", paused: str = ""):
     waiting = (Waiting("0", operation, issued, None, "cell 7, line 5", waits_s),) if waits_s else ()
     group = GroupProgress("0", RANKS, issued, {}, {})
-    return RankTold(5.0, "", paused, Collectives(1, 5, (group,), waiting, 0, "", waited_s), ())
+    return RankTold(5.0, "", paused, Collectives(1, 5, (group,), waiting, "", waited_s), ())
 
 
 def test_ranks_that_wait_long_for_one_give_a_sign_once() -> None:

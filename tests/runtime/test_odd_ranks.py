@@ -23,7 +23,7 @@ def told(
     progress = (GroupProgress(group, members, issued, {}, {}),)
     number = issued if number is None else number
     waiting = (Waiting(group, waits, number, peer, place, since_s),) if waits else ()
-    return Look(doing, Collectives(1, 5, progress, waiting, 0, ""))
+    return Look(doing, Collectives(1, 5, progress, waiting, ""))
 
 
 def test_the_rank_that_has_issued_fewer_operations_is_odd() -> None:

@@ -16,8 +16,8 @@ def progress(name: str, members: tuple[int, ...], issued: int, sent=None, receiv
     return GroupProgress(name, members, issued, sent or {}, received or {})
 
 
-def snapshot(*groups: GroupProgress, waiting=(), call: int = 7, epoch: int = 3, abandoned: int = 0, aborted: str = ""):
-    return Collectives(epoch, call, groups, tuple(waiting), abandoned, aborted)
+def snapshot(*groups: GroupProgress, waiting=(), call: int = 7, epoch: int = 3, aborted: str = ""):
+    return Collectives(epoch, call, groups, tuple(waiting), aborted)
 
 
 def collective(number: int, group: str = "0", operation: str = "all_reduce", since_s: float = 0.1) -> Waiting:
@@ -176,7 +176,7 @@ def test_groups_that_are_equally_far_are_kept() -> None:
     [
         snapshot(progress("0", (0, 1), 40), call=0),
         snapshot(call=0),
-        snapshot(progress("0", (0, 1), 41), call=0, abandoned=1),
+        snapshot(progress("0", (0, 1), 41)._replace(broken="all_reduce failed"), call=0),
         snapshot(progress("0", (0, 1), 41, sent={0: 1}), call=0),
         snapshot(progress("0", (0, 1), 41, received={0: 1}), call=0),
         snapshot(progress("0", (0, 1), 41, received={ANY_PEER: 1}), call=0),
@@ -253,7 +253,7 @@ class Simulation:
                 p2p = (dict(self.sent[rank]), dict(self.received[rank])) if name == "w" else ({}, {})
                 groups.append(GroupProgress(name, members, self.issued[rank][name], *p2p))
         waiting = self.waiting[rank]
-        return Collectives(1, 1, tuple(groups), (waiting,) if waiting else (), 0, "")
+        return Collectives(1, 1, tuple(groups), (waiting,) if waiting else (), "")
 
 
 def random_case(rng: random.Random) -> Simulation:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
@@ -60,6 +61,15 @@ class ActorDesk:
     def busy(self) -> int:
         """How many actors handle messages, or have some waiting; from any thread."""
         return sum(host.is_busy for host in list(self._hosts.values()))
+
+    @property
+    def handling(self) -> dict[int, int]:
+        """The threads of those, with their mailboxes."""
+        return {host.thread.ident or 0: host.mailbox for host in list(self._hosts.values()) if host.is_busy}
+
+    def handled(self) -> dict[int, tuple[int, Collection[int]]]:
+        """What each actor handles now, by its thread: its mailbox, and messages by serial; from any thread."""
+        return {host.thread.ident or 0: (host.mailbox, tuple(host.current)) for host in list(self._hosts.values())}
 
     # ---- the thread of the mail ---------------------------------------------------------------------------------
 

@@ -51,11 +51,13 @@ class ActorGroup:
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
         """Call an endpoint. Raises: ProcsStoppedError, ActorLostError where a process is known to have ended."""
-        what = f"{self.name}.{endpoint}"
+        what, info = f"{self.name}.{endpoint}", self.cls.endpoints.get(endpoint)
+        beside = info is None or info.concurrent or info.wants_port
         try:
             return self.road.call(
-                self.mesh, members, self.mailbox, endpoint, pickled, what=what, on_reply=on_reply, fail_fast=fail_fast
-            )
+                self.mesh, members, self.mailbox, endpoint, pickled, what=what, on_reply=on_reply,
+                fail_fast=fail_fast, beside=beside,
+            )  # fmt: skip
         except MeshDetachedError:
             raise
         except MeshStoppedError:

@@ -85,6 +85,7 @@ class ControllerRoad:
         what: str,
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
+        beside: bool = False,
     ) -> CallFuture[Any]:
         known = self._find(mesh)
         source = self._controller.output_source
@@ -98,6 +99,7 @@ class ControllerRoad:
             on_reply=on_reply,
             fail_fast=fail_fast,
             mailbox=mailbox,
+            beside=beside,
         )
 
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:

@@ -71,8 +71,12 @@ class Road(Protocol):
         what: str,
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
+        beside: bool = False,
     ) -> CallFuture[Any]:
-        """Call ``endpoint`` of a mailbox on every member. Raises: MeshStoppedError, WorkerLost."""
+        """Call ``endpoint`` of a mailbox on every member. Raises: MeshStoppedError, WorkerLost.
+
+        beside: other messages may be handled while this one is.
+        """
 
     def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
         """The same without an answer. Raises: MeshStoppedError, WorkerLost."""

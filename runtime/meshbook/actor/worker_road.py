@@ -62,6 +62,7 @@ class WorkerRoad:
         what: str,
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
+        beside: bool = False,
     ) -> CallFuture[Any]:
         name, chain = random.getrandbits(62), context().chain
         if len(chain) >= MAX_CHAIN:
