@@ -12,15 +12,21 @@ import select
 import time
 from collections.abc import Callable
 
+from meshbook.own_faults import attempt, tell
+
+REST_S = 0.1
+"""So long nobody looks at a descriptor whose callback has met a fault of ours."""
+
 
 class Watch:
     """One registered descriptor."""
 
-    __slots__ = ("active", "fd", "on_readable", "on_writable")
+    __slots__ = ("active", "fd", "on_readable", "on_writable", "resting", "wants_writable")
 
     def __init__(self, fd: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None) -> None:
         self.fd, self.on_readable, self.on_writable = fd, on_readable, on_writable
         self.active = True
+        self.resting = self.wants_writable = False
 
 
 class EventLoop:
@@ -41,7 +47,8 @@ class EventLoop:
 
     def want_writable(self, watch: Watch, wanted: bool) -> None:
         """Start or stop calling the watch's ``on_writable``."""
-        if watch.active:
+        watch.wants_writable = wanted
+        if watch.active and not watch.resting:
             self._epoll.modify(watch.fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def forget(self, watch: Watch) -> None:
@@ -49,21 +56,38 @@ class EventLoop:
         if watch.active:
             watch.active = False
             del self._watches[watch.fd]
-            self._epoll.unregister(watch.fd)
+            if not watch.resting:
+                self._epoll.unregister(watch.fd)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         """Run ``callback`` once, ``delay_s`` from now."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 
     def run_once(self) -> None:
-        """Wait for the next event or timer and serve what is due."""
+        """Wait for the next event or timer and serve what is due. What a callback raises is told as a fault of ours."""
         timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
         watches = self._watches
         for watch, mask in [(watches[fd], mask) for fd, mask in self._epoll.poll(timeout) if fd in watches]:
-            if watch.active and mask & ~select.EPOLLOUT:
-                watch.on_readable()
-            if watch.active and mask & select.EPOLLOUT and watch.on_writable is not None:
-                watch.on_writable()
+            try:
+                if watch.active and mask & ~select.EPOLLOUT:
+                    watch.on_readable()
+                if watch.active and mask & select.EPOLLOUT and watch.on_writable is not None:
+                    watch.on_writable()
+            except Exception as error:
+                tell(error, f"what file {watch.fd} has to say")
+                self._rest(watch)
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
+            attempt(heapq.heappop(self._timers)[2], "a timer")
+
+    def _rest(self, watch: Watch) -> None:
+        """Look away for a moment: what was not taken is there still, and would be served at once, and fail again."""
+        if watch.active and not watch.resting:
+            self._epoll.unregister(watch.fd)
+            watch.resting = True
+            self.call_later(REST_S, lambda: self._look_again(watch))
+
+    def _look_again(self, watch: Watch) -> None:
+        if watch.active and watch.resting:
+            watch.resting = False
+            self._epoll.register(watch.fd, select.EPOLLIN | (select.EPOLLOUT if watch.wants_writable else 0))

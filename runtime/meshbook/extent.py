@@ -14,6 +14,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from keyword import iskeyword
+from typing import Any
 
 from meshbook.errors import LayoutError, RankError, UnknownAxisError
 
@@ -30,8 +31,8 @@ class Extent:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", tuple(self.labels))
-        object.__setattr__(self, "shape", tuple(operator.index(size) for size in self.shape))
         check_names(self.labels)
+        object.__setattr__(self, "shape", tuple(map(_whole, self.shape)))
         if len(self.labels) != len(self.shape):
             raise LayoutError(f"axis names {self.labels} do not fit sizes {self.shape}; give as many of each")
         for label, size in zip(self.labels, self.shape, strict=True):
@@ -145,6 +146,13 @@ class Point(Mapping[str, int]):
 
     def __repr__(self) -> str:
         return f"Point({_assign(self)})"
+
+
+def _whole(size: Any) -> int:
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise LayoutError(f"{size!r} is no size; a size is a whole number, at least 1") from None
 
 
 def check_names(names: Iterable[str]) -> None:

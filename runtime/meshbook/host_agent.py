@@ -16,6 +16,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from meshbook.batches import Batch, unbatch
 from meshbook.bulk import BulkReceiver, BulkSender, Spans
 from meshbook.deaths import OomWatch
 from meshbook.devices import count_cores, count_cuda_devices
-from meshbook.errors import MeshError
+from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_cancels import dropped_replies, states_of, take_parked
@@ -44,6 +45,7 @@ from meshbook.lease import Lease
 from meshbook.limits import explain
 from meshbook.loans import Loans
 from meshbook.outside_stacks import OutsideStacks
+from meshbook.own_faults import attempt, tell
 from meshbook.peer_road import FULL_BULK_BYTES
 from meshbook.processes import adopt_orphans, machine_id, reap_strangers
 from meshbook.salvage import salvage
@@ -64,6 +66,8 @@ PEERS_UNSENT_BYTES = 16 << 20
 """With so much mail waiting here we stop reading calls of other hosts' workers, and their agents feel it."""
 
 GOODBYE_GRACE_S = 1.0
+
+FAULT_REST_S = 0.01
 
 _LEFT = wire.Death("", "the process that controls the mesh has ended, or has detached from it", "")
 
@@ -110,17 +114,21 @@ class HostAgent:
         self._greet()
         self._beat()
         while self._exit_code is None:
-            self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
-            self._outbox.flush()
-            self._bulk_out.pump()
-            if self._peers.active and self._peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
-                self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
-            self.mail.settle()
-            self._loop.run_once()
+            if not attempt(self._serve, "the loop of the host agent"):
+                time.sleep(FAULT_REST_S)  # it may be met again at once
         self._outbox.flush()
         for template in self._templates.values():
             template.close()
         return self._exit_code
+
+    def _serve(self) -> None:
+        self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
+        self._outbox.flush()
+        self._bulk_out.pump()
+        if self._peers.active and self._peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
+            self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
+        self.mail.settle()
+        self._loop.run_once()
 
     def _greet(self) -> None:
         self.send_urgent(
@@ -177,13 +185,29 @@ class HostAgent:
                     self._loop.call_later(0.01, lambda: None)
                     continue
                 again = True
-                for header, payload in lane.receive():
-                    self._hear()
-                    for each in unbatch(header):
-                        self._dispatch(wire.decode_to_host(each), payload)
+                try:
+                    for header, payload in lane.receive():
+                        self._hear()
+                        for each in unbatch(header):
+                            self._take(each, payload)
+                except PeerProtocolError as error:
+                    self._refuse("", 0, error)
         while self._freed:
             pid, segment = self._freed.popleft()
             self._free_in_worker(pid, segment)
+
+    def _take(self, header: bytes, payload: list[bytes]) -> None:
+        """Act on a message; whoever waits for an answer to one that cannot be read learns that there will be none."""
+        try:
+            self._dispatch(wire.decode_to_host(header), payload)
+        except (*wire.MALFORMED, PeerProtocolError) as error:
+            self._refuse(*wire.name_of(header), error)
+        except Exception as error:
+            tell(error, "a message of the controller")
+            self._refuse(*wire.name_of(header), error)
+
+    def _refuse(self, kind: str, id: int, error: Exception) -> None:
+        self.send_urgent(wire.Unread(kind, id, f"{type(error).__name__}: {error}"))
 
     def _choked(self) -> bool:
         calls = sum(mesh.unsent_bytes for mesh in self._meshes.values())
@@ -375,6 +399,7 @@ class HostAgent:
     # ---- life ---------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
+        self._loop.call_later(HEARTBEAT_S, self._beat)
         if not self._lease.is_heard and self.keeping.listening:
             self._pause()
         if self.keeping.listening:
@@ -390,7 +415,6 @@ class HostAgent:
             if self._meshes:
                 print(f"no controller came within the lease of {self._lease.lease_s:g} s", file=sys.stderr, flush=True)
             self._end(EXIT_LOST)
-        self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def _beat_once(self) -> None:
         for lane in self._lanes.values():

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,6 +28,9 @@ _ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch.cuda.is_available() calls cuInit and poisons every fork
     "TORCH_GLOO_LAZY_INIT": "1",
 }
+
+REAP_S = 0.5
+"""So long the agent waits for a template that was killed; in uninterruptible sleep it does not end."""
 
 _KEPT_LINES = 200
 _LAST_LINES = 5
@@ -227,7 +231,12 @@ class HostedTemplate:
         if not pid:
             return ""
         os.kill(pid, signal.SIGKILL)  # no news to one that has ended, and still ours, since nobody else reaps it
-        return describe_exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        deadline = time.monotonic() + REAP_S
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline:
+                return "it was killed, but waits for a disk"  # `reap_strangers` takes it when it has ended
+            time.sleep(0.001)
+        return describe_exit(os.waitstatus_to_exitcode(ended[1]))
 
     def _fail(self, fork: _Fork, reason: str) -> None:
         """Give up a request; the workers that it has forked already are ended."""

@@ -12,10 +12,11 @@ from typing import Protocol
 
 from meshbook import wire
 from meshbook.deaths import OomWatch, describe_end, reap
-from meshbook.errors import PeerProtocolError, ProtocolError
+from meshbook.errors import PeerProtocolError
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer, FrameReader, pack
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
+from meshbook.own_faults import tell
 from meshbook.processes import kill_session
 from meshbook.rank_output import RankLog, RankOutput
 
@@ -95,12 +96,20 @@ class Lane:
             return False
         try:
             for frames in self._reader.feed(data):
-                self._on_message(frames)
-        except (*wire.MALFORMED, ProtocolError) as error:
+                self._hand_over(frames)
+        except (*wire.MALFORMED, PeerProtocolError) as error:
             self.close()  # nothing sensible can follow
             self._on_nonsense(error)
             return False
         return len(data) == self._read_bytes
+
+    def _hand_over(self, frames: list[bytes]) -> None:
+        try:
+            self._on_message(frames)
+        except (*wire.MALFORMED, PeerProtocolError):
+            raise
+        except Exception as error:
+            tell(error, "a message of a worker")  # it costs this message, not the worker
 
     def _write(self, data: memoryview) -> int:
         try:

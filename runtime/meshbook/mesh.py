@@ -6,6 +6,7 @@ import atexit
 import functools
 import math
 import os
+import reprlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,9 @@ from meshbook.session_folder import SavedHost, SessionFolder
 from meshbook.sessions import SavedSession, sessions
 from meshbook.shape import Extent, Members, Region
 from meshbook.wording import format_sizes
+
+NAME_MAX_CHARS = 60
+"""Of a mesh's name: in UTF-8, with the mesh's number, it is the name of a folder."""
 
 HOST_TIMEOUT_S = 60.0
 """How long a host agent may take to dial in."""
@@ -76,15 +80,16 @@ class HostMesh(Arranged):
         per_host: Mapping[str, int] | None = None,
         bootstrap: Callable[[], object] | None = None,
         *,
-        name: str = "procs",
+        name: str | None = None,
         device: str | None = None,
-        preload: tuple[str, ...] = (),
+        preload: Sequence[str] = (),
         group: bool = True,
         owns_hosts: bool = False,
     ) -> ProcMesh:
         """Start ``per_host`` processes on every host and wait until each has answered.
 
         The mesh has the axes of the hosts, then those of ``per_host``.
+        name: of the mesh, and of the folder of its logs; ``procs`` by default.
         device: ``cpu`` or ``cuda``; by default CUDA where there are devices, one per rank.
         preload: modules to import once, before forking.
         group: form the default process group and prove it with a collective.
@@ -93,7 +98,7 @@ class HostMesh(Arranged):
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
         SerializationError if ``bootstrap`` cannot travel.
         """
-        per_host = {"procs": 1} if per_host is None else dict(per_host)
+        per_host = {"procs": 1} if per_host is None else _checked_sizes(per_host)
         extent = Extent.of({**self.extent.sizes, **per_host})
         if len(extent.sizes) != len(self.extent.sizes) + len(per_host):
             raise UsageError(f"the hosts have the axes {list(self.extent.sizes)} already; name the others otherwise.")
@@ -101,9 +106,11 @@ class HostMesh(Arranged):
             raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
         if bootstrap is not None:
             _check_bootstrap(bootstrap)
+        name = "procs" if name is None else _checked_name(name)
+        recipe = Recipe.here(device, _checked_modules(preload))
         hosts = self._await_hosts()
         placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
-        mesh = KnownMesh(self._controller.next_id(), name, extent, placement, Recipe.here(device, preload))
+        mesh = KnownMesh(self._controller.next_id(), name, extent, placement, recipe)
         mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group, self.extent.labels
         procs = ProcMesh(self._controller, mesh, Region.of(extent.sizes))
         try:
@@ -156,6 +163,31 @@ def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object]) -> None:
         procs.execute(bootstrap).get(SPAWN_TIMEOUT_S)
     except CallFailed as error:
         raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from error
+
+
+def _checked_sizes(per_host: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(per_host, Mapping):
+        raise UsageError(f'per_host maps axes to sizes, as in {{"gpus": 4}}; it is {per_host!r}.')
+    return dict(per_host)
+
+
+def _checked_name(name: object) -> str:
+    """Hosts name folders by it, and people read it. Raises: UsageError."""
+    if not isinstance(name, str) or not name or not name.isprintable() or "/" in name or len(name) > NAME_MAX_CHARS:
+        raise UsageError(
+            f'a mesh is named by a text of 1 to {NAME_MAX_CHARS} printable characters without "/", not by '
+            f"{reprlib.repr(name)}; None, the default, names it for you."
+        )
+    return name
+
+
+def _checked_modules(preload: Sequence[str]) -> tuple[str, ...]:
+    modules = () if isinstance(preload, str) else tuple(preload)
+    if isinstance(preload, str) or not all(
+        isinstance(module, str) and all(part.isidentifier() for part in module.split(".")) for module in modules
+    ):
+        raise UsageError(f'preload lists names of modules, as in preload=("json", "my.module"); it is {preload!r}.')
+    return modules
 
 
 def this_host() -> HostMesh:

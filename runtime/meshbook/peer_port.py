@@ -16,12 +16,13 @@ import msgspec
 
 from meshbook import wire
 from meshbook.batches import unbatch
-from meshbook.errors import MeshError, PeerProtocolError, ProtocolError
+from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.known_host import KnownHost
 from meshbook.launcher import FoundHost
 from meshbook.loans import Loans, Segment
+from meshbook.own_faults import tell
 from meshbook.peer_checks import only_frame
 from meshbook.segments import SegmentPool, map_segment
 from meshbook.transport import ControllerSocket
@@ -87,8 +88,10 @@ class PeerPort:
                     for each in unbatch(received[0]):
                         self._hear(caller, wire.decode_from_host(each), received[1])
                 caller.acknowledge(lane)
-            except (*wire.MALFORMED, ProtocolError):
+            except (*wire.MALFORMED, PeerProtocolError):
                 self.drop(host_id)
+            except Exception as error:
+                tell(error, "a message of another host's agent")
         while self._ended:
             self._loans.end(self._ended.popleft())
         return busy

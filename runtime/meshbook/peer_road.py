@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from meshbook import wire
 from meshbook.batches import Batch, unbatch
 from meshbook.bulk import BulkReceiver, BulkSender, Spans
-from meshbook.errors import PeerProtocolError, ProtocolError
+from meshbook.errors import PeerProtocolError
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer
 from meshbook.loans import Loans, Segment
@@ -83,7 +83,7 @@ class PeerRoad:
                     self.heard = time.monotonic()
                     for each in unbatch(header):
                         self._hear(wire.decode_to_host(each), payload)
-        except (*wire.MALFORMED, ProtocolError) as error:
+        except (*wire.MALFORMED, PeerProtocolError) as error:
             self.lost = f"it sent something impossible: {error}"
         while self._ended:
             self._loans.end(self._ended.popleft())

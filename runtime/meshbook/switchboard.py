@@ -25,6 +25,7 @@ from meshbook.calls import OpenCall
 from meshbook.controller_mail import ControllerMail
 from meshbook.errors import (
     HostLost,
+    LocalProtocolError,
     MeshDetachedError,
     MeshError,
     MeshStoppedError,
@@ -255,8 +256,24 @@ class Switchboard:
                 self.calls.answer_query(id, 0, answer)
             case wire.Heartbeat():
                 pass
+            case wire.Unread():
+                self._on_unread(host, message)
             case _:
                 assert_never(message)
+
+    def _on_unread(self, host: KnownHost, unread: wire.Unread) -> None:
+        """A host can do nothing with what we sent: that is our fault, and costs who waits for an answer to it."""
+        error = LocalProtocolError(f"host {host.name} cannot read {unread.kind or 'a message'!r}: {unread.reason}")
+        call = self.calls.find(unread.id) if unread.kind == "call" else None
+        recruits = [mesh.recruits for mesh in self.meshes.values() if mesh.recruits is not None]
+        asked = [each for each in recruits if unread.kind == "spawn" and each.id == unread.id]
+        if call is not None:
+            self.calls.disown(call)
+            call.give_up(error)
+        for each in asked:
+            each.give_up(error)
+        if call is None and not asked:
+            tell(error, f"what was sent to host {host.name}")
 
     def _on_display(self, message: wire.Display, frame: bytes) -> None:
         try:

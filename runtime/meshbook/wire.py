@@ -403,6 +403,16 @@ class Hello(_Message, frozen=True, tag="hello"):
     cores: int
 
 
+class Unread(_Message, frozen=True, tag="unread"):
+    """The host could not read a message of the controller's, or not act on it: nothing has come of that."""
+
+    kind: str
+    """The tag of the message, as far as that could be read."""
+    id: int
+    """Of the call, the question or the request for workers; else 0."""
+    reason: str
+
+
 class AskPeers(_Message, frozen=True, tag="peers?"):
     """A worker here calls ``mesh``, which is not, or not all, on this host. Answered by `Peers`, now and whenever ranks
     have moved."""
@@ -790,7 +800,7 @@ FromHost: TypeAlias = (
     Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired
     | MeshStopped | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
     | Processes | Stacks
-    | AskPeers | PeerPort
+    | AskPeers | PeerPort | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (
     Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail | Replies | MailHold
@@ -828,6 +838,15 @@ def _utf8(value: Any) -> Any:
         case list() | tuple():
             return [_utf8(item) for item in value]
     return value
+
+
+def name_of(header: bytes) -> tuple[str, int]:
+    """The tag and the first number of a message that does not decode; ``""`` and 0 where it has none."""
+    try:
+        tag, first, *_ = msgspec.msgpack.decode(header, type=list)
+    except (*MALFORMED, ValueError):
+        return "", 0
+    return (tag if isinstance(tag, str) else ""), (first if isinstance(first, int) else 0)
 
 
 decode_bundle = msgspec.msgpack.Decoder(Bundle).decode

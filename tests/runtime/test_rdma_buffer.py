@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from buffer_ranks import Owner, Reader
+from patience import wait_until
 
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import (
@@ -26,10 +28,12 @@ from meshbook.actor import (
     BufferSizeError,
     RDMABuffer,
     SupervisionError,
+    stream_copy,
     transfers,
 )
 from meshbook.actor.direct_copy import NotDirect, access
 from meshbook.actor.stream_copy import PROOF_BYTES, Listener, StreamError, connect, receive_all, send_all
+from meshbook.errors import CallFailed
 
 BIG = 3_000_001
 """Floats: several slices or pieces, the last of them odd."""
@@ -148,6 +152,35 @@ def test_strangers_at_the_port_of_a_copy_get_nothing() -> None:
         receive_all(right, memoryview(got), lambda done: None)
         sent.result(10)
     assert got == data
+
+
+def test_a_stranger_who_sends_slowly_has_no_more_time_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_copy, "CONNECT_S", 0.3)
+
+    def drip(stranger: socket.socket) -> int:
+        for sent in range(PROOF_BYTES):
+            stranger.sendall(b"x")
+            if select.select([stranger], [], [], 0.1)[0]:
+                return sent
+        return PROOF_BYTES
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(Listener()))
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        dripped = threads.submit(drip, stack.enter_context(socket.create_connection(listener.door[:2])))
+        wait_until(dripped.running)
+        accepted = threads.submit(listener.accept, lambda done: None)
+        assert dripped.result(10) < PROOF_BYTES
+        owner = stack.enter_context(connect(listener.door))
+        assert stack.enter_context(accepted.result(10)).getsockname() == owner.getpeername()
+
+
+@pytest.mark.parametrize("size_bytes", [4001, -1])
+def test_a_copy_beyond_the_buffer_is_refused(mesh2: ProcMesh, size_bytes: int) -> None:
+    owner, _ = owner_and_reader(mesh2, {"gpus": 0}, {"gpus": 1})
+    target = owner.make.call_one(1000, 1.5).get(20)._target
+    with contextlib.closing(Listener()) as listener, pytest.raises(CallFailed, match="of a buffer of 4000"):
+        transfers.finish(target, transfers.begin(target, "stream read", (tuple(listener.door), size_bytes)), 20)
 
 
 def test_the_owner_may_be_busy(mesh4: ProcMesh) -> None:

@@ -61,20 +61,21 @@ class KeptBuffer:
         if (memory := self.memory) is None:  # dropped since the call came
             self._road.mailboxes.find(self.mailbox, self._road.place.rank)
             raise AssertionError("its mailbox is closed before its memory goes")
-        if call.endpoint.startswith(STREAM):
-            self._stream(memory, call.endpoint.removeprefix(STREAM), Door(*args[0]), args[1])
-            return None
-        offset, size_bytes = (args[0], args[1]) if call.endpoint == READ else (args[0], len(args[1]))
+        streamed = call.endpoint.startswith(STREAM)
+        offset = 0 if streamed else args[0]
+        size_bytes = len(args[1]) if call.endpoint == WRITE else args[1]
         if not 0 <= offset <= offset + size_bytes <= memory.size_bytes:
             raise BufferSizeError(f"bytes {offset} to {offset + size_bytes} of a buffer of {memory.size_bytes}")
         view = memory.view(offset, size_bytes)
+        if streamed:
+            self._stream(memoryview(view), call.endpoint.removeprefix(STREAM), Door(*args[0]))
+            return None
         if call.endpoint == READ:
             return view.copy()  # what is packed into the reply may be dropped meanwhile
         view[:] = args[1]
         return None
 
-    def _stream(self, memory: Memory, kind: str, door: Door, size_bytes: int) -> None:
-        view = memoryview(memory.view(0, size_bytes))
+    def _stream(self, view: memoryview, kind: str, door: Door) -> None:
         try:
             with connect(door) as connection:
                 (send_all if kind == READ else receive_all)(connection, view, Silence())

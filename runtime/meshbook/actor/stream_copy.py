@@ -33,6 +33,7 @@ SILENCE_S = 10.0
 """After so long without progress the owner gives the copy up."""
 
 CONNECT_S = 2.0
+"""So long each side has for its proof, all of it: a stranger may send it byte by byte."""
 PROOF_BYTES = 32
 _OWNER, _CALLER = b"meshbook buffer owner", b"meshbook buffer caller"
 
@@ -151,7 +152,10 @@ def _proof(secret: bytes, role: bytes) -> bytes:
 
 
 def _receive_proof(connection: socket.socket) -> bytes:
-    said = b""
-    while len(said) < PROOF_BYTES and (more := connection.recv(PROOF_BYTES - len(said))):
+    said, deadline = b"", time.monotonic() + CONNECT_S
+    while len(said) < PROOF_BYTES:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (more := connection.recv(PROOF_BYTES - len(said))):
+            break
         said += more
     return said
