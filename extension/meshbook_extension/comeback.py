@@ -101,7 +101,7 @@ class Comeback:
 
 def _explain_end(trace: Trace, names: str) -> str:
     """Why a session is gone: its agents say so in their logs."""
-    from meshbook.session_folder import log_base
+    from meshbook.user_folders import log_base
 
     logs = log_base() / trace.session
     said = [line for path in sorted(logs.glob("agent-*.log")) for line in _last_lines(path)]

@@ -188,7 +188,7 @@ def drop_traces(notebook: str) -> None:
 
 def _trace_path(notebook: str) -> Path:
     from meshbook.private_files import private_folder
-    from meshbook.session_folder import log_base
+    from meshbook.user_folders import state_base
 
     name = hashlib.sha256(notebook.encode()).hexdigest()[:16]
-    return private_folder(log_base().parent / "notebooks") / name
+    return private_folder(state_base() / "notebooks") / name

@@ -1,11 +1,11 @@
 """Where a session keeps its sockets, keys and logs: private to the user, gone when the session is.
 
-    <runtime dir>/meshbook-<uid>/<session>/     0700
+    <runtime dir>/meshbook-<uid>/<session>/     0700 (`meshbook.user_folders` says where that is)
         lock, owner     who owns it (`meshbook.ownership`)
         state           keys, endpoints, hosts and meshes (`SessionState`): all that the next controller needs
         memory/<key>    what the notebook wants remembered
         control         the ipc socket
-    <state dir>/meshbook/logs/<session>/        0700: logs of agents and ranks, kept for the last sessions
+    <state dir>/meshbook/logs/<session>/        0700: logs of agents and ranks; those of the last sessions stay
 
 A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,
 one more than the one before. Whoever is the last to leave removes the folder: the controller that stops it, the last
@@ -14,12 +14,11 @@ agent whose lease is over, or the next controller that looks around (`meshbook.s
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import re
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -30,8 +29,11 @@ from meshbook import ownership
 from meshbook.errors import UsageError
 from meshbook.private_files import private_folder, read_private, write_private
 from meshbook.processes import is_same_process
+from meshbook.user_folders import log_base, runtime_base
 
 KEPT_LOG_SESSIONS = 20
+KEPT_LOG_BYTES = 2 << 30
+"""All logs of sessions that have ended, together; one rank may write half of it (`meshbook.rank_output`)."""
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -189,20 +191,23 @@ def boot_clock() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def runtime_base() -> Path:
-    """Where the sessions of this user are."""
-    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    return private_folder(parent / f"meshbook-{os.getuid()}")
-
-
-def log_base() -> Path:
-    """Where their logs are."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return private_folder(state / "meshbook" / "logs")
-
-
 def _trim_logs(base: Path) -> None:
-    sessions = sorted(base.iterdir(), key=lambda folder: folder.lstat().st_mtime)
-    for folder in sessions[: max(0, len(sessions) - KEPT_LOG_SESSIONS)]:
-        if not (runtime_base() / folder.name).exists():
+    """Of sessions that have ended keep the newest logs within the bounds, and the very last in any case."""
+    ended = [folder for folder in base.iterdir() if not (runtime_base() / folder.name).exists()]
+    left_bytes = KEPT_LOG_BYTES
+    for number, folder in enumerate(sorted(ended, key=_modified, reverse=True)):
+        left_bytes -= sum(_size_bytes(path) for path in folder.rglob("*"))
+        if number and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _modified(path: Path) -> float:
+    with contextlib.suppress(OSError):  # another session trims at the same time
+        return path.lstat().st_mtime
+    return 0.0
+
+
+def _size_bytes(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_blocks * 512  # what it takes, as a quota counts
+    return 0

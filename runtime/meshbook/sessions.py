@@ -21,8 +21,8 @@ from meshbook.session_folder import (
     encode_state,
     read_state,
     recall,
-    runtime_base,
 )
+from meshbook.user_folders import KEPT, runtime_base
 
 GRACE_S = 60.0
 """Agents that live so much longer than their lease are stuck."""
@@ -72,7 +72,7 @@ def sessions() -> list[SavedSession]:
 def sweep() -> None:
     """Remove what dead sessions have left: their owner is dead, and so is every agent, or its lease is long over."""
     for path in runtime_base().iterdir():
-        if not (path / "state").exists() or path.name.startswith("."):
+        if path.name != KEPT and (not (path / "state").exists() or path.name.startswith(".")):
             _remove_unfinished(path)
     for path, _ in _all():
         if not ownership.is_ours(path) and ownership.living_owner(path) is None and ownership.take(path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
+import pytest
+
+from meshbook import session_folder
 from meshbook.log_reading import log_tail, read_on
 from meshbook.logs import LogFollower
 from meshbook.proc_mesh import ProcMesh
+from meshbook.session_folder import SessionFolder
 from meshbook.wire import FROM_THE_END, LogPiece, ReadOn
 
 
@@ -68,3 +73,33 @@ def test_the_last_words_of_a_rank_that_died_can_be_followed(mesh2: ProcMesh) -> 
     mesh2.run("import os\nif rank == 1:\n    print('good', 'bye', flush=True); os._exit(3)").exception(30)
     assert "[1]good bye\n" in _follow_until(follower, "good bye\n")
     assert mesh2.logs(1)[1] == "good bye"
+
+
+def test_logs_of_ended_sessions_are_kept_within_bounds_the_oldest_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(session_folder, "KEPT_LOG_BYTES", 1 << 20)
+
+    def begin(size_bytes: int) -> SessionFolder:
+        folder = SessionFolder.create("", "", 5.0)
+        (folder.logs / "mesh").mkdir()
+        (folder.logs / "mesh" / "rank-0.log").write_bytes(bytes(size_bytes))
+        now = time.time() + len(begun)
+        os.utime(folder.logs, (now, now))
+        begun.append(folder)
+        return folder
+
+    begun: list[SessionFolder] = []
+    sizes = [600_000, 10_000, 400_000, 3_000_000, 500_000]
+    for number, size_bytes in enumerate(sizes):
+        folder = begin(size_bytes)
+        if number != 3:  # which goes on: it is not counted
+            folder.close()
+    begin(0).close()
+    assert [folder.logs.exists() for folder in begun] == [False, True, True, True, True, True]
+    begun[3].close()
+    begin(2_000_000).close()
+    begin(0).close()
+    assert [folder.logs.exists() for folder in begun] == [False] * 6 + [True, True]

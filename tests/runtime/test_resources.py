@@ -103,14 +103,11 @@ def test_a_full_disk_under_the_logs_costs_the_logs_only(small_disk: Path, monkey
         assert "bytes are missing here: no space left on device" in log
 
 
-@pytest.mark.parametrize("variable", ["XDG_STATE_HOME", "XDG_RUNTIME_DIR"])
-def test_a_folder_that_cannot_be_made_is_a_spawn_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_a_folder_that_cannot_be_made_is_a_spawn_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutdown()
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv(variable, str(tmp_path / "file"))
-    with pytest.raises(errors.SpawnError, match=r"not a directory: .*file"):
+    (tmp_path / f"meshbook-{os.getuid()}").write_text("in the way")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(errors.SpawnError, match=r"file exists: .*meshbook-"):
         this_host().spawn_procs({"gpus": 1})
 
 
