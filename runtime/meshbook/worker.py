@@ -41,6 +41,7 @@ from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES
 from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
 from meshbook.kept_memory import KeptGauge
+from meshbook.open_files import write_buffers
 from meshbook.process_group import RankGroups
 from meshbook.processes import may_be_traced
 from meshbook.rank_payloads import RankPayloads, pack_failure
@@ -359,6 +360,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
         worker.serve()
         worker.desk.end_all()
         atexit._run_exitfuncs()
+        write_buffers()
         worker.shell.flush()
         code = 0
     except BrokenPipeError:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from actor_classes import Cleaner, LastWords
+from actor_classes import Cleaner, Counter, Endless, EndlessAsync, LastWords, Owner, Writer
 from controllers import Zygote, alone
+from patience import wait_until
 
 from meshbook import ProcMesh, this_host
+from meshbook.actor import ActorError, ActorStoppedError
 
 
 @pytest.fixture
@@ -44,6 +49,73 @@ def test_a_clean_up_that_hangs_or_raises_does_not_hold_up_the_end(procs: ProcMes
     procs.stop()
     assert time.monotonic() - started < 5
     assert Path(path).read_text() == "cleaned\n" * 2
+
+
+def test_files_that_were_left_open_keep_what_was_written(procs: ProcMesh, tmp_path: Path) -> None:
+    one = procs.slice(gpus=0)
+    one.spawn("writer", Writer).write.call_one(str(tmp_path / "actor")).get(20)
+    one.run(f"left = open({str(tmp_path / 'cell')!r}, 'w'); left.write('cell'); None").get(20)
+    procs.stop()
+    assert (tmp_path / "actor.txt").read_text() == "text"
+    assert gzip.decompress((tmp_path / "actor.gz").read_bytes()) == b"packed"
+    assert (tmp_path / "cell").read_text() == "cell"
+
+
+# ---- stop ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Endless, EndlessAsync])
+def test_a_stop_interrupts_what_does_not_end_and_callers_are_told(procs: ProcMesh, cls: type[Endless]) -> None:
+    endless = procs.spawn("endless", cls)
+    assert endless.get.call().get(20).values() == [1, 1]
+    running, waiting = endless.wait.call(), endless.get.call()
+    endless.stop("enough").get(30)
+    for call in (running, waiting):
+        with pytest.raises(ActorStoppedError, match='the actors "endless" were stopped'):
+            call.get(20)
+    assert procs.spawn("next", Counter).add.call(1).get(20).values() == [1, 1]
+
+
+def test_a_stop_interrupts_a_constructor(procs: ProcMesh) -> None:
+    endless = procs.spawn("endless", Endless, True)
+    endless.stop().get(30)
+    with pytest.raises(ActorStoppedError):
+        endless.initialized.get(20)
+
+
+def test_an_actor_that_heeds_no_interrupt_is_named(procs: ProcMesh) -> None:
+    endless = procs.slice(gpus=1).spawn("endless", Endless)
+    endless.get.call_one().get(20)
+    endless.deaf.broadcast(60)
+    with pytest.raises(ActorError, match=r'"endless" of rank 1 takes no more calls, .*actor_classes.py'):
+        endless.stop().get(60)
+
+
+# ---- what actors own -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["stop", "procs", "kill"])
+def test_what_an_actor_has_spawned_ends_with_it(
+    procs: ProcMesh, tmp_path: Path, how: str, watch: Callable[[Iterable[psutil.Process]], None]
+) -> None:
+    path = tmp_path / "words"
+    owner = procs.slice(gpus=0).spawn("owner", Owner)
+    words, pids = owner.own.call_one(procs.slice(gpus=1), str(path)).get(60)
+    words.initialized.get(20)
+    watch(psutil.Process(pid) for pid in pids)
+    if how == "stop":
+        owner.stop().get(30)
+        assert path.read_text() == "cleaned\n" * 3  # of two processes, and of the other rank
+        with pytest.raises(ActorStoppedError):
+            words.sleep.call(0).get(20)
+        assert procs.lost == ()
+    elif how == "procs":
+        procs.stop()
+        wait_until(lambda: path.exists() and path.read_text() == "cleaned\n" * 3)
+    else:
+        os.kill(procs.slice(gpus=0).evaluate("__import__('os').getpid()").get(20).values()[0], signal.SIGKILL)
+        wait_until(lambda: path.exists() and path.read_text() == "cleaned\n" * 2)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 # ---- the next process that drives them -------------------------------------------------------------------------------

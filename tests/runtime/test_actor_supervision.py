@@ -116,3 +116,20 @@ def test_the_remote_traceback_is_a_cause_that_notebooks_do_not_draw_again(mesh4:
     assert str(CallFailed(caught.value.failures).__cause__) == str(caught.value.__cause__)
     drawn = re.sub("\x1b[^m]*m", "", "\n".join(caught.value._render_traceback_()))
     assert drawn.count("in Counter.fail(") == 1
+
+
+class Handing(Actor):
+    """Spawns and hands on."""
+
+    @endpoint
+    def spawn(self, procs: Any, cls: type[Actor]) -> Any:
+        self.spawned = procs.spawn("spawned", cls)
+        return self.spawned
+
+
+def test_a_reference_from_elsewhere_knows_whether_actors_were_made(mesh4: ProcMesh, seen: list[MeshFailure]) -> None:
+    handing = mesh4.slice(gpus=0).spawn("handing", Handing)
+    handing.spawn.call_one(mesh4.slice(gpus=1), Counter).get(20).initialized.get(20)
+    with pytest.raises(ActorError, match=r"spawned.__init__: rank 1 raised RuntimeError: no such file"):
+        handing.spawn.call_one(mesh4.slice(gpus=1), Broken).get(20).initialized.get(20)
+    wait_until(lambda: [failure.what for failure in seen] == ["spawned.__init__"])

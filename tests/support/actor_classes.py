@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import os
 import signal
 import threading
@@ -363,6 +365,66 @@ class Caller(Actor):
         time.sleep(0.3)
         value: str = future.get()
         return value
+
+
+class Endless(Actor):
+    """Does not end by itself; ``deaf`` does not heed interrupts either."""
+
+    def __init__(self, in_init: bool = False) -> None:
+        if in_init:
+            threading.Event().wait()
+
+    @endpoint
+    def wait(self) -> None:
+        threading.Event().wait()
+
+    @endpoint
+    def get(self) -> int:
+        return 1
+
+    @endpoint
+    def deaf(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            with contextlib.suppress(BaseException):
+                time.sleep(seconds)
+
+
+class EndlessAsync(Actor):
+    """As `Endless`, in an event loop."""
+
+    @endpoint
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    @endpoint
+    async def get(self) -> int:
+        return 1
+
+
+class Owner(Actor):
+    """Owns actors elsewhere, and processes."""
+
+    @endpoint
+    def own(self, procs: Any, path: str) -> Any:
+        self.words = procs.spawn("words", LastWords, path)
+        self.more = this_host().spawn_procs({"more": 2}, name="more", group=False)
+        self.cleaners = self.more.spawn("cleaners", Cleaner, path)
+        self.cleaners.ping.call().get(20)
+        pids = self.more.spawn("counters", Counter).pid.call().get(20).values()
+        return self.words, pids
+
+
+class Writer(Actor):
+    """Leaves files open."""
+
+    @endpoint
+    def write(self, path: str) -> None:
+        self.itself = self  # only the collector sees that nobody holds it
+        self.text = open(f"{path}.txt", "w")  # noqa: SIM115  # it stays open
+        self.text.write("text")
+        self.packed = gzip.open(f"{path}.gz", "wb")  # noqa: SIM115
+        self.packed.write(b"packed")
 
 
 class LastWords(Actor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
 from meshbook.actor.actor_host import ActorHost
+from meshbook.actor.errors import ActorStuckError
 from meshbook.actor.ports import Port
 from meshbook.actor.roads import DESK, FIRST_OF_RANKS, Place
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.answers import Answer
 from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.mailboxes import LoadArgs, Mailbox, Mailboxes, Reply
+from meshbook.side_threads import run_aside
+from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
     from meshbook.worker import Worker
@@ -34,8 +38,21 @@ EARLY_S = 2.0
 END_S = 0.8
 """How long actors may take to clean up when their process is to end; after 1 s it is killed."""
 
+READY = "__ready__"
+"""The endpoint of every actor that answers once it was made, or says why it could not be."""
+
 STOP = "__stop__"
 """The endpoint of every actor that ends it."""
+
+STOP_GRACE_S = 3.0
+"""How long an actor that is stopped may go on with what was sent before; then it is interrupted."""
+
+STOP_INSIST_S = 2.0
+"""How long it is interrupted again and again, until it is said not to end."""
+
+STOP_AGAIN_S = 0.5
+
+_ENDED = Answer(wire.OK, None, has_value=True)
 
 
 class ActorDesk:
@@ -110,12 +127,37 @@ class ActorDesk:
         if call.endpoint == WATCH:
             self._at_end.setdefault(host.mailbox, []).append(reply)
             return
+        if call.endpoint == READY:
+            host.answer_when_made(reply)
+            return
         if call.endpoint != STOP:
             host.deliver(call, load_args, reply)
             return
-        self._mailboxes.close(host.mailbox, f'the actors "{host.name}" were stopped')
+        self._mailboxes.close(host.mailbox, _why_stopped(host))
         self._at_end.setdefault(host.mailbox, []).append(reply)
         host.end()
+        run_aside(functools.partial(self._see_to_end, host))
+
+    def _see_to_end(self, host: ActorHost) -> None:
+        """Interrupt an actor that does not end by itself; tell, if that does not help either. On a side thread."""
+        host.thread.join(STOP_GRACE_S)
+        until = time.monotonic() + STOP_INSIST_S
+        while host.thread.is_alive() and not host.served and time.monotonic() < until:
+            host.end_now(_why_stopped(host))
+            host.thread.join(STOP_AGAIN_S)
+        if host.served:
+            host.thread.join()  # it cleans up, which may be saving something
+        if host.thread.is_alive():
+            place = users_place(sys._current_frames().get(host.thread.ident or 0))
+            failure = self.describe(ActorStuckError(host.name, self.rank, place))
+            self._answer_end(host, Answer(wire.RAISED, failure=failure))
+            host.belongings.stop()
+        else:
+            self._answer_end(host, _ENDED)  # it may have ended before anybody asked
+
+    def _answer_end(self, host: ActorHost, answer: Answer) -> None:
+        for reply in self._at_end.pop(host.mailbox, []):
+            reply(answer)
 
     # ---- the main thread, when the process is to end ---------------------------------------------------------------
 
@@ -160,5 +202,8 @@ class ActorDesk:
 
     def actor_ended(self, host: ActorHost) -> None:
         self._hosts.pop(host.mailbox, None)
-        for reply in self._at_end.pop(host.mailbox, []):
-            reply(Answer(wire.OK, None, has_value=True))
+        self._answer_end(host, _ENDED)
+
+
+def _why_stopped(host: ActorHost) -> str:
+    return f'the actors "{host.name}" were stopped'

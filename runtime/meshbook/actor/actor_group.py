@@ -25,7 +25,8 @@ class ActorGroup:
         """members: all of them. mailbox: the same in each of their processes."""
         self.session, self.mesh, self.mesh_name = session, mesh, mesh_name
         self.mailbox, self.name, self.cls, self.members = mailbox, name, cls, members
-        self.initialized: Future[None] = Future()
+        self.initialized: Future[None] | None = None
+        """Known where they were spawned; elsewhere it is asked for."""
         self.stopped: str | None = None
         """Why, once it was stopped from here."""
         self.called = False

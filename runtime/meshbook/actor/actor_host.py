@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from meshbook import wire
+from meshbook.actor.belongings import Belongings
 from meshbook.actor.context import ActorInstance, Context, current_context
 from meshbook.actor.endpoints import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, cause_of
@@ -34,7 +35,8 @@ from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.actor.surroundings import Surroundings, errors_to, point_of
 from meshbook.answers import Answer
 from meshbook.cell_files import add_cell
-from meshbook.errors import Failure, UsageError
+from meshbook.errors import Failure, MailboxClosed, UsageError
+from meshbook.future import Future
 from meshbook.mailboxes import LoadArgs, Reply
 from meshbook.shape import Members, Point
 from meshbook.thread_interrupts import ThreadGate
@@ -61,6 +63,7 @@ class ActorHost:
         self._actor: Any = None
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
+        self._made: Future[Answer] = Future()
         self._tasks: dict[int, asyncio.Task[Answer | None]] = {}
         self._beside: set[asyncio.Task[None]] = set()
         """What runs beside other messages."""
@@ -68,6 +71,10 @@ class ActorHost:
         self._promised: dict[int, Message] = {}
         """Messages whose answer is to come on their response port, by serial."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._why_ended = ""
+        self.served = False
+        """Whether it has handled its last message, and at most cleans up."""
+        self.belongings = Belongings()
         self.gate: ThreadGate | None = None
         self.thread = threading.Thread(target=self._run, name=f"actor {name}", daemon=True)
 
@@ -79,16 +86,28 @@ class ActorHost:
         for name in call.chain:
             self._refuse_circular(name)
 
+    def answer_when_made(self, reply: Reply) -> None:
+        """Say that the actor was made, or why it could not be, as soon as that is known."""
+        self._made.add_done_callback(lambda made: reply(made.get(0)))
+
     def end(self) -> None:
         """Have the actor clean up and end after the messages that have come."""
         self._inbox.end()
 
-    def end_now(self) -> None:
-        """Have the actor clean up and end without more messages; what it handles is interrupted. On any thread."""
-        self._inbox.clear()
+    def end_now(self, why: str = "") -> None:
+        """Have the actor clean up and end without more messages; what it handles is interrupted. On any thread.
+
+        why: for callers who get no other answer, as `meshbook.errors.MailboxClosed` has it.
+        """
+        self._why_ended = why
+        self._inbox.clear(self._closed() if why else Answer(wire.DROPPED))
         self._inbox.end()
         for call, _ in list(self.current.values()):
             self.cancel(call, False)
+
+    def _closed(self) -> Answer:
+        error = MailboxClosed(self._surroundings.rank, self.mailbox, self._why_ended)
+        return Answer(wire.RAISED, failure=self._surroundings.describe(error))
 
     def cancel(self, call: wire.Call, insist: bool) -> None:
         """The sender wants the end of ``call``."""
@@ -145,12 +164,17 @@ class ActorHost:
             first = self._inbox.get()
             if first is not None:
                 self._answer(first, lambda: self._make(first))
+                self._made.set_result(self._how_made())
                 if has_async_endpoints(type(self._actor)):
                     self._serve_in_loop()
                 else:
                     self._serve()
         finally:
+            self.served = True
+            self._actor = None  # files that it holds are closed now
+            self.belongings.stop()
             self.gate.end()
+            self._made.set_result(self._closed())
             self._surroundings.actor_ended(self)
 
     def _make(self, message: Message) -> Answer:
@@ -168,6 +192,11 @@ class ActorHost:
         except BaseException as error:
             self._broken = self._surroundings.describe(error)
             raise
+
+    def _how_made(self) -> Answer:
+        if self._broken is None:
+            return Answer(wire.OK, None, has_value=True)
+        return self._closed() if self._why_ended else Answer(wire.RAISED, failure=self._broken)
 
     def _learn(self, cls: type, sources: Iterable[CellSource]) -> None:
         """Know the class by its name, and its cells for tracebacks."""
@@ -218,6 +247,8 @@ class ActorHost:
     def _failed(self, message: Message, error: BaseException) -> Answer:
         error = cause_of(error)
         interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted and self._why_ended:
+            return self._closed()
         broken = self._broken if self._actor is None else None
         failure = broken or self._surroundings.describe(error)
         if not message.call.reply and not interrupted:
@@ -281,6 +312,7 @@ class ActorHost:
         assert instance is not None
         point: Callable[[], Point] = functools.partial(point_of, surroundings.rank, message.call, view)
         context = Context(instance, point, surroundings.port_to(self.mailbox))
+        context.belongings = self.belongings
         context.chain, context.endpoint = message.call.chain, message.call.endpoint
         if not self._is_concurrent(message):
             context.on_wait = self._refuse_circular
@@ -395,6 +427,7 @@ class ActorHost:
 
     def _answer_cleanup(self) -> None:
         """Run ``__cleanup__``; what it raises is told to the owner."""
+        self.served = True
         cleanup = getattr(self._actor, "__cleanup__", None)
         if cleanup is None:
             return
@@ -407,6 +440,7 @@ class ActorHost:
                 self._tell_owner(self._surroundings.describe(error), "__cleanup__")
 
     async def _clean_up_async(self) -> None:
+        self.served = True
         cleanup = getattr(self._actor, "__cleanup__", None)
         if cleanup is None:
             return

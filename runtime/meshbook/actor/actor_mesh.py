@@ -10,9 +10,10 @@ import contextlib
 import functools
 from typing import Any, Generic, TypeVar
 
-from meshbook.actor.actor_desk import STOP, WATCH
+from meshbook.actor.actor_desk import READY, STOP, WATCH
 from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
+from meshbook.actor.context import context
 from meshbook.actor.described import check_construction, describe_class
 from meshbook.actor.errors import ActorError, ActorLostError, NoEndpointError, SupervisionError
 from meshbook.actor.notebook_sources import sources_of
@@ -22,7 +23,15 @@ from meshbook.actor.results import ActorFuture
 from meshbook.actor.roads import DESK, Road
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.arranged import Arranged
-from meshbook.errors import Failure, MeshError, MeshStoppedError, SerializationError, UsageError, WorkerLost
+from meshbook.errors import (
+    Failure,
+    MailboxClosed,
+    MeshError,
+    MeshStoppedError,
+    SerializationError,
+    UsageError,
+    WorkerLost,
+)
 from meshbook.future import Future
 from meshbook.pickling import dumps
 from meshbook.shape import Members
@@ -46,7 +55,11 @@ class ActorMesh(Arranged, Generic[TActor]):
     @property
     def initialized(self) -> Future[None]:
         """Completes when all have been made. Raises, when asked: ActorError with what ``__init__`` raised."""
-        return self._group.initialized
+        group = self._group
+        if group.initialized is None:  # a reference that was sent here
+            source = group.call(group.members, READY, dumps(((), {}), what="ready"), fail_fast=False)
+            group.initialized = ActorFuture(source, _nothing, group.name, INIT)
+        return group.initialized
 
     @property
     def is_stopped(self) -> bool:
@@ -92,7 +105,9 @@ class ActorMesh(Arranged, Generic[TActor]):
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """End all of them, views' others included, when they have handled what was sent before; `__cleanup__` runs.
 
-        The processes live on. Done when the actors have ended. Idempotent.
+        What takes longer than 3 s is interrupted, or dropped: its callers are told that the actors were stopped. What
+        the actors have spawned ends after them. The processes live on. Done when the actors have ended. Idempotent.
+        Raises, when asked: ActorError of an ActorStuckError where one takes no interrupt.
         """
         group = self._group
         if group.stopped is not None:
@@ -188,10 +203,12 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         mesh, members, DESK, f"{group.mailbox}:{road.session}:{name}", pickled,
         what=f"{cls.__qualname__}()", fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
     )  # fmt: skip
-    group.initialized = ActorFuture(spawned, _nothing, name, "__init__")
+    group.initialized = ActorFuture(spawned, _nothing, name, INIT)
     keep_group(group)
     if road.place.mesh and owner is not None:  # an actor: nobody else tells it
         watch(actors, owner)
+    if (belongings := context().belongings) is not None:
+        belongings.add(actors)
     return actors
 
 
@@ -205,10 +222,14 @@ def _on_made(
     waited_s: float,
 ) -> None:
     """One has been made, or could not be: the owner is told at once. On the thread that serves the sockets."""
-    if ok or failure is None or failure.ename in (WorkerLost.__name__, KeyboardInterrupt.__name__):
-        return  # of a process that ends the owner is told anyway
+    if ok or failure is None or failure.ename in _NO_FAULTS:
+        return
     told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)])
     run_aside(functools.partial(_tell, owner, told))
+
+
+_NO_FAULTS = frozenset(error.__name__ for error in (WorkerLost, KeyboardInterrupt, MailboxClosed))
+"""Of processes that end the owner is told anyway; the others are those of actors that were stopped meanwhile."""
 
 
 def _tell(owner: Port[Any] | None, failure: MeshFailure) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshbook.shape import Extent, Point
 
 if TYPE_CHECKING:
+    from meshbook.actor.belongings import Belongings
     from meshbook.actor.ports import Port
 
 
@@ -40,6 +41,8 @@ class Context:
         self._message_rank = message_rank
         self.supervisor = port
         """Where failures of what is spawned now are told; None outside of actors."""
+        self.belongings: Belongings | None = None
+        """What is spawned now belongs to them; None outside of actors."""
         self.endpoint = ""
         """What is being called."""
         self.chain: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 from meshbook import wire
 from meshbook.actor.actor_group import groups_on
 from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.owned_procs import OwnedProcs
 from meshbook.actor.ports import Port
 from meshbook.actor.roads import ROOT, SUPERVISOR, OnReply, Place
 from meshbook.actor.root_desk import RootDesk
@@ -32,6 +33,8 @@ class ControllerRoad:
         self._controller, self._root = controller, root
         controller.mailboxes.open(ROOT, root.handle)
         self._faults = FaultJoiner()
+        self._owned = OwnedProcs(controller)
+        root.on_owned = self._owned.add
         controller.mailboxes.open(SUPERVISOR, self._on_fault)
         controller.tell_board(lambda board: board.on_worker_lost.append(self._on_lost))
 
@@ -58,6 +61,7 @@ class ControllerRoad:
 
     def _on_lost(self, mesh: KnownMesh, lost: WorkerLost) -> None:
         """A process has ended. Under the turn."""
+        self._owned.owner_lost(mesh, lost.ranks)
         for group in groups_on(self.session, mesh.id):
             if group.members.has(lost.rank):
                 actors: ActorMesh[Any] = ActorMesh(group, group.members)
@@ -114,6 +118,10 @@ class ControllerRoad:
         done: Future[Any] = Future()
         done.set_result(self._root.spawn_procs(self.place, per_host, options))
         return done
+
+    def stop_procs(self, procs: Any) -> Future[None]:
+        stopped: Future[None] = procs.stop()
+        return stopped
 
     def procs(self, session: str, mesh: int, name: str, members: Members) -> ProcMesh:
         return ProcMesh(self._controller, self._find(mesh), members)

@@ -12,6 +12,7 @@ UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeE
              ── BufferSizeError    memory that does not fit a buffer
 MeshError    ── CircularCallError  a call to an actor that waits for it
              ── CallsTooDeepError  actors that call each other without end (a RecursionError too)
+             ── ActorStuckError    an actor that was stopped and does not end
              ── BufferDroppedError a buffer that was dropped
              ── UnhandledFault     something failed for which nobody waited, and nobody handled it
 """
@@ -156,6 +157,21 @@ class CallsTooDeepError(MeshError, RecursionError):
 
     def __str__(self) -> str:
         return f"{self.what} is the last of {self.depth} calls of actors that wait for each other: endless recursion?"
+
+
+class ActorStuckError(MeshError):
+    """An actor that was stopped, and interrupted, and does not end. place: where it is, may be empty."""
+
+    def __init__(self, actor: str, rank: int, place: str) -> None:
+        super().__init__(actor, rank, place)
+        self.actor, self.rank, self.place = actor, rank, place
+
+    def __str__(self) -> str:
+        where = f": it is at {self.place}" if self.place else ""
+        return (
+            f'the actor "{self.actor}" of rank {self.rank} takes no more calls, but does not end{where}, and has not '
+            "heeded an interrupt. It ends with its process: procs.stop(), or procs.respawn(rank)."
+        )
 
 
 _CIRCLES = (CircularCallError, CallsTooDeepError)

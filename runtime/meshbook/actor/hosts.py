@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from meshbook import mesh
+from meshbook.actor.context import context
 from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.roads import own_road
 from meshbook.future import Future
@@ -21,12 +22,15 @@ class HostRef:
     def spawn_procs(
         self, per_host: Mapping[str, int] | None = None, bootstrap: Callable[[], object] | None = None, **options: Any
     ) -> ProcRef:
-        """Start processes here, as `meshbook.HostMesh.spawn_procs` does; they live until the session ends.
+        """Start processes here, as `meshbook.HostMesh.spawn_procs` does.
 
-        Call it in a plain endpoint: it waits. Raises: as that.
+        They end with the actor that has called this; those of a cell live until the session ends. Call it in a plain
+        endpoint: it waits. Raises: as that.
         """
         sizes = {"procs": 1} if per_host is None else dict(per_host)
         procs: ProcRef = own_road().spawn_procs(sizes, {**options, "bootstrap": bootstrap}).get()
+        if (belongings := context().belongings) is not None:
+            belongings.add(procs)
         return procs
 
 

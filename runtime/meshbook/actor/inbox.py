@@ -77,13 +77,13 @@ class Inbox:
         found.reply(Answer(wire.DROPPED))
         return True
 
-    def clear(self) -> None:
-        """Nobody will handle what waits."""
+    def clear(self, answer: Answer) -> None:
+        """Nobody will handle what waits: it gets this answer."""
         with self._lock:
             dropped = list(self._waiting.values())
             self._waiting.clear()
         for message in dropped:
-            message.reply(Answer(wire.DROPPED))
+            message.reply(answer)
 
     def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Answer]) -> None:
         """Answer messages that wait, and must not."""

@@ -8,6 +8,7 @@ from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.roads import own_road, road_of
 from meshbook.arranged import Arranged
 from meshbook.errors import UsageError
+from meshbook.future import Future
 from meshbook.shape import Members, Region
 from meshbook.this_worker import this_worker
 from meshbook.wording import format_sizes
@@ -21,6 +22,7 @@ class ProcRef(Arranged):
     def __init__(self, session: str, mesh: int, name: str, members: Members) -> None:
         super().__init__(members)
         self.session, self.id, self.name = session, mesh, name
+        self._stopped = False
 
     def _part(self, members: Members) -> ProcRef:
         return ProcRef(self.session, self.id, self.name, members)
@@ -30,6 +32,16 @@ class ProcRef(Arranged):
         road = road_of(self.session)
         actors: Any = spawn_actors(road, self.id, self.name, self._members, name, cls, args, kwargs)
         return actors  # type: ignore[no-any-return]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by this reference."""
+        return self._stopped
+
+    def stop(self, reason: str = "stopped by an actor") -> Future[None]:
+        """End every process of the mesh, views included; done when none is left. Idempotent."""
+        self._stopped = True
+        return road_of(self.session).stop_procs(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return find_procs, (self.session, self.id, self.name, self._members)

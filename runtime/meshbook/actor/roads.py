@@ -91,6 +91,9 @@ class Road(Protocol):
     def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
         """Start processes on the host of this process."""
 
+    def stop_procs(self, procs: Any) -> Future[None]:
+        """End the processes that a reference of this process means."""
+
     def procs(self, session: str, mesh: int, name: str, members: Members) -> Any:
         """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""
 

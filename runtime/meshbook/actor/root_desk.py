@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook import wire
 from meshbook.actor.roads import Place
 from meshbook.answers import Answer
+from meshbook.errors import MeshStoppedError
 from meshbook.letters import refusal
 from meshbook.mailboxes import LoadArgs, Reply
 from meshbook.side_threads import run_aside
@@ -31,6 +32,8 @@ class RootDesk:
 
     def __init__(self, spawn_procs: Callable[[Place, Mapping[str, int], Mapping[str, Any]], ProcMesh]) -> None:
         self.spawn_procs = spawn_procs
+        self.on_owned: Callable[[Place, ProcMesh], None] = lambda place, procs: None
+        """Told of processes that an actor in the process at that place has started."""
         self._lock = threading.Lock()
         self._procs: ProcMesh | None = None
         self._singles: dict[str, ActorMesh[Any]] = {}
@@ -60,13 +63,24 @@ class RootDesk:
                 args, kwargs = load_args()
                 if call.endpoint == "get_or_spawn":
                     value: object = self.get_or_spawn(*args)
+                elif call.endpoint == "stop_procs":
+                    value = args[0].stop().get()
                 else:
+                    per_host, owned = args
                     origin = call.origin
                     place = Place(origin.mesh, origin.rank) if origin is not None else Place(0, 0)
-                    value = self.spawn_procs(place, args[0], kwargs)
+                    procs = value = self.spawn_procs(place, per_host, kwargs)
+                    if owned:
+                        self.on_owned(place, procs)
+            except MeshStoppedError as error:
+                reply(Answer(wire.OK, None, has_value=True) if call.endpoint == "stop_procs" else _refused(error))
             except Exception as error:
-                reply(refusal(error, 0, socket.gethostname()))
+                reply(_refused(error))
             else:
                 reply(Answer(wire.OK, value, has_value=True))
 
         run_aside(work)
+
+
+def _refused(error: Exception) -> Answer:
+    return refusal(error, 0, socket.gethostname())

@@ -93,7 +93,11 @@ class WorkerRoad:
         return self._ask("get_or_spawn", (name, cls, args, kwargs), {}, name)
 
     def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
-        return self._ask("spawn_procs", (per_host,), options, "this_host")
+        owned = context().belongings is not None
+        return self._ask("spawn_procs", (per_host, owned), options, "this_host")
+
+    def stop_procs(self, procs: Any) -> Future[None]:
+        return self._ask("stop_procs", (procs,), {}, "procs")
 
     def _ask(self, endpoint: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Future[Any]:
         """Ask the process that drives the meshes."""
