@@ -175,6 +175,8 @@ class OpenCall:
         news = set(ranks) - self._disagree
         self.failures += [failure for failure in disagreeing(ranks, text) if failure.rank in news]
         self._disagree |= news
+        self.freed += [failure for failure in self.failures if failure.ename == GroupAborted.__name__]
+        self.failures = [failure for failure in self.failures if failure.ename != GroupAborted.__name__]
         self.failed_at = self.failed_at or time.monotonic()
         return bool(news)
 

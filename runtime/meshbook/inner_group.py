@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from meshbook import gloo_aborts
 from meshbook.group_use import Failures, Users
 from meshbook.guarded_work import Guard, PeerWork
 from meshbook.side_threads import Lane, run_aside
@@ -40,6 +41,8 @@ _GRACE_S = 2.0
 
 HELD_MAX_S = 24 * 3600.0
 """C++ cannot be told that a deadline stands still (`meshbook.guarded_work.Guard.hold`): it gets one so much later."""
+
+_TOO_MUCH = "a rank has sent more than this one has room for: they disagree on a size"
 
 _LOOK_S = 0.02
 _AGAIN_S = 0.25
@@ -99,6 +102,8 @@ class InnerGroup:
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], Lane] = {}
         self._listening: list[tuple[str, int]] = []
+        self.is_lost = False
+        """Whether gloo's thread has given it up (`meshbook.gloo_aborts`); it must never be destroyed."""
         self.group = self._build(recipe, store, options, device_id)
 
     # ---- making -------------------------------------------------------------------------------------------------
@@ -126,8 +131,9 @@ class InnerGroup:
     def _gloo(self, recipe: Recipe, store: Store) -> Any:
         options = vars(dist.ProcessGroupGloo)["_Options"]()  # its name in all versions of torch
         with _device_lock:
-            before = _descriptors()
+            before, threads = _descriptors(), gloo_aborts.threads()
             options._devices = _gloo_devices()
+            gloo_aborts.park(gloo_aborts.threads() - threads, self)
             self._listening = [name for fd in _descriptors() - before if (name := _listening_at(fd)) is not None]
         options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
         options.global_ranks_in_group = list(recipe.ranks)
@@ -182,6 +188,11 @@ class InnerGroup:
             if work.inner is self:
                 work.fail_future()
 
+    def lose_thread(self) -> None:
+        """gloo's thread has met what it cannot go on from; on that thread."""
+        self.is_lost = True
+        self.give_up(_TOO_MUCH)
+
     @property
     def on_cuda(self) -> bool:
         """Whether it has communicators on CUDA devices."""
@@ -222,6 +233,10 @@ def dispose(groups: Iterable[InnerGroup]) -> None:
 
 
 def _dispose(left: list[InnerGroup]) -> None:
+    lost = [group for group in left if group.is_lost]
+    _kept_for_ever.extend(lost)
+    _end_operations(lost, greet=True)
+    left[:] = [group for group in left if not group.is_lost]
     begun = again = time.monotonic()
     while (now := time.monotonic()) < begun + _GRACE_S or (
         any(group.busy for group in left) and now < begun + GIVE_UP_AFTER_S

@@ -62,6 +62,12 @@ def test_other_shapes_are_told_while_a_rank_hangs_and_when_the_cell_ends(mesh4: 
         ("dist.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32))", "float32 against int32"),
         ("dist.all_reduce(x, op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)", "sum against max"),
         ("dist.broadcast(x, src=1 if odd else 0)", "root 0 against root 1"),
+        ("dist.broadcast(x[:2] if odd else x, src=0)", "(4,) against (2,)"),
+        ("dist.reduce(x[:2] if odd else x, dst=1)", "(4,) against (2,)"),
+        ("dist.all_gather_into_tensor(torch.ones(4 * n), torch.ones(n))", "(4,) against (2,)"),
+        ("dist.all_gather([torch.ones(n) for _ in range(4)], torch.ones(n))", "4 x (4,) against 4 x (2,)"),
+        ("dist.reduce_scatter_tensor(torch.ones(n), torch.ones(4 * n))", "(4,) against (2,)"),
+        ("dist.all_reduce(torch.ones(n * 100000), async_op=True).wait()", "(400000,) against (200000,)"),
     ],
 )
 def test_what_must_be_equal_is_compared_whatever_gloo_returns(mesh4: ProcMesh, code: str, how: str) -> None:
@@ -103,6 +109,14 @@ def test_a_disagreement_far_back_is_told_by_its_group(mesh4: ProcMesh) -> None:
         "for _ in range(300): dist.barrier()",
     )
     assert said.startswith("ranks 0 and 1-3 disagree in one of the first ")
+
+
+def test_what_ends_a_process_still_does(mesh4: ProcMesh) -> None:
+    """Only gloo's threads are kept from it."""
+    with this_host().spawn_procs({"gpus": 2}, name="abort") as mesh:
+        mesh.run(WORKS).get(30)
+        with pytest.raises(errors.WorkerLost, match="SIGABRT"):
+            mesh.run("import os\nif rank: os.abort()").get(30)
 
 
 # ---- actors ----------------------------------------------------------------------------------------------------------
