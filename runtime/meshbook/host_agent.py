@@ -1,8 +1,8 @@
 """The host agent: one process per host that starts, watches and reaps the workers there, and speaks for them.
 
-Single-threaded, without torch. It dials in to the controller with the ticket it reads from stdin, serves any number of
-meshes, and ends when told to, or when the controller has been gone for the lease (`meshbook.lease`). Its workers never
-outlive it.
+Single-threaded but for its logs (`meshbook.rank_log`), without torch. It dials in to the controller with the ticket it
+reads from stdin, serves any number of meshes, and ends when told to, or when the controller has been gone for the lease
+(`meshbook.lease`). Its workers never outlive it.
 
 Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
 """
@@ -48,6 +48,7 @@ from meshbook.outside_stacks import OutsideStacks
 from meshbook.own_faults import attempt, tell
 from meshbook.peer_road import FULL_BULK_BYTES
 from meshbook.processes import adopt_orphans, machine_id, reap_strangers
+from meshbook.rank_log import settle_logs
 from meshbook.salvage import salvage
 from meshbook.segments import SegmentPool, map_segment
 from meshbook.sessions import remove_if_last
@@ -66,6 +67,7 @@ PEERS_UNSENT_BYTES = 16 << 20
 """With so much mail waiting here we stop reading calls of other hosts' workers, and their agents feel it."""
 
 GOODBYE_GRACE_S = 1.0
+LOGS_GRACE_S = 1.0
 
 FAULT_REST_S = 0.01
 
@@ -119,6 +121,7 @@ class HostAgent:
         self._outbox.flush()
         for template in self._templates.values():
             template.close()
+        settle_logs(LOGS_GRACE_S)
         return self._exit_code
 
     def _serve(self) -> None:

@@ -439,6 +439,7 @@ class HostedMesh:
         for rank in ranks:
             if (worker := self.workers.get(rank)) is not None:
                 worker.drain()
+                worker.output.log.settle()
 
     # ---- shared memory ------------------------------------------------------------------------------------------
 

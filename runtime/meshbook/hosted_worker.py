@@ -18,7 +18,8 @@ from meshbook.frames import Buffer, FrameReader, pack
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
 from meshbook.own_faults import tell
 from meshbook.processes import kill_session
-from meshbook.rank_output import RankLog, RankOutput
+from meshbook.rank_log import RankLog
+from meshbook.rank_output import RankOutput
 
 PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18

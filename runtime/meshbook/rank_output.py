@@ -11,24 +11,17 @@ newest `TAIL_BYTES` wait, older ones are counted and stay in the log only.
 from __future__ import annotations
 
 import codecs
-import math
-import os
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple
 
 from meshbook.crash_report import CrashReportCut
-from meshbook.limits import explain
-from meshbook.wording import format_bytes
+from meshbook.rank_log import RankLog
 
 BURST_BYTES = 256 << 10
 RATE_BYTES_S = 64 << 10
 TAIL_BYTES = 64 << 10
-LOG_QUOTA_BYTES = 1 << 30
 CRASH_REPORT_LINES = 200
 """Enough for what `faulthandler` writes, of which `meshbook.deaths.last_words` keeps the gist."""
-RETRY_S = 2.0
-"""How often a log that could not be written is tried again."""
 
 _MARK = b"\x1e"
 _LONGEST_ID = 24
@@ -38,55 +31,6 @@ class Piece(NamedTuple):
     output: int
     stream: str
     text: str
-
-
-class RankLog:
-    """The rank's log file: everything it wrote, up to the quota; a full disk loses the log, not the rank.
-
-    What cannot be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it lacks.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.begin = os.fstat(self._fd).st_size
-        """Where this process's part begins; what stands before is of one that had the rank earlier."""
-        self._written = 0
-        self._missing = 0
-        self._why = ""
-        self._retry_at = 0.0
-        self._told = False
-
-    def write(self, data: bytes, now: float) -> str:
-        """Append ``data``; returns what the person should know, once: that the log has become incomplete, and why."""
-        if self._why and now < self._retry_at:
-            self._missing += len(data)
-            return ""
-        if self._written > LOG_QUOTA_BYTES:
-            return self._lose(data, f"it holds {format_bytes(LOG_QUOTA_BYTES)}, which is its quota", math.inf)
-        try:
-            if self._missing:
-                gap = f"\n[meshbook: {self._missing:,} bytes are missing here: {self._why}]\n"
-                data = gap.encode() + data
-                self._missing, self._why = 0, ""
-            while data:
-                count = os.write(self._fd, data)
-                self._written += count
-                data = data[count:]
-        except OSError as error:
-            return self._lose(data, explain(error), now + RETRY_S)
-        return ""
-
-    def _lose(self, data: bytes, why: str, retry_at: float) -> str:
-        self._missing += len(data)
-        self._why, self._retry_at = why, retry_at
-        if self._told:
-            return ""
-        self._told = True
-        return f"its log is incomplete from here on: {why}\n"
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 class _Stream:
@@ -144,7 +88,8 @@ class RankOutput:
         self._crash = CrashReportCut()
         self._pending: deque[Piece] = deque()
         self._pending_bytes = 0
-        self._notes: list[Piece] = []
+        self._last = 0
+        """The output that has written to the log last."""
         self._budget = float(BURST_BYTES)
         self._refilled = now
         self._cut: dict[int, int] = {}
@@ -171,13 +116,13 @@ class RankOutput:
         self._pending_bytes += len(piece.text)
 
     def _keep(self, output: int, data: bytes, now: float) -> None:
-        if note := self.log.write(data, now):
-            self._notes.append(Piece(output, "stderr", note))
+        self.log.write(data, now)
+        self._last = output
 
     @property
     def waiting(self) -> bool:
         """Whether `take` has something to give, now or later."""
-        return bool(self._pending or self._notes)
+        return bool(self._pending or self.log.has_note)
 
     def take(self, now: float, *, final: bool = False) -> tuple[list[Piece], dict[int, int]]:
         """Return the pieces that may be sent now, and the total cut so far of each output whose total grew.
@@ -186,7 +131,9 @@ class RankOutput:
         """
         self._budget = min(BURST_BYTES, self._budget + (now - self._refilled) * RATE_BYTES_S)
         self._refilled = now
-        pieces, self._notes = self._notes, []
+        if final:
+            self.log.settle()
+        pieces = [Piece(self._last, "stderr", note)] if (note := self.log.take_note()) else []
         while self._pending and (final or self._budget > 0):
             piece = self._pending.popleft()
             self._pending_bytes -= len(piece.text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import select
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.log_reading import log_tail
-from meshbook.rank_output import BURST_BYTES, RETRY_S, Piece, RankLog, RankOutput, _Stream
+from meshbook.rank_log import QUEUE_BYTES, RETRY_S, RankLog
+from meshbook.rank_output import BURST_BYTES, Piece, RankOutput, _Stream
 
 MARKER = b"\x1e0123456789abcdef:"
 
@@ -95,9 +98,11 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
     try:
         output.feed("stdout", b"a" * 150, 0.0)
         output.feed("stdout", b"b" * 50, 1.0)
+        output.log.settle()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     output.feed("stdout", b"c" * 10, 1.5)
+    output.log.settle()
     note = "its log is incomplete from here on: file too large (the limit on the size of files was met: ulimit -f)\n"
     pieces, _ = output.take(1.5)
     assert pieces[0] == Piece(0, "stderr", note)
@@ -106,6 +111,7 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
     gap = (
         "\n[meshbook: 110 bytes are missing here: file too large (the limit on the size of files was met: ulimit -f)]\n"
     )
+    output.log.settle()
     assert output.log.path.read_text() == "a" * 100 + gap + "d"
     assert output.take(9.0)[0] == [Piece(0, "stdout", "d")]
     output.log.close()
@@ -120,4 +126,43 @@ def test_the_modules_that_a_crash_report_names_are_in_the_log_only(output: RankO
         output.feed("stderr", written[at : at + piece], 0.0)
     pieces, _ = output.take(0.0, final=True)
     assert "".join(one.text for one in pieces) == "Fatal Python error: is what it prints\n" + report + "Extra\n"
+    output.log.settle()
     assert "Extension modules: numpy" in output.log.path.read_text()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[tuple[RankLog, int]]:
+    """A log on a disk that takes nothing: a pipe that nobody reads, and the end at which it could be read."""
+    path = tmp_path / "rank-0.log"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield RankLog(path), reader
+    os.close(reader)
+
+
+def read_some(reader: int) -> bytes:
+    return os.read(reader, 1 << 20) if select.select([reader], [], [], 0.1)[0] else b""
+
+
+def test_a_log_on_a_disk_that_hangs_holds_nobody_up_and_says_what_it_lacks(hanging: tuple[RankLog, int]) -> None:
+    log, reader = hanging
+    output = RankOutput(MARKER, log, now=0.0)
+    piece = b"x" * (QUEUE_BYTES // 64)
+    came: list[Piece] = []
+    for _ in range(3 * 64):
+        output.feed("stdout", piece, 0.0)
+        came += output.take(0.0, final=True)[0]
+    told = [each.text for each in came if each.stream == "stderr"]
+    assert told == ["its log is incomplete from here on: its disk does not keep up\n"]
+    assert sum(len(each.text) for each in came if each.stream == "stdout") == 3 * QUEUE_BYTES
+    written = b""
+    while log.behind:
+        written += read_some(reader)
+    output.feed("stdout", b"the end", 0.0)
+    while not written.endswith(b"the end"):
+        written += read_some(reader)
+    lacks = 3 * QUEUE_BYTES - written.count(b"x")
+    assert lacks > QUEUE_BYTES
+    gap = f"\n[meshbook: {lacks:,} bytes are missing here: its disk does not keep up]\nthe end"
+    assert written == b"x" * (3 * QUEUE_BYTES - lacks) + gap.encode()
+    log.close()
