@@ -35,6 +35,7 @@ class _Watched:
         self.cell, self.signs, self.stop = cell, HangSigns(), stop
         self.pause_s, self.due = EVERY_S, now + FIRST_S
         self._ended_at: dict[int, float] = {}
+        self.told_suspects = False
 
     def note_ended(self, now: float) -> Ended | None:
         """The ranks that have ended by now."""
@@ -111,6 +112,10 @@ class HangWatch:
         mesh = cell.procs.base()
         if mesh.lost or not mesh.alive:
             return
+        if mesh.suspects and not watched.told_suspects:
+            watched.told_suspects = True
+            hosts = "; ".join(f"host {name} is suspect: {why}" for name, why in mesh.suspects.items())
+            cell.output.note(f"{hosts}\n  its ranks keep their state and go on when it answers    stop: {watched.stop}")
         told = {rank: _told(answer) for rank, answer in mesh.ask("progress", timeout_s=ANSWER_S).items()}
         now = time.monotonic()
         running = set(cell.waiting)

@@ -97,6 +97,7 @@ class HostAgent:
         self._pool = SegmentPool()
         self.loans = Loans(self._segment_unused)
         self._peers = HostedPeers(self._loop, dial, ticket, self.loans, self._pool, self.send_urgent)
+        self._peers.is_heard = lambda: self._lease.is_heard
         self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool, self._peers)
         self.oom = OomWatch()
         bulk = self._lanes["bulk"]

@@ -63,6 +63,8 @@ class HostedPeers:
         self.give_up: Callable[[HostedWorker, wire.Call, wire.Death], None]
         """Answers for a call that has waited in vain."""
         self.callee: Callee
+        self.is_heard: Callable[[], bool] = lambda: False
+        """Whether the controller is there."""
         self._roads: dict[str, tuple[PeerRoad, AwayCalls]] = {}
         self._lost: dict[str, wire.Death] = {}
         """Hosts to which there is no road (any more)."""
@@ -122,7 +124,11 @@ class HostedPeers:
             away.cancel(cancel)
 
     def _lose_patience(self, mesh: int, queue: deque[Waiting]) -> None:
-        if self._waiting.get(mesh) is queue:
+        if self._waiting.get(mesh) is not queue:
+            return
+        if self.is_heard():  # it waits itself, for a host that is suspect
+            self._loop.call_later(PATIENCE_S, lambda: self._lose_patience(mesh, queue))
+        else:
             del self._waiting[mesh]
             death = wire.Death("", f"nobody has said within {PATIENCE_S:g} s where it lives", "")
             for sender, call, _ in queue:
@@ -155,7 +161,7 @@ class HostedPeers:
             except OSError as error:
                 self._lose(peer.host, f"this host's agent cannot connect to it: {error}", peer.name)
                 return
-            road = PeerRoad(lanes, self._loop, self._loans)
+            road = PeerRoad(lanes, self._loop, self._loans, peer.pid)
             away = self.make_away(road)
             road.on_replies, road.on_whole = away.on_replies, away.serve_parked
             self._roads[peer.host] = (road, away)

@@ -73,7 +73,8 @@ class Introductions:
         meeting = self.met.get((host.id, other.id), wire.Meeting("", 0))
         target = group(mesh.ranks_on(other))
         problem = f"its host is lost: {other.lost}" if other.lost else meeting.problem
-        return wire.Peer(other.id, other.name, self.key_of(other.id), target, meeting._replace(problem=problem))
+        pid = other.hello.pid if other.hello and host.hello and other.hello.machine == host.hello.machine else 0
+        return wire.Peer(other.id, other.name, self.key_of(other.id), target, meeting._replace(problem=problem), pid)
 
     def lose(self, lost: KnownHost) -> None:
         """A host is lost: the agents answer for its ranks at once."""

@@ -20,8 +20,10 @@ from meshbook.transport import LANES, ControllerSocket, LaneName
 
 Parked: TypeAlias = wire.Replies | wire.Call | wire.Cancel
 
+SUSPECT_S = 3.0
+"""A host that was not heard of for so long is suspect."""
 MAX_SILENCE_S = 10.0
-"""A host that was not heard of for so long is lost."""
+"""One on another machine is lost by then. On our own machine silence is not death, since we see its process."""
 
 
 class KnownHost:
@@ -97,6 +99,23 @@ class KnownHost:
         named = self._bulk_out.send(buffers)
         self._bulk_out.pump()
         return named
+
+    @property
+    def suspicion(self) -> str:
+        """What makes it suspect: ``no sign of life for 7 s``; empty while it is heard of, and once it is lost."""
+        silence_s = time.monotonic() - self.heard
+        return f"no sign of life for {silence_s:.0f} s" if self.is_up and silence_s > SUSPECT_S else ""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has dialled in and is not lost."""
+        return self.hello is not None and not self.lost
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its silence is as good as its end."""
+        is_watched = self.shares_memory and self.launched.pid != 0
+        return not is_watched and time.monotonic() - self.heard > MAX_SILENCE_S
 
     def lose(self, reason: str) -> None:
         """It is lost: nothing is sent to it any more, and nothing kept for it."""

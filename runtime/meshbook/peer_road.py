@@ -17,6 +17,7 @@ from meshbook.errors import PeerProtocolError
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer
 from meshbook.loans import Loans, Segment
+from meshbook.processes import is_same_process, start_time
 from meshbook.segments import map_segment
 from meshbook.transport import AgentSocket, LaneName
 
@@ -26,15 +27,17 @@ FULL_BULK_BYTES = 256 << 20
 """The same in payloads, which lie in the senders' shared memory until their turn comes."""
 
 MAX_SILENCE_S = 10.0
-"""Who was not heard of for so long is lost."""
+"""Who was not heard of for so long is lost, unless it is seen to live on our machine."""
 
 
 class PeerRoad:
     """`meshbook.away_calls.Road`. Lost once `lost` says why."""
 
-    def __init__(self, lanes: dict[LaneName, AgentSocket], loop: EventLoop, loans: Loans) -> None:
-        """lanes: to the port of the other agent."""
+    def __init__(self, lanes: dict[LaneName, AgentSocket], loop: EventLoop, loans: Loans, pid: int = 0) -> None:
+        """lanes: to the port of the other agent. pid: its process, where that is on this machine."""
         self._loop, self._loans = loop, loans
+        self._pid, self._started = pid, start_time(pid) if pid else None
+        self._beaten = time.monotonic()
         self.lost = ""
         self.heard = time.monotonic()
         self.on_replies: Callable[[wire.Replies, list[bytes]], None] = lambda replies, frames: None
@@ -102,12 +105,21 @@ class PeerRoad:
 
     def beat(self) -> None:
         """Once a second: say that we are there, and how far we are; notice silence."""
-        if time.monotonic() - self.heard > MAX_SILENCE_S:
+        now = time.monotonic()
+        stalled, self._beaten = now - self._beaten > MAX_SILENCE_S / 2, now
+        if stalled:  # it was we who did not listen
+            self.heard = now
+        if now - self.heard > MAX_SILENCE_S and not self._is_seen_alive:
             self.lost = self.lost or f"no sign of life for {MAX_SILENCE_S:g} s"
         if not self.lost:
             self._lanes["urgent"].send(wire.encode(wire.Heartbeat()))
             for lane in self._lanes.values():
                 lane.beat()
+
+    @property
+    def _is_seen_alive(self) -> bool:
+        """Whether silence is not death, since we see its process."""
+        return self._started is not None and is_same_process(self._pid, self._started)
 
     def close(self) -> None:
         """Let go of everything."""

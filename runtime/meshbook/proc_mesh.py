@@ -16,7 +16,7 @@ from meshbook.calls import CallFuture
 from meshbook.cell_run import CellRun
 from meshbook.controller import Controller
 from meshbook.elastic import Change, Elastic
-from meshbook.errors import CallInterrupted, LayoutError, SerializationError
+from meshbook.errors import CallInterrupted, LayoutError, MeshError, SerializationError
 from meshbook.function_sources import source_of
 from meshbook.future import Future
 from meshbook.gpu_use import GpuUse
@@ -402,6 +402,14 @@ class ProcMesh(Arranged):
         """Host names, in rank order."""
         return tuple(host.name for host in self._mesh.hosts)
 
+    @property
+    def suspects(self) -> dict[str, str]:
+        """The hosts of the mesh that are silent though they are not known to have ended, and since when.
+
+        Their ranks answer again as soon as they do.
+        """
+        return {host.name: host.suspicion for host in self._mesh.hosts if host.suspicion}
+
     def by_host(self) -> list[HostPart]:
         """The members on each host, in rank order."""
         parts: dict[KnownHost, list[int]] = {}
@@ -516,13 +524,26 @@ class ProcMesh(Arranged):
         reason: accepted, since Monarch has it. Returns: a future that is done, for programs that wait for it.
         """
         self._controller.stop_mesh(self._mesh, STOP_GRACE_S)
-        self._mesh.stopped.get(timeout_s)
+        try:
+            self._mesh.stopped.get(timeout_s)
+        except TimeoutError:
+            self._explain_slow_stop()
         if self._mesh.owns_hosts:
             self._mesh.owns_hosts = False
             self._controller.stop_hosts(self._mesh.hosts, timeout_s)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _explain_slow_stop(self) -> None:
+        """Not all processes are known to have ended. Raises: MeshError, unless their hosts are ended by force."""
+        if self.suspects and self._mesh.owns_hosts:
+            return
+        silent = [f"Host {name} is suspect, {why}: they end when it answers. " for name, why in self.suspects.items()]
+        raise MeshError(
+            f'mesh "{self.name}" was told to stop, but not all of its processes are known to have ended. '
+            f"{''.join(silent)}To end all hosts of this session by force: meshbook.shutdown()"
+        )
 
     def __enter__(self) -> ProcMesh:
         return self

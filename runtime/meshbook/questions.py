@@ -42,7 +42,9 @@ def look(asker: Asker, mesh: KnownMesh, ranks: Iterable[int], endpoint: str, tim
 def explain_silence(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict[int, str]:
     """Why the control threads of ``ranks`` do not answer."""
     states = process_states(asker, mesh, ranks := list(ranks))
-    return {rank: describe_silence(states.get(rank), mesh.lost.get(rank)) for rank in ranks}
+    return {
+        rank: describe_silence(states.get(rank), mesh.lost.get(rank), mesh.host_of(rank).suspicion) for rank in ranks
+    }
 
 
 def process_states(asker: Asker, mesh: KnownMesh, ranks: Iterable[int]) -> dict[int, str]:

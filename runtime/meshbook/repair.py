@@ -98,6 +98,8 @@ class Repair:
 
     def _repair(self, kill: tuple[int, ...], setup: Sequence[str], force: bool) -> Repaired:
         began = time.monotonic()
+        for host, why in self._procs.suspects.items():
+            self.note(f"host {host} is suspect, {why}: its ranks keep their state and answer when it does")
         with self.exclusive():
             if force:
                 self._controller.ask(lambda: self._mesh.crash_loops.forget((*kill, *self._mesh.lost)))

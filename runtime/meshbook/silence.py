@@ -16,10 +16,13 @@ _CAUSES = {
 }
 
 
-def describe_silence(state: str | None, lost: WorkerLost | None = None) -> str:
-    """What keeps the control thread of a rank from answering. state: see `meshbook.wire.Processes`; None: not known."""
+def describe_silence(state: str | None, lost: WorkerLost | None = None, suspicion: str = "") -> str:
+    """What keeps the control thread of a rank from answering.
+
+    state: see `meshbook.wire.Processes`; None: not known. suspicion: as `meshbook.known_host.KnownHost` has it.
+    """
     if lost is not None:
         return f"ended: {lost.cause}"
     if state is None:
-        return "its host does not answer"
+        return f"its host is suspect: {suspicion}" if suspicion else "its host does not answer"
     return _CAUSES.get(state, "native code holds the GIL")

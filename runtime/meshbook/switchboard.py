@@ -35,7 +35,7 @@ from meshbook.errors import (
 )
 from meshbook.future import Future
 from meshbook.introductions import Introductions
-from meshbook.known_host import MAX_SILENCE_S, KnownHost, Parked
+from meshbook.known_host import MAX_SILENCE_S, SUSPECT_S, KnownHost, Parked
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import MeshPhase
 from meshbook.mail_rescue import MailRescue
@@ -80,6 +80,7 @@ class Switchboard:
         """Timers wait until then, since one of them has met a fault of ours."""
         self.on_hosted: Callable[[KnownHost, wire.Hosted], None] = lambda host, message: None
         """Called with what a host has of a former controller."""
+        self._ticked = time.monotonic()
         self.impossible = 0
         """Messages that no host of ours sends; each cost its host."""
 
@@ -100,17 +101,19 @@ class Switchboard:
 
     def tick(self) -> None:
         """Once per heartbeat: beat, and look for hosts that are gone."""
+        now = time.monotonic()
+        stalled, self._ticked = now - self._ticked > SUSPECT_S, now
         for host in self.hosts.values():
+            if stalled:  # it was we who did not listen
+                host.heard = now
             if not host.lost:
-                attempt(
-                    functools.partial(self._tick_host, host, time.monotonic()), f"the heartbeat of host {host.name}"
-                )
+                attempt(functools.partial(self._tick_host, host), f"the heartbeat of host {host.name}")
         self.payloads.settle_lost()
 
-    def _tick_host(self, host: KnownHost, now: float) -> None:
+    def _tick_host(self, host: KnownHost) -> None:
         if host.hello is not None:
             host.beat()
-            if now - host.heard > MAX_SILENCE_S:
+            if host.is_overdue:
                 self._lose(host, f"no sign of life for {MAX_SILENCE_S:g} s")
         if not host.lost and (reason := host.launched.failure()):
             self._lose(host, reason)

@@ -353,6 +353,8 @@ class Peer(NamedTuple):
     target: Target
     """The ranks that live there."""
     meeting: Meeting
+    pid: int = 0
+    """Of its agent, where that is on the same machine as the one that is told."""
 
 
 class OpenPeerPort(_Message, frozen=True, tag="openpeer"):
