@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from meshbook import wire
+from meshbook import forks, wire
 from meshbook.errors import (
     CallError,
     CallFailed,
@@ -307,6 +307,7 @@ class CallFuture(Future[T], Generic[T]):
         self._timeout_s = timeout
         try:
             if not self.done():
+                forks.refuse_inherited(self._generation)
                 timeout = self._wait_in_turn(timeout)
             return super().get(timeout)
         except CallInterrupted:

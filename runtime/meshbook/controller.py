@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from meshbook import wire
+from meshbook import forks, wire
 from meshbook.adoption import Adoption
 from meshbook.calls import CallFuture, OnReply, OpenCall
 from meshbook.errors import WorkerLost
@@ -68,6 +68,7 @@ class Controller:
         """How long to wait, at the end, for what is still to be sent."""
         self._asleep = False
         self._closing = False
+        self._generation = forks.generation
         self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
         self._board = Switchboard(self._wake, self.next_id)
         self._board.mail.submit = self.submit
@@ -100,7 +101,9 @@ class Controller:
         """Have the I/O thread run ``action``; actions run in the order of submission.
 
         fail: takes what it raises, for whoever waits for it. Without one that is told as a fault of ours.
+        Raises: UsageError in a process that was forked from ours: it has no such thread.
         """
+        forks.refuse_inherited(self._generation)
         self._inbox.append((action, fail))
         self._wake()
 
@@ -282,6 +285,7 @@ class Controller:
         rather than when every rank has ended. mailbox: as in `wire.Call`. beside: as in `OpenCall`.
         Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
+        forks.refuse_inherited(self._generation)
         mesh.check_usable()
         generation = mesh.generation
         self.wait_for_room()
@@ -350,6 +354,7 @@ mailbox=mailbox,
 
     def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
         """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
+        forks.refuse_inherited(self._generation)
         return self._board.payloads.write(buffers)
 
     def _new_future(self) -> CallFuture[Any]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from meshbook.forks import at_fork
+
 END_TIMEOUT_S = 3.0
 _RUNNING, _SUSPENDED = 1, 2  # pydevd's STATE_RUN, STATE_SUSPEND
 _AT_BREAKPOINT = 111  # pydevd's CMD_SET_BREAK
@@ -46,7 +48,7 @@ def load_pydevd() -> Any:
             del os.environ[name]
     if not _watches_forks.is_set():
         _watches_forks.set()
-        os.register_at_fork(after_in_child=lambda: _leave_child(pydevd))
+        at_fork(in_child=lambda: _leave_child(pydevd))
     return pydevd
 
 

@@ -241,6 +241,8 @@ def reaction(worker: Worker) -> str:
         return f"{place}; native code there does not look at interrupts"
     if place.startswith("in the runtime"):
         return STOPPED
+    if worker.gate.has_handler:
+        return f"{place}; it deals with interrupts itself (signal.signal), and goes on"
     handled: Any = sys._current_exceptions().get(worker.main_thread)
     handled = handled[1] if isinstance(handled, tuple) else handled  # until Python 3.11
     if isinstance(handled, KeyboardInterrupt):

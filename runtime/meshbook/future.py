@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from meshbook import forks
 from meshbook.thread_interrupts import waiting_lock
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Future(Generic[T]):
     on_timeout: makes the error that a wait raises after ``timeout_s``; it may say who is silent.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_final", "_on_cancel", "_on_timeout", "_waiters")
+    __slots__ = ("__weakref__", "_callbacks", "_final", "_generation", "_on_cancel", "_on_timeout", "_waiters")
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Future(Generic[T]):
         self._waiters: deque[Any] = deque()
         self._callbacks: deque[Callable[[Future[T]], object]] = deque()
         self._on_cancel, self._on_timeout = on_cancel, on_timeout
+        self._generation = forks.generation
 
     # ---- for whoever has the answer ------------------------------------------------------------------------
 
@@ -77,7 +79,8 @@ class Future(Generic[T]):
         """Wait for the result, at most ``timeout`` seconds.
 
         Raises: the error with which the future was completed; at the timeout what ``on_timeout`` makes, else
-        TimeoutError (the work goes on); KeyboardInterrupt at once, on the main thread.
+        TimeoutError (the work goes on); KeyboardInterrupt at once, on the main thread; UsageError in a process that was
+        forked before there was an outcome, since there will be none.
         """
         outcome = self._final.get(0) or self._wait(timeout)
         error = outcome.error
@@ -99,6 +102,7 @@ class Future(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """Wait without blocking the running asyncio loop. Cancelling the task ends the wait, not the work."""
         if not self._final:
+            forks.refuse_inherited(self._generation)
             import asyncio  # only here: who awaits has it, workers and agents start faster without
 
             from meshbook.awaiting import interruptible
@@ -173,6 +177,7 @@ class Future(Generic[T]):
     # ---- within --------------------------------------------------------------------------------------------
 
     def _wait(self, timeout: float | None) -> _Outcome:
+        forks.refuse_inherited(self._generation)
         lock = waiting_lock()
         lock.acquire()
         self._waiters.append(lock)

@@ -4,9 +4,14 @@ The control thread receives a `Cancel` and sends SIGINT to the main thread, whic
 sleeps. Between the two the call may have ended, so the handler raises only while the very call that was cancelled runs,
 and never inside our own critical sections (a half-written message would break the stream).
 
-Whoever insists gets more: for `INSIST_S` KeyboardInterrupt is raised again and again, and code that catches it and goes
-on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after the ``except`` block
-(`meshbook.caught`): outside of the ``try`` that would catch it once more. ``finally`` and ``with`` blocks run as ever.
+A handler that user code sets for SIGINT is called in our place until its call ends; the next one has ours again, as
+each cell of a notebook has its kernel's. SIG_IGN holds as well; SIG_DFL raises, as ours: an interrupt never ends
+a rank.
+
+Whoever insists gets more, whatever handler is set: for `INSIST_S` KeyboardInterrupt is raised again and again, and code
+that catches it and goes on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after the
+``except`` block (`meshbook.caught`): outside of the ``try`` that would catch it once more. ``finally`` and ``with``
+blocks run as ever.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from meshbook.caught import CaughtWatch
 from meshbook.thread_interrupts import gate_of_this_thread
@@ -29,6 +35,10 @@ INSIST_S = 0.55
 """How long an insistent interrupt is raised anew; less than the caller waits for it."""
 INSIST_EVERY_S = 0.1
 """Clean-up code has so long between two of them."""
+ECHO_S = 0.2
+"""A SIGINT that comes so soon after ours may be the same once more."""
+
+_set_signal, _get_signal = signal.signal, signal.getsignal
 
 
 class InterruptGate:
@@ -41,13 +51,16 @@ class InterruptGate:
         self._meant_at = self._insist_until = self._again_at = 0.0
         self._target = 0
         self._held_back = False
+        self._sent_at = 0.0
+        self._handler: Any = None
+        """What user code wants called in this call; None: nothing else than ours."""
         self._visits: deque[Callable[[FrameType | None], object]] = deque()
         self._caught = CaughtWatch()
         self.raised = 0
         """How often KeyboardInterrupt was raised in the running call."""
         self.shield = _Shield(self)
         """``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has any."""
-        signal.signal(signal.SIGINT, self._on_sigint)
+        _set_signal(signal.SIGINT, self._on_sigint)
 
     # ---- control thread -----------------------------------------------------------------------------------------
 
@@ -69,7 +82,7 @@ class InterruptGate:
             self._meant = 0
             return None
         if self._target == call:
-            signal.pthread_kill(self._main, signal.SIGINT)
+            self._send()
             return REPEAT_S if now < max(self._meant_at + 1, self._insist_until) else REPEAT_LATER_S
         if now < self._insist_until:
             if now >= self._again_at:
@@ -80,17 +93,26 @@ class InterruptGate:
     def _raise_again(self, now: float) -> None:
         self._again_at = now + INSIST_EVERY_S
         self._target = self._meant
+        self._send()
+
+    def _send(self) -> None:
+        self._sent_at = time.monotonic()
         signal.pthread_kill(self._main, signal.SIGINT)
 
     def visit(self, action: Callable[[FrameType | None], object]) -> None:
         """Have the main thread call ``action(frame)`` when it looks at its signals next; it must not raise."""
         self._visits.append(action)
-        signal.pthread_kill(self._main, signal.SIGINT)
+        self._send()
 
     @property
     def meant(self) -> bool:
         """Whether the call that runs was interrupted."""
         return self._meant != 0 and self._meant == self._running
+
+    @property
+    def has_handler(self) -> bool:
+        """Whether user code has set a handler of its own in the call that runs."""
+        return self._handler is not None
 
     @property
     def unheard(self) -> bool:
@@ -102,6 +124,7 @@ class InterruptGate:
     def open(self, call: int) -> None:
         """User code of ``call`` runs from here."""
         self._held_back, self.raised = False, 0
+        self._take_signal()
         self._running = call
 
     @property
@@ -118,6 +141,7 @@ class InterruptGate:
         while self._running:
             try:
                 self._running = self._meant = 0
+                self._take_signal()
             except KeyboardInterrupt:  # it came at the last moment
                 continue
         self._caught.end()
@@ -125,22 +149,60 @@ class InterruptGate:
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         while self._visits:
             self._visits.popleft()(frame)
-        if not self._running or self._target != self._running:
-            return
+        is_meant = self._running and self._target == self._running
+        if not is_meant and (self._handler is None or time.monotonic() < self._sent_at + ECHO_S):
+            return  # else user code has sent it, and waits for its handler
         self._target = 0
         if self.shield.depth:
             self._held_back = True
+            return
+        self._raise(frame)
+
+    def _raise_held_back(self) -> None:
+        if self._held_back and self._running:
+            self._held_back = False
+            self._raise(None)
+
+    def _raise(self, frame: FrameType | None) -> None:
+        if self._handler is not None and not self._insist_until:
+            if callable(self._handler):
+                self._handler(signal.SIGINT, frame)
             return
         self.raised += 1
         if self._insist_until and self.raised > 1:
             self._caught.begin(frame)
         raise KeyboardInterrupt
 
-    def _raise_held_back(self) -> None:
-        if self._held_back and self._running:
-            self._held_back = False
-            self.raised += 1
-            raise KeyboardInterrupt
+    # ---- handlers of user code ----------------------------------------------------------------------------------
+
+    def keep_signal(self) -> None:
+        """From now on what user code sets for SIGINT is noted here, and ours stays: it must not tear what we write."""
+        signal.signal, signal.getsignal = self._set_handler, self._get_handler
+
+    def _set_handler(self, signalnum: int, handler: Any) -> Any:
+        is_valid = callable(handler) or handler in (signal.SIG_IGN, signal.SIG_DFL)
+        if signalnum != signal.SIGINT or not is_valid or threading.get_ident() != self._main:
+            return _set_signal(signalnum, handler)
+        before = self._get_handler(signalnum)
+        is_ours = handler in (signal.SIG_DFL, signal.default_int_handler, self._on_sigint)
+        self._handler = None if is_ours else handler
+        return before
+
+    def _get_handler(self, signalnum: int) -> Any:
+        return self._handler if signalnum == signal.SIGINT and self._handler is not None else _get_signal(signalnum)
+
+    def _take_signal(self) -> None:
+        self._handler = None
+        if _get_signal(signal.SIGINT) != self._on_sigint:  # set by other means
+            _set_signal(signal.SIGINT, self._on_sigint)
+
+    def after_fork(self) -> None:
+        """In a forked child SIGINT is as in any process of Python; a handler that user code has set stays."""
+        signal.signal, signal.getsignal = _set_signal, _get_signal
+        if _get_signal(signal.SIGINT) == self._on_sigint:
+            _set_signal(signal.SIGINT, self._handler or signal.default_int_handler)
+        if threading.get_ident() != self._main:  # forked by a thread that kept it away
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class _Shield:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import math
-import os
 import reprlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from meshbook.attendance import Attendant, ConsoleAttendant
 from meshbook.calls import OpenCall
 from meshbook.controller import Controller, OutputSource
 from meshbook.errors import CallFailed, LeftStopped, SpawnError, UsageError
+from meshbook.forks import at_fork
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, Recipe
 from meshbook.launcher import Launcher, LocalLauncher, Ticket
@@ -431,7 +431,7 @@ def _forget_in_child() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(in_child=_forget_in_child)
 
 __all__ = [
     "Attachment",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from meshbook import forks
 from meshbook.errors import UsageError
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -39,6 +40,7 @@ _PUBLIC_NAMES = {
 """Names of the dispatcher's operations where they are not those of ``torch.distributed``."""
 
 _depth = 0
+_parent: int | None = None
 
 
 def public_name(operation: str) -> str:
@@ -47,9 +49,17 @@ def public_name(operation: str) -> str:
 
 
 def refuse_if_off(operation: str) -> None:
-    """Raises: UsageError while collectives are off. operation: its name in ``torch.distributed``."""
+    """Raises: UsageError while collectives are off, or in a child of a rank. operation: its name for people."""
     if _depth:
         _refuse(operation)
+    if _parent is not None:
+        forks.refuse_inherited(_parent)
+
+
+def leave_to_parent(generation: int) -> None:
+    """In a child that a rank of this `meshbook.forks.generation` has forked: its groups are not ours to use."""
+    global _parent
+    _parent = generation
 
 
 @contextlib.contextmanager

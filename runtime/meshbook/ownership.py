@@ -12,6 +12,7 @@ import os
 import threading
 from pathlib import Path
 
+from meshbook.forks import at_fork
 from meshbook.private_files import read_private, write_private
 from meshbook.processes import is_same_process, start_time
 
@@ -89,4 +90,4 @@ def _forget_in_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(in_child=_forget_in_child)

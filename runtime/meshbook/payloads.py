@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from meshbook import wire
+from meshbook import lent_memory, wire
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.known_host import KnownHost
 from meshbook.segments import SegmentPool, map_segment
@@ -164,6 +164,7 @@ class Payloads:
 
     def tell_freed(self) -> None:
         """Tell the workers whose segments have died here; take back those of ours that have arrived."""
+        lent_memory.settle()
         while self._gone:
             self._end(self._gone.popleft(), _PIECES)
         while self._freed:

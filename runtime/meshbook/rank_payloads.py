@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshbook import wire
+from meshbook import lent_memory, wire
 from meshbook.agent_channel import Channel
 from meshbook.answers import Answer
 from meshbook.errors import Failure
@@ -82,6 +82,7 @@ class RankPayloads:
 
     def tell_freed(self) -> None:
         """Let the agent know which payloads have died here."""
+        lent_memory.settle()
         with contextlib.suppress(IndexError):  # several threads come here
             while True:
                 self._urgent.send(wire.SegmentFree(*self._freed.popleft()))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from functools import wraps
 from threading import get_ident
 from typing import Any
 
+from meshbook.forks import at_fork
 from meshbook.rank_pipes import RankPipe
 
 PARTIAL_LINE_MAX = 8192
@@ -215,7 +215,7 @@ def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
         for stream in streams:
             stream.after_fork()
 
-    os.register_at_fork(after_in_child=after_fork)
+    at_fork(in_child=after_fork)
     _line_buffer_c_stdout()
     return streams
 

@@ -7,9 +7,8 @@
 
 A receiver's mapping is copy-on-write: what it writes stays its own. But a page that it has not written yet
 still shows what the owner writes later, so the owner must not touch a segment before all receivers have let
-go; and a process forked from a receiver must not look at a mapping for longer than the receiver does. Memory
-is anonymous: it has no name in a file system, and it is gone with the last process that holds it, however
-that ends.
+go, and what they have forked (`meshbook.lent_memory`). Memory is
+anonymous: it has no name in a file system, and it is gone with the last process that holds it, however that ends.
 
 A new memfd costs six times a warm one (its pages are allocated and zeroed), hence the pool. Two threads copy
 no faster than one here. Small segments are copied by the receiver, which is faster than mapping and frees the
@@ -31,8 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from meshbook import forks
 from meshbook.errors import LocalProtocolError, MeshError
 from meshbook.frames import Buffer
+from meshbook.lent_memory import Loan
 from meshbook.mapping import Bytes, map_fd
 from meshbook.wire import SegmentRef
 from meshbook.wording import format_bytes
@@ -145,7 +146,7 @@ class SegmentPool:
         on_release: as of `map_segment`; the owner must not release the segment before it was called.
         """
         whole = self._in_use[ref.segment].array[: ref.size_bytes]
-        weakref.finalize(whole, _Release(on_release, ref.segment)).atexit = False
+        weakref.finalize(whole, _in_generation(forks.generation, on_release), ref.segment).atexit = False
         view = whole.data  # all its slices hold it
         return [view[offset : offset + length] for offset, length in ref.spans]
 
@@ -205,12 +206,12 @@ def map_segment(ref: SegmentRef, on_release: Callable[[int], None]) -> list[Byte
     """Return the payload's buffers, writable; writes stay in this process.
 
     on_release: called with the segment's number exactly once, also when this raises: as soon as the segment
-        is no longer needed, at the latest when the last view of the buffers dies. It runs wherever that happens
-        (any thread, inside any allocation), so it may only note the number. A process that ends does not call
-        it, and neither does a fork of this one.
+        is no longer needed: when the last view of the buffers has died, here and in the children that were forked
+        meanwhile. It runs wherever that happens (any thread, inside any allocation), so it may only note the
+        number. A process that ends does not call it, and neither does a fork of this one.
     Raises: MeshError if the owner has ended or has released the segment, or may not be looked at.
     """
-    released = _Release(on_release, ref.segment)
+    released = Loan(on_release, ref.segment)
     try:
         whole = _map_or_copy(ref, released)
     except BaseException as error:
@@ -235,18 +236,9 @@ def _map_or_copy(ref: SegmentRef, released: Callable[[], None]) -> Bytes:
         os.close(fd)
 
 
-class _Release:
-    """Calls back once, and only in the process that made it: a fork inherits its parent's finalizers."""
-
-    def __init__(self, on_release: Callable[[int], None], segment: int) -> None:
-        self._on_release, self._segment = on_release, segment
-        self._pid = os.getpid()
-        self._done = False
-
-    def __call__(self) -> None:
-        if not self._done and os.getpid() == self._pid:
-            self._done = True
-            self._on_release(self._segment)
+def _in_generation(made_in: int, on_release: Callable[[int], None]) -> Callable[[int], None]:
+    """The same in this process, nothing in a fork, which inherits our finalizers."""
+    return lambda segment: on_release(segment) if made_in == forks.generation else None
 
 
 def _open(ref: SegmentRef) -> int:

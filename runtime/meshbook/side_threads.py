@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from meshbook.forks import at_fork
+
 IDLE_S = 5.0
 """An unused thread ends after this long."""
 
@@ -48,6 +50,16 @@ def _serve(jobs: queue.SimpleQueue[Job]) -> None:
         del job  # it may hold tensors
         with _lock:
             _idle.append(jobs)
+
+
+def _forget_threads() -> None:
+    """In a forked child there are none."""
+    global _lock
+    _lock = threading.Lock()
+    _idle.clear()
+
+
+at_fork(in_child=_forget_threads)
 
 
 def hide_from_debuggers(thread: threading.Thread) -> None:

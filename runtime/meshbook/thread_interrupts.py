@@ -19,6 +19,8 @@ import threading
 import time
 from typing import Any
 
+from meshbook.forks import at_fork
+
 STEP_S = 0.05
 """How long a wait may not notice an interrupt."""
 
@@ -135,11 +137,11 @@ def _sleep_in_steps(seconds: float) -> None:
 class _SteppedLock:
     """A lock of which whoever waits is awake now and then."""
 
-    __slots__ = ("_lock", "release")
+    __slots__ = ("_at_fork_reinit", "_lock", "locked", "release")
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self.release = lock.release
+        self.release, self.locked, self._at_fork_reinit = lock.release, lock.locked, lock._at_fork_reinit
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not blocking:
@@ -152,6 +154,12 @@ class _SteppedLock:
             if self._lock.acquire(True, left):
                 return True
 
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
 
 _allocate_lock: Any = threading.Lock
 
@@ -160,6 +168,16 @@ def waiting_lock() -> Any:
     """A lock to wait with: one that notices interrupts, in threads that have a gate."""
     lock = _allocate_lock()
     return _SteppedLock(lock) if threading.get_ident() in _gates else lock
+
+
+def _forget_threads() -> None:
+    """In a forked child: interrupts are signals there, and a gate's lock may be held by a thread that it lacks."""
+    for gate in _gates.values():
+        gate._lock = threading.Lock()
+    _gates.clear()
+
+
+at_fork(in_child=_forget_threads)
 
 
 def _make_waits_interruptible() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook import wire
+from meshbook import forks, wire
 from meshbook.actor.actor_desk import ActorDesk
 from meshbook.actor.roads import set_own_road
 from meshbook.actor.worker_road import WorkerRoad
@@ -38,9 +38,11 @@ from meshbook.call_children import interrupt_children
 from meshbook.debug_server import DebugSession
 from meshbook.dump_signal import accept_dumps
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES
+from meshbook.errors import Failure
 from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
 from meshbook.kept_memory import KeptGauge
+from meshbook.no_collectives import leave_to_parent
 from meshbook.open_files import write_buffers
 from meshbook.process_group import RankGroups
 from meshbook.processes import may_be_traced
@@ -94,6 +96,7 @@ class Worker:
         self._request_ids = itertools.count(os.getpid() << 32)  # never those of a process that had our rank
         self._output = -1
         self._was_long = False
+        self._generation = forks.generation
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +110,8 @@ class Worker:
         self.identity = begin
         self.gpu, self.kept = GpuGauge(begin.device), KeptGauge()
         self._name = f"rank {begin.rank} on {begin.host}"
+        self.gate.keep_signal()
+        forks.at_fork(in_child=self._leave_to_parent)
         _enter_environment(begin)
         _seed()
         self.shell.start_rank(rank=begin.rank, host=begin.host, sink=self, namespace=self._names())
@@ -124,6 +129,33 @@ class Worker:
             else:
                 assert isinstance(message, wire.Call)
                 self._run_call(message, frames)
+
+    def _leave_to_parent(self) -> None:
+        """In a process that user code has forked: it is no rank."""
+        for channel in (self.calls, self.urgent, self.mail):
+            channel.close()
+        self.gate.after_fork()
+        self.desk.after_fork()
+        leave_to_parent(self._generation)
+
+    def end_child(self, failure: Failure | None) -> None:
+        """Where a call ends: end the process if user code has forked it in that call, and has not ended it.
+
+        Else two would answer. failure: what was raised in it.
+        """
+        if self._generation == forks.generation:
+            return
+        error = None if failure is None else failure.exception
+        code: object = 0 if failure is None else 1
+        if isinstance(error, SystemExit):
+            code = 0 if error.code is None else error.code
+        elif failure is not None:
+            print(*failure.traceback, sep="\n", file=sys.stderr)
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        self.shell.flush_text()
+        os._exit(code & 0xFF)
 
     def _renumber(self, now: wire.Renumbered) -> None:
         """Be another rank; the process groups follow when they are formed anew."""
@@ -163,6 +195,7 @@ class Worker:
         finally:
             self._finished.append(call.id)
             self.current = None
+        self.end_child(answer.failure)
         self.shell.flush()
         duration_s = time.monotonic() - started
         self._was_long = duration_s > LONG_CALL_S

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshbook import wire
+from meshbook import forks, wire
 from meshbook.agent_channel import Channel
 from meshbook.answers import Answer
 from meshbook.calls import CallFuture
@@ -44,6 +44,7 @@ class WorkerMail:
         """Calls that wait for their reply."""
         self._starting = threading.Lock()
         self._started = False
+        self._generation = forks.generation
 
     def call(
         self,
@@ -143,8 +144,13 @@ class WorkerMail:
         """Say something on this lane, in order with the replies of the calling thread. Any thread."""
         self._channel.send(message, payload)
 
+    def close(self) -> None:
+        """In a forked child: let go of the socket, which is its parent's."""
+        self._channel.close()
+
     def _reply(self, call: wire.Call, answer: Answer, duration_s: float) -> None:
         """On any thread: send an answer."""
+        forks.refuse_inherited(self._generation)
         self._letters.pop((call.origin, call.id), None)
         groups = self.tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
         message, payload = self._payloads.pack(call.id, answer, duration_s, origin=call.origin, groups=groups)

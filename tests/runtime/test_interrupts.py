@@ -92,3 +92,71 @@ def test_user_code_may_swallow_the_interrupt_and_go_on(mesh4: ProcMesh) -> None:
     _busy(mesh4)
     future.cancel()
     assert future.get(30).values() == [True] * 4
+
+
+# ---- handlers of user code ------------------------------------------------------------------------------------------
+
+
+def _interrupted(mesh: ProcMesh, code: str) -> str:
+    """Interrupt the cell once it sleeps; what its future raises."""
+    future = mesh.run(code)
+    _busy(mesh)
+    future.interrupt()  # type: ignore[attr-defined]
+    with pytest.raises(errors.CallFailed) as raised:
+        future.get(30)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "handler", ["lambda *_: seen.append(1)", "signal.SIG_DFL", "signal.SIG_IGN", "signal.default_int_handler"]
+)
+def test_a_handler_that_a_cell_has_set_is_not_the_next_ones(mesh2: ProcMesh, handler: str) -> None:
+    mesh2.run(f"import signal\nseen, state = [], 'kept'\nsignal.signal(signal.SIGINT, {handler})").get(30)
+    assert "KeyboardInterrupt" in _interrupted(mesh2, SLEEP)
+    assert mesh2.run("seen, state").get(30).values() == [([], "kept")] * 2
+
+
+def test_a_handler_hears_each_interrupt_of_its_own_cell_once(mesh2: ProcMesh) -> None:
+    code = """
+import os, signal, time
+seen = []
+before = signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame is not None)))
+is_told = signal.getsignal(signal.SIGINT)(0, None) is None and seen.pop() == (0, False)
+until = time.monotonic() + 60
+while not seen and time.monotonic() < until: time.sleep(0.02)
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGINT)
+again = signal.signal(signal.SIGINT, before)
+is_told, seen, signal.getsignal(signal.SIGINT) == before
+"""
+    future = mesh2.run(code)
+    _busy(mesh2)
+    future.cancel()
+    assert future.get(60).values() == [(True, [(2, True)] * 2, True)] * 2
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: None"])
+def test_who_insists_is_heard_whatever_handler_is_set(mesh2: ProcMesh, handler: str) -> None:
+    future = mesh2.run(f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nx = 1\ntime.sleep(60)")
+    _busy(mesh2)
+    first = future.interrupt()  # type: ignore[attr-defined]
+    assert set(first.stuck) == {0, 1} and "it deals with interrupts itself" in first.stuck[0]
+    assert future.interrupt().obeyed == (0, 1)  # type: ignore[attr-defined]
+    assert mesh2.run("x").get(30).values() == [1, 1]
+
+
+def test_a_handler_that_raises_tears_no_message(mesh2: ProcMesh) -> None:
+    code = """
+import signal, time
+def handler(*_): raise TimeoutError("from the handler")
+signal.signal(signal.SIGINT, handler)
+began = time.sleep(0.01)
+for _ in range(100_000): display("x" * 1000, metadata={})
+"""
+    collector = Collector()
+    run = mesh2.start_cell(code, on_output=collector)
+    collector.wait_for(lambda: len(collector.displays) > 100, 60)
+    run.future.cancel()
+    with pytest.raises(errors.CallFailed, match="TimeoutError: from the handler"):
+        run.future.get(60)
+    assert mesh2.run("rank").get(30).values() == [0, 1]

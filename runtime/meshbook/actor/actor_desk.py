@@ -70,6 +70,14 @@ class ActorDesk:
         mailboxes.open(DESK, self._spawn, self._cancel_spawn)
         mailboxes.not_yet = self._not_yet
 
+    def end_child(self, failure: Failure | None) -> None:
+        """Where a message has been handled: end the process if user code has forked it meanwhile."""
+        self._worker.end_child(failure)
+
+    def after_fork(self) -> None:
+        """In a forked child: the lock may be that of a thread which it lacks."""
+        self._describing = threading.Lock()
+
     def states(self) -> list[dict[str, object]]:
         """What each actor is doing; plain data."""
         return [host.state() for host in list(self._hosts.values())]

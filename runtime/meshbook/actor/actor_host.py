@@ -239,6 +239,7 @@ class ActorHost:
         self._finish(message, answer)
 
     def _finish(self, message: Message, answer: Answer | None) -> None:
+        self._surroundings.end_child(None if answer is None else answer.failure)
         self.current.pop(message.serial, None)
         if answer is not None:
             self._promised.pop(message.serial, None)
@@ -251,6 +252,7 @@ class ActorHost:
             return self._closed()
         broken = self._broken if self._actor is None else None
         failure = broken or self._surroundings.describe(error)
+        self._surroundings.end_child(failure)
         if not message.call.reply and not interrupted:
             self._tell_owner(failure, message.call.endpoint)
         return Answer(wire.INTERRUPTED if interrupted else wire.RAISED, failure=failure)

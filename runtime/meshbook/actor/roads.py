@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from meshbook import forks
 from meshbook.calls import CallFuture
 from meshbook.errors import Failure, UsageError
 from meshbook.future import Future
@@ -98,20 +99,23 @@ class Road(Protocol):
         """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""
 
 
-_roads: dict[str, Road] = {}
+_roads: dict[str, tuple[Road, int]] = {}
+"""By session, with the `meshbook.forks.generation` of the process that made it."""
 _own: Callable[[], Road] | None = None
 _takes_all = False
+_made_in = 0
+"""The generation of a rank."""
 
 
 def set_own_road(own: Callable[[], Road], *, takes_all: bool = False) -> None:
     """The road on which this process makes ports. takes_all: all references speak through it, as on a rank."""
-    global _own, _takes_all
-    _own, _takes_all = own, takes_all
+    global _own, _takes_all, _made_in
+    _own, _takes_all, _made_in = own, takes_all, forks.generation
 
 
 def add_road(session: str, road: Road) -> None:
     """References of ``session`` speak through ``road`` here."""
-    _roads[session] = road
+    _roads[session] = road, forks.generation
 
 
 def remove_road(session: str) -> None:
@@ -120,7 +124,9 @@ def remove_road(session: str) -> None:
 
 
 def own_road() -> Road:
-    """The process's own. Raises: UsageError in a process that belongs to no session."""
+    """The process's own. Raises: UsageError in a process that belongs to no session, or was forked by a rank."""
+    if _takes_all:
+        forks.refuse_inherited(_made_in)
     if _own is None:
         raise UsageError("this process is neither a rank of a mesh nor the one that drives meshes; spawn a mesh first.")
     return _own()
@@ -129,9 +135,11 @@ def own_road() -> Road:
 def road_of(session: str) -> Road:
     """Where references of ``session`` go through. Raises: UsageError if it is not ours."""
     if session in _roads:
-        return _roads[session]
+        road, made_in = _roads[session]
+        forks.refuse_inherited(made_in)
+        return road
     if _own is not None and (_takes_all or not session):
-        return _own()
+        return own_road()
     raise UsageError(
         f"this is a reference into session {session}, which this process does not drive. "
         f'Attach it: meshbook.attach("{session}").'

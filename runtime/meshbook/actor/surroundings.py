@@ -22,6 +22,9 @@ class Surroundings(Protocol):
     def describe(self, error: BaseException) -> Failure:
         """A failure of what user code has raised."""
 
+    def end_child(self, failure: Failure | None) -> None:
+        """Where a message has been handled: end the process if user code has forked it meanwhile."""
+
     def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
         """What is printed inside belongs to ``output``, and has been sent at the end."""
 
