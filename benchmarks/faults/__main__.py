@@ -24,6 +24,7 @@ from benchmarks.faults.faults import Campaign
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.kernels import run_kernels
 from benchmarks.faults.links import run_links
+from benchmarks.faults.order import run_order
 from benchmarks.faults.plan import make_plan
 from benchmarks.faults.texts import run_texts
 from meshbook import shutdown, this_host
@@ -68,6 +69,7 @@ class Counted(NamedTuple):
 
 
 COUNTED: dict[str, Counted] = {
+    "order": Counted(tiny=25, short=60, long=1000, run=run_order),
     "texts": Counted(tiny=40, short=100, long=1000, run=run_texts),
 }
 """Campaigns by name; `--count NAME=N` overrides their size."""

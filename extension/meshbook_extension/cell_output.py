@@ -211,7 +211,7 @@ class CellOutput:
             self._budget.skip(event.rank, event.stream, event.text)
             return
         self._take_skipped(at)
-        self._grouping.feed(event.rank, event.stream, event.text, at)
+        self._grouping.feed(event.rank, event.stream, event.text, at, event.place)
 
     def _take_skipped(self, now: float) -> None:
         for rank, stream, text in self._budget.take_skipped():

@@ -30,7 +30,7 @@ from meshbook.loans import Loans
 from meshbook.log_reading import log_tail, read_on
 from meshbook.mesh_memory import MeshMemory
 from meshbook.processes import is_ending
-from meshbook.rank_output import CRASH_REPORT_LINES, Piece
+from meshbook.rank_output import CRASH_REPORT_LINES, Piece, Shown
 from meshbook.wording import format_bytes
 
 COMBINE_S = 0.002
@@ -215,12 +215,10 @@ class HostedMesh:
         match message:
             case wire.Reply():
                 self._on_reply(worker, message, payload)
-            case wire.RankDisplay(output, update, is_result):
-                self._send_output(worker, final=True)
-                if self._uplink.keeping.output(size := sum(map(len, payload))):
-                    self._uplink.send(wire.Display(self.id, worker.rank, output, update, is_result), payload)
-                else:
-                    self._send_cuts(worker, worker.output.cut(output, size))
+            case wire.RankDisplay(output, update, is_result, place):
+                worker.drain()  # all that was printed before
+                worker.output.show(place, Shown(wire.Display(self.id, worker.rank, output, update, is_result), payload))
+                self._send_output(worker)
             case wire.RankPrompted(output, at):
                 self._send_output(worker, final=True)
                 self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
@@ -322,6 +320,7 @@ class HostedMesh:
 
     def on_exit(self, worker: HostedWorker, cause: str) -> None:
         """A worker ended: settle its calls and segments, say why."""
+        worker.output.release()
         self._send_output(worker, final=True)
         told = self.crew.left(worker)
         worker.close()
@@ -347,6 +346,8 @@ class HostedMesh:
         """Some workers are to leave; answers that are still due from them will not come."""
         self.memory.on_retire(retire.ranks)
         for worker in self.crew.retire(retire):
+            worker.drain()
+            worker.output.release()
             self._send_output(worker, final=True)
             self.store.drop_client(worker.rank)
             self._forget_rank(worker.rank, self.death(worker.rank))
@@ -411,14 +412,33 @@ class HostedMesh:
     def _send_output(self, worker: HostedWorker, *, final: bool = False) -> None:
         if final:
             worker.drain()
-        pieces, cuts = worker.output.take(time.monotonic(), final=final)
-        for piece in pieces if not self._uplink.keeping.output(sum(len(piece.text) for piece in pieces)) else ():
-            cuts.update(worker.output.cut(piece.output, len(piece.text)))
-            pieces = []
+        parts, cuts = worker.output.take(time.monotonic(), final=final)
         self._send_cuts(worker, cuts)
-        if pieces:
+        texts: list[Piece] = []
+        for part in parts:
+            if isinstance(part, Piece):
+                texts.append(part)
+            else:
+                self._send_texts(worker, texts)
+                texts = []
+                self._send_shown(worker, part)
+        self._send_texts(worker, texts)
+
+    def _send_texts(self, worker: HostedWorker, pieces: list[Piece]) -> None:
+        if not pieces:
+            return
+        if self._uplink.keeping.output(sum(len(piece.text) for piece in pieces)):
             chunks = tuple(wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces))
             self._uplink.send(wire.Outputs(self.id, chunks))
+        else:
+            for piece in pieces:
+                self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
+
+    def _send_shown(self, worker: HostedWorker, shown: Shown) -> None:
+        if self._uplink.keeping.output(size := sum(map(len, shown.payload))):
+            self._uplink.send(shown.message, shown.payload)
+        else:
+            self._send_cuts(worker, worker.output.cut(shown.message.output, size))
 
     def _send_cuts(self, worker: HostedWorker, cuts: dict[int, int]) -> None:
         for output, size in cuts.items():

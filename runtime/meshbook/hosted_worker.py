@@ -249,6 +249,8 @@ class HostedWorker:
 
     def _on_pipe(self, stream: str) -> None:
         self._read_pipe(stream)
+        if self.output.waits_for_pipes:
+            self.drain()
         self._owner.on_output(self)
 
     def _read_pipe(self, stream: str) -> None:

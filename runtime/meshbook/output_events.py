@@ -16,6 +16,8 @@ class StreamText(NamedTuple):
     stream: str
     text: str
     cell_id: int
+    place: int = 0
+    """Between stdout and stderr of one place nobody knows the order."""
 
 
 class OutputCut(NamedTuple):

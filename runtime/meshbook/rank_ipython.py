@@ -33,7 +33,8 @@ class Show(NamedTuple):
 
     display: Callable[[dict[str, object], dict[str, object], dict[str, object], bool, bool], None]
     """data, metadata, transient, update, is_result"""
-    flush_text: Callable[[], None]
+    mark_place: Callable[[], None]
+    """Write out all text; what comes now is behind it."""
 
 
 class CellResult(NamedTuple):
@@ -146,8 +147,9 @@ class RankIPython(InteractiveShell):
     def system(self, cmd: str) -> None:
         """``!cmd``"""
         command = self.var_expand(cmd, depth=1)
-        self._flush_text()
+        self._mark_place()
         code, _ = run_command(command)
+        self._mark_place()
         self.user_ns["_exit_code"] = code
         if code and getattr(self, "system_raise_on_error", False):
             raise subprocess.CalledProcessError(code, command)
@@ -156,7 +158,7 @@ class RankIPython(InteractiveShell):
 
     def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:
         """``names = !cmd``"""
-        self._flush_text()
+        self._mark_place()
         code, text = run_command(self.var_expand(cmd, depth=depth + 1), capture=True)
         if code and getattr(self, "system_raise_on_error", False):
             raise subprocess.CalledProcessError(code, cmd, text)
@@ -167,8 +169,10 @@ class RankIPython(InteractiveShell):
         if magic_name not in ("bash", "sh") or line.strip():
             result: object = super().run_cell_magic(magic_name, line, cell)
             return result
-        self._flush_text()
-        if code := run_script(magic_name, cell):
+        self._mark_place()
+        code = run_script(magic_name, cell)
+        self._mark_place()
+        if code:
             raise subprocess.CalledProcessError(code, magic_name)
         return None
 
@@ -254,9 +258,9 @@ class RankIPython(InteractiveShell):
         finally:
             self._user_code_depth -= 1
 
-    def _flush_text(self) -> None:
+    def _mark_place(self) -> None:
         if self.show is not None:
-            self.show.flush_text()
+            self.show.mark_place()
 
 
 def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any], debugger: RankDebugger) -> RankIPython:

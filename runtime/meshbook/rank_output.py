@@ -4,7 +4,8 @@
               └──> pieces tagged with their output id ──> rate limit ──> controller
 
 A worker writes ``marker + id + newline`` into both pipes where another output begins: attribution is exact however
-late the agent reads. A rank may burst `BURST_BYTES` and then send `RATE_BYTES_S` to the notebook; beyond that the
+late the agent reads. Marks with ``=`` or ``*`` keep the order of both pipes and of rich output
+(`meshbook.output_order`). A rank may burst `BURST_BYTES` and then send `RATE_BYTES_S` to the notebook; beyond that the
 newest `TAIL_BYTES` wait, older ones are counted and stay in the log only.
 """
 
@@ -14,7 +15,9 @@ import codecs
 from collections import deque
 from typing import NamedTuple
 
+from meshbook import wire
 from meshbook.crash_report import CrashReportCut
+from meshbook.output_order import OutputOrder, Place
 from meshbook.rank_log import RankLog
 
 BURST_BYTES = 256 << 10
@@ -23,6 +26,10 @@ TAIL_BYTES = 64 << 10
 CRASH_REPORT_LINES = 200
 """Enough for what `faulthandler` writes, of which `meshbook.deaths.last_words` keeps the gist."""
 
+PLACE, SHOWN_HERE = b"=", b"*"
+"""What stands in a mark before the number of a place, and of one where rich output belongs."""
+
+_PLACES = (PLACE, SHOWN_HERE)
 _MARK = b"\x1e"
 _LONGEST_ID = 24
 
@@ -31,6 +38,15 @@ class Piece(NamedTuple):
     output: int
     stream: str
     text: str
+    place: int = 0
+    """Between stdout and stderr of one place nobody knows the order."""
+
+
+class Shown(NamedTuple):
+    """Rich output, and its payload."""
+
+    message: wire.Display
+    payload: list[bytes]
 
 
 class _Stream:
@@ -43,20 +59,24 @@ class _Stream:
         self._output = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
 
-    def split(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Return (output id, bytes) pieces without the markers; an incomplete marker waits for the next call."""
+    def split(self, data: bytes) -> list[tuple[int, bytes] | Place]:
+        """Return (output id, bytes) pieces and the places between them; an incomplete mark waits for the next call."""
         if self._rest:
             data, self._rest = self._rest + data, b""
         if _MARK not in data:
             return [(self._output, data)] if data else []
-        pieces = []
+        pieces: list[tuple[int, bytes] | Place] = []
         while (at := data.find(self._marker)) >= 0:
             end = data.find(b"\n", at, at + len(self._marker) + _LONGEST_ID)
             if end < 0:
                 break
             if at:
                 pieces.append((self._output, data[:at]))
-            self._output = _number(data[at + len(self._marker) : end])
+            said = data[at + len(self._marker) : end]
+            if said[:1] in _PLACES:
+                pieces.append(Place(_number(said[1:]), said[:1] == SHOWN_HERE))
+            else:
+                self._output = _number(said)
             data = data[end + 1 :]
         held = self._incomplete_marker_at(data)
         data, self._rest = data[:held], data[held:]
@@ -86,7 +106,9 @@ class RankOutput:
         self.log = log
         self._streams = {name: _Stream(name, marker) for name in ("stdout", "stderr")}
         self._crash = CrashReportCut()
-        self._pending: deque[Piece] = deque()
+        self._order: OutputOrder[Shown] = OutputOrder(self._on_text, self._on_shown, tuple(self._streams))
+        self._pending: deque[Piece | Shown] = deque()
+        self._shown_waiting = 0
         self._pending_bytes = 0
         self._last = 0
         """The output that has written to the log last."""
@@ -98,22 +120,45 @@ class RankOutput:
     def feed(self, stream: str, data: bytes, now: float) -> None:
         """Take what was read from the pipe ``stream``."""
         split = self._streams[stream]
-        for output, piece in split.split(data):
+        for part in split.split(data):
+            if isinstance(part, Place):
+                self._order.place(stream, part)
+                continue
+            output, piece = part
             self._keep(output, piece, now)
             text = split.decode(piece)
             if stream == "stderr":
                 text = self._crash.cut(text)
             if text:
-                self._pending.append(Piece(output, stream, text))
-                self._pending_bytes += len(text)
-        while self._pending_bytes > max(self._budget, TAIL_BYTES) + TAIL_BYTES:
-            self._drop(self._pending.popleft())
+                self._order.text(stream, output, text)
+        if self._pending_bytes > max(self._budget, TAIL_BYTES) + TAIL_BYTES:
+            self._shorten(max(self._budget, TAIL_BYTES) + TAIL_BYTES)
+
+    def show(self, place: int, shown: Shown) -> None:
+        """Take rich output; the pipes were read up to where it was sent. place: its number, 0 for none."""
+        self._order.shown(place, shown)
+
+    def release(self) -> None:
+        """The rank has ended: no text waits any more for what belongs before it."""
+        self._order.release()
+
+    @property
+    def waits_for_pipes(self) -> bool:
+        """Whether text of one pipe waits until the other was read."""
+        return self._order.waits
+
+    def _on_text(self, stream: str, output: int, text: str) -> None:
+        self._pending.append(Piece(output, stream, text, self._order.passed))
+        self._pending_bytes += len(text)
+
+    def _on_shown(self, shown: Shown) -> None:
+        self._pending.append(shown)
+        self._shown_waiting += 1
 
     def add_late(self, piece: Piece, now: float) -> None:
         """Take text that its worker attributed itself, since it belongs to an earlier output."""
         self._keep(piece.output, piece.text.encode(errors="backslashreplace"), now)
-        self._pending.append(piece)
-        self._pending_bytes += len(piece.text)
+        self._on_text(piece.stream, piece.output, piece.text)
 
     def _keep(self, output: int, data: bytes, now: float) -> None:
         self.log.write(data, now)
@@ -124,21 +169,26 @@ class RankOutput:
         """Whether `take` has something to give, now or later."""
         return bool(self._pending or self.log.has_note)
 
-    def take(self, now: float, *, final: bool = False) -> tuple[list[Piece], dict[int, int]]:
-        """Return the pieces that may be sent now, and the total cut so far of each output whose total grew.
+    def take(self, now: float, *, final: bool = False) -> tuple[list[Piece | Shown], dict[int, int]]:
+        """Return what may be sent now, and the total cut so far of each output whose total grew.
 
-        final: an output ended: everything that waits is sent, whatever the rate.
+        final: an output ended: everything that waits is sent, whatever the rate; so is what stands before rich output.
         """
         self._budget = min(BURST_BYTES, self._budget + (now - self._refilled) * RATE_BYTES_S)
         self._refilled = now
         if final:
             self.log.settle()
-        pieces = [Piece(self._last, "stderr", note)] if (note := self.log.take_note()) else []
-        while self._pending and (final or self._budget > 0):
+        pieces: list[Piece | Shown] = []
+        if note := self.log.take_note():
+            pieces.append(Piece(self._last, "stderr", note))
+        while self._pending and (final or self._budget > 0 or self._shown_waiting):
             piece = self._pending.popleft()
+            pieces.append(piece)
+            if isinstance(piece, Shown):
+                self._shown_waiting -= 1
+                continue
             self._pending_bytes -= len(piece.text)
             self._budget -= len(piece.text)
-            pieces.append(piece)
         cuts = {output: self._cut[output] for output in self._cut_news}
         self._cut_news.clear()
         return pieces, cuts
@@ -151,6 +201,17 @@ class RankOutput:
     def renew(self) -> None:
         """A cell has ended: what it printed must not silence the next one."""
         self._budget = float(BURST_BYTES)
+
+    def _shorten(self, most: float) -> None:
+        """Drop the oldest text beyond ``most``."""
+        shown = []
+        while self._pending_bytes > most:
+            oldest = self._pending.popleft()
+            if isinstance(oldest, Piece):
+                self._drop(oldest)
+            else:
+                shown.append(oldest)
+        self._pending.extendleft(reversed(shown))
 
     def _drop(self, piece: Piece) -> None:
         size = len(piece.text)

@@ -51,8 +51,12 @@ class Attribution:
     empty. Text of unknown origin, and all text of forked children, counts as the running cell's.
     """
 
-    def __init__(self, late_text: Callable[[str, str, int], None]) -> None:
+    def __init__(self, late_text: Callable[[str, str, int], None], mark_place: Callable[[], None]) -> None:
+        """mark_place: called where what is written from now on must come behind what was written."""
         self.late_text = late_text
+        self._mark_place = mark_place
+        self.last_stream: object = None
+        """On which Python has printed last."""
         self.running: int | None = None
         self.forked = False
         """Whether this process was forked by user code: then the sink is not ours."""
@@ -70,8 +74,11 @@ class Attribution:
 
     @contextlib.contextmanager
     def beside(self, cell_id: int) -> Iterator[None]:
-        """What the calling thread or task starts inside the block belongs to ``cell_id``, though another cell runs."""
-        token = _cell_of_context.set(cell_id)
+        """What the calling thread or task starts inside the block belongs to ``cell_id``, whatever cell runs.
+
+        All of its text is late text, also while a call of the same output runs: so it keeps its order.
+        """
+        token = _cell_of_context.set(-cell_id)
         try:
             yield
         finally:
@@ -82,12 +89,21 @@ class Attribution:
         cell = _cell_of_context.get()
         if cell is None:
             cell = getattr(threading.current_thread(), "_meshbook_cell", None)
-        return cell
+        return None if cell is None else abs(cell)
 
     def late_cell(self) -> int | None:
         """The cell of the caller's text if that is not the running one."""
         cell = self.origin()
-        return None if cell == self.running or self.forked else cell
+        if self.forked:
+            return None
+        is_beside = (_cell_of_context.get() or 0) < 0
+        return cell if is_beside or cell != self.running else None
+
+    def turn_to(self, stream: object) -> None:
+        """Python prints on another stream than before."""
+        if self.last_stream is not None and not self.forked:
+            self._mark_place()
+        self.last_stream = stream
 
     def mark_threads(self) -> None:
         """From now on threads remember the cell that starts them."""
@@ -159,6 +175,8 @@ class RankStream(io.TextIOBase):
 
     def write_bytes(self, data: bytes) -> None:
         """Write all of it; waits while the pipe is full. What an interrupt leaves over follows with the next write."""
+        if self._attribution.last_stream is not self:
+            self._attribution.turn_to(self)
         self._pipe.write(data)
 
     def after_fork(self) -> None:

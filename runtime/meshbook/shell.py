@@ -63,8 +63,15 @@ class Sink(Protocol):
         update: bool,
         is_result: bool,
         cell_id: int,
+        is_late: bool,
     ) -> None:
-        """Show a MIME bundle; binary data is in base64. Text printed before has been written to its pipe."""
+        """Show a MIME bundle; binary data is in base64. Text printed before has been written to its pipe.
+
+        is_late: the text of whoever shows it is late text.
+        """
+
+    def mark_place(self) -> None:
+        """What is written to fd 1 and 2 from now on comes behind what was written to either."""
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         """Show text that belongs to another cell than the running one. stream: ``stdout`` or ``stderr``."""
@@ -122,11 +129,11 @@ class RankShell:
         os.environ.update(_COLOURS_AND_PAGERS)
         self._choose_matplotlib_backend()
         plain_progress_bars()
-        self._attribution = Attribution(sink.late_text)
+        self._attribution = Attribution(sink.late_text, sink.mark_place)
         self._attribution.mark_threads()
         self._streams = install_streams(self._attribution)
         self._loop = asyncio.new_event_loop()
-        self._ipython.show = Show(self._display, self.flush_text)
+        self._ipython.show = Show(self._display, self._mark_place)
         self._ipython.enter_main()
         self.define(namespace)
         builtins.input = _refuse_input
@@ -314,7 +321,16 @@ class RankShell:
         if self._attribution.forked or cell is None:  # a child process has no sink
             print(data.get("text/plain", ""))
         else:
-            self._sink.display(data, metadata, transient, update=update, is_result=is_result, cell_id=cell)
+            is_late = self._attribution.late_cell() is not None
+            self._sink.display(
+                data, metadata, transient, update=update, is_result=is_result, cell_id=cell, is_late=is_late
+            )
+
+    def _mark_place(self) -> None:
+        """Before and after a command: what is printed meanwhile, on either stream, is in its place."""
+        self.flush_text()
+        if not self._attribution.forked:
+            self._sink.mark_place()
 
     def _run_on_loop(self, cell: Coroutine[Any, Any, Any]) -> Any:
         """Run a cell that awaits, and tasks of earlier ones meanwhile. The loop survives an interrupt.

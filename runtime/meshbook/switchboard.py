@@ -212,8 +212,8 @@ class Switchboard:
             case wire.PeerPort():
                 self.introductions.on_port(host, message)
             case wire.Outputs(mesh_id, chunks):
-                for chunk in chunks:
-                    self.calls.tell(chunk.output, StreamText(chunk.rank, chunk.stream, chunk.text, chunk.output))
+                for rank, output, stream, text, place in chunks:
+                    self.calls.tell(output, StreamText(rank, stream, text, output, place))
             case wire.OutputCut(mesh_id, rank, output, size_bytes):
                 self.calls.tell(output, OutputCut(rank, size_bytes, self._log_path(mesh_id, rank), output))
             case wire.Display():

@@ -577,6 +577,8 @@ class OutputChunk(NamedTuple):
     output: int
     stream: str
     text: str
+    place: int = 0
+    """Text of stdout and of stderr with one number was written in an order that nobody knows."""
 
 
 class Outputs(_Message, frozen=True, tag="out"):
@@ -765,6 +767,8 @@ class RankDisplay(_Message, frozen=True, tag="rdisplay"):
     output: int
     update: bool
     is_result: bool
+    place: int = 0
+    """Of the mark that the worker writes into its pipes behind this; 0 for none, where its text is `LateText`."""
 
 
 class LateText(_Message, frozen=True, tag="late"):

@@ -46,6 +46,7 @@ from meshbook.no_collectives import leave_to_parent
 from meshbook.open_files import write_buffers
 from meshbook.process_group import RankGroups
 from meshbook.processes import may_be_traced
+from meshbook.rank_output import PLACE, SHOWN_HERE
 from meshbook.rank_payloads import RankPayloads, pack_failure
 from meshbook.shape import Extent
 from meshbook.shell import RankShell
@@ -95,6 +96,7 @@ class Worker:
         self._waiting: dict[int, queue.SimpleQueue[StoreResult]] = {}
         self._request_ids = itertools.count(os.getpid() << 32)  # never those of a process that had our rank
         self._output = -1
+        self._places = itertools.count(1)
         self._was_long = False
         self._generation = forks.generation
 
@@ -265,10 +267,19 @@ class Worker:
         update: bool,
         is_result: bool,
         cell_id: int,
+        is_late: bool,
     ) -> None:
         self.shell.flush_text()
         content = wire.encode(wire.Bundle(*map(_by_text, (data, metadata, transient))))
-        self._lane().send(wire.RankDisplay(cell_id, update, is_result), [content])
+        with self.gate.shield:  # sent first: so it is on its way when the agent reads the mark
+            place = 0 if is_late else next(self._places)
+            self._lane().send(wire.RankDisplay(cell_id, update, is_result, place), [content])
+            if place:
+                self.shell.mark_text(self.identity.marker + SHOWN_HERE + b"%d\n" % place)
+
+    def mark_place(self) -> None:
+        with self.gate.shield:
+            self.shell.mark_text(self.identity.marker + PLACE + b"%d\n" % next(self._places))
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         self._lane().send(wire.LateText(cell_id, stream, text))

@@ -9,6 +9,7 @@ import pytest
 from collector import Collector
 
 from meshbook import ProcMesh
+from meshbook.output_events import DisplayData, StreamText
 
 
 def _run(mesh: ProcMesh, code: str) -> Collector:
@@ -150,3 +151,41 @@ def test_a_job_keeps_its_listener_however_many_other_cells_are_run(mesh4: ProcMe
     steps = got.text(0).count("step")
     got.wait_for(lambda: got.text(0).count("step") > steps)
     job.interrupt()
+
+
+ORDERED = """
+import os, sys, subprocess
+from IPython.display import HTML, display
+for k in range(40):
+    print("before", k)
+    handle = display(HTML(f"figure {k}"), display_id=True)
+    print("after", k)
+    print("error", k, file=sys.stderr)
+    if k % 8 == 0:
+        !echo child $k; echo child error $k >&2
+    print("half", end="")
+    display(HTML(f"again {k}"))
+    print(" done", k)
+"""
+
+
+def _said(event: object) -> list[str]:
+    if isinstance(event, StreamText):
+        return event.text.splitlines()
+    return [str(event.data["text/html"])] if isinstance(event, DisplayData) else []
+
+
+def test_text_and_displays_of_a_rank_come_in_the_order_of_the_code(mesh4: ProcMesh) -> None:
+    for _ in range(5):
+        got = _run(mesh4, ORDERED)
+        for rank in range(4):
+            said = [line for event in got.events if event.rank == rank for line in _said(event)]
+            expected: list[str] = []
+            for k in range(40):
+                expected += [f"before {k}", f"figure {k}", f"after {k}", f"error {k}"]
+                if k % 8 == 0:
+                    at = len(expected)
+                    assert sorted(said[at : at + 2]) == [f"child {k}", f"child error {k}"]
+                    expected += said[at : at + 2]
+                expected += ["half", f"again {k}", f" done {k}"]
+            assert said == expected
