@@ -124,8 +124,8 @@ def _evaluate(worker: Worker, expression: str) -> object:
         raise NameError(f"name '{expression}' is not defined on the rank.{near}") from None
 
 
-def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -> Answer:
-    """Form the default process group and the DeviceMesh; proves itself with a collective."""
+def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool, groups: Sequence[str] = ()) -> Answer:
+    """Form the default process group and the DeviceMesh; proves itself with a collective. groups: only these."""
     begin = worker.identity
     worker.groups.form(
         worker.store_rpc,
@@ -139,6 +139,7 @@ def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -
         sizes=begin.sizes,
         device=begin.device,
         on_one_host=on_one_host,
+        groups=groups,
     )
     os.environ["GROUP_WORLD_SIZE"] = str(begin.hosts)
     return set_axes(worker, call, begin.axes, begin.sizes)

@@ -59,6 +59,8 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         self._counting = threading.Lock()
         """Numbers are in the order in which C++ gets the operations, whichever threads begin them."""
         self._users = Users()
+        self._aborted = ""
+        """Why it cannot be used until it is formed again."""
         self.retired = ""
         """Why it can never be used again."""
         self.on_retired: Callable[[], object] = lambda: None
@@ -84,6 +86,8 @@ class GuardedGroup(_Base):  # type: ignore[misc]
     def _make(self) -> InnerGroup:
         if self.retired:
             raise UsageError(self.retired)
+        if self._aborted:
+            raise GroupAborted(self._aborted)
         guard = self._guard
         guard.await_formed()
         with self._making:
@@ -92,8 +96,8 @@ class GuardedGroup(_Base):  # type: ignore[misc]
                 inner = InnerGroup(self.recipe, self._store, guard, self._options, device_id)
                 inner.users, inner.closed = self._users, BEING_FORMED if guard.forming else ""
                 self._inner = inner
-        if guard.reason:  # aborted meanwhile, by another thread
-            self._inner.give_up(guard.reason)
+        if reason := guard.reason or self._aborted:  # aborted meanwhile, by another thread
+            self._inner.give_up(reason)
         return self._inner
 
     def _when_open(self, inner: InnerGroup) -> InnerGroup:
@@ -112,10 +116,16 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """The inner group, if one was made."""
         return self._inner
 
+    def give_up(self, reason: str) -> None:
+        """End all waits, and refuse operations until it is formed again; from any thread."""
+        self._aborted = reason
+        if (inner := self._inner) is not None:
+            inner.give_up(reason)
+
     def renew(self, store: Store) -> InnerGroup | None:
         """Speak over ``store`` from the next operation on, counting from 0; returns the former inner group."""
         with self._making:  # another thread may be at it, over the former store
-            former, self._inner, self._store = self._inner, None, store
+            former, self._inner, self._store, self._aborted = self._inner, None, store, ""
             self.issued, self.sent, self.received = 0, {}, {}
             self.record, self.by_cells = Record(self._guard.epoch), Counts()
         self._users.renew(self._guard.handled())
@@ -141,9 +151,9 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """How far it is, with its last ``recent`` operations; from any thread."""
         recipe, record, inner, cells = self.recipe, self.record, self._inner, self.by_cells
         entered = record.recent(recent) if recent else ()
-        issued, sent, received, broken, aborted = self.issued, dict(self.sent), dict(self.received), "", ""
+        issued, sent, received, broken, aborted = self.issued, dict(self.sent), dict(self.received), "", self._aborted
         if inner is not None:
-            failures, aborted = inner.failures, inner.dead
+            failures, aborted = inner.failures, aborted or inner.dead
             broken, issued = failures.why, failures.served(None, issued)
             sent = {peer: failures.served(peer, count, "send") for peer, count in sent.items()}
             received = {peer: failures.served(peer, count, "recv") for peer, count in received.items()}

@@ -37,7 +37,7 @@ from meshbook.mismatches import place_and_absent
 from meshbook.output_events import Notice
 from meshbook.rescue import FIRST_LOOK_S, SELDOM_LOOK_S, GroupRescue, cause_of
 from meshbook.shape import Members
-from meshbook.stuck import Odd, Stuck, are_in_use, differing_groups, find_stuck, where_stuck
+from meshbook.stuck import Odd, Stuck, are_in_use, differing_groups, find_stuck, only_where_shared, where_stuck
 
 FORM_LOOK_S = 0.01
 """How often it is asked, after actors were freed, whether they have all come back."""
@@ -198,8 +198,8 @@ class MailRescue:
                 if any(call.members.has(rank) for rank in group.ranks):
                     call.disagree(group.ranks, group.text)
         if found and self._groups.phase is GroupPhase.FORMED:
-            self._freed.update(call.mailbox for call in self._judged.values())
-            self._abort(found[0].text)
+            mailboxes = {call.mailbox for call in self._judged.values()}
+            self._abort(look, found[0].text, {group.group for group in found}, mailboxes)
         self._complete(self._judged)
 
     def _complete(self, calls: dict[int, OpenCall]) -> None:
@@ -255,7 +255,7 @@ class MailRescue:
         for call in list(self._failing.values()) if self._is_certain(look) else ():
             stuck = self._find(look, call)
             if stuck and before.get(call.id) == stuck.keys():
-                self._free(call, stuck)
+                self._free(look, call, stuck)
                 return True
             if stuck:
                 self._suspects[call.id] = frozenset(stuck)
@@ -273,7 +273,8 @@ class MailRescue:
         self._suspected = found
         if odd:
             self._uneven, self._suspected = False, []
-            self._groups.abort(odd[0].reason)
+            names = only_where_shared(look.answers, {each.name for each in odd})
+            self._groups.abort(odd[0].reason, groups=names)
         elif not found:
             self._settle_by = self._settle_by if self._failing else 0.0
             self._uneven = bool(self._failing) or are_in_use(look.answers)
@@ -287,11 +288,12 @@ class MailRescue:
         if busy and now < self._form_by:
             self._look_at = now + FORM_LOOK_S
         else:
-            self._formed_later = self._uneven = False
+            self._formed_later = False
+            self._uneven = self._groups.is_partial  # else all groups are new
             self._freed.clear()
             if self._groups.phase is GroupPhase.ABORTED:
                 self._groups.form_if_free()
-            if self._failing:
+            if self._failing or self._uneven:
                 self._look_at = now + SELDOM_LOOK_S
 
     def _find(self, look: Look, call: OpenCall) -> dict[int, Stuck]:
@@ -300,19 +302,19 @@ class MailRescue:
         stuck = find_stuck(look.answers, idle, mailbox=call.mailbox)
         return {rank: each for rank, each in stuck.items() if rank in call.waiting}
 
-    def _free(self, call: OpenCall, stuck: dict[int, Stuck]) -> None:
+    def _free(self, look: Look, call: OpenCall, stuck: dict[int, Stuck]) -> None:
         call.aborted = True
         call.places.update(where_stuck(stuck.items()))
         cause = cause_of(call)
         for line in place_and_absent(stuck):
             self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed", call.output))
-        self._freed.add(call.mailbox)
-        self._abort(cause)
+        self._abort(look, cause, {each.waiting.group for each in stuck.values()}, {call.mailbox})
         self._failing.pop(call.id, None)
 
-    def _abort(self, reason: str) -> None:
-        """Abort the groups; they are formed again when no actor is at work."""
-        self._groups.abort(reason, form=False)
+    def _abort(self, look: Look, reason: str, names: set[str], mailboxes: set[int]) -> None:
+        """Abort groups; they are formed again when none of these actors is at work."""
+        self._groups.abort(reason, form=False, groups=only_where_shared(look.answers, names, mailboxes))
+        self._freed |= mailboxes
         self._formed_later = True
         now = time.monotonic()
         self._look_at, self._form_by = now + FORM_LOOK_S, now + FORM_S

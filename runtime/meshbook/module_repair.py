@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -36,15 +36,22 @@ def watch_modules() -> None:
     vars_of_class.__init__ = remembering_init
 
 
-def repair_modules() -> None:
-    """Make DDP and FSDP2 modules ready for another iteration; names on stderr those that must be made again."""
+def repair_modules(groups: Collection[object] | None = None) -> None:
+    """Make DDP and FSDP2 modules ready for another iteration; names on stderr those that must be made again.
+
+    groups: only modules that use one of these.
+    """
     broken = []
     for ddp in list(_ddp_modules):
+        if groups is not None and ddp.process_group not in groups:
+            continue
         try:
             _renew_reducer(ddp)
         except Exception as error:
             broken.append(f"DistributedDataParallel({type(ddp.module).__name__}): {error}")
     for state in _fsdp_roots():
+        if groups is not None and _groups_of(state).isdisjoint(groups):
+            continue
         try:
             _forget_iteration(state)
         except Exception as error:
@@ -78,6 +85,13 @@ def _fsdp_roots() -> Iterator[Any]:
         if isinstance(state, fsdp.FSDPState) and state._is_root and id(state) not in seen:
             seen.add(id(state))
             yield state
+
+
+def _groups_of(root: Any) -> set[Any]:
+    """The process groups over which a root module of FSDP2, and those below it, are sharded and replicated."""
+    infos = [group.mesh_info for state in root._state_ctx.all_states for group in _parameter_groups(state)]
+    names = ("shard_process_group", "replicate_process_group")
+    return {getattr(info, name) for info in infos for name in names if hasattr(info, name)}
 
 
 def _forget_iteration(root: Any) -> None:

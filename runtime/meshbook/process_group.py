@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -142,6 +142,7 @@ class RankGroups:
         sizes: Sequence[int],
         device: str,
         on_one_host: bool,
+        groups: Collection[str] = (),
         timeout_s: float = FORM_TIMEOUT_S,
     ) -> None:
         """Form the default group with all other ranks and prove it with a collective.
@@ -151,30 +152,33 @@ class RankGroups:
 
         rpc: how to reach the runtime's store.
         epoch: the same on all ranks, larger than that of any group before.
+        groups: only these are formed again, by name; others are in use and go on.
         Raises: SpawnError if not all ranks came or the collective failed; KeyboardInterrupt at any time.
         """
         place = RankPlace(
             rank, world_size, local_rank, local_world_size, host_rank, tuple(axes), tuple(sizes), device, on_one_host
         )
         with self._forming():
-            agreement = self._meet(rpc, place, epoch, timeout_s)
+            agreement = self._meet(rpc, place, epoch, timeout_s, keep_link=bool(groups))
             if device.startswith("cuda"):
                 index = torch.device(device).index  # which need not be the local rank once ranks have come and gone
                 torch.cuda.set_device(min(local_rank if index is None else index, torch.cuda.device_count() - 1))
             try:
+                renewed: Collection[object] | None = None
                 if rank not in agreement.fresh:
-                    regroup.rebuild(self._factory, self._our_link, agreement, rank)
+                    renewed = regroup.rebuild(self._factory, self._our_link, agreement, rank, groups)
                 else:
                     self._make_anew(place, agreement)
                 self._lineage = agreement.lineage
-                self._prove(timeout_s)
+                if renewed is None or dist.group.WORLD in renewed:
+                    self._prove(timeout_s)
             except BaseException as error:
                 if rank in agreement.fresh:
                     self.close()
                 else:
                     self.abort(epoch, f"they could not be formed again: {error}")
                 raise
-            repair_modules()
+            repair_modules(renewed)
         self.device_mesh(place.axes, place.sizes)
 
     @contextlib.contextmanager
@@ -197,12 +201,15 @@ class RankGroups:
         self.close()
         self._meet(rpc, place, epoch, timeout_s)
 
-    def _meet(self, rpc: Rpc, place: RankPlace, epoch: int, timeout_s: float) -> Agreement:
+    def _meet(self, rpc: Rpc, place: RankPlace, epoch: int, timeout_s: float, *, keep_link: bool = False) -> Agreement:
+        """keep_link: there are groups that go on over it."""
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
         self._guard.renew(epoch)
         self._place, self._epoch, self._scope = place, epoch, f"epoch{epoch}"
-        former, link = self._link, LinkStore(rpc, timeout_s)
+        former = self._link if not keep_link else None
+        link = self._link if keep_link and self._link is not None else LinkStore(rpc, timeout_s)
+        link.set_timeout(timedelta(seconds=timeout_s))
         self._link = link
 
         def decide(greetings: list[str]) -> str:
@@ -302,18 +309,23 @@ class RankGroups:
         """Where it is known which messages actors handle, and on which threads."""
         self._guard.handled = handled
 
-    def abort(self, epoch: int, reason: str) -> None:
-        """End all waits in groups of up to ``epoch`` with GroupAborted, and later operations; from any thread."""
+    def abort(self, epoch: int, reason: str, names: Collection[str] = ()) -> None:
+        """End all waits in groups of up to ``epoch`` with GroupAborted, and later operations; from any thread.
+
+        names: only in these groups.
+        """
         if epoch < max(self._epoch, self._guard.epoch):  # of the past: they are being formed again already
             return
-        self._guard.abort(epoch, reason)
-        if (link := self._link) is not None:
-            link.abort(reason)
-        for group in list(self._factory.groups.values()):
-            if (inner := group.inner) is not None:
-                inner.give_up(reason)
-                if inner.on_cuda:  # who waits for the device hears nothing else; it may block, so all at once, aside
-                    run_aside(inner.abort_communicators)
+        if not names:
+            self._guard.abort(epoch, reason)
+            if (link := self._link) is not None:
+                link.abort(reason)
+        for name, group in list(self._factory.groups.items()):
+            if names and name not in names:
+                continue
+            group.give_up(reason)
+            if (inner := group.inner) is not None and inner.on_cuda:
+                run_aside(inner.abort_communicators)  # who waits for the device hears nothing else; it may block
 
     def hold_deadlines(self, held: bool) -> None:
         """Waits do not time out while ``held``; from any thread."""

@@ -12,7 +12,7 @@ at its own first operation. Only the default group is made and proved at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -63,11 +63,18 @@ def agree(greetings: Sequence[Greeting], prefix: str, master: tuple[str, str]) -
     return Agreement(prefix, *master, prefix, tuple(range(len(greetings))))
 
 
-def rebuild(factory: GroupFactory, link: LinkStore, agreement: Agreement, rank: int) -> None:
-    """Keep all groups, over new connections; tell fresh ranks of them. The default group is connected to."""
+def rebuild(
+    factory: GroupFactory, link: LinkStore, agreement: Agreement, rank: int, names: Collection[str] = ()
+) -> list[GuardedGroup]:
+    """Keep all groups, over new connections; tell fresh ranks of them. The default group is connected to.
+
+    names: only those groups get new ones, unless ranks are fresh. Returns: the groups that have.
+    """
     base = PrefixStore(agreement.prefix, link)
     world = _world_group()
     groups = [world] + [group for group in factory.groups.values() if group is not world]
+    if names and not agreement.fresh:
+        groups = [group for group in groups if group.recipe.name in names]
     torch_world: Any = c10d._world
     former = []
     for group in groups:
@@ -81,7 +88,9 @@ def rebuild(factory: GroupFactory, link: LinkStore, agreement: Agreement, rank: 
         recipes = [group.recipe for group in groups if fresh & set(group.recipe.ranks)]
         known = KnownGroups(recipes, torch_world.group_count)
         link.set(f"{agreement.prefix}/known/{rank}", msgspec.json.encode(known))
-    world.live  # noqa: B018  # ranks connect
+    if world in groups:
+        world.live  # noqa: B018  # ranks connect
+    return groups
 
 
 def join(

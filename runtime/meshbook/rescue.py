@@ -11,6 +11,7 @@ all members, are formed again under a new epoch, in place: all handles stay good
                                       └── all ended ──> compare ──equal──> the call completes
                                                            └──not equal──> abort ──> form ──> ...
 
+While actors or threads are at work, only the groups in question are aborted and formed again: theirs go on.
 Ranks that run other calls, and are not stuck themselves, keep the old groups until those calls have ended; the groups
 are formed again after that. A call that is made meanwhile and shares ranks with the failed one queues here, not on the
 ranks: one that has failed already would begin it, and its collectives would meet those of the others' old call.
@@ -42,7 +43,7 @@ from meshbook.mismatches import Mismatches
 from meshbook.output_events import Notice
 from meshbook.pickling import dumps
 from meshbook.shape import Region
-from meshbook.stuck import Odd, Stuck, differing_groups, find_stuck, place_of, where_stuck
+from meshbook.stuck import Odd, Stuck, differing_groups, find_stuck, only_where_shared, place_of, where_stuck
 from meshbook.wording import name_ranks
 
 FIRST_LOOK_S = 0.025
@@ -75,6 +76,8 @@ class GroupRescue:
         """Why the groups are not there, while they are aborted."""
         self._wanted = ""
         """Why they are to be aborted, until it is known whether there are any."""
+        self._only: set[str] = set()
+        """The groups that were aborted; all of them where it is empty."""
         self._unsure = False
         """Some could not be compared, since ranks ran other calls."""
         self._awaits_actors = False
@@ -103,6 +106,11 @@ class GroupRescue:
         """Whether calls to actors of these ranks have just failed, so that others had better wait a moment."""
         self.on_formed: Callable[[], object] = lambda: None
         """Called when the groups are back, or will not come."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether only some groups were aborted."""
+        return bool(self._only)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +252,7 @@ class GroupRescue:
         for call, text in self._mismatches.find(look, self._mesh.lost, time.monotonic()):
             self._calls.tell(call.output, Notice(text, call.output))
         if self.phase is GroupPhase.ABORTED:
-            self.form_if_free()
+            self.form_if_free(look)
         self._plan_next_look()
         self.release()
 
@@ -265,7 +273,8 @@ class GroupRescue:
         for reason, ended in causes:
             if stuck := find_stuck(look.answers, ended, self._mesh.lost):
                 spare = {rank for rank, call in self._current().items() if call.id not in self._failing}
-                self._abort(reason, stuck, spare - stuck.keys())
+                names = {each.waiting.group for each in stuck.values()}
+                self._abort(reason, stuck, spare - stuck.keys(), only_where_shared(look.answers, names))
 
     def _judge(self, look: Look) -> None:
         """Fail the calls in which ranks disagree, and free those that wait there: they are never served rightly."""
@@ -280,7 +289,7 @@ class GroupRescue:
                 self._calls.tell(call.output, Notice(f"{group.text}\n  freed", call.output))
         if found and self.phase is GroupPhase.FORMED:
             innocent = {rank for rank, call in self._current().items() if not call.disagrees}
-            self._abort(found[0].text, {}, innocent)
+            self._abort(found[0].text, {}, innocent, only_where_shared(look.answers, {each.group for each in found}))
         if look.recent == ALL and not look.missing(self._mesh.lost):
             self.agreements.clear()
 
@@ -292,7 +301,8 @@ class GroupRescue:
         self._suspected = found
         if odd:
             innocent = {rank for rank, call in self._current().items() if call.id not in self._failing}
-            self._abort(odd[0].reason, {}, () if late else innocent)  # late: who came since uses broken groups
+            names = only_where_shared(look.answers, {each.name for each in odd})
+            self._abort(odd[0].reason, {}, () if late else innocent, names)  # late: who came since uses broken groups
         elif found:
             self._why = "they are not equally far"
         elif missing:
@@ -304,17 +314,20 @@ class GroupRescue:
 
     # ---- aborting -------------------------------------------------------------------------------------------------
 
-    def abort(self, reason: str, ranks: Collection[int] | None = None, *, form: bool = True) -> None:
+    def abort(
+        self, reason: str, ranks: Collection[int] | None = None, *, form: bool = True, groups: Collection[str] = ()
+    ) -> None:
         """Abort the groups of all ranks; they are formed again when the calls that run have ended.
 
-        ranks: other ones that run calls keep theirs until then. form: else that is for `form_if_free`.
+        ranks: other ones that run calls keep theirs until then. form: else that is for `form_if_free`. groups: only
+        these, if any are given.
         """
         if self.phase is GroupPhase.NONE:
             self._wanted = reason
             if not self._looks.busy:
                 self._ask()
             return
-        self._abort(reason, {}, () if ranks is None else self._current().keys() - set(ranks))
+        self._abort(reason, {}, () if ranks is None else self._current().keys() - set(ranks), groups)
         self._awaits_actors = not form
         if form:
             self.form_if_free()
@@ -334,8 +347,12 @@ class GroupRescue:
         innocent = {rank for rank, call in self._current().items() if not any(call.members.has(each) for each in lost)}
         self._abort(reason, {}, innocent)
 
-    def _abort(self, reason: str, stuck: Mapping[int, Stuck], spare: Collection[int]) -> None:
-        """spare: ranks that keep their groups for now, for the sake of the calls that they run."""
+    def _abort(
+        self, reason: str, stuck: Mapping[int, Stuck], spare: Collection[int], groups: Collection[str] = ()
+    ) -> None:
+        """spare: ranks that keep their groups for now, for the sake of the calls that they run. groups: as `abort`."""
+        was_partial = self._only or self.phase in (GroupPhase.FORMED, GroupPhase.NONE)
+        self._only = {*self._only, *groups} if groups and was_partial else set()
         self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.ABORT)
         if self.phase is GroupPhase.NONE:
             return
@@ -346,21 +363,24 @@ class GroupRescue:
             call.places.update({rank: place for rank, place in places.items() if rank in call.waiting})
         if self._forming is not None:
             self._forming.aborted = True
-        self._tell_to_abort(reason, spare)
-        if not spare:
+        self._tell_to_abort(reason, spare, groups)
+        if not spare and not groups:
             self._drop_keys(self._epochs)
 
-    def _tell_to_abort(self, reason: str, spare: Collection[int]) -> None:
+    def _tell_to_abort(self, reason: str, spare: Collection[int], groups: Collection[str] = ()) -> None:
         mesh = self._mesh
         target = [rank for rank in range(len(mesh.extent)) if rank not in mesh.lost and rank not in spare]
         if target:
             encoded = Region.of(mesh.extent.sizes).select(target).encode()
-            self._send_urgent(wire.AbortGroups(mesh.id, encoded, self._next_id(), reason))
+            self._send_urgent(wire.AbortGroups(mesh.id, encoded, self._next_id(), reason, tuple(groups)))
 
     # ---- forming --------------------------------------------------------------------------------------------------
 
-    def form(self, call: OpenCall, give_up_at: float = math.inf) -> None:
-        """Form the groups under a new epoch, in place where there are some; ``call`` is what the caller waits for."""
+    def form(self, call: OpenCall, give_up_at: float = math.inf, groups: Collection[str] = ()) -> None:
+        """Form the groups under a new epoch, in place where there are some; ``call`` is what the caller waits for.
+
+        groups: only these, if any are given.
+        """
         mesh, self._awaits_actors = self._mesh, False
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
@@ -371,22 +391,33 @@ class GroupRescue:
         self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORM)
         epoch = self._next_id()
         self._epochs.add(epoch)
+        self._only = set(groups)
         self._forming, self._give_up_at, self._late = call, give_up_at, set()
         self._look_at = time.monotonic() + LATE_S
         call.future.add_done_callback(lambda _: self._on_formed(call, epoch))
-        self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1))
+        self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1, tuple(groups)))
         if mesh.axes != mesh.extent.sizes and math.prod(mesh.axes.values()) == len(mesh.extent):
             self._name_axes(Region.of(mesh.extent.sizes))
         self.release()
 
-    def form_if_free(self) -> None:
+    def form_if_free(self, look: Look | None = None) -> None:
         """Form the groups again, once no rank runs anything that was begun before."""
         self._awaits_actors = False
         if self._forming is None and not self._mesh.lost and not self._running():
+            if self._only and not self._find_others(look):
+                self._look_at = time.monotonic()
+                return
             members = Region.of(self._mesh.extent.sizes)
             future: Future[Any] = Future()
             call = forming_call(self._next_id(), self._mesh.id, members, future)
-            self.form(call, time.monotonic() + FORM_S)
+            self.form(call, time.monotonic() + FORM_S, self._only)
+
+    def _find_others(self, look: Look | None) -> bool:
+        """Find more groups that the calls have left uneven; whether they can be compared now."""
+        if look is None or any(told.call for told in look.answers.values()):
+            return False
+        self._only.update(odd.name for odd in differing_groups(look.answers) if odd.is_certain)
+        return True
 
     def _name_axes(self, members: Region) -> None:
         """Forming binds ``mesh`` and ``point`` to the mesh's own axes: back to those that the person chose."""
@@ -427,9 +458,12 @@ class GroupRescue:
         if error is None:
             self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORMED)
             self._why, self._unsure = "", False
-            self._drop_keys({old for old in self._epochs if old < epoch})
+            if not self._only:
+                self._drop_keys({old for old in self._epochs if old < epoch})
+            self._only = set()
         else:
             self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FAILED)
+            self._only = set()
             again = "try again: %mesh heal (procs.rebuild_groups() in Python)"
             self._why = f"forming them again failed: {self._why or error}\n  {again}"
         for ended, _ in list(self._ended.values()):

@@ -204,6 +204,22 @@ def are_in_use(snapshots: Mapping[int, Collectives]) -> bool:
     return any(_is_in_use(snapshots, group.name) for told in snapshots.values() for group in told.groups)
 
 
+def only_where_shared(
+    snapshots: Mapping[int, Collectives], names: Collection[str], mailboxes: Collection[int] = ()
+) -> Collection[str]:
+    """The ``names`` of groups that are of no use, if others go on meanwhile; else none, which stands for all groups.
+
+    mailboxes: of actors whose call has failed; none for calls to main threads.
+    """
+    for told in snapshots.values():
+        ours = {thread for thread, mailbox in told.handling.items() if mailbox in mailboxes}
+        at_work = {thread for group in told.groups for thread in group.at_work}
+        at_work |= {waiting.thread for waiting in told.waiting} | told.handling.keys()
+        if (mailboxes and told.call) or at_work - ours - {_MAIN}:
+            return names
+    return ()
+
+
 def _mailboxes(snapshots: Mapping[int, Collectives], name: str) -> set[int]:
     """Of the actors that use a group."""
     groups = [group for told in snapshots.values() for group in told.groups if group.name == name]

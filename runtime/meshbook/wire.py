@@ -105,6 +105,8 @@ class AbortGroups(_Message, frozen=True, tag="abort"):
     target: Target
     epoch: int
     reason: str
+    groups: tuple[str, ...] = ()
+    """Only these; all where there are none."""
 
 
 class StoreAnswer(_Message, frozen=True, tag="stored"):

@@ -344,8 +344,8 @@ class Worker:
                     waiting.put(result)
             case wire.Cancel():
                 self._cancel(message)
-            case wire.AbortGroups(epoch=epoch, reason=reason):
-                self.groups.abort(epoch, reason)
+            case wire.AbortGroups(epoch=epoch, reason=reason, groups=groups):
+                self.groups.abort(epoch, reason, groups)
             case wire.SegmentFree(segment=segment):
                 self._payloads.pool.release(segment)
             case wire.MailHold():
