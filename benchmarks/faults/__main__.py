@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from benchmarks import machine
 from benchmarks.faults.actors import ActorCampaign
+from benchmarks.faults.beside import run_beside, run_retries
 from benchmarks.faults.checks import Held, mark_ourselves, orphans, shared_memory_names, thread_names
 from benchmarks.faults.document import write
 from benchmarks.faults.endurance import run_calls, run_flood
@@ -70,6 +71,8 @@ class Counted(NamedTuple):
 
 COUNTED: dict[str, Counted] = {
     "order": Counted(tiny=25, short=60, long=1000, run=run_order),
+    "beside": Counted(tiny=16, short=30, long=200, run=run_beside),
+    "retries": Counted(tiny=8, short=20, long=1000, run=run_retries),
     "texts": Counted(tiny=40, short=100, long=1000, run=run_texts),
 }
 """Campaigns by name; `--count NAME=N` overrides their size."""
