@@ -84,6 +84,7 @@ class Alignment:
         """Per key the ranks that have it in front."""
         self._changed: set[int] = set()
         """Ranks with another first entry in a lane than they had when `front` was found."""
+        self._results = 0
         self._drawn: set[_Key] = set()
         """Keys for which what stands before them elsewhere has been told to go."""
 
@@ -97,6 +98,7 @@ class Alignment:
             lane = queue.lanes[stream] = deque()
         lane.append(Entry(lane, key, queue.count, queue.era, due, text, display, is_result))
         queue.count += 1
+        self._results += is_result
         if len(lane) == 1:
             self._changed.add(rank)
         holders = self._holders.get(key)
@@ -121,25 +123,31 @@ class Alignment:
 
         results: those too for which ranks that run may yet have equals.
         """
-        running = frozenset() if results else running
+        rows = self._take(now, frozenset() if results else running, hold=True)
+        if self._results and (results or not running):  # all that stood before them is gone, so all are in front
+            rows += self._take(now, frozenset(), hold=False)
+        return rows
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _take(self, now: float, running: Set[int], *, hold: bool) -> list[Row]:
+        """As `take`; ``hold``: except for results, and what stands behind them."""
         rows: list[Row] = []
         self._look_again()
         candidates = {queue.front[0].key for queue in self._queues.values() if queue.front}
         circles = 0
         while True:
-            ready = [key for key in candidates if self._may_go(key, now, running)]
-            if not ready and circles < PATIENT_CIRCLES and (candidates := self._draw(now, running)):
+            ready = [key for key in candidates if self._may_go(key, now, running, hold)]
+            if not ready and circles < PATIENT_CIRCLES and (candidates := self._draw(now, hold)):
                 continue
             if not ready:
                 circles += 1
-                ready = self._in_circles(now, running)[: 1 if circles <= PATIENT_CIRCLES else None]
+                ready = self._in_circles(now, hold)[: 1 if circles <= PATIENT_CIRCLES else None]
             if not ready:
                 return rows
             for key in sorted(ready, key=self._place):
                 rows.append(self._pop(key))
             candidates = self._look_again()
-
-    # ---- private ------------------------------------------------------------------------------------------------
 
     def _queue(self, rank: int) -> _Queue:
         queue = self._queues.get(rank)
@@ -165,7 +173,7 @@ class Alignment:
         self._changed.clear()
         return keys
 
-    def _may_go(self, key: _Key, now: float, running: Set[int]) -> bool:
+    def _may_go(self, key: _Key, now: float, running: Set[int], hold: bool) -> bool:
         """Whether those with this key that stand in front are to be shown, and no rank has one further back."""
         ranks = self._front.get(key)
         if not ranks or len(ranks) < len(self._holders[key]):
@@ -174,20 +182,20 @@ class Alignment:
         for rank in ranks:
             queue = self._queues[rank]
             first = queue.front[0]
-            if first.key == key and not (first.is_result and running) and (everywhere or _must_go(queue, now)):
+            if first.key == key and not (first.is_result and hold) and (everywhere or _must_go(queue, now)):
                 return True
         return False
 
-    def _overdue(self, now: float, running: Set[int]) -> Iterator[_Key]:
+    def _overdue(self, now: float, hold: bool) -> Iterator[_Key]:
         """The keys of first entries that must be shown, whoever else has them."""
         for queue in self._queues.values():
-            if queue.front and _must_go(queue, now) and not (queue.front[0].is_result and running):
+            if queue.front and _must_go(queue, now) and not (queue.front[0].is_result and hold):
                 yield queue.front[0].key
 
-    def _draw(self, now: float, running: Set[int]) -> set[_Key]:
+    def _draw(self, now: float, hold: bool) -> set[_Key]:
         """Have what stands before an entry that others wait for go too; returns the keys that may go now."""
         keys: set[_Key] = set()
-        for key in self._overdue(now, running):
+        for key in self._overdue(now, hold):
             if key in self._drawn:
                 continue
             self._drawn.add(key)
@@ -199,9 +207,9 @@ class Alignment:
                     keys.add(queue.front[0].key)
         return keys
 
-    def _in_circles(self, now: float, running: Set[int]) -> list[_Key]:
+    def _in_circles(self, now: float, hold: bool) -> list[_Key]:
         """The keys that must go and wait for each other; the one that most ranks have in front comes first."""
-        keys = set(self._overdue(now, running))
+        keys = set(self._overdue(now, hold))
         return sorted(keys, key=lambda key: (-len(self._front[key]), self._place(key)))
 
     def _place(self, key: _Key) -> tuple[int, int]:
@@ -223,6 +231,7 @@ class Alignment:
             entry = self._entry(rank, key)
             entry.lane.popleft()
             entries[rank] = entry
+            self._results -= entry.is_result
             if holders[rank] > 1:
                 holders[rank] -= 1
             else:

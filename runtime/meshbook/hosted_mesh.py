@@ -223,6 +223,8 @@ class HostedMesh:
                 self._send_output(worker, final=True)
                 self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
             case wire.LateText(output, stream, text):
+                if worker.output.is_writing(output):
+                    worker.drain()  # its thread has printed there while its cell still ran
                 worker.output.add_late(Piece(output, stream, text), time.monotonic())
                 self.on_output(worker)
             case wire.RankStore(request, op):

@@ -56,7 +56,7 @@ class _Stream:
         self.name = name
         self._marker = marker
         self._rest = b""
-        self._output = 0
+        self.output = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
 
     def split(self, data: bytes) -> list[tuple[int, bytes] | Place]:
@@ -64,24 +64,24 @@ class _Stream:
         if self._rest:
             data, self._rest = self._rest + data, b""
         if _MARK not in data:
-            return [(self._output, data)] if data else []
+            return [(self.output, data)] if data else []
         pieces: list[tuple[int, bytes] | Place] = []
         while (at := data.find(self._marker)) >= 0:
             end = data.find(b"\n", at, at + len(self._marker) + _LONGEST_ID)
             if end < 0:
                 break
             if at:
-                pieces.append((self._output, data[:at]))
+                pieces.append((self.output, data[:at]))
             said = data[at + len(self._marker) : end]
             if said[:1] in _PLACES:
                 pieces.append(Place(_number(said[1:]), said[:1] == SHOWN_HERE))
             else:
-                self._output = _number(said)
+                self.output = _number(said)
             data = data[end + 1 :]
         held = self._incomplete_marker_at(data)
         data, self._rest = data[:held], data[held:]
         if data:
-            pieces.append((self._output, data))
+            pieces.append((self.output, data))
         return pieces
 
     def _incomplete_marker_at(self, data: bytes) -> int:
@@ -159,6 +159,10 @@ class RankOutput:
         """Take text that its worker attributed itself, since it belongs to an earlier output."""
         self._keep(piece.output, piece.text.encode(errors="backslashreplace"), now)
         self._on_text(piece.stream, piece.output, piece.text)
+
+    def is_writing(self, output: int) -> bool:
+        """Whether the text in the pipes belongs to this output, as far as they were read."""
+        return any(stream.output == output for stream in self._streams.values())
 
     def _keep(self, output: int, data: bytes, now: float) -> None:
         self.log.write(data, now)

@@ -174,9 +174,13 @@ def test_results_wait_for_the_ranks_that_run_and_are_sorted(name: str) -> None:
 def test_equal_results_are_one_however_late_a_rank_is() -> None:
     collapser = Collapser(range(3))
     for rank, at in ((2, 0.0), (1, 5.0), (0, 9.0)):
-        collapser.feed_display(rank, "looks", rank, at, is_result=True)
+        collapser.take(at)
+        collapser.feed(rank, "stdout", "ends\n", at)
+        collapser.feed_display(rank, rank and "looks", rank, at, is_result=True)
         collapser.end(rank, at)
-    assert [piece.ranks for piece in collapser.take(9.0)] == [(0, 1, 2)]
+    assert [(piece.stream, piece.ranks) for piece in collapser.take(9.0)] == [
+        ("stdout", (0,)), ("display", (0,)), ("display", (1, 2)),
+    ]  # fmt: skip
 
 
 def test_nothing_merged_means_nothing_held() -> None:

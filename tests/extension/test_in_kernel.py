@@ -100,6 +100,53 @@ def test_output_and_results_are_there_before_the_cell_is_idle(kernel: Kernel) ->
     assert [display["data"]["text/plain"] for display in request.of("display_data")] == ["[0,1] 0", "[2,3] 1"]
 
 
+def shown_by(request: Request) -> list[str]:
+    """Lines, and what rich output shows, in the order of a front end."""
+    shown: list[str] = []
+    for kind, content in request.outputs:
+        if kind == "stream":
+            shown += content["text"].splitlines()
+        elif kind == "display_data":
+            shown.append(content["data"].get("text/html") or content["data"]["text/plain"])
+    return shown
+
+
+LOOP = """
+from IPython.display import HTML, display
+import sys
+for k in range(6):
+    print("before", k)
+    display(HTML(f"figure {k}"))
+    print("after", k)
+    print("error", k, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("group", ["equal", "rank", "none"])
+def test_what_is_printed_after_a_plot_stands_below_it(kernel: Kernel, group: str) -> None:
+    expected = [
+        line for k in range(6) for line in (f"[0] before {k}", "[0]", f"figure {k}", f"[0] after {k}", f"[0] error {k}")
+    ]
+    for _ in range(4):
+        assert shown_by(kernel.run(f"%%mesh rank=0 --group {group}{LOOP}")) == expected
+
+
+def test_equal_lines_are_one_behind_lines_that_differ(kernel: Kernel) -> None:
+    cell = "%%mesh\ndist.barrier()\nprint('rank', rank); print('same'); display('equal'); print(rank); print('end')"
+    expected = [*(f"[{rank}] rank {rank}" for rank in range(4)), "[0-3] same", "[0-3] 'equal'"]
+    expected += [*(f"[{rank}] {rank}" for rank in range(4)), "[0-3] end"]
+    shown = [shown_by(kernel.run(cell)) for _ in range(5)]
+    assert expected in shown, shown  # on a busy machine a rank may be late now and then
+
+
+def test_results_are_sorted_by_rank_whoever_is_first(kernel: Kernel) -> None:
+    request = kernel.run("%%mesh\nimport time; time.sleep(0.3 * (3 - rank)); print('ends')\nrank")
+    values = [display["data"]["text/plain"] for display in request.of("display_data")]
+    assert values == [f"[{rank}] {rank}" for rank in range(4)]
+    blocks = kernel.run("%%mesh --group rank\nimport time; time.sleep(0.1 * (3 - rank)); print('ends', rank)")
+    assert blocks.text() == "".join(f"[{rank}] ends {rank}\n" for rank in range(4))
+
+
 def test_late_output_lands_in_the_cell_that_caused_it(kernel: Kernel) -> None:
     late = kernel.run(
         "%%mesh\n"
