@@ -17,6 +17,7 @@ from meshbook.proc_mesh import ProcMesh
 from meshbook.session_folder import SessionFolder, read_state
 from meshbook.sessions import SavedSession, may_live, sessions, sweep
 from meshbook.shape import Region
+from meshbook.system_needs import check_system
 from meshbook.transport import new_keys
 from meshbook.wording import did_you_mean
 
@@ -65,6 +66,7 @@ class Attachment:
 
 def new_controller() -> Controller:
     """Begin a session. Raises: SpawnError, UsageError, OSError."""
+    check_system()
     sweep()
     folder = SessionFolder.create(*new_keys(), default_lease_s())
     try:

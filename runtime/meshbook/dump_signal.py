@@ -12,6 +12,8 @@ import faulthandler
 import os
 import signal
 
+from meshbook.memory_files import create_memory_file, is_memory_file
+
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
 """One that nobody uses; 0 where there are no such signals."""
 
@@ -22,11 +24,11 @@ _tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
 
 def accept_dumps() -> int:
     """In the worker: write the stacks of all threads whenever `SIGNAL` comes; returns the file's descriptor, or -1."""
-    if not SIGNAL or not hasattr(os, "memfd_create"):
+    if not SIGNAL:
         return -1
     import fcntl
 
-    fd = os.memfd_create(_FILE)
+    fd = create_memory_file(_FILE)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     return fd
@@ -43,7 +45,7 @@ class DumpRequest:
         if thread <= 0 or fd < 0 or _tgkill is None:
             raise OSError("it takes no such signal")
         self._path = f"/proc/{pid}/fd/{fd}"
-        if not os.readlink(self._path).startswith(f"/memfd:{_FILE}"):
+        if not is_memory_file(self._path, _FILE):
             raise OSError("code on the rank has closed its file for stacks")
         with open(self._path, "r+b") as file:
             file.truncate(0)

@@ -17,6 +17,7 @@ from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer, FrameReader, pack
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
 from meshbook.own_faults import tell
+from meshbook.process_ends import open_end
 from meshbook.processes import kill_session
 from meshbook.rank_log import RankLog
 from meshbook.rank_output import RankOutput
@@ -191,7 +192,7 @@ class HostedWorker:
         self.close_their_ends()
         self.pid = pid
         self.advance(WorkerEvent.FORKED)
-        self._pidfd = self._loop.watch(os.pidfd_open(pid), self._on_end)
+        self._pidfd = self._loop.watch(open_end(pid), self._on_end)
 
     def close_their_ends(self) -> None:
         for sock in self._theirs:

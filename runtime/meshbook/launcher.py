@@ -17,7 +17,8 @@ import msgspec
 
 from meshbook.deaths import last_words
 from meshbook.log_reading import log_tail
-from meshbook.processes import MEMORY_VARIABLE, describe_exit, end_process, is_same_process, start_time
+from meshbook.process_ends import end_process
+from meshbook.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
 from meshbook.rank_output import CRASH_REPORT_LINES
 
 

@@ -17,6 +17,7 @@ import time
 
 from meshbook.errors import UsageError
 from meshbook.event_loop import EventLoop, Watch
+from meshbook.process_ends import open_end
 from meshbook.processes import is_same_process
 
 LEASE_S = 600.0
@@ -65,7 +66,7 @@ class Lease:
         """Our controller is this process of our machine."""
         self._forget_process()
         try:
-            fd = os.pidfd_open(pid)
+            fd = open_end(pid)
         except OSError:
             return
         if is_same_process(pid, started):

@@ -1,11 +1,10 @@
-"""What Linux offers to own processes safely: pidfds, parent-death signals, start times."""
+"""What Linux offers to own processes safely: parent-death signals, start times. Pidfds: `meshbook.process_ends`."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import select
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -26,7 +25,7 @@ def die_with_parent(parent_pid: int) -> None:
     The signal fires when the parent *thread* that owns us ends, so parents must be single-threaded or fork from a
     permanent thread. Other systems than Linux notice by the closed socket instead.
     """
-    if hasattr(os, "pidfd_open"):
+    if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -109,25 +108,6 @@ def is_same_process(pid: int, started: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat[0] != b"Z" and int(stat[19]) == started
-
-
-def end_process(pid: int, started: int, grace_s: float) -> None:
-    """Wait until the process that was recorded has ended; kill it after ``grace_s``. Never another one of its pid."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        if not is_same_process(pid, started) or poll.poll(grace_s * 1000):
-            return
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
-        poll.poll(5000)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(fd)
 
 
 def kill_session(pid: int) -> None:

@@ -17,7 +17,6 @@ owner at once: a list of a thousand results must not hold a thousand file descri
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import mmap
 import os
@@ -35,6 +34,7 @@ from meshbook.errors import LocalProtocolError, MeshError
 from meshbook.frames import Buffer
 from meshbook.lent_memory import Loan
 from meshbook.mapping import Bytes, map_fd
+from meshbook.memory_files import create_memory_file, forbid_shrinking, is_memory_file, may_be_mapped
 from meshbook.wire import SegmentRef
 from meshbook.wording import format_bytes
 
@@ -49,9 +49,6 @@ MAX_IDLE = 32
 
 _MIN_CAPACITY_BYTES = 1 << 20
 
-_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 2
-"""fcntl(2): a mapping of a file that shrinks ends its process by SIGBUS, so nobody maps what is not sealed."""
-
 _numbers = itertools.count(1)  # of the process, so that two pools never share one
 
 
@@ -61,11 +58,11 @@ class _Segment:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.warm_bytes = 0
-        self.fd = os.memfd_create(_name(os.getpid()), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = create_memory_file(_name(os.getpid()))
         try:
             os.fchmod(self.fd, 0o600)
             os.ftruncate(self.fd, capacity_bytes)
-            fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+            forbid_shrinking(self.fd)
             self.array = map_fd(self.fd, capacity_bytes, mmap.MAP_SHARED)
         except BaseException:
             os.close(self.fd)
@@ -225,7 +222,7 @@ def map_segment(ref: SegmentRef, on_release: Callable[[int], None]) -> list[Byte
 def _map_or_copy(ref: SegmentRef, released: Callable[[], None]) -> Bytes:
     fd = _open(ref)
     try:
-        if os.fstat(fd).st_size < ref.size_bytes or not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:
+        if not may_be_mapped(fd, ref.size_bytes):
             raise OSError(0, "it is shorter than was said, or could become so")
         if ref.size_bytes > COPY_MAX_BYTES:
             return map_fd(fd, ref.size_bytes, mmap.MAP_PRIVATE, released)
@@ -243,7 +240,7 @@ def _in_generation(made_in: int, on_release: Callable[[int], None]) -> Callable[
 
 def _open(ref: SegmentRef) -> int:
     path = f"/proc/{ref.pid}/fd/{ref.fd}"
-    if str(Path(path).readlink()) != f"/memfd:{_name(ref.pid)} (deleted)":
+    if not is_memory_file(path, _name(ref.pid)):
         raise FileNotFoundError  # the owner has closed it, and the number means something else by now
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # enough for a private mapping, and no way to spoil it
 

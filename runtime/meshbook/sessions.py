@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshbook import ownership
 from meshbook.private_files import write_private
-from meshbook.processes import end_process
+from meshbook.process_ends import end_process
 from meshbook.session_folder import (
     SavedHost,
     SavedMesh,

@@ -29,6 +29,7 @@ from meshbook.frames import Buffer
 from meshbook.launcher import Ticket
 from meshbook.limits import check_descriptors
 from meshbook.link import Link, epoch_of
+from meshbook.process_ends import open_end
 
 LaneName = Literal["urgent", "calls", "bulk"]
 LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
@@ -76,7 +77,7 @@ class ControllerSocket:
         """Watches the TCP port, if there is one."""
         self._monitor: zmq.Socket[bytes] | None = None
         self._ends: set[int] = set()
-        """pidfds of processes whose end `poll` waits for."""
+        """Of processes whose end `poll` waits for (`meshbook.process_ends`)."""
         self._ended = False
         try:
             self._open()
@@ -179,7 +180,7 @@ class ControllerSocket:
     def watch_end(self, pid: int) -> None:
         """Have `poll` return when the process ends, which `has_ended` then tells, once."""
         try:
-            fd = os.pidfd_open(pid)
+            fd = open_end(pid)
         except OSError:  # no descriptor is left, or it is gone already: who looks at it regularly finds out
             return
         self._ends.add(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from old_kernel import NUMBERS
 
 NOBODY = 45678
 """A uid without an entry in the passwd file."""
@@ -122,3 +124,147 @@ def test_squatters_of_all_names_are_told_of(world: Path) -> None:
         (world / f"meshbook-{NOBODY}{f'.{number}' if number else ''}").mkdir()
     ran = run_as_nobody(FIND, world, HOME=str(world))
     assert "SpawnError: other users have taken all names" in ran.stderr and "Set XDG_RUNTIME_DIR" in ran.stderr
+
+
+# ---- kernels without pidfds or memory files --------------------------------------------------------------------------
+
+OLD_KERNEL = """
+    import gc, os, signal
+    import torch
+    from buffer_ranks import Owner
+    from meshbook import errors, this_host
+    from meshbook.memory_files import has_memfds
+    from meshbook.process_ends import end_process, has_pidfds
+    from meshbook.processes import start_time
+
+    print(has_pidfds(), has_memfds())
+    big = torch.arange(1 << 20, dtype=torch.float32)
+    with this_host().spawn_procs({"gpus": 2}) as mesh:
+        mesh.push({"big": big}).get(60)
+        mesh.run("dist.all_reduce(big)").get(60)
+        print(all(torch.equal(got, 2 * big) for got in mesh.pull("big").get(60).values()))
+        into = torch.zeros(1 << 20)
+        mesh.spawn("owners", Owner).slice(gpus=1).make.call_one(1 << 20, 3.0).get(60).read_into(into).get(60)
+        print(into.unique().tolist())
+        pid = mesh.run("import os; os.getpid()").get(60).values()[1]
+        waiting = mesh.run("import time; time.sleep(0 if rank == 0 else 60)")
+        os.kill(pid, signal.SIGKILL)
+        try:
+            waiting.get(30)
+        except errors.MeshError as error:
+            print("killed by SIGKILL" in str(error))
+        mesh.heal()
+        print(mesh.run("x = torch.ones(1); dist.all_reduce(x); x.item()").get(60).values())
+        agent = mesh._mesh.hosts[0].hello.pid
+        began = start_time(agent)
+    os.kill(agent, signal.SIGSTOP)
+    end_process(agent, began, 0.0)
+    print(start_time(agent) in (None, began))
+"""
+
+
+def old_kernel(refusal: str, calls: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as on a kernel without ``calls``."""
+    if platform.machine() not in NUMBERS:
+        pytest.skip(f"the numbers of system calls of {platform.machine()} are not known here")
+    script = str(Path(__file__).parents[1] / "support" / "old_kernel.py")
+    command = [sys.executable, script, refusal, calls, "-c", textwrap.dedent(code)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "calls"),
+    [("ENOSYS", "memfd_create,pidfd_open,pidfd_send_signal"), ("EPERM", "pidfd_open"), ("EPERM", "memfd_create")],
+)
+def test_meshes_live_on_kernels_without_pidfds_or_memory_files(refusal: str, calls: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    ran = old_kernel(refusal, calls, OLD_KERNEL)
+    assert ran.returncode == 0, ran.stderr
+    has_pidfds, has_memfds = "pidfd_open" not in calls, "memfd_create" not in calls
+    results = [True, [3.0], True, [2.0, 2.0], True]
+    assert ran.stdout.splitlines()[-6:] == [f"{has_pidfds} {has_memfds}", *map(str, results)], ran.stdout + ran.stderr
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("meshbook")]
+
+
+ENDS = """
+    import os, select, subprocess, sys, threading, time
+    from meshbook.process_ends import open_end
+    first, second = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+    fds = [open_end(process.pid) for process in (first, second)]
+    print(select.select(fds, [], [], 0.2)[0])
+    first.kill()
+    print(select.select(fds, [], [], 30)[0] == fds[:1])
+    os.close(fds[1])
+    os.close(fds[0])
+    deadline = time.monotonic() + 30
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print(threading.active_count())
+    second.kill(), first.wait(), second.wait()
+    try:
+        open_end(first.pid)
+    except ProcessLookupError:
+        print("gone")
+    if not os.fork():
+        child = open_end(os.getppid())
+        os._exit(bool(select.select([child], [], [], 0.2)[0]))
+    print(os.wait()[1])
+"""
+
+
+@pytest.mark.parametrize("calls", ["pidfd_open", "memfd_create"])
+def test_ends_of_processes_are_seen_with_and_without_pidfds(calls: str) -> None:
+    ran = old_kernel("ENOSYS", calls, ENDS)
+    assert ran.stdout.splitlines() == ["[]", "True", "1", "gone", "0"], ran.stdout + ran.stderr
+
+
+# ---- systems other than Linux ----------------------------------------------------------------------------------------
+
+NO_LINUX = """
+    import asyncio, ctypes, fcntl, importlib, mmap, multiprocessing.pool, os, pkgutil, select, signal, socket, sys, time
+    import IPython, ipykernel.ipkernel, ipykernel.kernelapp, torch.distributed, zmq
+    LINUX = {
+        os: ["eventfd", "eventfd_read", "eventfd_write", "memfd_create", "pidfd_open", "P_PIDFD", "sched_getaffinity",
+             "sched_setaffinity", "pipe2", "posix_fadvise", "splice", "copy_file_range", "getrandom"],
+        select: ["epoll"],
+        fcntl: ["F_SETPIPE_SZ", "F_GETPIPE_SZ", "F_OFD_SETLK", "F_OFD_SETLKW", "F_OFD_GETLK", "F_ADD_SEALS", "F_GET_SEALS"],
+        signal: ["SIGRTMIN", "SIGRTMAX", "SIGPWR", "sigwaitinfo", "sigtimedwait", "pidfd_send_signal"],
+        socket: ["SO_PEERCRED", "SO_BINDTODEVICE", "SOCK_CLOEXEC", "SOCK_NONBLOCK"],
+        time: ["CLOCK_BOOTTIME"],
+        mmap: ["MAP_POPULATE"],
+    }
+    for module, names in LINUX.items():
+        for name in names + [name for name in dir(module) if name.startswith(("EFD_", "MFD_", "EPOLL"))]:
+            vars(module).pop(name, None)
+    find = ctypes.CDLL.__getattr__
+    def find_on_mac(library, name):
+        if name in ("prctl", "tgkill", "process_vm_readv", "process_vm_writev"):
+            raise AttributeError(name)
+        return find(library, name)
+    ctypes.CDLL.__getattr__ = find_on_mac
+    import meshbook, meshbook_extension, meshbook_kernel
+    for package in (meshbook, meshbook_extension, meshbook_kernel):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    from meshbook import errors, this_host
+    try:
+        this_host().spawn_procs({"gpus": 2})
+    except errors.SpawnError as error:
+        print(error)
+    print(meshbook.Extent.of({"gpus": 2}).sizes)
+"""
+
+
+def test_on_other_systems_imports_work_and_spawn_says_in_a_sentence_what_it_needs() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(NO_LINUX)],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    told, extent = ran.stdout.splitlines()
+    assert (
+        told.startswith("Meshes run on Linux: this system") and "epoll, eventfd, prctl" in told and "container" in told
+    )
+    assert extent == "{'gpus': 2}"

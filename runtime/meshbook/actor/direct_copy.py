@@ -23,6 +23,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from meshbook.memory_files import create_memory_file, is_memory_file
 from meshbook.processes import let_peers_read, memory_name
 
 SLICE_BYTES = 16 << 20
@@ -66,7 +67,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(8)
-        self.fd = os.memfd_create(_guard_name(self.token), os.MFD_CLOEXEC)
+        self.fd = create_memory_file(_guard_name(self.token))
         self._memory = memory_name()
         self._slots = 0
         self._path = f"/proc/self/fd/{self.fd}"
@@ -97,18 +98,18 @@ def access(spot: Spot) -> Iterator[None]:
     if spot.memory != memory_name() or spot.token in _refused:
         raise NotDirect
     path = f"/proc/{spot.pid}/fd/{spot.fd}"
-    name = f"/memfd:{_guard_name(spot.token)} (deleted)"
+    name = _guard_name(spot.token)
     try:
         guard = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise NotDirect from error
     try:
-        if _read_link(f"/proc/self/fd/{guard}") != name or not _lock(guard, fcntl.F_RDLCK, spot.slot):
+        if not _leads_to(f"/proc/self/fd/{guard}", name) or not _lock(guard, fcntl.F_RDLCK, spot.slot):
             raise NotDirect
         if os.pread(guard, 1, spot.slot) != _LIVE:
             raise NotDirect
         yield
-        if _read_link(path) != name:  # it has died: what was copied may be another's
+        if not _leads_to(path, name):  # it has died: what was copied may be another's
             raise NotDirect
     finally:
         os.close(guard)  # and with it the lock
@@ -135,11 +136,11 @@ def copy(spot: Spot, address: int, size_bytes: int, *, write: bool, check: Calla
         done += copied
 
 
-def _read_link(path: str) -> str:
+def _leads_to(path: str, name: str) -> bool:
     try:
-        return os.readlink(path)
+        return is_memory_file(path, name)
     except OSError:
-        return ""
+        return False
 
 
 _refused: set[str] = set()

@@ -1,0 +1,25 @@
+"""What meshes need of the operating system and cannot do without."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import sys
+
+from meshbook.errors import SpawnError
+
+
+def check_system() -> None:
+    """Raises: SpawnError with one sentence where meshes cannot run, such as on macOS."""
+    there = {
+        "epoll": hasattr(select, "epoll"),
+        "eventfd": hasattr(os, "eventfd"),
+        "prctl": hasattr(ctypes.CDLL(None), "prctl"),
+        "/proc": os.path.exists("/proc/self/fd"),
+    }
+    if missing := ", ".join(name for name, is_there in there.items() if not is_there):
+        raise SpawnError(
+            f"Meshes run on Linux: this system ({sys.platform}) lacks {missing}. Run the notebook's kernel in a Linux "
+            "container or virtual machine."
+        )
