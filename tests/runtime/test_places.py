@@ -228,7 +228,7 @@ NO_LINUX = """
         os: ["eventfd", "eventfd_read", "eventfd_write", "memfd_create", "pidfd_open", "P_PIDFD", "sched_getaffinity",
              "sched_setaffinity", "pipe2", "posix_fadvise", "splice", "copy_file_range", "getrandom"],
         select: ["epoll"],
-        fcntl: ["F_SETPIPE_SZ", "F_GETPIPE_SZ", "F_OFD_SETLK", "F_OFD_SETLKW", "F_OFD_GETLK", "F_ADD_SEALS", "F_GET_SEALS"],
+        fcntl: ["F_SETPIPE_SZ", "F_GETPIPE_SZ", "F_OFD_SETLK", "F_OFD_SETLKW", "F_ADD_SEALS", "F_GET_SEALS"],
         signal: ["SIGRTMIN", "SIGRTMAX", "SIGPWR", "sigwaitinfo", "sigtimedwait", "pidfd_send_signal"],
         socket: ["SO_PEERCRED", "SO_BINDTODEVICE", "SOCK_CLOEXEC", "SOCK_NONBLOCK"],
         time: ["CLOCK_BOOTTIME"],
