@@ -24,6 +24,7 @@ from benchmarks.faults.endurance import run_calls, run_flood
 from benchmarks.faults.faults import Campaign
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.kernels import run_kernels
+from benchmarks.faults.large import run_large
 from benchmarks.faults.links import run_links
 from benchmarks.faults.order import run_order
 from benchmarks.faults.plan import make_plan
@@ -73,6 +74,7 @@ COUNTED: dict[str, Counted] = {
     "order": Counted(tiny=25, short=60, long=1000, run=run_order),
     "beside": Counted(tiny=16, short=30, long=200, run=run_beside),
     "retries": Counted(tiny=8, short=20, long=1000, run=run_retries),
+    "large": Counted(tiny=12, short=30, long=300, run=run_large),
     "texts": Counted(tiny=40, short=100, long=1000, run=run_texts),
 }
 """Campaigns by name; `--count NAME=N` overrides their size."""

@@ -25,8 +25,11 @@ class Batch:
         self._size_bytes = 0
 
     def add(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send a message, soon; one with a payload at once, after those that wait."""
-        if payload:
+        """Send a message, soon; one with a payload, or a large one, at once, after those that wait.
+
+        Raises: what ``send`` raises of this very message.
+        """
+        if payload or len(header) > MAX_BATCH_BYTES:
             self.flush()
             self._send(header, payload)
             return

@@ -48,6 +48,9 @@ from meshbook.turns import Turns
 
 T = TypeVar("T")
 
+WHAT_MAX_CHARS = 200
+"""Of what a person calls a call, which may be an expression of any length."""
+
 ACK_IDLE_S = 0.02
 """When nothing has come for so long, what has come is acknowledged."""
 
@@ -287,7 +290,7 @@ class Controller:
         """
         forks.refuse_inherited(self._generation)
         mesh.check_usable()
-        generation = mesh.generation
+        generation, what = mesh.generation, str(what)[:WHAT_MAX_CHARS]
         self.wait_for_room()
         future = self._new_future()
         call = OpenCall(

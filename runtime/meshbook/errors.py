@@ -23,6 +23,7 @@
     ├── RanksDisagree           ranks that entered different operations; what their call fails with
     ├── HostLost                a host agent went silent or ended
     ├── SerializationError      a value that cannot travel; names the attribute path
+    ├── MessageTooLarge         a message of which a part is larger than any link carries
     ├── LoadError               a value that arrived and cannot be built there; names the missing module
     └── ProtocolError           two processes disagree about the wire
         ├── LocalProtocolError  our own side asked for something impossible
@@ -40,7 +41,7 @@ from typing import Any, NamedTuple
 
 from meshbook.cell_files import name_notebook_cells
 from meshbook.lost_ranks import Death, describe_deaths, next_steps
-from meshbook.wording import did_you_mean, format_ranks, format_sizes, name_ranks
+from meshbook.wording import did_you_mean, format_bytes, format_ranks, format_sizes, name_ranks
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -509,6 +510,20 @@ class SerializationError(MeshError):
 
     def __str__(self) -> str:
         return f"{self.path} is a {self.type_name}, which cannot be sent: {self.reason}. {self.advice}"
+
+
+class MessageTooLarge(MeshError):
+    """A message of which one part is larger than any link carries; nothing of it was sent."""
+
+    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(size_bytes, limit_bytes)
+        self.size_bytes, self.limit_bytes = size_bytes, limit_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.size_bytes)} in one piece are too much for a message, which takes "
+            f"{format_bytes(self.limit_bytes)}. Send values by push, pull or results, which may be of any size."
+        )
 
 
 class LoadError(MeshError):

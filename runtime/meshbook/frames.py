@@ -14,9 +14,12 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from meshbook.errors import PeerProtocolError
+from meshbook.errors import MessageTooLarge, PeerProtocolError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAX_FRAME_BYTES = (64 << 20) - (1 << 10)
+"""Of one frame, on socketpairs as on links, whose sockets take a little more: what a worker can send, its agent can."""
 
 MAX_FRAMES = 4096
 MAX_MESSAGE_BYTES = 1 << 31
@@ -25,9 +28,19 @@ _U32 = struct.Struct("<I")
 
 
 def pack(frames: Sequence[Buffer]) -> bytes:
-    """Return ``frames`` as one byte string; for small messages (large payloads go through shared memory)."""
+    """Return ``frames`` as one byte string; for small messages (large payloads go through shared memory).
+
+    Raises: MessageTooLarge.
+    """
     sizes = [len(frame) for frame in frames]
+    check_sizes(sizes)
     return b"".join((struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes), *frames))
+
+
+def check_sizes(sizes: Iterable[int]) -> None:
+    """Raises: MessageTooLarge for a frame that the other side would refuse, however often it were sent."""
+    if (largest := max(sizes, default=0)) > MAX_FRAME_BYTES:
+        raise MessageTooLarge(largest, MAX_FRAME_BYTES)
 
 
 class FrameReader:

@@ -165,6 +165,11 @@ class HostAgent:
         return None, self._bulk_out.send([buffer.data for buffer in buffers])
 
     @property
+    def unacked_bytes(self) -> int:
+        """What is on its way to the controller, on the lane of calls."""
+        return self._lanes["calls"].link.unacked_bytes
+
+    @property
     def is_full(self) -> bool:
         """Whether so much is on its way to the controller that workers should send it no more."""
         return self._lanes["calls"].link.unacked_bytes > HOLD_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES

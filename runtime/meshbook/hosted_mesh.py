@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -39,6 +39,12 @@ COMBINE_S = 0.002
 FLUSH_S = 0.05
 """How long output may wait for more of it."""
 
+MESSAGE_CHARS = 1 << 20
+"""Of text in one message."""
+
+UNDER_WAY_BYTES = 512 << 20
+"""With so much on its way to the controller what ranks show is counted and left out."""
+
 LOG_TAIL_LINES = 5
 
 
@@ -50,6 +56,8 @@ class Uplink(Protocol):
     loans: Loans
     mail: HostedMail
 
+    @property
+    def unacked_bytes(self) -> int: ...
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None: ...
     def send_urgent(self, message: wire.FromHost) -> None: ...
     def export(self, segment: wire.SegmentRef) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]: ...
@@ -430,14 +438,15 @@ class HostedMesh:
         if not pieces:
             return
         if self._uplink.keeping.output(sum(len(piece.text) for piece in pieces)):
-            chunks = tuple(wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces))
-            self._uplink.send(wire.Outputs(self.id, chunks))
+            for chunks in _in_messages([wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces)]):
+                self._uplink.send(wire.Outputs(self.id, chunks))
         else:
             for piece in pieces:
                 self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
 
     def _send_shown(self, worker: HostedWorker, shown: Shown) -> None:
-        if self._uplink.keeping.output(size := sum(map(len, shown.payload))):
+        is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
+        if not is_much and self._uplink.keeping.output(size):
             self._uplink.send(shown.message, shown.payload)
         else:
             self._send_cuts(worker, worker.output.cut(shown.message.output, size))
@@ -486,6 +495,20 @@ class HostedMesh:
 
 def _key(origin: wire.Origin | None, id: int) -> CallKey:
     return id if origin is None else (origin, id)
+
+
+def _in_messages(chunks: Sequence[wire.OutputChunk]) -> Iterator[tuple[wire.OutputChunk, ...]]:
+    """Cut at `MESSAGE_CHARS` or soon after."""
+    taken: list[wire.OutputChunk] = []
+    size = 0
+    for chunk in chunks:
+        taken.append(chunk)
+        size += len(chunk.text)
+        if size >= MESSAGE_CHARS:
+            yield tuple(taken)
+            taken, size = [], 0
+    if taken:
+        yield tuple(taken)
 
 
 def _join(pieces: list[Piece]) -> list[Piece]:

@@ -15,7 +15,7 @@ from meshbook.errors import HostLost, SpawnError
 from meshbook.frames import Buffer
 from meshbook.future import Future
 from meshbook.launcher import LaunchedHost
-from meshbook.link import Link, epoch_of
+from meshbook.link import Link, check_message, epoch_of
 from meshbook.transport import LANES, ControllerSocket, LaneName
 
 Parked: TypeAlias = wire.Replies | wire.Call | wire.Cancel
@@ -189,6 +189,7 @@ class KnownHost:
 
     def _send_or_wait(self, header: bytes, payload: Sequence[Buffer]) -> None:
         if self._backlog or self._links["calls"].full:
+            check_message(header, payload)
             self._backlog.append((header, payload))
         else:
             self._transmit("calls", header, payload)

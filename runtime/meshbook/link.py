@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from meshbook.errors import PeerProtocolError
-from meshbook.frames import Buffer
+from meshbook.frames import Buffer, check_sizes
 
 MAX_UNACKED_BYTES = 64 << 20
 """A link that keeps so much is `Link.full`."""
@@ -52,6 +52,11 @@ _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
 def epoch_of(frames: Sequence[Buffer]) -> int:
     """The epoch of a message as it came; 0 if it is none."""
     return _unpack(frames[0])[1] if frames and len(frames[0]) >= _SIZE else 0
+
+
+def check_message(header: bytes, payload: Sequence[Buffer]) -> None:
+    """Raises: MessageTooLarge."""
+    check_sizes([len(header), *(part.nbytes if isinstance(part, memoryview) else len(part) for part in payload)])
 
 
 class Link:
@@ -89,7 +94,9 @@ class Link:
         """Number a message; return its frames, to be sent now. They are kept, so buffers must not change.
 
         It is taken also when the link is full: whoever sends much looks at `full` first.
+        Raises: MessageTooLarge, and nothing is kept: no replay could bring it over.
         """
+        check_message(header, payload)
         self._sent = seq = self._sent + 1
         first = _pack(MESSAGE, self.epoch, seq, self._received) + header
         self._owed = self._owed_bytes = 0

@@ -26,6 +26,8 @@ from meshbook.errors import Failure
 
 QUIT = "ended by q at its prompt"
 EVALUE_MAX_CHARS = 4096
+NAME_MAX_CHARS = 200
+"""Of a class."""
 TRACEBACK_MAX_PARTS = 60
 """IPython gives one part per frame; the middle of longer tracebacks is left out."""
 
@@ -65,7 +67,7 @@ def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: st
     return Failure(
         rank=rank,
         host=host,
-        ename=str(type(error).__name__),
+        ename=str(type(error).__name__)[:NAME_MAX_CHARS],
         evalue=cut_text(_value_of(shown), EVALUE_MAX_CHARS),
         traceback=_limit(format_error(shell, shown)),
         where=_where(error),

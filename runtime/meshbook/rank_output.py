@@ -131,8 +131,7 @@ class RankOutput:
                 text = self._crash.cut(text)
             if text:
                 self._order.text(stream, output, text)
-        if self._pending_bytes > max(self._budget, TAIL_BYTES) + TAIL_BYTES:
-            self._shorten(max(self._budget, TAIL_BYTES) + TAIL_BYTES)
+        self._shorten()
 
     def show(self, place: int, shown: Shown) -> None:
         """Take rich output; the pipes were read up to where it was sent. place: its number, 0 for none."""
@@ -159,6 +158,7 @@ class RankOutput:
         """Take text that its worker attributed itself, since it belongs to an earlier output."""
         self._keep(piece.output, piece.text.encode(errors="backslashreplace"), now)
         self._on_text(piece.stream, piece.output, piece.text)
+        self._shorten()
 
     def is_writing(self, output: int) -> bool:
         """Whether the text in the pipes belongs to this output, as far as they were read."""
@@ -206,9 +206,10 @@ class RankOutput:
         """A cell has ended: what it printed must not silence the next one."""
         self._budget = float(BURST_BYTES)
 
-    def _shorten(self, most: float) -> None:
-        """Drop the oldest text beyond ``most``."""
-        shown = []
+    def _shorten(self) -> None:
+        """Drop the oldest text beyond what may wait: it is counted, and in the log."""
+        most = max(self._budget, TAIL_BYTES) + TAIL_BYTES
+        shown: list[Shown] = []
         while self._pending_bytes > most:
             oldest = self._pending.popleft()
             if isinstance(oldest, Piece):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -38,12 +39,13 @@ from meshbook.call_children import interrupt_children
 from meshbook.debug_server import DebugSession
 from meshbook.dump_signal import accept_dumps
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES
-from meshbook.errors import Failure
+from meshbook.errors import Failure, MessageTooLarge
 from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
 from meshbook.kept_memory import KeptGauge
 from meshbook.no_collectives import leave_to_parent
 from meshbook.open_files import write_buffers
+from meshbook.own_faults import attempt
 from meshbook.process_group import RankGroups
 from meshbook.processes import may_be_traced
 from meshbook.rank_output import PLACE, SHOWN_HERE
@@ -54,6 +56,7 @@ from meshbook.side_threads import run_aside
 from meshbook.store import StoreOp, StoreResult
 from meshbook.this_worker import set_worker
 from meshbook.thread_interrupts import gate_of_this_thread
+from meshbook.wording import format_bytes
 from meshbook.worker_mail import WorkerMail
 
 IDLE_S = 0.5
@@ -61,6 +64,8 @@ IDLE_S = 0.5
 
 LONG_CALL_S = 0.02
 """Behind a call that took longer, others may wait, and may have been cancelled meanwhile."""
+
+LATE_PIECE_CHARS = 1 << 16
 
 KEPT_FINISHED = 1024
 """Ended calls that are remembered, for cancels that come too late."""
@@ -273,7 +278,12 @@ class Worker:
         content = wire.encode(wire.Bundle(*map(_by_text, (data, metadata, transient))))
         with self.gate.shield:  # sent first: so it is on its way when the agent reads the mark
             place = 0 if is_late else next(self._places)
-            self._lane().send(wire.RankDisplay(cell_id, update, is_result, place), [content])
+            try:
+                self._lane().send(wire.RankDisplay(cell_id, update, is_result, place), [content])
+            except MessageTooLarge as error:
+                size, limit = format_bytes(error.size_bytes), format_bytes(error.limit_bytes)
+                print(f"{size} to be shown at once are left out; {limit} are the most", file=sys.stderr)
+                return
             if place:
                 self.shell.mark_text(self.identity.marker + SHOWN_HERE + b"%d\n" % place)
 
@@ -282,7 +292,8 @@ class Worker:
             self.shell.mark_text(self.identity.marker + PLACE + b"%d\n" % next(self._places))
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
-        self._lane().send(wire.LateText(cell_id, stream, text))
+        for at in range(0, len(text), LATE_PIECE_CHARS):  # the agent cuts what is too much, a piece at a time
+            self._lane().send(wire.LateText(cell_id, stream, text[at : at + LATE_PIECE_CHARS]))
 
     def _lane(self) -> Channel | WorkerMail:
         """Where replies of the calling thread will go, so that what it shows comes before them."""
@@ -333,7 +344,7 @@ class Worker:
             with self._hearing:
                 if (received := self.urgent.receive()) is None:
                     break
-                self._hear(received[0])
+                attempt(functools.partial(self._hear, received[0]), "a message of the agent")
         time.sleep(5)  # the agent is gone: the main thread has this long to end by itself
         os._exit(1)
 
@@ -384,7 +395,8 @@ class Worker:
         except Exception as error:
             answer = Answer(wire.RAISED, failure=self.shell.describe(error))
         payload = pack_failure(answer.failure) if answer.failure else [wire.encode(answer.value)]
-        self.urgent.send(wire.Reply(query.id, answer.status, 0.0), payload)
+        with contextlib.suppress(MessageTooLarge):  # as if it had not answered
+            self.urgent.send(wire.Reply(query.id, answer.status, 0.0), payload)
 
 
 def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, stdout_fd: int, stderr_fd: int) -> None:

@@ -98,7 +98,7 @@ def test_a_mesh_without_a_name_gets_one() -> None:
 
 def test_what_an_agent_cannot_read_fails_its_call_and_costs_nothing_else(mesh4: ProcMesh, told: list[str]) -> None:
     with pytest.raises(LocalProtocolError, match="cannot read 'call'"):
-        mesh4.evaluate(7).get(10)  # type: ignore[arg-type]
+        mesh4._controller.call(mesh4._mesh, 7, mesh4.members, (b"", []), what="odd").get(10)  # type: ignore[arg-type]
     controller, host = mesh4._controller, mesh4._mesh.hosts[0]
     strange = (b"", b"\xc1", b"\xff" * 40, b"\x91\xa3hb?", b"\x93\xa5spawn\x01\xc0", b"\x91\x07")
     for header in strange:

@@ -1,0 +1,155 @@
+"""Large messages of every kind: values arrive, text is cut and counted, what no link carries is refused."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from benchmarks.faults.findings import Findings
+from meshbook import ProcMesh, errors, this_host
+from meshbook.actor import Actor, endpoint
+from meshbook.frames import MAX_FRAME_BYTES
+from meshbook.mesh import set_output_source
+from meshbook.output_events import OutputCut, OutputEvent, OutputTarget, StreamText
+from meshbook.processes import resident_bytes
+
+DEADLINE_S = 60.0
+MAX_GROWTH_BYTES = 256 << 20
+"""What the agent may keep of all that was printed: a frame as large as there are, and copies of it."""
+SIZES = (1 << 16, 1 << 20, (1 << 20) + 1, 10 << 20, MAX_FRAME_BYTES - 1000, MAX_FRAME_BYTES + 1, 70 << 20)
+
+
+class Loud(Actor):
+    """Prints, takes and returns as much as it is told."""
+
+    @endpoint
+    def say(self, size: int) -> int:
+        print("x" * size)
+        return size
+
+    @endpoint
+    def double(self, text: str) -> str:
+        return text + text
+
+    @endpoint
+    def fail(self, size: int) -> None:
+        raise ValueError("x" * size)
+
+
+class Loads:
+    """One mesh, and what can be large in it."""
+
+    def __init__(self, mesh: ProcMesh) -> None:
+        self.mesh = mesh
+        self.loud = mesh.spawn("loud", Loud)
+        self.heard: list[OutputEvent] = []
+        set_output_source(lambda procs: OutputTarget(procs.new_output_id(), self.heard.append))
+        self.ways: tuple[Callable[[int], object], ...] = (
+            self.value, self.result, self.argument, self.printed, self.printed_late, self.printed_by_an_actor,
+            self.shown, self.error, self.error_of_an_actor, self.name_of_an_error, self.label, self.stored,
+        )  # fmt: skip
+
+    def value(self, size: int) -> None:
+        self.mesh.push({"text": "x" * size}).get(DEADLINE_S)
+        assert self.mesh.evaluate("len(text)").get(DEADLINE_S).values() == [size, size]
+
+    def result(self, size: int) -> None:
+        assert [len(text) for text in self.mesh.execute(_repeat, size).get(DEADLINE_S).values()] == [size, size]
+
+    def argument(self, size: int) -> None:
+        assert [len(text) for text in self.loud.double.call("x" * size).get(DEADLINE_S).values()] == [2 * size] * 2
+
+    def printed(self, size: int) -> None:
+        self._told(size, f"print('x' * {size})")
+
+    def printed_late(self, size: int) -> None:
+        code = f"import threading\nt = threading.Thread(target=print, args=('x' * {size},)); t.start(); t.join()"
+        self._told(size, code)
+
+    def printed_by_an_actor(self, size: int) -> None:
+        self.heard.clear()
+        self.loud.say.call(size).get(DEADLINE_S)
+        self._compare(size, self.heard)
+
+    def _told(self, size: int, code: str) -> None:
+        events: list[OutputEvent] = []
+        self.mesh.start_cell(code, on_output=events.append).future.get(DEADLINE_S)
+        self._compare(size, events)
+
+    def _compare(self, size: int, events: list[OutputEvent]) -> None:
+        """All of it is shown or counted."""
+        shown = sum(len(each.text) for each in events if isinstance(each, StreamText) and each.rank == 0)
+        cut = max([each.size_bytes for each in events if isinstance(each, OutputCut) and each.rank == 0], default=0)
+        assert shown + cut == size + 1, (size, shown, cut)
+
+    def shown(self, size: int) -> None:
+        code = f"display({{'text/html': 'x' * {size}, 'application/json': ['y' * {size}]}}, raw=True)"
+        self.mesh.run(code).get(DEADLINE_S)
+
+    def error(self, size: int) -> None:
+        self._fails(lambda: self.mesh.execute(_raise, size).get(DEADLINE_S))
+
+    def error_of_an_actor(self, size: int) -> None:
+        self._fails(lambda: self.loud.fail.call(size).get(DEADLINE_S))
+
+    def name_of_an_error(self, size: int) -> None:
+        self._fails(lambda: self.mesh.run(f"raise type('x' * {size}, (Exception,), {{}})").get(DEADLINE_S))
+
+    def label(self, size: int) -> None:
+        assert self.mesh.evaluate(f"1{' ' * size}").get(DEADLINE_S).values() == [1, 1]
+
+    def stored(self, size: int) -> None:
+        """In the store of the process groups, where a value is one message."""
+        code = f"s = dist.distributed_c10d._get_default_store()\ns.set('large', 'x' * {size}); len(s.get('large'))"
+        if size < MAX_FRAME_BYTES - 100:
+            assert self.mesh.slice(gpus=0).run(code).get(DEADLINE_S).values() == [size]
+        else:
+            self._fails(lambda: self.mesh.slice(gpus=0).run(code).get(DEADLINE_S))
+
+    def _fails(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except errors.CallFailed as failed:
+            assert len(str(failed)) < 1 << 20
+        else:
+            raise AssertionError("it has not failed")
+
+
+def _repeat(size: int) -> str:
+    return "x" * size
+
+
+def _raise(size: int) -> None:
+    raise ValueError("x" * size)
+
+
+def run_large(seed: int, count: int) -> Findings:
+    """``count`` messages of sizes around the limits."""
+    findings, draw = Findings("large", f"{count:,} large messages, seed {seed}"), random.Random(seed)
+    started = time.monotonic()
+    with this_host().spawn_procs({"gpus": 2}, name="large", device="cpu") as mesh:
+        mesh.run("state = 42").get(DEADLINE_S)
+        loads = Loads(mesh)
+        loads.printed_by_an_actor(1)
+        agent = mesh._mesh.hosts[0].launched.pid
+        before = resident_bytes(agent)
+        for _ in range(count):
+            way, size = draw.choice(loads.ways), draw.choice(SIZES)
+            findings.count(way.__name__)
+            began = time.monotonic()
+            try:
+                way(size)
+                assert mesh.pull("state").get(DEADLINE_S).values() == [42, 42]
+            except TimeoutError as error:
+                findings.hangs.append(f"{way.__name__} {size:,}: {error}")
+            except (AssertionError, errors.MeshError) as error:
+                findings.wrong.append(f"{way.__name__} {size:,}: {type(error).__name__}: {str(error)[:300]!r}")
+            findings.time(way.__name__, time.monotonic() - began)
+            if mesh.lost or findings.hangs:
+                break
+        if (grown := resident_bytes(agent) - before) > MAX_GROWTH_BYTES:
+            findings.left.append(f"{grown >> 20} MiB of memory in the agent")
+    set_output_source(None)
+    findings.seconds = time.monotonic() - started
+    return findings
