@@ -30,8 +30,9 @@ from meshbook.mesh import (
     start_hosts,
     this_host,
 )
+from meshbook.ndslice import NDSlice, Shape, Slice
 from meshbook.proc_mesh import ProcMesh
-from meshbook.shape import Extent, Point, Slice
+from meshbook.shape import Extent, Point
 from meshbook.value_mesh import ValueMesh
 
 __all__ = [
@@ -42,9 +43,11 @@ __all__ = [
     "Launcher",
     "LocalLauncher",
     "MeshError",
+    "NDSlice",
     "Point",
     "ProcMesh",
     "SavedSession",
+    "Shape",
     "Slice",
     "ValueMesh",
     "__version__",

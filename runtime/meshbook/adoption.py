@@ -103,7 +103,7 @@ class Adoption:
     def _make_mesh(self, host: KnownHost, state: wire.HostedState, saved: SavedMesh) -> KnownMesh:
         extent = Extent(state.arrangement.axes, state.arrangement.sizes)
         recipe = Recipe(state.device, state.preload, state.cwd or os.getcwdb(), state.sys_path, dict(os.environb))
-        mesh = KnownMesh(state.mesh, state.name, extent, [host] * len(extent), recipe)
+        mesh = KnownMesh(state.mesh, state.name, extent, [host] * extent.nelements, recipe)
         mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
         mesh.host_axes = tuple(saved.host_axes)
         mesh.is_whole = False
@@ -153,7 +153,7 @@ class Adoption:
         gone = [self._hosts[id] for id in self._saved[mesh.id].hosts if id in self._hosts]
         gone = [host for host in gone if host not in reported]
         told = mesh.workers.keys() | mesh.lost.keys()
-        missing = [rank for rank in range(len(mesh.extent)) if rank not in told]
+        missing = [rank for rank in range(mesh.extent.nelements) if rank not in told]
         placement = list(mesh.placement)
         for index, rank in enumerate(missing):
             host = gone[index * len(gone) // len(missing)] if gone else placement[rank]
@@ -190,5 +190,5 @@ class Adoption:
 def _members(mesh: KnownMesh, target: wire.Target) -> Members:
     """The ranks of a call. How the caller had arranged a part of the mesh is not known any more."""
     ranks = [rank for part in target for rank in part.ranks()]
-    whole = Region.of(mesh.extent.sizes)
+    whole = Region.of(mesh.extent)
     return whole if ranks == list(whole.ranks()) else whole.select(ranks)

@@ -3,7 +3,7 @@
 No axis of a mesh ever moves past another, and one step along an axis is longer than all that lies inside it.
 Hence strides fall from the first axis to the last, and one division per axis tells whether a rank belongs.
 
-Import `Slice` from `meshbook.shape`.
+Import `Piece` from `meshbook.shape`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 
-class Slice(NamedTuple):
+class Piece(NamedTuple):
     """Base ranks ``offset + sum(i * stride)``, ``0 <= i < size`` along each axis: a piece of a target."""
 
     offset: int
@@ -75,25 +75,25 @@ class Slice(NamedTuple):
         return self.offset + low >= 0
 
 
-def dense(shape: Sequence[int]) -> Slice:
+def dense(shape: Sequence[int]) -> Piece:
     """The slice of all ranks of an extent with sizes ``shape``: 0, 1, 2, ..."""
-    return Slice(0, tuple(shape), tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
+    return Piece(0, tuple(shape), tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
-def fit(shape: Sequence[int], ranks: Sequence[int]) -> Slice | None:
+def fit(shape: Sequence[int], ranks: Sequence[int]) -> Piece | None:
     """The slice of sizes ``shape`` whose ranks in C order are ``ranks``, or None if there is none."""
     steps = dense(shape).strides
     strides = tuple(ranks[step] - ranks[0] if size > 1 else 1 for size, step in zip(shape, steps, strict=True))
-    candidate = Slice(ranks[0], tuple(shape), strides)
+    candidate = Piece(ranks[0], tuple(shape), strides)
     return candidate if candidate.is_nested() and list(candidate.ranks()) == list(ranks) else None
 
 
-def group(ranks: Iterable[int]) -> tuple[Slice, ...]:
+def group(ranks: Iterable[int]) -> tuple[Piece, ...]:
     """Few slices whose ranks, one after the other, are ``ranks``; each rank occurs once.
 
     Evenly spaced neighbours become a run, evenly spaced equal runs become a slice of two axes, and so on.
     """
-    parts = [Slice(rank, (), ()) for rank in ranks]
+    parts = [Piece(rank, (), ()) for rank in ranks]
     while True:
         grouped = _group_once(parts)
         if len(grouped) == len(parts):
@@ -101,8 +101,8 @@ def group(ranks: Iterable[int]) -> tuple[Slice, ...]:
         parts = grouped
 
 
-def _group_once(parts: Sequence[Slice]) -> list[Slice]:
-    grouped: list[Slice] = []
+def _group_once(parts: Sequence[Piece]) -> list[Piece]:
+    grouped: list[Piece] = []
     start = 0
     while start < len(parts):
         first = parts[start]
@@ -117,7 +117,7 @@ def _group_once(parts: Sequence[Slice]) -> list[Slice]:
             ):
                 end += 1
         if end > start + 1:
-            first = Slice(first.offset, (end - start, *first.sizes), (step, *first.strides))
+            first = Piece(first.offset, (end - start, *first.sizes), (step, *first.strides))
         grouped.append(first)
         start = end
     return grouped

@@ -114,7 +114,7 @@ def attach_session(session: SavedSession, timeout_s: float, prepare: Callable[[C
         raise
     attachment = Attachment(session.id, controller)
     for mesh in adoption.meshes.values():
-        attachment.meshes.append(ProcMesh(controller, mesh, Region.of(mesh.extent.sizes)))
+        attachment.meshes.append(ProcMesh(controller, mesh, Region.of(mesh.extent)))
     for call in adoption.calls:
         call.on_io_thread = controller.ask
         attachment.calls.append(call)

@@ -148,7 +148,7 @@ class Controller:
         with self._save_lock:
             ids = [host.id for host in mesh.hosts]
             self.folder.state.meshes[mesh.id] = SavedMesh(
-                mesh.name, mesh.extent.sizes, ids, mesh.owns_hosts, mesh.grouped, list(mesh.host_axes)
+                mesh.name, dict(mesh.extent), ids, mesh.owns_hosts, mesh.grouped, list(mesh.host_axes)
             )
             self.folder.save()
 
@@ -259,7 +259,7 @@ class Controller:
 
     def recruit(self, mesh: KnownMesh) -> Recruits:
         """Have the hosts of a new mesh start its workers."""
-        recruits = Recruits(self.next_id(), mesh.seats_of(range(len(mesh.extent))))
+        recruits = Recruits(self.next_id(), mesh.seats_of(range(mesh.extent.nelements)))
 
         def ask() -> None:
             self._board.meshes[mesh.id] = mesh
@@ -381,7 +381,7 @@ mailbox=mailbox,
                 return
             meant = call.members
             if ranks is not None:
-                meant = Region.of(mesh.extent.sizes).select(sorted(call.waiting.intersection(ranks)))
+                meant = Region.of(mesh.extent).select(sorted(call.waiting.intersection(ranks)))
             for host in mesh.hosts:
                 host.send_urgent(wire.Cancel(mesh.id, id, meant.encode(), insist))
 
@@ -452,7 +452,7 @@ mailbox=mailbox,
 
     def tell_ranks(self, mesh: KnownMesh, endpoint: str, ranks: Collection[int], args: Sequence[object]) -> None:
         """Put a question whose answers nobody waits for."""
-        members = Region.of(mesh.extent.sizes).select(sorted(ranks)).encode()
+        members = Region.of(mesh.extent).select(sorted(ranks)).encode()
         query = wire.Query(self.next_id(), mesh.id, endpoint, members, wire.encode(args))
 
         def send() -> None:
@@ -500,7 +500,7 @@ mailbox=mailbox,
         """Form the process groups of a mesh, anew and in place if there are some."""
         mesh.check_usable()
         future = self._new_future()
-        members = Region.of(mesh.extent.sizes)
+        members = Region.of(mesh.extent)
         future.call = call = forming_call(self.next_id(), mesh.id, members, future)
         self.submit(lambda: self._board.groups_of(mesh).form(call), call.give_up)
         return future

@@ -63,7 +63,7 @@ class Elastic:
 
     def __init__(self, controller: Controller, mesh: KnownMesh, procs: ProcMesh, note: Note | None = None) -> None:
         """procs: the view whose axes grow or shrink: all ranks, in their order. Raises: LayoutError."""
-        if procs.ranks != tuple(range(len(mesh.extent))):
+        if procs.ranks != tuple(range(mesh.extent.nelements)):
             raise LayoutError(
                 "only the whole mesh can grow or shrink, not a part of it; take it by base(), or %mesh use."
             )
@@ -104,7 +104,7 @@ class Elastic:
         with self._repair.exclusive():
             plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))
             id = self._controller.next_id()
-            before, hosts = len(mesh.extent), list(mesh.hosts)
+            before, hosts = mesh.extent.nelements, list(mesh.hosts)
             gone = self._controller.ask_board(lambda board: self._let_go(board, plan, id))
             with contextlib.suppress(TimeoutError):  # they are being killed; the others need not wait for it
                 gone.get(GONE_TIMEOUT_S)
@@ -145,7 +145,7 @@ class Elastic:
 
     def _recruit(self, plan: Plan[KnownHost]) -> Recruits:
         """New workers under numbers that are nobody's rank, before or after."""
-        first = max(len(self._mesh.extent), len(plan.extent))
+        first = max(self._mesh.extent.nelements, plan.extent.nelements)
         known_as = {rank: first + index for index, rank in enumerate(plan.new)}
         placement = _placement(plan)
         hosts = dict.fromkeys(placement)
@@ -174,7 +174,7 @@ class Elastic:
         mesh.check_usable()
         if stay := sorted(mesh.lost.keys() & plan.moved.keys()):
             raise SpawnError(f"{name_ranks(stay)} ended meanwhile; repair the mesh first: %mesh heal")
-        leaving = [rank for rank in range(len(mesh.extent)) if rank not in plan.moved and rank not in mesh.lost]
+        leaving = [rank for rank in range(mesh.extent.nelements) if rank not in plan.moved and rank not in mesh.lost]
         gone = board.retire(mesh, mesh.by_host(leaving), LEAVE_GRACE_S, id)
         mesh.renumber(plan.extent, _placement(plan), plan.moved, None, f"shrank to {_sizes(plan)}")
         return gone
@@ -205,4 +205,4 @@ def _placement(plan: Plan[KnownHost]) -> list[KnownHost]:
 
 
 def _sizes(plan: Plan[KnownHost]) -> str:
-    return format_sizes(plan.extent.sizes)
+    return format_sizes(plan.extent)

@@ -41,7 +41,7 @@ class Plan(Generic[Host]):  # no NamedTuple: Python 3.10 has no generic ones
     def new(self) -> list[int]:
         """The ranks that nobody has yet."""
         taken = set(self.moved.values())
-        return [rank for rank in range(len(self.extent)) if rank not in taken]
+        return [rank for rank in range(self.extent.nelements) if rank not in taken]
 
 
 def plan_growth(
@@ -53,19 +53,19 @@ def plan_growth(
     Raises: UnknownAxisError, UsageError for less than one.
     """
     check_steps(extent, more, "grow")
-    then = Extent.of({axis: size + more.get(axis, 0) for axis, size in extent.sizes.items()})
-    across = [axis for axis in extent.labels if counts_hosts(extent, placement, axis, host_axes)]
+    then = Extent.of({axis: size + more.get(axis, 0) for axis, size in extent.items()})
+    across = [axis for axis in extent.names if counts_hosts(extent, placement, axis, host_axes)]
     moved: dict[int, int] = {}
     hosts: list[Host | NewHost] = []
     for point in then.points():
-        if all(index < extent.sizes[axis] for axis, index in point.items()):
+        if all(index < extent[axis] for axis, index in point.items()):
             before = extent.rank(point)
             moved[before] = point.rank
             hosts.append(placement[before])
-        elif any(point[axis] >= extent.sizes[axis] for axis in across):
+        elif any(point[axis] >= extent[axis] for axis in across):
             hosts.append(NewHost(tuple(point[axis] for axis in across)))
         else:
-            beside = {axis: min(index, extent.sizes[axis] - 1) for axis, index in point.items()}
+            beside = {axis: min(index, extent[axis] - 1) for axis, index in point.items()}
             hosts.append(placement[extent.rank(beside)])
     return Plan(then, tuple(hosts), moved)
 
@@ -96,7 +96,7 @@ def plan_shrinkage(
             f"{name_ranks(left)} {verb} ended and would be left, with {format_sizes(fewer)} fewer. "
             "Shrink by more, or repair first: %mesh heal"
         )
-    then = Extent.of({axis: size - fewer.get(axis, 0) for axis, size in extent.sizes.items()})
+    then = Extent.of({axis: size - fewer.get(axis, 0) for axis, size in extent.items()})
     kept = [
         point.rank for point in extent.points() if not any(point[axis] in indices for axis, indices in removed.items())
     ]
@@ -110,7 +110,7 @@ def without(extent: Extent, dead: Collection[int]) -> dict[str, int]:
     """
     if not dead:
         return {}
-    hit = {axis: len({extent.point(rank)[axis] for rank in dead}) for axis in extent.labels}
+    hit = {axis: len({extent.point(rank)[axis] for rank in dead}) for axis in extent.names}
     left = {axis: extent.size(axis) - count for axis, count in hit.items()}
     best = max(left, key=lambda axis: left[axis] / extent.size(axis))
     if not left[best]:
@@ -120,7 +120,7 @@ def without(extent: Extent, dead: Collection[int]) -> dict[str, int]:
 
 def check_steps(extent: Extent, steps: Mapping[str, int], verb: str) -> None:
     """Raises: UnknownAxisError, UsageError."""
-    example = f"{next(iter(extent.labels), 'gpus')}=1"
+    example = f"{next(iter(extent.names), 'gpus')}=1"
     if not steps:
         raise UsageError(f"say along which axis, and by how much: %mesh {verb} {example}")
     for axis, count in steps.items():

@@ -54,8 +54,8 @@ class MeshError(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
-class ShapeError(MeshError):
-    """An axis, a rank or a layout that the mesh does not have."""
+class ShapeError(MeshError, ValueError):
+    """An axis, a rank or a layout that the mesh does not have. A ValueError too."""
 
 
 class UnknownAxisError(ShapeError, KeyError):
@@ -70,8 +70,11 @@ class UnknownAxisError(ShapeError, KeyError):
         return f'unknown axis "{self.axis}"; this mesh has {format_sizes(self.sizes)}.{near}'
 
 
-class RankError(ShapeError):
-    """A rank or an index outside its axis. ``known`` lists the ranks of a view that does not have them all."""
+class RankError(ShapeError, IndexError):
+    """A rank or an index outside its axis; an IndexError too.
+
+    known: the ranks of a view that does not have them all.
+    """
 
     def __init__(self, index: object, axis: str, size: int, known: str = "") -> None:
         super().__init__(index, axis, size, known)

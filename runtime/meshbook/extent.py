@@ -14,43 +14,69 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from keyword import iskeyword
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import LayoutError, RankError, UnknownAxisError
 
+if TYPE_CHECKING:
+    from meshbook.ndslice import NamedRegion
 
-@dataclass(frozen=True, repr=False)
-class Extent:
-    """Axis names with their sizes, in order; no layout.
 
-    Raises: LayoutError for a name that is no identifier or occurs twice, and for a size below 1.
-    """
+@dataclass(frozen=True, repr=False, init=False)
+class Extent(Mapping[str, int]):
+    """Axis names with their sizes, in order; no layout. A mapping of axis to size: ``extent["gpus"]``."""
 
-    labels: tuple[str, ...]
+    names: tuple[str, ...]
     shape: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple(self.labels))
-        check_names(self.labels)
-        object.__setattr__(self, "shape", tuple(map(_whole, self.shape)))
-        if len(self.labels) != len(self.shape):
-            raise LayoutError(f"axis names {self.labels} do not fit sizes {self.shape}; give as many of each")
-        for label, size in zip(self.labels, self.shape, strict=True):
+    def __init__(self, labels: Iterable[str], sizes: Iterable[int]) -> None:
+        """Raises: LayoutError for a name that is no identifier or occurs twice, and for a size below 1."""
+        names = tuple(labels)
+        check_names(names)
+        shape = tuple(map(_whole, sizes))
+        if len(names) != len(shape):
+            raise LayoutError(f"axis names {names} do not fit sizes {shape}; give as many of each")
+        for label, size in zip(names, shape, strict=True):
             if size < 1:
                 raise LayoutError(f'axis "{label}" has size {size}; a size is at least 1')
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "shape", shape)
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Extent:
         """The extent with these axes, in the mapping's order."""
-        return cls(tuple(sizes), tuple(sizes.values()))
+        return cls(sizes, sizes.values())
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Axis name to size, in axis order."""
-        return dict(zip(self.labels, self.shape, strict=True))
+    def labels(self) -> list[str]:
+        """The axis names, in order, as a list."""
+        return list(self.names)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of the axes, in order, as a list."""
+        return list(self.shape)
+
+    @property
+    def nelements(self) -> int:
+        """How many points there are: the product of the sizes."""
+        return math.prod(self.shape)
+
+    @property
+    def region(self) -> NamedRegion:
+        """All ranks, laid out densely."""
+        from meshbook.ndslice import NamedRegion, Slice
+
+        return NamedRegion(self.names, Slice.new_row_major(self.shape))
+
+    def __getitem__(self, label: str) -> int:
+        return self.shape[self.axis(label)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return math.prod(self.shape)
+        return len(self.names)
 
     def size(self, label: str) -> int:
         """The size of axis ``label``.
@@ -65,17 +91,17 @@ class Extent:
         Raises: UnknownAxisError.
         """
         try:
-            return self.labels.index(label)
+            return self.names.index(label)
         except ValueError:
-            raise UnknownAxisError(label, self.sizes) from None
+            raise UnknownAxisError(label, self) from None
 
     def point(self, rank: int) -> Point:
-        """Return the point of ``rank``, 0 <= rank < len(self).
+        """Return the point of ``rank``, 0 <= rank < self.nelements.
 
         Raises: RankError if rank is outside the extent.
         """
-        if not 0 <= rank < len(self):
-            raise RankError(rank, "rank", len(self))
+        if not 0 <= rank < self.nelements:
+            raise RankError(rank, "rank", self.nelements)
         return Point(rank, self)
 
     def rank(self, point: Mapping[str, int]) -> int:
@@ -85,7 +111,7 @@ class Extent:
         """
         self.require_all(point)
         rank = 0
-        for label, size in zip(self.labels, self.shape, strict=True):
+        for label, size in zip(self.names, self.shape, strict=True):
             index = point[label]
             if not 0 <= index < size:
                 raise RankError(index, label, size)
@@ -94,18 +120,18 @@ class Extent:
 
     def points(self) -> Iterator[Point]:
         """All points, by rank."""
-        return (Point(rank, self) for rank in range(len(self)))
+        return (Point(rank, self) for rank in range(self.nelements))
 
     def require_all(self, given: Collection[str]) -> None:
         """Raises: UnknownAxisError if a name in ``given`` is no axis, LayoutError if an axis is not in it."""
         for label in given:
             self.axis(label)
-        for label in self.labels:
+        for label in self.names:
             if label not in given:
-                raise LayoutError(f"{label} is missing; each axis of {_assign(self.sizes)} needs a number")
+                raise LayoutError(f"{label} is missing; each axis of {_assign(self)} needs a number")
 
     def __repr__(self) -> str:
-        return f"Extent({_assign(self.sizes)})"
+        return f"Extent({_assign(self)})"
 
 
 class Point(Mapping[str, int]):
@@ -128,10 +154,10 @@ class Point(Mapping[str, int]):
         return self.rank // math.prod(shape[axis + 1 :]) % shape[axis]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.extent.labels)
+        return iter(self.extent.names)
 
     def __len__(self) -> int:
-        return len(self.extent.labels)
+        return len(self.extent.names)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Point):
@@ -145,7 +171,8 @@ class Point(Mapping[str, int]):
         return (Point, (self.rank, self.extent))
 
     def __repr__(self) -> str:
-        return f"Point({_assign(self)})"
+        coordinates = (f"{label!r}: {self[label]}/{size}" for label, size in self.extent.items())
+        return "{" + ", ".join(coordinates) + "}"
 
 
 def _whole(size: Any) -> int:

@@ -91,7 +91,7 @@ class KnownMesh:
         """Whether its ranks form a process group, rather than make their own."""
         self.joined = False
         """Whether all ranks have met since the last one came or went: form_group or prepare_group has ended well."""
-        self.axes: dict[str, int] = extent.sizes
+        self.axes: dict[str, int] = dict(extent)
         """As `mesh` and `point` on the ranks have them: those of the extent, until they are split or renamed."""
         self.stops = Stops()
         self.sources: set[str] = set()
@@ -199,7 +199,7 @@ class KnownMesh:
             for seat in (seat for here in recruits.seats.values() for seat in here):
                 known_as[seat.rank] = seat.known_as
                 workers[seat.rank] = recruits.workers[seat.known_as]
-        self.extent, self.axes = extent, extent.sizes
+        self.extent, self.axes = extent, dict(extent)
         self.place(placement)
         self.workers = {rank: worker.become(rank) for rank, worker in workers.items()}
         self.lost = {moved[rank]: error for rank, error in self.lost.items() if rank in moved}
@@ -335,9 +335,9 @@ def arrangement_of(extent: Extent, placement: Sequence[KnownHost], host: KnownHo
     """What ``host`` needs to know of ranks that are placed like this."""
     hosts = list(dict.fromkeys(placement))
     return wire.Arrangement(
-        axes=extent.labels,
+        axes=extent.names,
         sizes=extent.shape,
-        world_size=len(extent),
+        world_size=extent.nelements,
         host_rank=hosts.index(host),
         hosts=len(hosts),
         local_world_size=sum(here is host for here in placement),

@@ -69,13 +69,13 @@ class Looks:
     def ask(self, calls: list[OpenCall], recent: int = RECENT) -> None:
         """Ask all living ranks. calls: those that are open, or have just ended. recent: operations of each group."""
         mesh = self._mesh
-        alive = frozenset(range(len(mesh.extent))) - mesh.lost.keys()
+        alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()
         ended = {call.id: frozenset(call.members.ranks()) - call.waiting for call in calls}
         idle = alive.difference(*(call.waiting for call in calls))
         look = self._look = Look(self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {}, recent)
         self._calls.ask(look.id, partial(self._on_answer, look))
         inline = msgspec.msgpack.encode([recent])
-        query = wire.Query(look.id, mesh.id, "collectives", Region.of(mesh.extent.sizes).encode(), inline)
+        query = wire.Query(look.id, mesh.id, "collectives", Region.of(mesh.extent).encode(), inline)
         for host in mesh.hosts:
             if not host.lost:
                 host.send_urgent(query)

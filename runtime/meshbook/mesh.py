@@ -99,9 +99,9 @@ class HostMesh(Arranged):
         SerializationError if ``bootstrap`` cannot travel.
         """
         per_host = {"procs": 1} if per_host is None else _checked_sizes(per_host)
-        extent = Extent.of({**self.extent.sizes, **per_host})
-        if len(extent.sizes) != len(self.extent.sizes) + len(per_host):
-            raise UsageError(f"the hosts have the axes {list(self.extent.sizes)} already; name the others otherwise.")
+        extent = Extent.of({**self.extent, **per_host})
+        if len(extent) != len(self.extent) + len(per_host):
+            raise UsageError(f"the hosts have the axes {self.extent.labels} already; name the others otherwise.")
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
         if bootstrap is not None:
@@ -111,8 +111,8 @@ class HostMesh(Arranged):
         hosts = self._await_hosts()
         placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
         mesh = KnownMesh(self._controller.next_id(), name, extent, placement, recipe)
-        mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group, self.extent.labels
-        procs = ProcMesh(self._controller, mesh, Region.of(extent.sizes))
+        mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group, self.extent.names
+        procs = ProcMesh(self._controller, mesh, Region.of(extent))
         try:
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
             (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
@@ -213,7 +213,7 @@ def _start_hosts(sizes: Mapping[str, int], launcher: Launcher, *, serves_all: bo
     controller = _the_controller()
     extent = Extent.of(sizes)
     hosts = _launch(controller, launcher, math.prod(extent.shape), serves_all)
-    return HostMesh(controller, hosts, Region.of(extent.sizes))
+    return HostMesh(controller, hosts, Region.of(extent))
 
 
 def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[KnownHost]:
@@ -360,7 +360,7 @@ def own_meshes() -> list[ProcMesh]:
         procs
         for controller in _controllers()
         for known in controller.known_meshes()
-        if (procs := ProcMesh(controller, known, Region.of(known.extent.sizes))).alive
+        if (procs := ProcMesh(controller, known, Region.of(known.extent))).alive
     ]
 
 

@@ -105,7 +105,7 @@ class ProcMesh(Arranged):
 
     def base(self) -> ProcMesh:
         """The whole mesh that this is a view of."""
-        return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.extent.sizes))
+        return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.extent))
 
     def as_on_ranks(self) -> ProcMesh:
         """The whole mesh with the axes that `mesh` and `point` have on the ranks; see `set_axes`."""
@@ -175,7 +175,7 @@ class ProcMesh(Arranged):
         """
         name = getattr(function, "__name__", "a function")
         if (source := source_of(function, self._mesh.sources)) is not None:
-            self._controller.tell_ranks(self._mesh, "learn_source", range(len(self._mesh.extent)), source)
+            self._controller.tell_ranks(self._mesh, "learn_source", range(self._mesh.extent.nelements), source)
         try:
             return self._call("invoke", (function, *args), kwargs, what=name)
         except SerializationError:  # once more, to say which argument it was
@@ -223,14 +223,14 @@ class ProcMesh(Arranged):
 
         The group spans the whole mesh, so that is who takes part. Raises: RankError, LayoutError on a partial view.
         """
-        if len(self) != len(self._mesh.extent):
+        if len(self) != self._mesh.extent.nelements:
             raise LayoutError("broadcast runs in the mesh's process group: call it on the whole mesh, not on a slice.")
         self._members.point(src)
         return self._call("broadcast", (name, src), what=f"broadcast of {name}")
 
     def set_axes(self) -> Future[ValueMesh[None]]:
         """Rebind ``mesh`` and ``point`` on the ranks to the axes of this view, which must cover the whole mesh."""
-        if self.ranks != tuple(range(len(self._mesh.extent))):
+        if self.ranks != tuple(range(self._mesh.extent.nelements)):
             raise LayoutError("only a view of the whole mesh, in rank order, can become the ranks' axes.")
         self._mesh.axes = self.sizes
         return self._call("set_axes", (tuple(self.sizes), tuple(self.sizes.values())), what="the axes")

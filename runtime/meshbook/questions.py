@@ -35,7 +35,7 @@ def look(asker: Asker, mesh: KnownMesh, ranks: Iterable[int], endpoint: str, tim
     ranks = sorted(ranks)
     if not ranks:
         return {}
-    answers = asker.query(mesh.id, endpoint, Region.of(mesh.extent.sizes).select(ranks), timeout_s)
+    answers = asker.query(mesh.id, endpoint, Region.of(mesh.extent).select(ranks), timeout_s)
     return {**answers, **explain_silence(asker, mesh, [rank for rank in ranks if rank not in answers])}
 
 
@@ -78,7 +78,7 @@ def ask_agents(
     ranks = sorted(ranks)
     if not ranks:
         return []
-    members = Region.of(mesh.extent.sizes).select(ranks).encode()
+    members = Region.of(mesh.extent).select(ranks).encode()
     hosts = {mesh.host_of(rank) for rank in ranks}
     return ask_hosts(asker, hosts, lambda id, _host: question(id, members), timeout_s)
 
@@ -141,7 +141,7 @@ def first_answer(
         host = mesh.host_of(rank)
         asker.expect_answers(id, on_answer)
         if not host.lost:
-            members = Region.of(mesh.extent.sizes).select([rank]).encode()
+            members = Region.of(mesh.extent).select([rank]).encode()
             host.send_urgent(wire.Query(id, mesh.id, endpoint, members, inline))
 
     try:

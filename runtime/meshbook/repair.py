@@ -115,7 +115,7 @@ class Repair:
                 self.run_setup(tuple(sorted(new)), setup)
         done = len(setup) if new else 0
         seconds = time.monotonic() - began
-        world_size = len(self._mesh.extent)
+        world_size = self._mesh.extent.nelements
         return Repaired(self._mesh.name, tuple(sorted(new)), tuple(self._new_hosts), joined, world_size, done, seconds)
 
     # ---- steps ----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Repair:
         assert isinstance(future, CallFuture)
         try:
             self._wait_for_ranks(future)
-            if mesh.axes != mesh.extent.sizes:
+            if mesh.axes != dict(mesh.extent):
                 procs.as_on_ranks().set_axes().get(JOIN_TIMEOUT_S)
         except BaseException as error:
             future.end_on_ranks(1.0)  # those that wait for the dead come back

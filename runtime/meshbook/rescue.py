@@ -116,7 +116,7 @@ class GroupRescue:
 
     def send(self, call: OpenCall, transmit: Callable[[], None]) -> None:
         """Send a new call to the ranks now, or when those that it shares with a failed call are back."""
-        if len(call.members) < len(self._mesh.extent):
+        if len(call.members) < self._mesh.extent.nelements:
             self._mismatches.suspect(call, time.monotonic())
         if self._must_queue(call, self._held):
             self._held[call.id] = (call, transmit)
@@ -369,9 +369,9 @@ class GroupRescue:
 
     def _tell_to_abort(self, reason: str, spare: Collection[int], groups: Collection[str] = ()) -> None:
         mesh = self._mesh
-        target = [rank for rank in range(len(mesh.extent)) if rank not in mesh.lost and rank not in spare]
+        target = [rank for rank in range(mesh.extent.nelements) if rank not in mesh.lost and rank not in spare]
         if target:
-            encoded = Region.of(mesh.extent.sizes).select(target).encode()
+            encoded = Region.of(mesh.extent).select(target).encode()
             self._send_urgent(wire.AbortGroups(mesh.id, encoded, self._next_id(), reason, tuple(groups)))
 
     # ---- forming --------------------------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ class GroupRescue:
         self._look_at = time.monotonic() + LATE_S
         call.future.add_done_callback(lambda _: self._on_formed(call, epoch))
         self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1, tuple(groups)))
-        if mesh.axes != mesh.extent.sizes and math.prod(mesh.axes.values()) == len(mesh.extent):
-            self._name_axes(Region.of(mesh.extent.sizes))
+        if mesh.axes != dict(mesh.extent) and math.prod(mesh.axes.values()) == mesh.extent.nelements:
+            self._name_axes(Region.of(mesh.extent))
         self.release()
 
     def form_if_free(self, look: Look | None = None) -> None:
@@ -407,7 +407,7 @@ class GroupRescue:
             if self._only and not self._find_others(look):
                 self._look_at = time.monotonic()
                 return
-            members = Region.of(self._mesh.extent.sizes)
+            members = Region.of(self._mesh.extent)
             future: Future[Any] = Future()
             call = forming_call(self._next_id(), self._mesh.id, members, future)
             self.form(call, time.monotonic() + FORM_S, self._only)

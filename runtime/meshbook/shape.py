@@ -9,7 +9,7 @@ members of a mesh and arranges them anew, but each keeps its base rank. hosts=2,
     hosts 0 |     0   1   2   3   hosts 0 |   0   2                   dp 0 |  4   5
           1 |     4   5   6   7         1 |   4   6                      1 |  6   7
 
-    Slice   (0, (2, 4), (4, 1))           (0, (2, 2), (4, 2))                (4, (2, 2), (2, 1))
+    Piece   (0, (2, 4), (4, 1))           (0, (2, 2), (4, 2))                (4, (2, 2), (2, 1))
             offset, sizes, strides: member (i, j) has base rank  offset + i * strides[0] + j * strides[1]
 
 A `Region` is such an affine view: a few short tuples, however many ranks. A `Picked` is any other choice
@@ -28,13 +28,13 @@ from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
-from meshbook.affine import Slice, dense, fit, group
+from meshbook.affine import Piece, dense, fit, group
 from meshbook.errors import LayoutError, RankError
 from meshbook.extent import Extent, Point, check_names
 from meshbook.indexing import Choice, Index, infer_sizes, parse_size, refuse_twice, resolve, resolve_list
 from meshbook.wording import format_sizes, format_some_ranks
 
-__all__ = ["Choice", "Extent", "Index", "Members", "Picked", "Point", "Region", "Slice", "arrange"]
+__all__ = ["Choice", "Extent", "Index", "Members", "Picked", "Piece", "Point", "Region", "arrange"]
 
 _SHOWN_CHARS = 60
 """How much of a list of ranks a message shows."""
@@ -54,7 +54,7 @@ class Members(ABC):
         """The position of base rank ``rank`` in C order, or None if it is no member."""
 
     @abstractmethod
-    def encode(self) -> tuple[Slice, ...]:
+    def encode(self) -> tuple[Piece, ...]:
         """Few slices whose ranks, one after the other, are those of `ranks`."""
 
     @abstractmethod
@@ -68,12 +68,12 @@ class Members(ABC):
     @property
     def labels(self) -> tuple[str, ...]:
         """The axis names, in order."""
-        return self.extent.labels
+        return self.extent.names
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in axis order."""
-        return self.extent.sizes
+        return dict(self.extent)
 
     def size(self, axes: str | Iterable[str] | None = None) -> int:
         """The size of an axis, or the product over several, or over all.
@@ -84,7 +84,7 @@ class Members(ABC):
         return math.prod(self.extent.size(label) for label in labels)
 
     def __len__(self) -> int:
-        return len(self.extent)
+        return self.extent.nelements
 
     def has(self, rank: int) -> bool:
         """Whether base rank ``rank`` is a member."""
@@ -216,13 +216,13 @@ class Members(ABC):
 
 @dataclass(frozen=True)
 class Region(Members):
-    """An affine view: axis names and the `Slice` of base ranks that they index. O(axes) in every respect.
+    """An affine view: axis names and the `Piece` of base ranks that they index. O(axes) in every respect.
 
     Raises: LayoutError if the names and sizes make no extent, or the strides reach a rank twice.
     """
 
     names: tuple[str, ...]
-    layout: Slice
+    layout: Piece
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extent", Extent(self.names, self.layout.sizes))
@@ -230,7 +230,7 @@ class Region(Members):
             raise LayoutError(f"axes overlap in {self.layout}; a stride must exceed all that lies inside it")
         offset, sizes, strides = self.layout
         used = tuple(stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True))
-        object.__setattr__(self, "layout", Slice(offset, sizes, used))  # so that equal views are equal
+        object.__setattr__(self, "layout", Piece(offset, sizes, used))  # so that equal views are equal
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Region:
@@ -241,7 +241,7 @@ class Region(Members):
     def build(cls, offset: int, axes: Sequence[tuple[str, int, int]]) -> Region:
         """The region with these axes, each as (name, size, stride)."""
         names, sizes, strides = zip(*axes, strict=True) if axes else ((), (), ())
-        return cls(names, Slice(offset, sizes, strides))
+        return cls(names, Piece(offset, sizes, strides))
 
     def axes(self) -> list[tuple[str, int, int]]:
         """(name, size, stride) of each axis, in order."""
@@ -253,7 +253,7 @@ class Region(Members):
     def find(self, rank: int) -> int | None:
         return self.layout.find(rank)
 
-    def encode(self) -> tuple[Slice, ...]:
+    def encode(self) -> tuple[Piece, ...]:
         return (self.layout,)
 
     def _places(self) -> Region:
@@ -265,7 +265,7 @@ class Region(Members):
 
 @dataclass(frozen=True)
 class Picked(Members):
-    """Members that no single `Slice` describes: an extent and the base rank of each point, in C order."""
+    """Members that no single `Piece` describes: an extent and the base rank of each point, in C order."""
 
     extent: Extent
     members: tuple[int, ...]
@@ -276,7 +276,7 @@ class Picked(Members):
     def find(self, rank: int) -> int | None:
         return self._positions.get(rank)
 
-    def encode(self) -> tuple[Slice, ...]:
+    def encode(self) -> tuple[Piece, ...]:
         return group(self.members)
 
     @cached_property
@@ -284,7 +284,7 @@ class Picked(Members):
         return {rank: position for position, rank in enumerate(self.members)}
 
     def _places(self) -> Region:
-        return Region(self.extent.labels, dense(self.extent.shape))
+        return Region(self.extent.names, dense(self.extent.shape))
 
     def _at(self, places: Region) -> Members:
         return arrange(places.extent, [self.members[place] for place in places.ranks()])
@@ -293,4 +293,4 @@ class Picked(Members):
 def arrange(extent: Extent, ranks: Sequence[int]) -> Members:
     """The members ``ranks`` (distinct, in C order) laid out as ``extent``; a `Region` if one fits."""
     layout = fit(extent.shape, ranks)
-    return Picked(extent, tuple(ranks)) if layout is None else Region(extent.labels, layout)
+    return Picked(extent, tuple(ranks)) if layout is None else Region(extent.names, layout)

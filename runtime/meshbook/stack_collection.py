@@ -34,7 +34,7 @@ class StackQuestion(NamedTuple):
 
 def collect_stacks(asker: Asker, mesh: KnownMesh, members: Members, ask: StackQuestion) -> MeshStacks:
     """The stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of the verdict."""
-    everyone = Region.of(mesh.extent.sizes)
+    everyone = Region.of(mesh.extent)
     wanted = [rank for rank in members.ranks() if rank not in mesh.lost]
     answers = {
         rank: msgspec.convert(told, RankTold)
@@ -116,7 +116,7 @@ def _ask_lines(
     users = [place for place, frame in lines.items() if frame.kind == USER]
     if not users or not helpers:
         return lines
-    some = Region.of(mesh.extent.sizes).select(sorted(helpers)[:HELPERS])
+    some = Region.of(mesh.extent).select(sorted(helpers)[:HELPERS])
     for told in asker.query(mesh.id, "source_lines", some, LINES_S, (users,)).values():
         known: list[Any] = msgspec.convert(told, list[Frame]) if not isinstance(told, str) else []
         lines.update({place: frame for place, frame in zip(users, known, strict=False) if frame.source})

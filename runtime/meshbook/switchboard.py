@@ -357,7 +357,7 @@ class Switchboard:
 
     def _hold_deadlines(self, mesh: KnownMesh) -> None:
         held = msgspec.msgpack.encode([bool(mesh.stops)])
-        query = wire.Query(self._next_id(), mesh.id, "hold_deadlines", Region.of(mesh.extent.sizes).encode(), held)
+        query = wire.Query(self._next_id(), mesh.id, "hold_deadlines", Region.of(mesh.extent).encode(), held)
         for host in mesh.hosts:
             if not host.lost:
                 host.send_urgent(query)

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from meshbook.arranged import Arranged
-from meshbook.errors import LayoutError
+from meshbook.errors import LayoutError, RankError
+from meshbook.ndslice import Shape
 from meshbook.shape import Members, Point
 from meshbook.wording import format_sizes, format_some_ranks
 
@@ -27,15 +28,38 @@ class ValueMesh(Arranged, Generic[T]):
 
     __slots__ = ("_values",)
 
-    def __init__(self, members: Members, values: Iterable[T]) -> None:
+    def __init__(self, shape: Shape | Members, values: Iterable[T]) -> None:
         """values: one for each member, in C order.
 
         Raises: LayoutError if there are more or fewer.
         """
+        members = shape.members if isinstance(shape, Shape) else shape
         super().__init__(members)
         self._values: list[T | _Lazy[T]] = list(values)
         if len(self._values) != len(members):
             raise LayoutError(f"{len(self._values)} values for the {len(members)} members of {members.extent}")
+
+    @classmethod
+    def from_indexed(cls, shape: Shape | Members, pairs: Iterable[tuple[int, T]]) -> ValueMesh[T]:
+        """Of (position, value), in any order; of several for a position the last one counts.
+
+        position: in C order, from 0. Raises: RankError for one outside, LayoutError if one is missing.
+        """
+        members = shape.members if isinstance(shape, Shape) else shape
+        found: dict[int, T] = {}
+        for position, value in pairs:
+            if not 0 <= position < len(members):
+                raise RankError(position, "position", len(members))
+            found[position] = value
+        missing = [position for position in range(len(members)) if position not in found]
+        if missing:
+            raise LayoutError(f"no values for the positions {missing} of {members.extent}")
+        return cls(members, [found[position] for position in range(len(members))])
+
+    @property
+    def shape(self) -> Shape:
+        """The ranks and the names of the axes. Raises: LayoutError where no slice describes the ranks."""
+        return Shape.of(self._members)
 
     @classmethod
     def lazy(cls, members: Members, loaders: Iterable[Callable[[], T]]) -> ValueMesh[T]:
@@ -144,6 +168,8 @@ def _load(value: T | _Lazy[T]) -> T:
 def _equal(left: Any, right: Any) -> bool:
     if left is right:
         return True
+    if isinstance(left, ValueMesh):
+        return bool(left == right)
     if getattr(left, "shape", None) != getattr(right, "shape", None):
         return False
     same = left == right

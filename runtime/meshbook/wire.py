@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from meshbook.shape import Slice
+from meshbook.shape import Piece
 from meshbook.store import StoreOp, StoreResult
 from meshbook.wording import utf8_text
 
@@ -26,7 +26,7 @@ PROTOCOL_VERSION = 1
 CHUNK_BYTES = 1 << 20
 """Payloads that cross hosts travel in pieces of this size on the bulk lane."""
 
-Target: TypeAlias = tuple[Slice, ...]
+Target: TypeAlias = tuple[Piece, ...]
 
 
 def target_has(target: Target, rank: int) -> bool:

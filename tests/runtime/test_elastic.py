@@ -178,20 +178,20 @@ def test_a_recruit_that_fails_leaves_the_mesh_as_it_was(tmp_path: object, monkey
 def placed(draw: st.DrawFn) -> tuple[Extent, list[str]]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     extent = Extent(tuple("abc"[: len(sizes)]), tuple(sizes))
-    host_axis = draw(st.sampled_from([None, *extent.labels]))
+    host_axis = draw(st.sampled_from([None, *extent.names]))
     return extent, [f"host{point[host_axis] if host_axis else 0}" for point in extent.points()]
 
 
 @given(placed(), st.data())
 def test_whoever_stays_keeps_its_point_and_its_host(where: tuple[Extent, list[str]], data: st.DataObject) -> None:
     extent, placement = where
-    more = data.draw(st.dictionaries(st.sampled_from(extent.labels), st.integers(1, 2), min_size=1))
+    more = data.draw(st.dictionaries(st.sampled_from(extent.names), st.integers(1, 2), min_size=1))
     plan = plan_growth(extent, placement, more, ())
-    assert plan.extent.sizes == {axis: size + more.get(axis, 0) for axis, size in extent.sizes.items()}
+    assert dict(plan.extent) == {axis: size + more.get(axis, 0) for axis, size in extent.items()}
     for before, after in plan.moved.items():
         assert dict(extent.point(before)) == dict(plan.extent.point(after))
         assert placement[before] == plan.placement[after]
-    assert len(plan.moved) == len(extent) and len(plan.placement) == len(plan.extent)
+    assert len(plan.moved) == extent.nelements and len(plan.placement) == plan.extent.nelements
     spans_hosts = any(counts_hosts(extent, placement, axis, ()) for axis in more)
     assert any(isinstance(host, NewHost) for host in plan.placement) == spans_hosts
 
@@ -199,13 +199,13 @@ def test_whoever_stays_keeps_its_point_and_its_host(where: tuple[Extent, list[st
 @given(placed(), st.data())
 def test_the_dead_go_first(where: tuple[Extent, list[str]], data: st.DataObject) -> None:
     extent, placement = where
-    axis = data.draw(st.sampled_from(extent.labels))
+    axis = data.draw(st.sampled_from(extent.names))
     if extent.size(axis) == 1:
         return
-    dead = data.draw(st.integers(0, len(extent) - 1))
+    dead = data.draw(st.integers(0, extent.nelements - 1))
     plan = plan_shrinkage(extent, placement, {axis: 1}, {dead})
     assert dead not in plan.moved
-    assert sorted(plan.moved.values()) == list(range(len(plan.extent)))
+    assert sorted(plan.moved.values()) == list(range(plan.extent.nelements))
     assert [placement[before] for before in plan.moved] == list(plan.placement)
 
 

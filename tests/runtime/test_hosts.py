@@ -55,7 +55,7 @@ def test_hosts_can_be_sliced_and_a_part_of_them_spawns_procs() -> None:
     try:
         racks = hosts.split(hosts=("racks", "hosts"), racks=2)
         assert racks.sizes == {"racks": 2, "hosts": 2} and len(racks) == 4 and racks.size("racks") == 2
-        assert racks.rename(racks="rows").extent.labels == ("rows", "hosts")
+        assert racks.rename(racks="rows").extent.names == ("rows", "hosts")
         assert racks.flatten("all").sizes == {"all": 4}
         assert repr(racks) == "HostMesh(racks=2, hosts=2)"
         last = racks.slice(racks=1)

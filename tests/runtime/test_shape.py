@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshbook.errors import LayoutError, RankError, ShapeError, UnknownAxisError, UsageError
-from meshbook.shape import Extent, Members, Picked, Point, Region, Slice, arrange
+from meshbook.shape import Extent, Members, Picked, Piece, Point, Region, arrange
 
 NAMES = ("hosts", "gpus", "dp", "tp")
 
@@ -159,8 +159,8 @@ def test_views_survive_pickling_and_copying(members: Members) -> None:
 @quick
 def test_rank_and_point_are_inverse(members: Region) -> None:
     extent = members.extent
-    assert [extent.rank(point) for point in extent.points()] == list(range(len(extent)))
-    expected = [dict(zip(extent.labels, index, strict=True)) for index in product(*map(range, extent.shape))]
+    assert [extent.rank(point) for point in extent.points()] == list(range(extent.nelements))
+    expected = [dict(zip(extent.names, index, strict=True)) for index in product(*map(range, extent.shape))]
     assert [dict(point) for point in extent.points()] == expected
 
 
@@ -186,7 +186,7 @@ def test_encoding_of_ten_thousand_ranks_is_a_few_bytes() -> None:
 
 def test_slices_cross_the_wire_as_they_are() -> None:
     parts = Region.of({"gpus": 8}).pick(gpus=[0, 1, 5]).encode()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=tuple[Slice, ...]) == parts
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=tuple[Piece, ...]) == parts
 
 
 def test_an_affine_pick_is_a_region() -> None:
@@ -215,7 +215,7 @@ def test_a_point_is_a_mapping_that_knows_its_extent() -> None:
     assert (point.rank, point.size("gpus"), "tp" in point, point.get("tp")) == (6, 4, False, None)
     assert point != Region.of({"hosts": 3, "gpus": 4}).point(6)
     assert point in {pickle.loads(pickle.dumps(point))}
-    assert repr(point) == "Point(hosts=1, gpus=2)"
+    assert repr(point) == "{'hosts': 1/2, 'gpus': 2/4}"
     with pytest.raises(UnknownAxisError, match='Did you mean "gpus"'):
         point["gpu"]
 
@@ -314,8 +314,8 @@ def test_messages_about_large_views_stay_short() -> None:
         (lambda: Extent(("a",), (0,)), 'axis "a" has size 0'),
         (lambda: Extent(("a",), (1, 2)), "do not fit"),
         (lambda: Extent(("class",), (1,)), "cannot name an axis"),
-        (lambda: Region(("a", "b"), Slice(0, (2, 2), (1, 1))), "axes overlap"),
-        (lambda: Region(("a",), Slice(0, (2,), (-1,))), "axes overlap"),
+        (lambda: Region(("a", "b"), Piece(0, (2, 2), (1, 1))), "axes overlap"),
+        (lambda: Region(("a",), Piece(0, (2,), (-1,))), "axes overlap"),
     ],
 )
 def test_impossible_shapes_are_refused(make: Any, text: str) -> None:

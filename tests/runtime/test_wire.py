@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook import wire
-from meshbook.shape import Region, Slice
+from meshbook.shape import Piece, Region
 from meshbook.store import StoreOp, StoreResult
 
 DECODERS: dict[str, Any] = {
@@ -24,8 +24,8 @@ DECODERS: dict[str, Any] = {
 def _example(kind: Any) -> Any:
     """A value of a field's type that is not its default."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind in (Slice,):
-        return Slice(3, (2, 2), (4, 1))
+    if kind in (Piece,):
+        return Piece(3, (2, 2), (4, 1))
     if kind is wire.SegmentRef:
         return wire.SegmentRef(12, 5, 7, 4096, ((0, 10), (4096, 20)))
     if kind is StoreOp:
@@ -56,7 +56,7 @@ def test_every_message_round_trips(side: str, message: Any) -> None:
 
 def test_bytes_of_protocol_1_are_still_understood() -> None:
     call = wire.decode_to_host(bytes.fromhex("98a463616c6c0703a6696e766f6b65919300910491010cc0c0"))
-    assert call == wire.Call(7, 3, "invoke", (Slice(0, (4,), (1,)),), 12)
+    assert call == wire.Call(7, 3, "invoke", (Piece(0, (4,), (1,)),), 12)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 35))

@@ -45,7 +45,8 @@ from meshbook.actor.rdma_buffer import RDMABuffer
 from meshbook.actor.sending import Accumulator, as_endpoint, send
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.future import Future
-from meshbook.shape import Extent, Point, Slice
+from meshbook.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
+from meshbook.shape import Extent, Point
 from meshbook.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ __all__ = [
     "Future",
     "HostMesh",
     "MeshFailure",
+    "MeshTrait",
+    "NDSlice",
     "NoEndpointError",
     "Point",
     "Port",
@@ -80,6 +83,8 @@ __all__ = [
     "ProcsStoppedError",
     "RDMABuffer",
     "ReloadError",
+    "Shape",
+    "ShapeExt",
     "Slice",
     "SupervisionError",
     "UnhandledFault",

@@ -96,7 +96,7 @@ def current_rank() -> Point:
 
 def current_size() -> dict[str, int]:
     """The axes of the mesh, or slice, that was called."""
-    return context().message_rank.extent.sizes
+    return dict(context().message_rank.extent)
 
 
 def current_actor_name() -> str:

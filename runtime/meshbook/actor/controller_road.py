@@ -99,7 +99,7 @@ class ControllerRoad:
             members,
             pickled,
             what=what,
-            output=source(ProcMesh(self._controller, known, Region.of(known.extent.sizes))) if source else None,
+            output=source(ProcMesh(self._controller, known, Region.of(known.extent))) if source else None,
             on_reply=on_reply,
             fail_fast=fail_fast,
             mailbox=mailbox,
