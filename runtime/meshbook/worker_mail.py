@@ -148,6 +148,12 @@ class WorkerMail:
         """In a forked child: let go of the socket, which is its parent's."""
         self._channel.close()
 
+    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Answer) -> None:
+        """Answer the open calls that nobody else will answer any more. Any thread."""
+        for letter in list(self._letters.values()):
+            if is_meant(letter.call):
+                letter.reply(answer)
+
     def _reply(self, call: wire.Call, answer: Answer, duration_s: float) -> None:
         """On any thread: send an answer."""
         forks.refuse_inherited(self._generation)

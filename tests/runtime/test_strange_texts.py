@@ -12,7 +12,7 @@ import pytest
 
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
-from meshbook.errors import CallFailed
+from meshbook.errors import CallFailed, MeshError
 from meshbook.output_events import DisplayData, OutputEvent, StreamText
 
 BAD = "caf\udce9 \ud83d"
@@ -112,3 +112,26 @@ def test_actors(mesh4: ProcMesh) -> None:
     assert odd.echo.call(BAD).get(10).values() == [BAD] * 4
     assert {state.name for state in mesh4.actors()} == {SHOWN}
     odd.stop().get(10)
+
+
+def _break_actors() -> None:
+    from meshbook.actor.actor_host import ActorHost
+
+    def fault(*args: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    ActorHost._finish = fault  # type: ignore[assignment, method-assign]
+
+
+def test_an_actor_whose_thread_ends_by_a_fault_of_ours_leaves_nobody_waiting(mesh2: ProcMesh) -> None:
+    odd = mesh2.spawn("odd", Odd)
+    odd.echo.call("before").get(20)
+    mesh2.execute(_break_actors).get(20)
+    held = [odd.echo.call("held") for _ in range(5)]
+    new = mesh2.spawn("new", Odd)
+    with pytest.raises(ActorError, match="by a fault of meshbook: RuntimeError"):
+        held[0].get(20)
+    for future in (*held, odd.echo.call("later"), new.echo.call("made by a broken thread")):
+        with pytest.raises(MeshError):
+            future.get(20)
+    assert mesh2.run("1").get(20).values() == [1, 1]

@@ -23,6 +23,7 @@ from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.answers import Answer
 from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.mailboxes import LoadArgs, Mailbox, Mailboxes, Reply
+from meshbook.own_faults import tell
 from meshbook.side_threads import run_aside
 from meshbook.whereabouts import users_place
 
@@ -208,9 +209,22 @@ class ActorDesk:
                 return
         print(failure.report(), flush=True)
 
-    def actor_ended(self, host: ActorHost) -> None:
+    def actor_ended(self, host: ActorHost, fault: BaseException | None) -> None:
         self._hosts.pop(host.mailbox, None)
+        if fault is not None:
+            self._give_up_calls(host, fault)
         self._answer_end(host, _ENDED)
+
+    def _give_up_calls(self, host: ActorHost, fault: BaseException) -> None:
+        """Nobody is left to answer what an actor holds. Closed first, so that nothing comes behind this."""
+        tell(fault, f'the thread of the actor "{host.name}"')
+        why = f'the thread of the actor "{host.name}" has ended by a fault of meshbook: {fault!r}'
+        self._mailboxes.close(host.mailbox, why)
+        spawn = f"{host.mailbox}:"
+        self._worker.mail.give_up(
+            lambda call: call.mailbox == host.mailbox or (call.mailbox == DESK and call.endpoint.startswith(spawn)),
+            Answer(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
+        )
 
 
 def _why_stopped(host: ActorHost) -> str:

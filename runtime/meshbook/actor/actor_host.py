@@ -160,6 +160,7 @@ class ActorHost:
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is the main thread's
         self.gate = ThreadGate()
+        fault: BaseException | None = None
         try:
             first = self._inbox.get()
             if first is not None:
@@ -169,13 +170,15 @@ class ActorHost:
                     self._serve_in_loop()
                 else:
                     self._serve()
+        except BaseException as error:  # a fault of ours: what user code raises is an answer
+            fault = error
         finally:
             self.served = True
             self._actor = None  # files that it holds are closed now
             self.belongings.stop()
             self.gate.end()
             self._made.set_result(self._closed())
-            self._surroundings.actor_ended(self)
+            self._surroundings.actor_ended(self, fault)
 
     def _make(self, message: Message) -> Answer:
         """The actor itself; the payload: the view's labels, its owner, its source, its class, its arguments."""

@@ -42,7 +42,7 @@ class Surroundings(Protocol):
     def tell_owner(self, host: ActorHost, failure: MeshFailure) -> None:
         """Something failed for which nobody waits."""
 
-    def actor_ended(self, host: ActorHost) -> None:
+    def actor_ended(self, host: ActorHost, fault: BaseException | None) -> None:
         """The thread of an actor ends."""
 
 
