@@ -23,6 +23,7 @@ from benchmarks.faults.document import write
 from benchmarks.faults.endurance import run_calls, run_flood
 from benchmarks.faults.faults import Campaign
 from benchmarks.faults.findings import Findings
+from benchmarks.faults.forks import run_forks
 from benchmarks.faults.kernels import run_kernels
 from benchmarks.faults.large import run_large
 from benchmarks.faults.links import run_links
@@ -75,6 +76,7 @@ COUNTED: dict[str, Counted] = {
     "beside": Counted(tiny=16, short=30, long=200, run=run_beside),
     "retries": Counted(tiny=8, short=20, long=1000, run=run_retries),
     "large": Counted(tiny=12, short=30, long=300, run=run_large),
+    "forks": Counted(tiny=12, short=60, long=600, run=run_forks),
     "texts": Counted(tiny=40, short=100, long=1000, run=run_texts),
 }
 """Campaigns by name; `--count NAME=N` overrides their size."""

@@ -197,12 +197,14 @@ class InterruptGate:
             _set_signal(signal.SIGINT, self._on_sigint)
 
     def after_fork(self) -> None:
-        """In a forked child SIGINT is as in any process of Python; a handler that user code has set stays."""
+        """In a forked child SIGINT is as in any process of Python; a handler that user code has set stays.
+
+        A child that an actor's thread has forked keeps SIGINT blocked, as that thread does: interrupts of cells are not
+        meant for it.
+        """
         signal.signal, signal.getsignal = _set_signal, _get_signal
         if _get_signal(signal.SIGINT) == self._on_sigint:
             _set_signal(signal.SIGINT, self._handler or signal.default_int_handler)
-        if threading.get_ident() != self._main:  # forked by a thread that kept it away
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class _Shield:
