@@ -65,6 +65,8 @@ class ForkCampaign:
         if in_actor != "interrupt":
             self.findings.count(f"{in_actor} (actor)")
             told = self.forkers.fork.call(in_actor, -number, hold_s, _data(-number))
+            if "closes" in (in_cell, in_actor):  # whoever opens a file meanwhile gets the number
+                told.get(DEADLINE_S)
         cell = self.mesh.start_cell(CELL.format(kind=in_cell, number=number, hold_s=hold_s), on_output=events.append)
         cell.future.get(DEADLINE_S)
         for rank, found in enumerate(self.mesh.pull("found").get(DEADLINE_S).values()):

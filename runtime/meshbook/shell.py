@@ -298,11 +298,14 @@ class RankShell:
             stream.mark(mark)
 
     def flush(self) -> None:
-        """Show pending figures, write out all text, and open stdout and stderr again if user code has closed them."""
+        """Show pending figures, then write out all text."""
         backend = sys.modules.get("matplotlib_inline.backend_inline")
         if backend is not None:
             backend.flush_figures()
         self.flush_text()
+
+    def reopen(self) -> None:
+        """Open stdout and stderr again if user code has closed them."""
         for stream in self._streams:
             stream.reopen()
 

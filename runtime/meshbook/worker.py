@@ -204,6 +204,7 @@ class Worker:
             self.current = None
         self.end_child(answer.failure)
         self.shell.flush()
+        self.shell.reopen()
         duration_s = time.monotonic() - started
         self._was_long = duration_s > LONG_CALL_S
         self._reply(call.id, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s)
