@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from meshbook import forks, wire
+from meshbook.addresses import in_endpoint, loopback_address
 from meshbook.adoption import Adoption
 from meshbook.calls import CallFuture, OnReply, OpenCall
 from meshbook.errors import WorkerLost
@@ -163,7 +164,7 @@ class Controller:
     def _ip(self) -> str:
         """Where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
         tcp = [end for end in self.folder.state.endpoints.values() if end.startswith("tcp://")]
-        return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else "127.0.0.1"
+        return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else in_endpoint(loopback_address())
 
     def bind_again(self, address: str, endpoint: str) -> None:
         """Listen where the former controller did. Raises: OSError."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshbook import wire
+from meshbook.addresses import family_of, in_endpoint
 from meshbook.affine import group
 from meshbook.away_calls import AwayCalls
 from meshbook.event_loop import EventLoop
@@ -188,10 +189,10 @@ class HostedPeers:
             return proposed
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         host = host.strip("[]")
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
             probe.connect((host, int(port)))  # sends nothing: it only chooses the interface
             own = str(probe.getsockname()[0])
-        return f"[{own}]" if ":" in own else own
+        return in_endpoint(own)
 
     def on_lost(self, message: wire.PeerLost) -> None:
         """A host is lost."""

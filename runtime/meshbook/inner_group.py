@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook import gloo_aborts
+from meshbook.addresses import own_address
 from meshbook.group_use import Failures, Users
 from meshbook.guarded_work import Guard, PeerWork
 from meshbook.side_threads import Lane, run_aside
@@ -268,6 +269,8 @@ def connects_at_once() -> bool:
 def _gloo_devices() -> list[Any]:
     """A device per interface, as torch chooses them."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names and ":" in (own := own_address()):  # torch's default would fall back to 127.0.0.1
+        return [dist.ProcessGroupGloo.create_device(hostname=own)]
     if not names:
         return [dist.ProcessGroupGloo.create_default_device()]
     return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]

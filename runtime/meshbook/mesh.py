@@ -14,6 +14,7 @@ from meshbook.actor.actor_group import forget_session
 from meshbook.actor.controller_road import ControllerRoad
 from meshbook.actor.roads import Place, Road, add_road, remove_road, road_of, set_own_road
 from meshbook.actor.root_desk import RootDesk
+from meshbook.addresses import in_endpoint, loopback_address
 from meshbook.arranged import Arranged
 from meshbook.attachment import Attachment, attach_session, find_session, new_controller
 from meshbook.attendance import Attendant, ConsoleAttendant
@@ -217,7 +218,8 @@ def _start_hosts(sizes: Mapping[str, int], launcher: Launcher, *, serves_all: bo
 
 
 def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[KnownHost]:
-    address = "tcp://127.0.0.1:*" if launcher.transport == "tcp" else f"ipc://{controller.folder.path}/control"
+    tcp, ipc = f"tcp://{in_endpoint(loopback_address())}:*", f"ipc://{controller.folder.path}/control"
+    address = tcp if launcher.transport == "tcp" else ipc
     endpoint = controller.endpoint(address)
     tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
     hosts, saved = [], {}

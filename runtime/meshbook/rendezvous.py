@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch.distributed import DistStoreError
 
-from meshbook.addresses import own_address
+from meshbook.addresses import loopback_address, own_address
 from meshbook.link_store import LinkStore
 from meshbook.wording import name_ranks
 
@@ -106,4 +106,4 @@ def choose_master(on_one_host: bool) -> tuple[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
-    return "127.0.0.1" if on_one_host else own_address(), port
+    return loopback_address() if on_one_host else own_address(), port

@@ -24,6 +24,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from meshbook.addresses import family_of
 from meshbook.doorkeeper import BACKLOG, Doorkeeper
 from meshbook.frames import Buffer
 from meshbook.launcher import Ticket
@@ -113,8 +114,9 @@ class ControllerSocket:
         """Listen at a socket of our own, so that a doorkeeper can stand before it."""
         assert self.door is None, "one TCP port is enough"
         ip, _, port = address.removeprefix("tcp://").rpartition(":")
-        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        listener = socket.create_server((ip.strip("[]"), int(port.replace("*", "0"))), family=family, backlog=BACKLOG)
+        bare = ip.strip("[]")
+        listener = socket.create_server((bare, int(port.replace("*", "0"))), family=family_of(bare), backlog=BACKLOG)
+        self._router.ipv6 = bare != ip
         self.door = Doorkeeper(listener)
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -274,6 +276,7 @@ class AgentSocket:
         self._sock.curve_serverkey = ticket.controller_key.encode()
         self._sock.curve_publickey = ticket.public_key.encode()
         self._sock.curve_secretkey = ticket.secret_key.encode()
+        self._sock.ipv6 = "[" in ticket.endpoint
         self._sock.connect(ticket.endpoint)
         self.link = Link(ticket.epoch)
         self.paused = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from old_kernel import NUMBERS
 NOBODY = 45678
 """A uid without an entry in the passwd file."""
 
-TIMEOUT_S = 100
+TIMEOUT_S = 110
 
 FIND = """
     import json, warnings
@@ -268,3 +269,42 @@ def test_on_other_systems_imports_work_and_spawn_says_in_a_sentence_what_it_need
         told.startswith("Meshes run on Linux: this system") and "epoll, eventfd, prctl" in told and "container" in told
     )
     assert extent == "{'gpus': 2}"
+
+
+# ---- hosts without IPv4 ----------------------------------------------------------------------------------------------
+
+ONLY_IPV6 = """
+    import torch
+    from buffer_ranks import Owner
+    from meshbook import LocalLauncher, start_hosts
+    from meshbook.addresses import loopback_address, own_address
+
+    print(loopback_address(), own_address())
+    hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
+    with hosts.spawn_procs({"gpus": 1}, owns_hosts=True) as mesh:
+        print(mesh.run("x = torch.ones(1); dist.all_reduce(x); x.item()").get(60).values())
+        into = torch.zeros(4 << 20)
+        mesh.spawn("owners", Owner).slice(hosts=1).make.call_one(4 << 20, 3.0).get(60).read_into(into).get(60)
+        print(into.unique().tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "own"),
+    [("true", "::1"), ("ip addr add fd77::7/128 dev lo && ip -6 route add default dev lo src fd77::7", "fd77::7")],
+    ids=["loopback", "routed"],
+)
+def test_meshes_live_on_hosts_that_have_ipv6_only(more: str, own: str) -> None:
+    if not all(map(shutil.which, ("ip", "unshare"))):
+        pytest.skip("iproute2 or unshare is missing")
+    inside = ["unshare", "--net", "sh", "-ec"]
+    bare = f"ip link set lo up && ip addr flush dev lo && ip addr add ::1/128 dev lo && {more}"
+    if subprocess.run([*inside, bare], capture_output=True, timeout=20, check=False).returncode:
+        pytest.skip("no network namespace with IPv6 only can be made here")
+    command = f"{bare} && exec {shlex.quote(sys.executable)} -c {shlex.quote(textwrap.dedent(ONLY_IPV6))}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    ran = subprocess.run(
+        [*inside, command], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-3:] == [f"::1 {own}", "[2.0, 2.0]", "[3.0]"], ran.stdout + ran.stderr

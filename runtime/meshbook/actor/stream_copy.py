@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshbook.addresses import own_address
+from meshbook.addresses import family_of, own_address
 from meshbook.errors import MeshError
 
 PIECE_BYTES = 1 << 20
@@ -58,15 +58,16 @@ class Listener:
     """The caller's side; to be closed. Raises: OSError if this host has no address that it can listen on."""
 
     def __init__(self) -> None:
-        self._sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        own = own_address()
+        self._sock = socket.socket(family_of(own), socket.SOCK_STREAM)
         try:
-            self._sock.bind((own_address(), 0))
+            self._sock.bind((own, 0))
             self._sock.listen(2)
         except OSError:
             self._sock.close()
             raise
         self._sock.settimeout(LOOK_S)
-        address, port = self._sock.getsockname()
+        address, port = self._sock.getsockname()[:2]
         self.door = Door(address, port, secrets.token_bytes(32))
 
     def accept(self, look: Callable[[int], None]) -> socket.socket:
