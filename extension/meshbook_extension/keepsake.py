@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshbook.wire import utf8_data
+from meshbook.wording import utf8_text
 from meshbook_extension.setups import Setup
 
 if TYPE_CHECKING:
@@ -71,9 +73,17 @@ class Trace(msgspec.Struct, frozen=True):
     """Name to sizes."""
 
 
-encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Keepsake).decode
 _decode_traces = msgspec.json.Decoder(list[Trace]).decode
+
+
+def encode(value: object) -> bytes:
+    """As JSON; a cell or a notebook's name may have text that is not UTF-8."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return _encode(utf8_data(value))
 
 
 def decode(data: bytes | None) -> Keepsake | None:
@@ -190,5 +200,5 @@ def _trace_path(notebook: str) -> Path:
     from meshbook.private_files import private_folder
     from meshbook.user_folders import state_base
 
-    name = hashlib.sha256(notebook.encode()).hexdigest()[:16]
+    name = hashlib.sha256(utf8_text(notebook).encode()).hexdigest()[:16]
     return private_folder(state_base() / "notebooks") / name

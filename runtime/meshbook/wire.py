@@ -834,7 +834,12 @@ def encode(message: object) -> bytes:
     try:
         return _encode(message)
     except UnicodeEncodeError:
-        return _encode(_utf8(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)))
+        return _encode(utf8_data(message))
+
+
+def utf8_data(value: object) -> Any:
+    """Structs and plain data as plain data, all text of which is UTF-8."""
+    return _utf8(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain))
 
 
 def _utf8(value: Any) -> Any:
