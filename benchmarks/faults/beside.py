@@ -195,7 +195,7 @@ def _expect_proof(mesh: ProcMesh, after: str, findings: Findings) -> None:
         if (values := mesh.run(PROOF).get(DEADLINE_S).values()) != [3 * RANKS] * RANKS:
             findings.wrong.append(f"after {after}: {values}")
     except errors.CallTimeout as error:
-        findings.hangs.append(f"after {after}: {error}")
+        findings.hangs.append(f"after {after}: {error} {mesh.ask('collectives', timeout_s=5)}")
         mesh.interrupt()
     except errors.CallError as error:
         findings.wrong.append(f"after {after}: {error}")

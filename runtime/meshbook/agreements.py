@@ -42,6 +42,8 @@ class Told(NamedTuple):
     """What aborted operations have left half done: ``x may be half reduced``."""
     restored: tuple[str, ...] = ()
     """What of that is as it was before, by now."""
+    broken: bool = False
+    """Groups have become of no use, or the default one was destroyed."""
 
 
 encode_told = msgspec.msgpack.Encoder().encode

@@ -103,5 +103,7 @@ class Collectives(NamedTuple):
     Their place is where the main thread is now."""
     actors: int = 0
     """Actors that handle messages, or have some waiting."""
+    destroyed: bool = False
+    """A call has destroyed the default group, which belongs to the mesh."""
     handling: Mapping[int, int] = {}
     """The threads of those, with their mailboxes."""

@@ -34,6 +34,7 @@ from meshbook.debug_tracer import (
     stop_tracing,
 )
 from meshbook.side_threads import hide_from_debuggers
+from meshbook.thread_frames import frame_of
 from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def debugged_place(worker: Worker) -> str:
     session = worker.debug_session
     if session is None or not session.is_stopped:
         return ""
-    return users_place(sys._current_frames().get(worker.main_thread))
+    return users_place(frame_of(worker.main_thread))
 
 
 # ---- queries -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
 from meshbook.stack_frames import Frame
+from meshbook.thread_frames import exception_of, frame_of
 from meshbook.typing_help import complete, inspect, user_names
 from meshbook.whereabouts import users_place
 from meshbook.wording import did_you_mean
@@ -145,6 +145,12 @@ def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool, g
     return set_axes(worker, call, begin.axes, begin.sizes)
 
 
+def prove_group(worker: Worker, call: wire.Call) -> Answer:
+    """Prove the default process group with a collective."""
+    worker.groups.prove()
+    return _ok()
+
+
 def prepare_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -> Answer:
     """Meet the other ranks and set torchrun's variables, so that a cell can form a group of its own."""
     begin = worker.identity
@@ -196,7 +202,9 @@ def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Answer:
 
 CALLS: dict[str, Callable[..., Answer]] = {
     function.__name__: function
-    for function in (run_cell, invoke, push, pull, form_group, prepare_group, set_axes, broadcast, postmortem, free)
+    for function in (
+        *(run_cell, invoke, push, pull, form_group, prove_group, prepare_group, set_axes, broadcast, postmortem, free),
+    )
 }
 
 
@@ -205,7 +213,7 @@ CALLS: dict[str, Callable[..., Answer]] = {
 
 def where(worker: Worker) -> str:
     """What the main thread is doing: ``idle``, or ``in all_reduce (cell 7, line 5)``."""
-    frame = sys._current_frames().get(worker.main_thread)
+    frame = frame_of(worker.main_thread)
     if worker.current is None or frame is None:
         return "idle"
     if place := worker.shell.debugger.place:
@@ -244,7 +252,7 @@ def reaction(worker: Worker) -> str:
         return STOPPED
     if worker.gate.has_handler:
         return f"{place}; it deals with interrupts itself (signal.signal), and goes on"
-    handled: Any = sys._current_exceptions().get(worker.main_thread)
+    handled: Any = exception_of(worker.main_thread)
     handled = handled[1] if isinstance(handled, tuple) else handled  # until Python 3.11
     if isinstance(handled, KeyboardInterrupt):
         return f"{place}; it is still cleaning up after KeyboardInterrupt"

@@ -8,12 +8,12 @@ are at work in is theirs to finish.
 from __future__ import annotations
 
 import concurrent.futures.thread
-import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, TypeAlias
 
+from meshbook import thread_frames
 from meshbook.errors import GroupAborted
 from meshbook.thread_interrupts import task_of_this_thread
 
@@ -72,7 +72,8 @@ class Users:
         """The threads whose task goes on."""
         if not self._tasks:
             return ()
-        alive, frames = {thread.ident for thread in threading.enumerate()}, sys._current_frames()
+        alive = {thread.ident for thread in threading.enumerate()}
+        frames = thread_frames.frames() if 0 in self._tasks.values() else {}
         return tuple(
             thread
             for thread, task in list(self._tasks.items())
@@ -93,20 +94,27 @@ def _awaits_work(frame: FrameType | None) -> bool:
 class Failures:
     """The operations of one incarnation of a group that failed, or were given up. Told from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], object]) -> None:
+        """on_first: called when the group has become of no use."""
         self.why = ""
-        """Why the group is of no use any more; of the first one."""
+        """Why it has; of the first one."""
+        self._on_first = on_first
         self._first: dict[tuple[str, int | None], int] = {}
 
-    def note(self, operation: str, number: int, peer: int | None, error: BaseException | None) -> None:
+    def note(self, operation: str, number: int, peer: int | None, error: BaseException) -> None:
         """An operation failed on this rank: it does nothing more for it."""
-        self.why = self.why or (f"{operation} failed: {error}" if error is not None else f"{operation} failed")
+        self._say(f"{operation} failed: {error}")
         key = (operation if peer is not None else "", peer)
         self._first[key] = min(number, self._first.get(key, number))
 
     def note_given_up(self, operation: str) -> None:
         """Nobody waits for an operation any more that may still be under way."""
-        self.why = self.why or f"{operation} was given up"
+        self._say(f"{operation} was given up")
+
+    def _say(self, why: str) -> None:
+        if not self.why:
+            self.why = why
+            self._on_first()
 
     def served(self, peer: int | None, begun: int, operation: str = "") -> int:
         """How many of the ``begun`` operations others can count on: those up to the first that failed."""

@@ -140,6 +140,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """What `destroy_process_group` calls."""
+        self._guard.note_broken()
         former = self.retire(f'the process group "{self.recipe.name}" was destroyed: make it again on all its ranks.')
         dispose([former] if former is not None else [])
 

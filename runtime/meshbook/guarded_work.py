@@ -10,7 +10,6 @@ with the operation, or when the groups are aborted.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from meshbook import thread_frames
 from meshbook.collectives import Waiting
 from meshbook.errors import GroupAborted
 from meshbook.group_use import Handled
@@ -59,6 +59,8 @@ class Guard:
         self.main = threading.get_ident()
         self.forming = 0
         """The thread that forms the groups, until they are proved: operations of others wait for that."""
+        self.broken = False
+        """A group has become of no use, and no answer to the controller has told of it."""
         self.handled: Callable[[], Handled] = dict
         """Asked which messages actors handle."""
         self.moved_bytes = 0
@@ -99,6 +101,10 @@ class Guard:
         self.epoch, self.reason = epoch, ""
         self.told.clear()
 
+    def note_broken(self) -> None:
+        """A group has become of no use, or is no more."""
+        self.broken = True
+
     @property
     def is_forming(self) -> bool:
         """Whether the calling thread forms the groups."""
@@ -136,7 +142,7 @@ def describe_waits(guard: Guard) -> tuple[Waiting, ...]:
 
     A backward pass that has begun operations and not seen their end counts as waiting for them: it will.
     """
-    now, frames = time.monotonic(), sys._current_frames()
+    now, frames = time.monotonic(), thread_frames.frames()
     waits = [(thread, work, work.since) for thread, work in list(guard.waits.items())]
     main = guard.main
     for thread in list(guard.backward)[:1]:

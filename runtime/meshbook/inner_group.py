@@ -94,7 +94,7 @@ class InnerGroup:
         """Why nothing more comes of it."""
         self.closed = ""
         """Why operations are not begun in it: it is dead, or being formed."""
-        self.failures, self.users = Failures(), Users()
+        self.failures, self.users = Failures(guard.note_broken), Users()
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._pending: deque[dist.Work] = deque()
@@ -307,7 +307,13 @@ def _internet_socket(fd: int) -> Iterator[socket.socket | None]:
     if copy < 0:
         yield None
         return
-    with socket.socket(fileno=copy) as sock:
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:  # another file has got the number meanwhile
+        os.close(copy)
+        yield None
+        return
+    with sock:
         yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
 
 

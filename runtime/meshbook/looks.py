@@ -15,7 +15,7 @@ from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
 from meshbook.collectives import Collectives
 from meshbook.known_mesh import KnownMesh
-from meshbook.shape import Region
+from meshbook.shape import Members, Region
 
 ANSWER_S = 0.25
 """How long ranks may take to answer; native code may hold the GIL."""
@@ -40,6 +40,10 @@ class Look(NamedTuple):
     answers: dict[int, Collectives]
     recent: int = RECENT
     """So many operations of each group were asked for."""
+
+    def has_seen_end(self, call: int, members: Members) -> bool:
+        """Whether all ranks had ended ``call`` when they were asked."""
+        return self.ended.get(call, frozenset()) >= {*members.ranks()}
 
     def missing(self, dead: Collection[int]) -> set[int]:
         """The living ranks that have not answered."""

@@ -171,15 +171,19 @@ class MailRescue:
             self._release()
 
     def _note_failed(self, call: OpenCall) -> None:
-        now = time.monotonic()
         if not call.waiting:
             self._failing.pop(call.id, None)
             self._suspects.pop(call.id, None)
         else:
             self._failing[call.id] = call
+        self.note_uneven(FIRST_LOOK_S if self._failing else 0.0)
+
+    def note_uneven(self, pause_s: float = 0.0) -> None:
+        """Actors may have left groups of no use: ask the ranks in a moment."""
+        now = time.monotonic()
         self._uneven, self._pause_s = True, FIRST_LOOK_S
         self._settle_by = self._release_at = now + SETTLE_S
-        self._look_at = min(self._look_at, now + (FIRST_LOOK_S if self._failing else 0.0))
+        self._look_at = min(self._look_at, now + pause_s)
 
     def holds(self, call: OpenCall) -> bool:
         """Whether a call that all have ended completes later: ranks may have disagreed, and are asked."""

@@ -246,6 +246,10 @@ class ProcMesh(Arranged):
         """
         self._controller.abort_groups(self._mesh, reason)
 
+    def prove_group(self) -> Future[ValueMesh[None]]:
+        """Prove the default process group with a collective, behind the calls that ranks run."""
+        return self._call("prove_group", (), what="the proof of the process groups")
+
     def rebuild_groups(self) -> Future[ValueMesh[None]]:
         """Form the process groups again, in place: DeviceMeshes, DTensors and modules made before work on."""
         return self._controller.form_groups(self._mesh)

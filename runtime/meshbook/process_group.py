@@ -10,7 +10,8 @@ and a group that nobody uses costs two threads and no socket pair.
 
 On a rank, `dist.init_process_group` is wrapped (`_init_in_cell`): scripts made for torchrun call it, and the mesh has
 done that already. A call that asks for what is there changes nothing; after `dist.destroy_process_group()` it makes the
-default group again, over the runtime's store instead of a port.
+default group again, over the runtime's store instead of a port. If a cell ends without that, as most such scripts do,
+the mesh forms its own again.
 
 Importing this module starts no thread, opens no socket and makes no group: workers are forked with it imported.
 """
@@ -53,6 +54,7 @@ from meshbook.operation_log import OperationLog
 from meshbook.regroup import Agreement, Greeting, agree
 from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
 from meshbook.side_threads import run_aside
+from meshbook.thread_frames import frame_of
 from meshbook.value_broadcast import broadcast_value
 from meshbook.whereabouts import describe_frame, users_place
 from meshbook.wording import format_sizes
@@ -81,6 +83,7 @@ _OUTGROWN = (
 )
 
 _torch_init = dist.init_process_group
+_torch_destroy = dist.destroy_process_group
 _torch_init_signature = inspect.signature(_torch_init)
 
 
@@ -110,6 +113,8 @@ class RankGroups:
         self._axis_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         self._joined: dict[tuple[int, ...], GuardedGroup] = {}
         """Groups of the mesh's axes that the others had when this rank joined."""
+        self._is_grouped = False
+        """The mesh has formed a default group, and forms it again where cells leave none."""
         self._guard = Guard()
         self._factory = GroupFactory(self._guard)
 
@@ -119,6 +124,11 @@ class RankGroups:
     def formed(self) -> bool:
         """Whether there is a default group, ours or one that a cell made."""
         return bool(dist.is_initialized())
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether the mesh's default group was destroyed, and there is no other."""
+        return self._is_grouped and not self.formed
 
     def require(self) -> None:
         """Raise UsageError if there is no default group."""
@@ -178,6 +188,7 @@ class RankGroups:
                 else:
                     self.abort(epoch, f"they could not be formed again: {error}")
                 raise
+            self._is_grouped = self._is_grouped or renewed is None
             repair_modules(renewed)
         self.device_mesh(place.axes, place.sizes)
 
@@ -264,6 +275,7 @@ class RankGroups:
 
         reason: what the handles that are left then say.
         """
+        self._is_grouped = False
         if self.formed:
             groups = list(self._factory.groups.values())
             dispose([inner for group in groups if (inner := group.retire(reason or _DESTROYED)) is not None])
@@ -284,6 +296,11 @@ class RankGroups:
         finally:
             sys.excepthook = hook  # torch wraps it once more for every group
             self._factory.base_store = None
+
+    def prove(self) -> None:
+        """Prove the default group with a collective. Raises: SpawnError, UsageError, GroupAborted."""
+        self.require()
+        self._prove(FORM_TIMEOUT_S)
 
     def _prove(self, timeout_s: float) -> None:
         """All-reduce ones: every rank counts every rank, on each device that the group serves."""
@@ -340,12 +357,13 @@ class RankGroups:
     def tell(self) -> bytes:
         """What of the groups is news to the controller (`meshbook.agreements.Told`); from any thread."""
         guard = self._guard
-        if not guard.used:
+        if not guard.used and not guard.broken:
             return b""
         used, guard.used = guard.used, set()
+        broken, guard.broken = guard.broken, False
         groups = [group for group in used if isinstance(group, GuardedGroup) and not group.retired]
         told = tuple(Progress(group.recipe.name, *group.record.told) for group in groups)
-        return encode_told(Told(guard.epoch, told))
+        return encode_told(Told(guard.epoch, told, broken=broken))
 
     def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread.
@@ -361,7 +379,7 @@ class RankGroups:
             time.monotonic() - w.since for w in list(guard.waits.values())
         )
         under_way = self._under_way() if look_deeper and not waiting else ()
-        return Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way)
+        return Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=self.destroyed)
 
     def _under_way(self) -> tuple[Waiting, ...]:
         inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and not inner.dead]
@@ -370,7 +388,7 @@ class RankGroups:
         late = [(name, op) for name, op in begun if now - op.since > LATE_S]
         if not late:
             return ()
-        place = users_place(sys._current_frames().get(threading.main_thread().ident or 0))
+        place = users_place(frame_of(threading.main_thread().ident))
         return tuple(Waiting(name, op.operation, op.number, op.peer, place, now - op.since) for name, op in late)
 
     @property
@@ -449,8 +467,16 @@ class RankGroups:
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             self._init_in_cell(_torch_init_signature.bind(*args, **kwargs).arguments)
 
+        @functools.wraps(_torch_destroy)
+        def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+            _torch_destroy(*args, **kwargs)
+            if self.destroyed:
+                _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")
+
         for module in (dist, c10d, torch_device_mesh):
             vars(module)["init_process_group"] = init_process_group
+        for module in (dist, c10d):
+            vars(module)["destroy_process_group"] = destroy_process_group
 
     def _init_in_cell(self, wanted: dict[str, Any]) -> None:
         """`init_process_group` as cells see it; ``wanted`` has the arguments that were given."""
@@ -483,7 +509,7 @@ def _check_compatible(wanted: dict[str, Any]) -> None:
     have = _backend_names(c10d.get_backend_config(dist.group.WORLD))
     backend = wanted.get("backend")
     missing = _backend_names(str(backend)) - have if backend is not None else set()
-    again = "Call dist.destroy_process_group() on all ranks first to make another."
+    again = "Call dist.destroy_process_group() on all ranks first, in the same cell, to make another."
     if missing:
         raise UsageError(
             f"the default process group is there already and uses {', '.join(sorted(have))}, not "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from bdb import BdbQuit
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook import function_sources
 from meshbook.errors import GroupAborted
 from meshbook.rank_failures import text_of
+from meshbook.thread_frames import frame_of
 from meshbook.whereabouts import describe_frame
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def pdb_break_in(worker: Worker) -> str:
     if not debugger.place:
         debugger.refusal = ""  # who asks for it is there
         worker.gate.visit(debugger.break_in)
-    return describe_frame(sys._current_frames().get(worker.main_thread))
+    return describe_frame(frame_of(worker.main_thread))
 
 
 def hold_deadlines(worker: Worker, held: bool) -> None:

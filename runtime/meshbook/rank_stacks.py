@@ -6,7 +6,6 @@ Answered on a side thread, since reading source files may take long; the threads
 from __future__ import annotations
 
 import linecache
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshbook.awaited_frames import cell_frames, task_frames
 from meshbook.collectives import Collectives
 from meshbook.stack_frames import MAX_THREADS, Frame, ThreadStack, cut_frames, make_frame
+from meshbook.thread_frames import frame_of, frames
 from meshbook.whereabouts import is_users_code, users_place
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
     """The threads of this process, the main thread first; of an idle rank only what else there is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: list[ThreadStack] = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in frames().items():
         name = names.get(ident, f"thread {ident}")
         is_main = ident == worker.main_thread
         if is_main and worker.current is not None:
@@ -61,7 +61,7 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
 
 def place_in_debugger(worker: Worker) -> str:
     """Where an editor's debugger has stopped the main thread; empty when it has not."""
-    for frame in _callers(sys._current_frames().get(worker.main_thread)):
+    for frame in _callers(frame_of(worker.main_thread)):
         if "pydevd" in frame.f_code.co_filename and "wait_suspend" in frame.f_code.co_name:
             return users_place(frame)
         if is_users_code(frame.f_code):

@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import msgspec
+
 from meshbook.calls import CallFuture
+from meshbook.collectives import Collectives
 from meshbook.controller import Controller
 from meshbook.errors import (
     CallFailed,
@@ -28,6 +31,8 @@ from meshbook.errors import (
 from meshbook.future import Future
 from meshbook.known_mesh import KnownMesh
 from meshbook.recruits import Recruits
+from meshbook.shape import Region
+from meshbook.stuck import is_in_use
 from meshbook.switchboard import Switchboard
 from meshbook.wording import name_ranks
 
@@ -38,6 +43,13 @@ HOST_TIMEOUT_S = 60.0
 RECRUIT_TIMEOUT_S = 120.0
 JOIN_TIMEOUT_S = 120.0
 """How long agents, workers and the forming of groups may take."""
+
+PROVE_TIMEOUT_S = 5.0
+LOOK_S = 1.0
+"""How long ranks may take for a collective, and to say how far their groups are."""
+
+FORMED_AGAIN = "its process groups were broken and are formed again"
+NOT_PROVED = "its process groups were not proved, since ranks are busy"
 
 GONE_TIMEOUT_S = 5.0
 """How long killed processes may take to vanish."""
@@ -62,13 +74,18 @@ class Repaired(NamedTuple):
     joined: bool
     """Whether the groups were formed anew, with all ranks."""
     world_size: int
+    proof: str
+    """What became of the process groups of a mesh that was whole; empty where they are sound."""
     setup_cells: int
     """Cells that the new ranks have run."""
     seconds: float
 
     def __str__(self) -> str:
         if not self.ranks and not self.joined:
-            return f'mesh "{self.mesh}" is whole: nothing to heal'
+            whole = f'mesh "{self.mesh}" is whole'
+            if self.proof == FORMED_AGAIN:
+                return f"{whole}; {self.proof} in {self.seconds:.2f} s"
+            return f"{whole}: nothing to heal{f'; {self.proof}' if self.proof else ''}"
         did = []
         if self.hosts:
             did.append(f"host {', '.join(self.hosts)} started again")
@@ -111,12 +128,14 @@ class Repair:
             while not self._mesh.joined or self._mesh.lost:
                 new |= self._bring_back()
                 joined = True
+            proof = "" if joined else self._prove_groups()
             if setup and new:
                 self.run_setup(tuple(sorted(new)), setup)
         done = len(setup) if new else 0
         seconds = time.monotonic() - began
         world_size = self._mesh.extent.nelements
-        return Repaired(self._mesh.name, tuple(sorted(new)), tuple(self._new_hosts), joined, world_size, done, seconds)
+        ranks, hosts = tuple(sorted(new)), tuple(self._new_hosts)
+        return Repaired(self._mesh.name, ranks, hosts, joined, world_size, proof, done, seconds)
 
     # ---- steps ----------------------------------------------------------------------------------------------
 
@@ -208,6 +227,35 @@ class Repair:
                 board.retire(mesh, recruits.by_host(), 0.0, id)
 
         self._controller.tell_board(give_up)
+
+    def _prove_groups(self) -> str:
+        """Prove the groups of a mesh that is whole by a collective, and form them again if it fails.
+
+        Where others are at work in the default group it would meet theirs: then nothing is known.
+        """
+        if not self._mesh.grouped:
+            return ""
+        if self._are_in_use():
+            return NOT_PROVED
+        for formed_again in ("", FORMED_AGAIN):  # after a failure they are formed again by themselves
+            future = self._procs.prove_group()
+            assert isinstance(future, CallFuture)
+            try:
+                future.get(PROVE_TIMEOUT_S)
+                return formed_again
+            except (CallFailed, CallTimeout):
+                future.end_on_ranks(1.0)
+        self.join()
+        return FORMED_AGAIN
+
+    def _are_in_use(self) -> bool:
+        """Whether ranks run calls or do not answer, or actors or threads are at work in the default group."""
+        members = Region.of(self._mesh.extent)
+        answers = self._controller.query(self._mesh.id, "collectives", members, LOOK_S)
+        told = {rank: msgspec.convert(answer, Collectives) for rank, answer in answers.items()}
+        if len(told) < len(members) or any(each.call for each in told.values()):
+            return True
+        return any(is_in_use(told, each.groups[0].name) for each in told.values() if each.groups)
 
     def join(self) -> None:
         """Have all ranks form the groups, or meet; they take up the axes that they had."""

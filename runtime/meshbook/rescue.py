@@ -76,6 +76,8 @@ class GroupRescue:
         """Why the groups are not there, while they are aborted."""
         self._wanted = ""
         """Why they are to be aborted, until it is known whether there are any."""
+        self._is_broken = False
+        """A rank has told that groups are of no use any more."""
         self._only: set[str] = set()
         """The groups that were aborted; all of them where it is empty."""
         self._unsure = False
@@ -87,6 +89,8 @@ class GroupRescue:
         self._failing: dict[int, OpenCall] = {}
         self._ended: dict[int, tuple[OpenCall, float]] = {}
         """Calls that all ranks have ended, with the time at which they complete whatever has come of the groups."""
+        self._ended_in_new: set[int] = set()
+        """Those of them that began after the forming, of which not all ranks have told yet: groups may be uneven."""
         self._held: dict[int, tuple[OpenCall, Callable[[], None]]] = {}
         self._forming: OpenCall | None = None
         self._naming: OpenCall | None = None
@@ -126,6 +130,7 @@ class GroupRescue:
     def on_told(self, call: OpenCall, rank: int, told: Told) -> None:
         """What came with an answer of ``rank``."""
         self.agreements.compare(told)
+        self._is_broken = self._is_broken or told.broken
 
     def cancel(self, call: OpenCall) -> bool:
         """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
@@ -172,9 +177,12 @@ class GroupRescue:
         self._failing.pop(call.id, None)
         self._mismatches.forget(call)
         trouble = call.failed or bool(call.freed) or call.cancelled or (self._unsure and not self._running())
-        trouble = trouble or self.agreements.doubted
-        if trouble and not self._mesh.lost and self.phase is not GroupPhase.FORMING:
+        trouble = trouble or self.agreements.doubted or self._is_broken
+        if trouble and not self._mesh.lost:
             self._ended[call.id] = (call, time.monotonic() + DEADLINE_S)
+            if self.phase is GroupPhase.FORMING:  # failures are told before the ends of what went well
+                self._ended_in_new.add(call.id)
+                return True
         if self.phase is GroupPhase.ABORTED:
             self.form_if_free()
         elif call.id in self._ended and not self._looks.busy:
@@ -246,7 +254,7 @@ class GroupRescue:
         elif self._forming is not None:
             here = {rank for rank, told in look.answers.items() if told.call == self._forming.id}
             self._late = self._forming.waiting - here
-        compared = [id for id in self._ended if id in look.ended]
+        compared = [id for id, (call, _) in self._ended.items() if look.has_seen_end(id, call.members)]
         if (compared or self._unanswered) and self.phase in (GroupPhase.FORMED, GroupPhase.NONE):
             self._compare(look, compared)
         for call, text in self._mismatches.find(look, self._mesh.lost, time.monotonic()):
@@ -308,7 +316,7 @@ class GroupRescue:
         elif missing:
             self._why = f"{name_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer"
         else:
-            self._unanswered, self._why = False, ""
+            self._unanswered, self._is_broken, self._why = False, False, ""
             for id in compared:
                 self._calls.complete(self._ended.pop(id)[0])
 
@@ -356,7 +364,7 @@ class GroupRescue:
         self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.ABORT)
         if self.phase is GroupPhase.NONE:
             return
-        self._why, self._unanswered, self._suspected = reason, False, []
+        self._why, self._unanswered, self._is_broken, self._suspected = reason, False, False, []
         places = where_stuck(stuck.items())
         for call in self._running():
             call.aborted = True
@@ -466,10 +474,12 @@ class GroupRescue:
             self._only = set()
             again = "try again: %mesh heal (procs.rebuild_groups() in Python)"
             self._why = f"forming them again failed: {self._why or error}\n  {again}"
-        for ended, _ in list(self._ended.values()):
+        for ended, _ in [self._ended.pop(id) for id in self._ended.keys() - self._ended_in_new]:
             ended.groups = self._not_back()
             self._calls.complete(ended)
-        self._ended.clear()
+        self._ended_in_new.clear()
+        if self._ended and not self._looks.busy:
+            self._ask()
         self.on_formed()
 
     def _drop_keys(self, epochs: Collection[int]) -> None:

@@ -149,6 +149,7 @@ class Odd(NamedTuple):
     """A group that is of no use any more."""
 
     name: str
+    """Empty where the default one is no more, and all that were made from it."""
     reason: str
     is_certain: bool
     """Else it must be found again, equally far, by another look: who uses it may have begun just now."""
@@ -165,7 +166,11 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
 
     of_cells: such a call has failed.
     """
-    found = []
+    found = [
+        Odd("", f"rank {rank} destroyed the process group", True)
+        for rank, told in sorted(snapshots.items())
+        if told.destroyed and not told.call
+    ]
     names = {group.name: group.members for told in snapshots.values() for group in told.groups}
     for name, members in sorted(names.items()):
         groups = {
@@ -179,7 +184,7 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
         elif all(member in snapshots and not snapshots[member].call for member in members):
             cells = {rank: group.by_cells if group else _NOTHING for rank, group in groups.items()}
             cells_differ = of_cells and _differ(cells)
-            at_rest = not _is_in_use(snapshots, name)
+            at_rest = not is_in_use(snapshots, name)
             if at_rest and not _differ(groups):
                 continue
             if cells_differ or at_rest:
@@ -188,7 +193,7 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
     return found
 
 
-def _is_in_use(snapshots: Mapping[int, Collectives], name: str) -> bool:
+def is_in_use(snapshots: Mapping[int, Collectives], name: str) -> bool:
     """Whether actors, or threads other than the main one, may be at work in a group, on any of its members."""
     concerned = _mailboxes(snapshots, name)
     return any(
@@ -201,7 +206,7 @@ def _is_in_use(snapshots: Mapping[int, Collectives], name: str) -> bool:
 
 def are_in_use(snapshots: Mapping[int, Collectives]) -> bool:
     """Whether actors, or threads other than the main one, may be at work in any group."""
-    return any(_is_in_use(snapshots, group.name) for told in snapshots.values() for group in told.groups)
+    return any(is_in_use(snapshots, group.name) for told in snapshots.values() for group in told.groups)
 
 
 def only_where_shared(
@@ -211,6 +216,8 @@ def only_where_shared(
 
     mailboxes: of actors whose call has failed; none for calls to main threads.
     """
+    if "" in names:
+        return ()
     for told in snapshots.values():
         ours = {thread for thread, mailbox in told.handling.items() if mailbox in mailboxes}
         at_work = {thread for group in told.groups for thread in group.at_work}

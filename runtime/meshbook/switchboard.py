@@ -139,7 +139,10 @@ class Switchboard:
 
     def _on_told(self, call: OpenCall, rank: int, told: bytes) -> None:
         if (mesh := self.meshes.get(call.mesh)) is not None:
-            self.groups_of(mesh).on_told(call, rank, decode_told(told))
+            news = decode_told(told)
+            self.groups_of(mesh).on_told(call, rank, news)
+            if news.broken and call.mailbox:
+                self.mail_rescue_of(mesh).note_uneven()
 
     def _watch(self, call: OpenCall) -> bool:
         mesh = self.meshes.get(call.mesh)

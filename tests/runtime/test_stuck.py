@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from meshbook.collectives import ANY_PEER, Collectives, GroupProgress, Waiting
-from meshbook.stuck import differing_groups, find_stuck, place_of, where_stuck
+from meshbook.collectives import ANY_PEER, CellCounts, Collectives, GroupProgress, Waiting
+from meshbook.stuck import differing_groups, find_stuck, only_where_shared, place_of, where_stuck
 
 
 def progress(name: str, members: tuple[int, ...], issued: int, sent=None, received=None) -> GroupProgress:
@@ -303,3 +303,43 @@ def test_the_proof_is_sound_and_complete_in_random_programs() -> None:
         assert set(found) == set(ranks) - case.ended()  # complete: all who are left at rest are found
         proofs += len(found)
     assert proofs > 500 and early > 50  # the cases are not trivial
+
+
+# ---- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_whose_actors_use_the_group_may_still_come() -> None:
+    waits = {rank: snapshot(progress("0", WORLD, 41), waiting=[collective(41)]) for rank in (0, 2, 3)}
+    used = progress("0", WORLD, 40)._replace(mailboxes=(9,))
+    busy = snapshot(used, call=0)._replace(handling={77: 9})
+    assert not find_stuck({**waits, 1: busy}, ended=[1])
+    assert set(find_stuck({**waits, 1: busy._replace(handling={77: 8})}, ended=[1])) == {0, 2, 3}
+    at_work = snapshot(used._replace(at_work=(77,)), call=0)
+    assert not find_stuck({**waits, 1: at_work}, ended=[1])
+
+
+def test_what_an_actor_waits_in_is_no_matter_of_a_cell() -> None:
+    in_actor = collective(5, "tp")._replace(thread=77)
+    told = {
+        0: snapshot(progress("0", (0, 1), 3), progress("tp", (0, 1), 4), call=0),
+        1: snapshot(progress("0", (0, 1), 4), progress("tp", (0, 1), 5), waiting=[in_actor, collective(4)]),
+    }
+    told[1] = told[1]._replace(handling={77: 9})
+    stuck = find_stuck(told, ended=[0])
+    assert stuck[1].waiting.group == "0"
+    assert only_where_shared(told, {"0"}) == {"0"}
+    assert find_stuck(told, ended=[0], mailbox=8) == {}
+    assert find_stuck(told, ended=[0, 1], mailbox=9)[1].waiting.group == "tp"
+
+
+def test_where_actors_are_at_work_what_cells_have_begun_is_compared() -> None:
+    def told(by_cells: int, busy: bool) -> dict[int, Collectives]:
+        group = progress("0", (0, 1), 50)._replace(mailboxes=(9,))
+        even = snapshot(group._replace(issued=48, by_cells=CellCounts(3)), call=0)
+        odd = snapshot(group._replace(by_cells=CellCounts(by_cells)), call=0)
+        return {0: even, 1: odd._replace(handling={77: 9} if busy else {})}
+
+    assert differing_groups(told(3, busy=True)) == []
+    assert [odd.is_certain for odd in differing_groups(told(4, busy=True))] == [True]
+    assert [odd.is_certain for odd in differing_groups(told(3, busy=False))] == [False]
+    assert differing_groups(told(4, busy=True), of_cells=False) == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -25,6 +24,7 @@ from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.mailboxes import LoadArgs, Mailbox, Mailboxes, Reply
 from meshbook.own_faults import tell
 from meshbook.side_threads import run_aside
+from meshbook.thread_frames import frame_of
 from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class ActorDesk:
         if host.served:
             host.thread.join()  # it cleans up, which may be saving something
         if host.thread.is_alive():
-            place = users_place(sys._current_frames().get(host.thread.ident or 0))
+            place = users_place(frame_of(host.thread.ident))
             failure = self.describe(ActorStuckError(host.name, self.rank, place))
             self._answer_end(host, Answer(wire.RAISED, failure=failure))
             host.belongings.stop()

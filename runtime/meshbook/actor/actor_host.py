@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -39,6 +38,7 @@ from meshbook.errors import Failure, MailboxClosed, UsageError
 from meshbook.future import Future
 from meshbook.mailboxes import LoadArgs, Reply
 from meshbook.shape import Members, Point
+from meshbook.thread_frames import frame_of
 from meshbook.thread_interrupts import ThreadGate
 from meshbook.whereabouts import users_place
 
@@ -145,7 +145,7 @@ class ActorHost:
             "class": self.class_name,
             "queued": len(self._inbox.waiting()),
             "doing": [call.endpoint for call, _ in running],
-            "where": users_place(sys._current_frames().get(self.thread.ident or 0)) if running else "",
+            "where": users_place(frame_of(self.thread.ident)) if running else "",
             "busy_s": time.monotonic() - oldest if oldest is not None else 0.0,
             "broken": self._broken is not None,
         }
