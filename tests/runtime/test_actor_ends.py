@@ -76,6 +76,14 @@ def test_a_stop_interrupts_what_does_not_end_and_callers_are_told(procs: ProcMes
     assert procs.spawn("next", Counter).add.call(1).get(20).values() == [1, 1]
 
 
+def test_who_waits_for_an_explicit_response_is_told_of_the_stop(procs: ProcMesh) -> None:
+    endless = procs.spawn("endless", Endless)
+    promised = endless.promise.call()
+    endless.stop().get(30)
+    with pytest.raises(ActorStoppedError, match='the actors "endless" were stopped'):
+        promised.get(20)
+
+
 def test_a_stop_interrupts_a_constructor(procs: ProcMesh) -> None:
     endless = procs.spawn("endless", Endless, True)
     endless.stop().get(30)

@@ -382,6 +382,10 @@ class Endless(Actor):
     def get(self) -> int:
         return 1
 
+    @endpoint(explicit_response_port=True)
+    def promise(self, port: Port[int]) -> None:
+        self.port = port
+
     @endpoint
     def deaf(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -68,7 +68,7 @@ class ActorHost:
         self._beside: set[asyncio.Task[None]] = set()
         """What runs beside other messages."""
         self._contexts: dict[int, Context] = {}
-        self._promised: dict[int, Message] = {}
+        self._promised: dict[int, tuple[Message, ResponsePort[Any]]] = {}
         """Messages whose answer is to come on their response port, by serial."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._why_ended = ""
@@ -106,14 +106,15 @@ class ActorHost:
             self.cancel(call, False)
 
     def _closed(self) -> Answer:
-        error = MailboxClosed(self._surroundings.rank, self.mailbox, self._why_ended)
+        why = self._why_ended or f'the actors "{self.name}" were stopped'
+        error = MailboxClosed(self._surroundings.rank, self.mailbox, why)
         return Answer(wire.RAISED, failure=self._surroundings.describe(error))
 
     def cancel(self, call: wire.Call, insist: bool) -> None:
         """The sender wants the end of ``call``."""
         if self._inbox.drop(call):
             return
-        for message in list(self._promised.values()):
+        for message, _ in list(self._promised.values()):
             if message.call is call:
                 self._keep_promise(message, self._failed(message, KeyboardInterrupt()))
         serial = next((serial for serial, (other, _) in list(self.current.items()) if other is call), 0)
@@ -177,7 +178,11 @@ class ActorHost:
             self._actor = None  # files that it holds are closed now
             self.belongings.stop()
             self.gate.end()
-            self._made.set_result(self._closed())
+            if not self._made.done():
+                self._made.set_result(self._closed())
+            for message, port in list(self._promised.values()):
+                if not port.passed_on:
+                    self._keep_promise(message, self._closed())
             self._surroundings.actor_ended(self, fault)
 
     def _make(self, message: Message) -> Answer:
@@ -294,9 +299,10 @@ class ActorHost:
         return getattr(self._actor, message.call.endpoint), port, args, kwargs
 
     def _promise(self, message: Message) -> Port[Any]:
-        self._promised[message.serial] = message
         reply = functools.partial(self._keep_promise, message)
-        return ResponsePort(reply, functools.partial(self._failed, message))
+        port: ResponsePort[Any] = ResponsePort(reply, functools.partial(self._failed, message))
+        self._promised[message.serial] = message, port
+        return port
 
     def _keep_promise(self, message: Message, answer: Answer) -> None:
         self._promised.pop(message.serial, None)

@@ -155,7 +155,8 @@ class ResponsePort(Port[R]):
 
     def __init__(self, reply: Reply, fail: Callable[[BaseException], Answer]) -> None:
         self._reply, self._fail = reply, fail
-        self._receiver: PortReceiver[R] | None = None
+        self.passed_on = False
+        """Whether others may answer, whatever becomes of the actor."""
 
     def send(self, obj: R) -> None:
         self._reply(Answer(wire.OK, obj, has_value=True, what="the response"))
@@ -165,6 +166,7 @@ class ResponsePort(Port[R]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Passed on, it is a port of this process that passes on what it gets."""
+        self.passed_on = True
         road = own_road()
         receiver = _Forwarder(self)
         return make_port(road, receiver, once=True).__reduce__()
