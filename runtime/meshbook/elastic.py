@@ -166,6 +166,7 @@ class Elastic:
         if recruits.failure is not None:
             raise recruits.failure
         self._mesh.renumber(plan.extent, _placement(plan), plan.moved, recruits, f"grew to {_sizes(plan)}")
+        board.on_renumbered(self._mesh)
 
     def _let_go(self, board: Switchboard, plan: Plan[KnownHost], id: int) -> Future[None]:
         """On the I/O thread: who leaves is told to, the others get their numbers."""
@@ -177,6 +178,7 @@ class Elastic:
         leaving = [rank for rank in range(mesh.extent.nelements) if rank not in plan.moved and rank not in mesh.lost]
         gone = board.retire(mesh, mesh.by_host(leaving), LEAVE_GRACE_S, id)
         mesh.renumber(plan.extent, _placement(plan), plan.moved, None, f"shrank to {_sizes(plan)}")
+        board.on_renumbered(mesh)
         return gone
 
     def _leave_hosts(self, hosts: list[KnownHost]) -> None:

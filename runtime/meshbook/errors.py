@@ -92,6 +92,21 @@ class LayoutError(ShapeError):
     """A view that no (offset, sizes, strides) over the base ranks can describe, or sizes that do not fit."""
 
 
+class RanksLeft(MeshError):
+    """A reference names processes that are no ranks any more: they left when their mesh shrank."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """ranks: as they were numbered when the reference was made."""
+        self.left = tuple(ranks)
+        super().__init__(self.left)
+
+    def __str__(self) -> str:
+        return (
+            f"{name_ranks(self.left)} (as numbered when this reference was made) left the mesh when it shrank, and "
+            "what was there is gone. Use a reference to what has stayed."
+        )
+
+
 class UsageError(MeshError, ValueError):
     """A command or an argument that makes no sense as given; the message shows what would."""
 

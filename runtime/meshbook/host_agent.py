@@ -33,6 +33,7 @@ from meshbook.devices import count_cores, count_cuda_devices
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
+from meshbook.generations import Moves
 from meshbook.hosted_cancels import dropped_replies, states_of, take_parked
 from meshbook.hosted_mail import HOLD_BYTES, HostedMail
 from meshbook.hosted_mesh import HostedMesh
@@ -96,9 +97,11 @@ class HostAgent:
         self._former = FormerControllers()
         self._pool = SegmentPool()
         self.loans = Loans(self._segment_unused)
+        self.moves: dict[int, Moves] = {}
+        """By mesh, of those whose ranks got other numbers."""
         self._peers = HostedPeers(self._loop, dial, ticket, self.loans, self._pool, self.send_urgent)
         self._peers.is_heard = lambda: self._lease.is_heard
-        self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool, self._peers)
+        self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool, self._peers, self.moves)
         self.oom = OomWatch()
         bulk = self._lanes["bulk"]
         self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
@@ -274,6 +277,9 @@ class HostAgent:
             case wire.Renumber():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.renumber(message)
+                self._note_moves(message.mesh, message.moves)
+            case wire.Moved(mesh_id, moves):
+                self._note_moves(mesh_id, moves)
             case wire.StopMesh(mesh_id, grace_s):
                 self._on_stop(mesh_id, grace_s)
             case wire.ReadLogs(id, mesh_id):
@@ -299,6 +305,14 @@ class HostAgent:
                 pass
             case _:
                 assert_never(message)
+
+    def _note_moves(self, mesh_id: int, moves: Moves) -> None:
+        """Ranks of a mesh have other numbers: the workers here that have references to them are told."""
+        self.moves[mesh_id] = moves
+        told = wire.encode(wire.Moved(mesh_id, moves))
+        for mesh in self._meshes.values():
+            for worker in mesh.workers.values():
+                worker.urgent.send([told])
 
     def _on_call(self, call: wire.Call, payload: list[bytes]) -> None:
         if self._parked or (call.bulk is not None and not self.bulk_in.has(call.bulk[0])):
@@ -354,6 +368,7 @@ class HostAgent:
         if mesh is None:
             host_rank, log_dir = spawn.arrangement.host_rank, Path(self._ticket.log_dir)
             mesh = HostedMesh(spawn.mesh, spawn.name, host_rank, self._loop, self, self._name, log_dir)
+            mesh.memory.moves = self.moves.get(spawn.mesh, ())
             self._meshes[spawn.mesh] = mesh
         mesh.memory.on_spawn(spawn)
         self._waiting_spawns.append(spawn)

@@ -130,6 +130,7 @@ class Crew:
             cwd=spawn.cwd,
             sys_path=spawn.sys_path,
             environment={**spawn.environment, **own},
+            generation=spawn.generation,
         )
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:
@@ -233,7 +234,7 @@ class Crew:
             self.workers[seat.rank] = worker
             worker.rank = seat.rank
             worker.output.log.path = self.logs[seat.rank]
-            worker.calls.send([wire.encode(_renumbered(seat, renumber.arrangement))])
+            worker.calls.send([wire.encode(_renumbered(seat, renumber.arrangement, len(renumber.moves)))])
 
     def _move_logs(self, logs: dict[int, Path]) -> dict[int, Path]:
         """Rename by way of names that nobody has, since ranks may change places."""
@@ -259,7 +260,7 @@ def _describe(worker: HostedWorker) -> wire.WorkerStarted:
     return wire.WorkerStarted(worker.rank, worker.pid, worker.device, str(worker.output.log.path))
 
 
-def _renumbered(seat: wire.Seat, arrangement: wire.Arrangement) -> wire.Renumbered:
+def _renumbered(seat: wire.Seat, arrangement: wire.Arrangement, generation: int) -> wire.Renumbered:
     return wire.Renumbered(
         rank=seat.rank,
         world_size=arrangement.world_size,
@@ -270,6 +271,7 @@ def _renumbered(seat: wire.Seat, arrangement: wire.Arrangement) -> wire.Renumber
         axes=arrangement.axes,
         sizes=arrangement.sizes,
         threads=_threads_per_rank(arrangement),
+        generation=generation,
     )
 
 

@@ -22,6 +22,7 @@ from meshbook.affine import group
 from meshbook.away_calls import AwayCalls, Road, lost_reply
 from meshbook.errors import Failure, MeshError
 from meshbook.frames import Buffer
+from meshbook.generations import AS_NOW, Moves
 from meshbook.hosted_cancels import dropped_replies
 from meshbook.hosted_peers import HostedPeers
 from meshbook.hosted_worker import HostedWorker
@@ -50,8 +51,9 @@ class HostedMail:
         controller: Road,
         pool: SegmentPool,
         peers: HostedPeers,
+        moves: Mapping[int, Moves],
     ) -> None:
-        self._host, self._meshes, self._loans, self._pool = host, meshes, loans, pool
+        self._host, self._meshes, self._loans, self._pool, self._moves = host, meshes, loans, pool, moves
         self.controller = self._make_away(controller)
         """The calls that are the controller's to answer."""
         self._peers = peers
@@ -108,6 +110,10 @@ class HostedMail:
     def deliver(self, call: wire.Call, payload: Sequence[Buffer], answer: Answer) -> Sequence[HostedWorker]:
         """Pass on a call all of whose members live here, or lived; returns those that do."""
         mesh = self._meshes.get(call.mesh)
+        if call.generation not in (AS_NOW, len(self._moves.get(call.mesh, ()))):
+            mesh, dead = None, _MOVING
+        else:
+            dead = _STOPPED
         if mesh is not None:
             members = mesh.call(call, payload, answer)
         else:
@@ -116,7 +122,7 @@ class HostedMail:
                 self._discard(call.segment)
         if call.reply and len(members) < sum(part.total for part in call.target):
             lost = [rank for part in call.target for rank in part.ranks() if mesh is None or rank not in mesh.workers]
-            deaths = [mesh.death(rank) if mesh is not None else _STOPPED for rank in lost]
+            deaths = [mesh.death(rank) if mesh is not None else dead for rank in lost]
             answer(lost_replies(call.id, zip(lost, deaths, strict=True), call.origin), ())
         return members
 
@@ -193,6 +199,7 @@ class HostedMail:
                     sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
 
 
+_MOVING = wire.Death("", "the ranks of its mesh are getting other numbers just now; call again", "")
 _STOPPED = wire.Death("", "its mesh was stopped, or was never on this host", "")
 
 

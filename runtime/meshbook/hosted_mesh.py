@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -19,6 +19,7 @@ from meshbook.deaths import OomWatch, last_words, was_killed
 from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
+from meshbook.generations import Moves
 from meshbook.hosted_cancels import EarlyCancels, dropped_replies, wake_stopped
 from meshbook.hosted_crew import Crew
 from meshbook.hosted_mail import Answer, HostedMail, explained
@@ -52,6 +53,7 @@ class Uplink(Protocol):
     """The agent's road to the controller, and the host's shared memory."""
 
     oom: OomWatch
+    moves: dict[int, Moves]
     keeping: Keeping
     loans: Loans
     mail: HostedMail
@@ -70,16 +72,28 @@ CallKey: TypeAlias = int | tuple[wire.Origin, int]
 class _OpenCall:
     """A call whose answers are being collected on this host."""
 
-    __slots__ = ("answer", "frames", "is_mail", "prints", "replies", "waiting")
+    __slots__ = ("answer", "frames", "is_mail", "names", "prints", "replies", "waiting")
 
     def __init__(self, waiting: set[int], prints: bool, *, is_mail: bool = False, answer: Answer | None = None) -> None:
         self.waiting, self.is_mail = waiting, is_mail
+        """The ranks, as they are called now."""
+        self.names: dict[int, int] | None = None
+        """What the caller calls them, where that is something else."""
         self.answer = answer
         """None: they go to the controller."""
         self.replies: list[wire.RankReply] = []
         self.frames: list[bytes] = []
         self.prints = prints
         """Its output has a listener: everything printed goes before the answer."""
+
+    def name_of(self, rank: int) -> int:
+        """What the caller calls a rank."""
+        return rank if self.names is None else self.names[rank]
+
+    def rename(self, now: Mapping[int, int]) -> None:
+        """Ranks get other numbers: those that wait stay known to the caller as they were."""
+        self.names = {now[rank]: self.name_of(rank) for rank in self.waiting}
+        self.waiting = set(self.names)
 
 
 class HostedMesh:
@@ -173,7 +187,7 @@ class HostedMesh:
         members = [
             worker
             for worker in self.workers.values()
-            if worker.rank in call.waiting and wire.target_has(cancel.target, worker.rank)
+            if worker.rank in call.waiting and wire.target_has(cancel.target, call.name_of(worker.rank))
         ]
         for worker in members:
             if call.is_mail:
@@ -247,6 +261,8 @@ class HostedMesh:
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
+                for mesh, moves in self._uplink.moves.items():
+                    worker.urgent.send([wire.encode(wire.Moved(mesh, moves))])
                 self.crew.report_ready()
 
     def _on_reply(self, worker: HostedWorker, reply: wire.Reply, payload: list[bytes]) -> None:
@@ -263,8 +279,9 @@ class HostedMesh:
             answer, payload = self._pass_on(worker, reply, payload)
         else:
             answer = wire.RankReply(
-                worker.rank, reply.status, len(payload), reply.duration_s, reply.segment, None, reply.inline
-            )
+                call.name_of(worker.rank), reply.status, len(payload), reply.duration_s, reply.segment, None,
+                reply.inline,
+            )  # fmt: skip
         call.replies.append(answer)
         call.frames += payload
         call.waiting.discard(worker.rank)
@@ -365,7 +382,7 @@ class HostedMesh:
     def _forget_rank(self, rank: int, death: wire.Death) -> None:
         for key, call in tuple(self._calls.items()):
             if call.answer is not None and rank in call.waiting:
-                call.replies.append(lost_reply(rank, death))
+                call.replies.append(lost_reply(call.name_of(rank), death))
             call.waiting.discard(rank)
             if not call.waiting or (call.answer is not None and call.replies):
                 self._flush_call(key)
@@ -381,14 +398,18 @@ class HostedMesh:
         death = wire.Death(self.crew.host, cause, "")
         for key, call in tuple(self._calls.items()):
             if call.answer is not None:
-                call.replies += [lost_reply(rank, death) for rank in sorted(call.waiting)]
+                call.replies += [lost_reply(call.name_of(rank), death) for rank in sorted(call.waiting)]
                 call.waiting.clear()
                 self._flush_call(key)
 
     def renumber(self, renumber: wire.Renumber) -> None:
-        """The workers have other ranks from now on; no call is open, and groups will be formed anew."""
-        self._give_up_mail("its mesh got other ranks meanwhile")
-        self._calls.clear()
+        """The workers have other ranks from now on; no call of the controller is open, groups will be formed anew."""
+        self._calls = {key: call for key, call in self._calls.items() if call.answer is not None}
+        now = {seat.known_as: seat.rank for seat in renumber.seats}
+        for rank in set().union(*(call.waiting for call in self._calls.values())) - now.keys():
+            self._forget_rank(rank, self.death(rank))
+        for call in self._calls.values():
+            call.rename(now)
         self.memory.on_renumber(renumber)
         self.crew.renumber(renumber)
         self.store = self._make_store(renumber.arrangement.host_rank)

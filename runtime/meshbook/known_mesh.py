@@ -20,6 +20,7 @@ from meshbook.errors import (
     WorkerLost,
 )
 from meshbook.future import Future
+from meshbook.generations import Moves, step_of
 from meshbook.known_host import KnownHost
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
 from meshbook.recruits import Recruits, Worker
@@ -70,8 +71,8 @@ class KnownMesh:
         self.hosts: list[KnownHost] = []
         """Those of the placement, by host rank."""
         self.place(placement)
-        self.generation = 0
-        """Goes up when ranks get other numbers: views made before name other processes, or none."""
+        self.moves: Moves = ()
+        """How ranks got other numbers, each time."""
         self.changed = ""
         """How it went up last: ``grew to gpus=6``."""
         self.workers: dict[int, Worker] = {}
@@ -98,6 +99,11 @@ class KnownMesh:
         """Names of the files of functions that were sent; those that only this process has were made known to ranks."""
         self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[KnownHost] = set()
+
+    @property
+    def generation(self) -> int:
+        """Goes up when ranks get other numbers: views made before name other processes, or none."""
+        return len(self.moves)
 
     # ---- arrangement ------------------------------------------------------------------------------------------
 
@@ -167,7 +173,7 @@ class KnownMesh:
         if was_store_host:  # an identical arrangement, for them to find the new one
             for other in self.hosts:
                 if other is not host and not other.lost:
-                    other.send(wire.Renumber(self.id, self.seats_on(other), self.arrangement_on(other)))
+                    other.send(wire.Renumber(self.id, self.seats_on(other), self.arrangement_on(other), self.moves))
 
     def by_host(self, ranks: Iterable[int]) -> dict[KnownHost, list[int]]:
         """The ranks, put together by where they live."""
@@ -199,17 +205,17 @@ class KnownMesh:
             for seat in (seat for here in recruits.seats.values() for seat in here):
                 known_as[seat.rank] = seat.known_as
                 workers[seat.rank] = recruits.workers[seat.known_as]
+        self.moves = (*self.moves, step_of(moved, len(self.extent)))
         self.extent, self.axes = extent, dict(extent)
         self.place(placement)
         self.workers = {rank: worker.become(rank) for rank, worker in workers.items()}
         self.lost = {moved[rank]: error for rank, error in self.lost.items() if rank in moved}
         self.crash_loops.renumber(moved)
-        self.generation += 1
         self.changed, self.joined = why, False
         for host in self.hosts:
             if not host.lost:
                 seats = seats_on(self.placement, host, known_as)
-                host.send(wire.Renumber(self.id, seats, self.arrangement_on(host)))
+                host.send(wire.Renumber(self.id, seats, self.arrangement_on(host), self.moves))
 
     # ---- workers come up ----------------------------------------------------------------------------------------
 
@@ -232,6 +238,7 @@ class KnownMesh:
                     cwd=cwd if here else None,
                     sys_path=sys_path if here else (),
                     environment=dict(environment) if here else {},
+                    generation=self.generation,
                 )
             )
 

@@ -18,6 +18,7 @@ from meshbook.call_table import CallTable
 from meshbook.calls import CallFuture, OpenCall
 from meshbook.errors import Failure, MeshError
 from meshbook.future import Future
+from meshbook.generations import AS_NOW
 from meshbook.payloads import Unavailable
 from meshbook.pickling import Pickled
 from meshbook.rank_payloads import RankPayloads
@@ -77,6 +78,7 @@ class MailCalls:
         on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
         fail_fast: bool = True,
         chain: tuple[int, ...] = (),
+        generation: int = AS_NOW,
     ) -> CallFuture[Any]:
         """Call a mailbox of ``members`` of any mesh; as `meshbook.controller.Controller.call`."""
         future: MailFuture[Any] = MailFuture(self)
@@ -87,18 +89,47 @@ class MailCalls:
         self._wait_for_room(mesh_id, members)
         self._table.open(call, None)
         try:
-            self._send(call.id, mesh_id, members, mailbox, endpoint, pickled, what=what, output=output, chain=chain)
+            self._send(
+                call.id,
+                mesh_id,
+                members,
+                mailbox,
+                endpoint,
+                pickled,
+                what=what,
+                output=output,
+                chain=chain,
+                generation=generation,
+            )
         except BaseException:
             self._table.disown(call)
             raise
         return future
 
     def post(
-        self, mesh_id: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, output: int = 0
+        self,
+        mesh_id: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        output: int = 0,
+        generation: int = AS_NOW,
     ) -> None:
         """Send a message that nobody answers; whoever ends before it has come there does not get it."""
         self._wait_for_room(mesh_id, members)
-        self._send(next(self._ids), mesh_id, members, mailbox, endpoint, pickled, output=output, reply=False)
+        self._send(
+            next(self._ids),
+            mesh_id,
+            members,
+            mailbox,
+            endpoint,
+            pickled,
+            output=output,
+            reply=False,
+            generation=generation,
+        )
 
     def _send(
         self,
@@ -113,13 +144,14 @@ class MailCalls:
         output: int = 0,
         reply: bool = True,
         chain: tuple[int, ...] = (),
+        generation: int = AS_NOW,
     ) -> None:
         assert mailbox, "the endpoints of a process are for its controller"
         head, buffers = pickled
         inline, payload = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
         message = wire.Call(
             id, mesh_id, endpoint, members.encode(), output, inline=inline, label=what, mailbox=mailbox, reply=reply,
-            segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain,
+            segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain, generation=generation,
         )  # fmt: skip
         self._payloads.tell_freed()
         self._channel.send(message, payload)

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
 from meshbook import wire
+from meshbook.generations import Moves
 from meshbook.wording import format_bytes
 
 KEPT_ENDED_CALLS = 256
@@ -56,6 +57,8 @@ class MeshMemory:
         self.spawn: wire.Spawn | None = None
         """The last one: how workers are started."""
         self.arrangement: wire.Arrangement | None = None
+        self.moves: Moves = ()
+        """How its ranks got other numbers."""
         self._lost: dict[int, tuple[wire.WorkerExited, wire.WorkerStarted]] = {}
         self._open: dict[int, RememberedCall] = {}
         self._ended: OrderedDict[int, RememberedCall] = OrderedDict()
@@ -71,7 +74,7 @@ class MeshMemory:
 
     def on_renumber(self, renumber: wire.Renumber) -> None:
         """Ranks have other numbers; no call is open."""
-        self.arrangement = renumber.arrangement
+        self.arrangement, self.moves = renumber.arrangement, renumber.moves
         seats = [seat for seat in renumber.seats if seat.known_as in self._lost]
         self._lost = {
             seat.rank: (exited, worker._replace(rank=seat.rank))

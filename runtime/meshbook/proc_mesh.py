@@ -84,10 +84,13 @@ class ProcMesh(Arranged):
     Calls return a `Future`; ``.get()`` waits. Each call runs once on every member, in the order in which it was made.
     """
 
-    def __init__(self, controller: Controller, mesh: KnownMesh, members: Members) -> None:
+    def __init__(
+        self, controller: Controller, mesh: KnownMesh, members: Members, generation: int | None = None
+    ) -> None:
+        """generation: in which ``members`` have their numbers; that of now by default."""
         super().__init__(members)
         self._controller, self._mesh = controller, mesh
-        self._generation = mesh.generation
+        self._generation = mesh.generation if generation is None else generation
 
     @property
     def name(self) -> str:
@@ -116,9 +119,7 @@ class ProcMesh(Arranged):
         return self._part(arrange(Extent.of(sizes), ranks))
 
     def _part(self, members: Members) -> ProcMesh:
-        part = ProcMesh(self._controller, self._mesh, members)
-        part._generation = self._generation
-        return part
+        return ProcMesh(self._controller, self._mesh, members, self._generation)
 
     def _present(self) -> ProcMesh:
         """Raises: LayoutError if ranks have got other numbers since this view was made."""
@@ -355,7 +356,9 @@ class ProcMesh(Arranged):
         SerializationError.
         """
         members = self._present().members
-        actors: Any = spawn_actors(road_of(self.session), self.id, self.name, members, name, cls, args, kwargs)
+        actors: Any = spawn_actors(
+            road_of(self.session), self.id, self.name, members, name, cls, args, kwargs, self._generation
+        )
         return actors  # type: ignore[no-any-return]
 
     def actors(self) -> list[ActorState]:
@@ -567,7 +570,7 @@ class ProcMesh(Arranged):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """On a rank it is a `meshbook.actor.proc_ref.ProcRef`."""
-        return find_procs, (self.session, self.id, self.name, self._members)
+        return find_procs, (self.session, self.id, self.name, self._members, self._generation)
 
     def __repr__(self) -> str:
         state = "" if self.alive else ", stopped"

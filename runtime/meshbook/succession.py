@@ -57,6 +57,7 @@ def _describe(mesh: HostedMesh, found: Salvage) -> wire.HostedState:
         workers=(*mesh.crew.describe(), *memory.dead),
         lost=memory.lost(found.exits),
         calls=memory.calls(found.replies),
+        moves=memory.moves,
     )
 
 

@@ -36,7 +36,7 @@ from meshbook.errors import (
 from meshbook.future import Future
 from meshbook.introductions import Introductions
 from meshbook.known_host import MAX_SILENCE_S, SUSPECT_S, KnownHost, Parked
-from meshbook.known_mesh import KnownMesh
+from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
 from meshbook.mail_rescue import MailRescue
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, RankStopped, StreamText
@@ -306,7 +306,18 @@ class Switchboard:
         host.on_whole = lambda message, frames: self._on_whole(host, message, frames)
         me = os.getpid()
         host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, me, start_time(me) or 0))
+        for mesh in self.meshes.values():
+            self._tell_moves(host, mesh)
         host.ready.set_result(host)
+
+    def on_renumbered(self, mesh: KnownMesh) -> None:
+        """Ranks have other numbers: hosts whose workers may have references to them are told."""
+        for host in self.hosts.values():
+            self._tell_moves(host, mesh)
+
+    def _tell_moves(self, host: KnownHost, mesh: KnownMesh) -> None:
+        if mesh.moves and host.is_up and host not in mesh.hosts:  # those learn it with their new numbers
+            host.send(wire.Moved(mesh.id, mesh.moves))
 
     def _on_whole(self, host: KnownHost, message: Parked, frames: list[bytes]) -> None:
         """It has come with all of its payload."""
@@ -377,6 +388,9 @@ class Switchboard:
         """Expect the answers to a call; returns the hosts to send it to, or None when it was answered already."""
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
+            return None
+        if any(not 0 <= rank < len(mesh.extent) for rank in call.waiting):
+            call.give_up(stale_view(mesh))
             return None
         self.calls.open(call, output)
         addressed = {mesh.host_of(rank).id for rank in call.waiting} if len(mesh.hosts) > 1 else None

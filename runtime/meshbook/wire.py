@@ -171,6 +171,8 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     cwd: bytes | None
     sys_path: tuple[bytes, ...]
     environment: dict[bytes, bytes]
+    generation: int = 0
+    """Of the numbers of the mesh's ranks."""
 
 
 class Origin(NamedTuple):
@@ -209,6 +211,8 @@ class Call(_Message, frozen=True, tag="call"):
     """Who made it, where that is not the controller. Ids are each origin's own."""
     chain: tuple[int, ...] = ()
     """Names, oldest first, of the calls between actors that have led to this one, its own last."""
+    generation: int = -1
+    """Which numbers of ranks the target is meant in (`meshbook.generations`); -1: those of the moment."""
 
 
 class Query(_Message, frozen=True, tag="query"):
@@ -300,6 +304,15 @@ class Renumber(_Message, frozen=True, tag="renumber"):
     mesh: int
     seats: tuple[Seat, ...]
     arrangement: Arrangement
+    moves: tuple[tuple[int, ...], ...] = ()
+    """How ranks got other numbers, this time too (`meshbook.generations`)."""
+
+
+class Moved(_Message, frozen=True, tag="moved"):
+    """How the ranks of a mesh got other numbers, for hosts and workers that may have references to them."""
+
+    mesh: int
+    moves: tuple[tuple[int, ...], ...]
 
 
 class ReadLogs(_Message, frozen=True, tag="logs"):
@@ -566,6 +579,7 @@ class HostedState(NamedTuple):
     lost: tuple[LostRank, ...]
     """The dead whose end the former controller knew; of the others it is told next."""
     calls: tuple[CallState, ...]
+    moves: tuple[tuple[int, ...], ...] = ()
 
 
 class Hosted(_Message, frozen=True, tag="hosted"):
@@ -714,6 +728,8 @@ class Begin(_Message, frozen=True, tag="begin"):
     cwd: bytes | None
     sys_path: tuple[bytes, ...]
     environment: dict[bytes, bytes]
+    generation: int = 0
+    """Of the numbers of its mesh's ranks."""
 
 
 class Renumbered(_Message, frozen=True, tag="renumbered"):
@@ -728,6 +744,7 @@ class Renumbered(_Message, frozen=True, tag="renumbered"):
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     threads: int
+    generation: int = 0
 
 
 class Begun(_Message, frozen=True, tag="begun"):
@@ -802,7 +819,7 @@ ToHost: TypeAlias = (
     | ReadLogs | ReadOn
     | Leave | Goodbye
     | AskProcesses | AskStacks
-    | OpenPeerPort | Peers | PeerLost
+    | OpenPeerPort | Peers | PeerLost | Moved
 )  # fmt: skip
 FromHost: TypeAlias = (
     Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired
@@ -811,7 +828,18 @@ FromHost: TypeAlias = (
     | AskPeers | PeerPort | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (
-    Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail | Replies | MailHold
+    Begin
+    | Renumbered
+    | Call
+    | Query
+    | Cancel
+    | AbortGroups
+    | SegmentFree
+    | RankStored
+    | OpenMail
+    | Replies
+    | MailHold
+    | Moved
 )
 FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankPrompted | RankStore | SegmentFree | Call | Cancel
 

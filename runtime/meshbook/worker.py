@@ -40,6 +40,7 @@ from meshbook.debug_server import DebugSession
 from meshbook.dump_signal import accept_dumps
 from meshbook.endpoints import CALLS, QUERIES, SLOW_QUERIES
 from meshbook.errors import Failure, MessageTooLarge
+from meshbook.generations import Moves
 from meshbook.gpu_use import GpuGauge
 from meshbook.interrupts import InterruptGate
 from meshbook.kept_memory import KeptGauge
@@ -79,6 +80,8 @@ class Worker:
         self.gate = InterruptGate()
         self.calls = Channel(call_fd, self.gate)
         self.urgent = Channel(urgent_fd, self.gate)
+        self.moves: dict[int, Moves] = {}
+        """How ranks of meshes got other numbers."""
         self.groups = RankGroups()
         self.main_thread = threading.get_ident()
         self.current: tuple[int, str, float] | None = None
@@ -364,6 +367,8 @@ class Worker:
                 self.mail.hold(message)
             case wire.OpenMail():
                 self.mail.start()
+            case wire.Moved(mesh, moves):
+                self.moves[mesh] = moves
             case wire.Query(endpoint=endpoint) as query:
                 if endpoint in SLOW_QUERIES:
                     run_aside(lambda: self._answer_query(query))

@@ -19,6 +19,7 @@ from meshbook.answers import Answer
 from meshbook.calls import CallFuture
 from meshbook.errors import Failure
 from meshbook.frames import Buffer
+from meshbook.generations import AS_NOW
 from meshbook.letters import Letter, refusal
 from meshbook.mail_calls import MailCalls
 from meshbook.mailboxes import Mailboxes
@@ -59,22 +60,32 @@ class WorkerMail:
         on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
         fail_fast: bool = True,
         chain: tuple[int, ...] = (),
+        generation: int = AS_NOW,
     ) -> CallFuture[Any]:
         """Call a mailbox (not 0) of ``members`` of any mesh of the session; as `Controller.call`, on any thread.
 
-        What the members print goes to ``output``. chain: as in `wire.Call`. A rank that is lost is told by the future.
+        What the members print goes to ``output``. chain, generation: as in `wire.Call`.
+        A rank that is lost is told by the future.
         """
         self.start()
         return self._calls.call(
             mesh_id, members, mailbox, endpoint, pickled,
-            what=what, output=output, on_reply=on_reply, fail_fast=fail_fast, chain=chain,
+            what=what, output=output, on_reply=on_reply, fail_fast=fail_fast, chain=chain, generation=generation,
         )  # fmt: skip
 
     def post(
-        self, mesh_id: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, output: int = 0
+        self,
+        mesh_id: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        output: int = 0,
+        generation: int = AS_NOW,
     ) -> None:
         """Send a message that nobody answers; whoever ends before it has come there does not get it."""
-        self._calls.post(mesh_id, members, mailbox, endpoint, pickled, output=output)
+        self._calls.post(mesh_id, members, mailbox, endpoint, pickled, output=output, generation=generation)
 
     def start(self) -> None:
         """Read the mail from now on. From any thread, any number of times."""

@@ -199,7 +199,7 @@ class ActorDesk:
 
     def port_to(self, mailbox: int) -> Port[Any]:
         identity = self._worker.identity
-        return Port(self.session, Place(identity.mesh, identity.rank), mailbox)
+        return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
 
     def tell_owner(self, host: ActorHost, failure: MeshFailure) -> None:
         """Where the owner cannot be told, it is printed."""

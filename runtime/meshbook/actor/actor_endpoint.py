@@ -12,10 +12,11 @@ from meshbook.actor.described import EndpointInfo
 from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.ports import Port
 from meshbook.actor.results import ActorFuture, Stream, only_value
+from meshbook.actor.roads import Address
 from meshbook.errors import LayoutError, SerializationError, UsageError
 from meshbook.future import Future
 from meshbook.pickling import Pickled, dumps
-from meshbook.shape import Members, Region
+from meshbook.shape import Region
 from meshbook.value_mesh import ValueMesh
 from meshbook.wording import format_sizes
 
@@ -33,7 +34,8 @@ class ActorEndpoint:
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
         """Call it on every actor; the values of all."""
-        return self._call(self._members, name_view(self._members), args, kwargs, _same)
+        to = self._find()
+        return self._call(to, name_view(to.members), args, kwargs, _same)
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it on the only actor. Raises: LayoutError if there are several."""
@@ -42,42 +44,46 @@ class ActorEndpoint:
                 f"call_one calls one actor, and {self._group.name} has {format_sizes(self._members.sizes)} here. "
                 f"Slice it first ({self._example()}), or use call or choose."
             )
-        return self._call(self._members, name_view(self._members), args, kwargs, only_value)
+        to = self._find()
+        return self._call(to, name_view(to.members), args, kwargs, only_value)
 
     def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it on one actor, chosen at random."""
-        rank = random.choice(list(self._members.ranks()))
-        return self._call(Region.build(rank, []), self._members, args, kwargs, only_value)
+        to = self._find()
+        return self._call(_choose(to), to.members, args, kwargs, only_value)
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
         """Call it on every actor; futures of the values in the order in which they come."""
-        pickled = self._pack(name_view(self._members), args, kwargs)
+        to = self._find()
+        pickled = self._pack(name_view(to.members), args, kwargs)
         stream: Stream[Any] = Stream(len(self._members), self._group.name, self._info.name)
-        stream.begin(
-            self._group.call(self._members, self._info.name, pickled, on_reply=stream.on_reply, fail_fast=False)
-        )
+        stream.begin(self._group.call(to, self._info.name, pickled, on_reply=stream.on_reply, fail_fast=False))
         return stream
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Call it on every actor without waiting; what fails is told to the owner of the actors."""
-        self._post(self._members, name_view(self._members), args, kwargs, None)
+        to = self._find()
+        self._post(to, name_view(to.members), args, kwargs, None)
 
     def post(self, args: tuple[Any, ...], kwargs: dict[str, Any], port: Port[Any] | None, one: bool) -> None:
         """Call it on every actor, or on a random one, and have the answers sent to ``port``."""
-        members = Region.build(random.choice(list(self._members.ranks())), []) if one else self._members
-        self._post(members, self._members if one else name_view(self._members), args, kwargs, port)
+        to = self._find()
+        self._post(_choose(to) if one else to, to.members if one else name_view(to.members), args, kwargs, port)
 
-    def _post(self, members: Members, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
-        self._group.post(members, self._info.name, self._pack(view, args, kwargs, port))
+    def _find(self) -> Address:
+        self._group.check_usable()
+        return self._group.find(self._members)
 
-    def _call(self, members: Members, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
+    def _post(self, to: Address, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
+        self._group.post(to, self._info.name, self._pack(view, args, kwargs, port))
+
+    def _call(self, to: Address, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
         group, name = self._group, self._info.name
         pickled = self._pack(view, args, kwargs)
         group.called = True
-        return ActorFuture(group.call(members, name, pickled), make, group.name, name)
+        return ActorFuture(group.call(to, name, pickled), make, group.name, name)
 
     def _pack(self, view: Any, args: Any, kwargs: Any, port: Port[Any] | None = None) -> Pickled:
-        self._group.check_usable()
         self._info.check(self._group.name, args, kwargs)
         payload = ((view, port, *args), kwargs)
         try:
@@ -120,6 +126,11 @@ class NotAnEndpoint:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
+
+
+def _choose(to: Address) -> Address:
+    """One of them, at random."""
+    return to._replace(members=Region.build(random.choice(list(to.members.ranks())), []))
 
 
 def _same(values: ValueMesh[Any]) -> ValueMesh[Any]:

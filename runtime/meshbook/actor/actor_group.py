@@ -6,11 +6,11 @@ from collections import deque
 from typing import Any
 
 from meshbook.actor.described import ActorClass
-from meshbook.actor.errors import ActorLostError, ActorStoppedError, ProcsStoppedError, UnhandledFault
-from meshbook.actor.roads import OnReply, Road, road_of
+from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
+from meshbook.actor.roads import Address, OnReply, Road, road_of
 from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls import CallFuture
-from meshbook.errors import MeshDetachedError, MeshStoppedError, WorkerLost
+from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.future import Future
 from meshbook.pickling import Pickled
 from meshbook.shape import Members, Region
@@ -20,10 +20,18 @@ class ActorGroup:
     """What all views of a mesh of actors share in one process."""
 
     def __init__(
-        self, session: str, mesh: int, mesh_name: str, mailbox: int, name: str, cls: ActorClass, members: Members
+        self,
+        session: str,
+        mesh: int,
+        mesh_name: str,
+        mailbox: int,
+        name: str,
+        cls: ActorClass,
+        members: Members,
+        generation: int,
     ) -> None:
-        """members: all of them. mailbox: the same in each of their processes."""
-        self.session, self.mesh, self.mesh_name = session, mesh, mesh_name
+        """members: all of them, by their ranks in ``generation``. mailbox: the same in each of their processes."""
+        self.session, self.mesh, self.mesh_name, self.generation = session, mesh, mesh_name, generation
         self.mailbox, self.name, self.cls, self.members = mailbox, name, cls, members
         self.initialized: Future[None] | None = None
         """Known where they were spawned; elsewhere it is asked for."""
@@ -35,16 +43,30 @@ class ActorGroup:
         """What failed for which nobody waited, to be told at the next use."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls, self.members)
-        return _find_group, own
+        own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)
+        return _find_group, (*own, self.members, self.generation)
 
     @property
     def road(self) -> Road:
         return road_of(self.session)
 
+    def find(self, members: Members, *, partly: bool = False) -> Address:
+        """Where the processes of ``members`` are now. partly: of those that have not left the mesh, unless all have.
+
+        Raises: ActorsLeftError, ProcsStoppedError.
+        """
+        try:
+            return self.road.find(self.mesh, members, self.generation, partly=partly)
+        except RanksLeft as gone:
+            raise ActorsLeftError(self.name, gone.left) from None
+        except MeshDetachedError:
+            raise
+        except MeshStoppedError:
+            raise ProcsStoppedError(self.mesh_name) from None
+
     def call(
         self,
-        members: Members,
+        to: Address,
         endpoint: str,
         pickled: Pickled,
         *,
@@ -56,8 +78,8 @@ class ActorGroup:
         beside = info is None or info.concurrent or info.wants_port
         try:
             return self.road.call(
-                self.mesh, members, self.mailbox, endpoint, pickled, what=what, on_reply=on_reply,
-                fail_fast=fail_fast, beside=beside,
+                self.mesh, to.members, self.mailbox, endpoint, pickled, what=what, on_reply=on_reply,
+                fail_fast=fail_fast, beside=beside, generation=to.generation,
             )  # fmt: skip
         except MeshDetachedError:
             raise
@@ -66,10 +88,10 @@ class ActorGroup:
         except WorkerLost as lost:
             raise ActorLostError.of_worker(lost, self.name) from None
 
-    def post(self, members: Members, endpoint: str, pickled: Pickled) -> None:
+    def post(self, to: Address, endpoint: str, pickled: Pickled) -> None:
         """Call an endpoint without an answer; what fails is told to the owner. Raises: as `call`."""
         try:
-            self.road.post(self.mesh, members, self.mailbox, endpoint, pickled)
+            self.road.post(self.mesh, to.members, self.mailbox, endpoint, pickled, generation=to.generation)
         except MeshDetachedError:
             raise
         except MeshStoppedError:

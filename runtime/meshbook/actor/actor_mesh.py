@@ -20,7 +20,7 @@ from meshbook.actor.notebook_sources import sources_of
 from meshbook.actor.ports import Port
 from meshbook.actor.reloading import RELOAD, newest_class, refusal
 from meshbook.actor.results import ActorFuture
-from meshbook.actor.roads import DESK, Road
+from meshbook.actor.roads import DESK, Address, Road
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.arranged import Arranged
 from meshbook.errors import (
@@ -57,7 +57,9 @@ class ActorMesh(Arranged, Generic[TActor]):
         """Completes when all have been made. Raises, when asked: ActorError with what ``__init__`` raised."""
         group = self._group
         if group.initialized is None:  # a reference that was sent here
-            source = group.call(group.members, READY, dumps(((), {}), what="ready"), fail_fast=False)
+            source = group.call(
+                group.find(group.members, partly=True), READY, dumps(((), {}), what="ready"), fail_fast=False
+            )
             group.initialized = ActorFuture(source, _nothing, group.name, INIT)
         return group.initialized
 
@@ -95,7 +97,7 @@ class ActorMesh(Arranged, Generic[TActor]):
         cls = newest_class(group.cls.name) if cls is None else cls
         described = describe_class(cls, RESERVED)
         pickled = dumps(((sources_of(cls), cls), {}), what=cls.__qualname__)
-        source = group.call(group.members, RELOAD, pickled, fail_fast=False)
+        source = group.call(group.find(group.members, partly=True), RELOAD, pickled, fail_fast=False)
         try:
             ActorFuture(source, _nothing, group.name, "reload").get(timeout)
         except ActorError as error:
@@ -115,16 +117,18 @@ class ActorMesh(Arranged, Generic[TActor]):
         group.stopped = reason
         forget_group(group)
         pickled = dumps(((), {}), what="stop")
-        members: Members = group.members
+        to: Address | None = None
         while True:
             try:
-                source = group.call(members, STOP, pickled, fail_fast=False)
+                to = to or group.find(group.members, partly=True)
+                source = group.call(to, STOP, pickled, fail_fast=False)
             except (SupervisionError, MeshStoppedError) as gone:
-                ended = gone.ranks if isinstance(gone, ActorLostError) else tuple(members.ranks())
-                left = [rank for rank in members.ranks() if rank not in ended]
+                if to is None or not isinstance(gone, ActorLostError):
+                    return _done()
+                left = [rank for rank in to.members.ranks() if rank not in gone.ranks]
                 if not left:
                     return _done()
-                members = members.select(left)
+                to = to._replace(members=to.members.select(left))
             else:
                 return ActorFuture(source, _nothing, group.name, "stop")
 
@@ -182,16 +186,19 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     cls: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    generation: int,
 ) -> ActorMesh[Any]:
     """Have an actor made in every process of ``members``; does not wait for it.
 
-    Raises: UsageError for what is no class of actors, ArgumentsError, SerializationError.
+    generation: in which these are numbered so.
+    Raises: RanksLeft, UsageError for what is no class of actors, ArgumentsError, SerializationError.
     """
     described = describe_class(cls, RESERVED)
     check_construction(cls, name, args, kwargs)
     if not isinstance(name, str) or not name:
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
-    group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members)
+    members, generation, _ = road.find(mesh, members, generation)
+    group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members, generation)
     actors: ActorMesh[Any] = ActorMesh(group, members)
     payload = ((name_view(members), actors, road.supervisor, sources_of(cls), cls, *args), kwargs)
     try:
@@ -202,6 +209,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     spawned = road.call(
         mesh, members, DESK, f"{group.mailbox}:{road.session}:{name}", pickled,
         what=f"{cls.__qualname__}()", fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
+        generation=generation,
     )  # fmt: skip
     group.initialized = ActorFuture(spawned, _nothing, name, INIT)
     keep_group(group)
@@ -249,13 +257,15 @@ def watch(actors: ActorMesh[Any], owner: Port[Any]) -> None:
         error = done.exception(0)
         if not isinstance(error, WorkerLost):
             return
-        left = [rank for rank in actors.ranks if rank not in error.ranks]
+        both = zip(to.then.ranks(), to.members.ranks(), strict=True)
+        left = [then for then, now in both if now not in error.ranks]
         with contextlib.suppress(MeshError):  # the owner has ended, or the mesh of the actors
             owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
             if left:
                 watch(actors.select(left), owner)
 
-    group.call(actors.members, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
+    to = group.find(actors.members, partly=True)
+    group.call(to, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
 
 
 def _done() -> Future[None]:

@@ -11,14 +11,15 @@ from meshbook.actor.actor_group import groups_on
 from meshbook.actor.actor_mesh import ActorMesh
 from meshbook.actor.owned_procs import OwnedProcs
 from meshbook.actor.ports import Port
-from meshbook.actor.roads import ROOT, SUPERVISOR, OnReply, Place
+from meshbook.actor.roads import ROOT, SUPERVISOR, Address, OnReply, Place, find_now
 from meshbook.actor.root_desk import RootDesk
 from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
 from meshbook.calls import CallFuture
 from meshbook.controller import Controller
-from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
+from meshbook.errors import MeshError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.future import Future
-from meshbook.known_mesh import KnownMesh
+from meshbook.generations import AS_NOW, ranks_now
+from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.mailboxes import LoadArgs, Mailboxes, Reply
 from meshbook.pickling import Pickled
 from meshbook.proc_mesh import ProcMesh
@@ -63,7 +64,7 @@ class ControllerRoad:
         """A process has ended. Under the turn."""
         self._owned.owner_lost(mesh, lost.ranks)
         for group in groups_on(self.session, mesh.id):
-            if group.members.has(lost.rank):
+            if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
                 actors: ActorMesh[Any] = ActorMesh(group, group.members)
                 self._faults.take(MeshFailure(actors, group.name, failures_of(lost)))
 
@@ -90,8 +91,9 @@ class ControllerRoad:
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
         beside: bool = False,
+        generation: int = AS_NOW,
     ) -> CallFuture[Any]:
-        known = self._find(mesh)
+        known = self._find(mesh, generation)
         source = self._controller.output_source
         return self._controller.call(
             known,
@@ -106,8 +108,13 @@ class ControllerRoad:
             beside=beside,
         )
 
-    def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
-        self._controller.post(self._find(mesh), endpoint, members, pickled, mailbox)
+    def post(
+        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
+    ) -> None:
+        self._controller.post(self._find(mesh, generation), endpoint, members, pickled, mailbox)
+
+    def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
+        return find_now(self._find(mesh).moves, members, generation, partly=partly)
 
     def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         done: Future[Any] = Future()
@@ -123,10 +130,17 @@ class ControllerRoad:
         stopped: Future[None] = procs.stop()
         return stopped
 
-    def procs(self, session: str, mesh: int, name: str, members: Members) -> ProcMesh:
-        return ProcMesh(self._controller, self._find(mesh), members)
+    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> ProcMesh:
+        known = self._find(mesh)
+        try:
+            return ProcMesh(self._controller, known, find_now(known.moves, members, generation).members)
+        except RanksLeft:  # its use says so
+            return ProcMesh(self._controller, known, members, generation)
 
-    def _find(self, mesh: int) -> KnownMesh:
+    def _find(self, mesh: int, generation: int = AS_NOW) -> KnownMesh:
+        """generation: in which its ranks are meant. Raises: MeshStoppedError; LayoutError if they have moved since."""
         if (known := self._controller.find_mesh(mesh)) is None:
             raise MeshStoppedError(f"number {mesh}")
+        if generation not in (AS_NOW, known.generation):
+            raise stale_view(known)
         return known

@@ -83,6 +83,22 @@ class ActorLostError(WorkerLost, SupervisionError):
         return f"{super().__str__()}\n{gone}"
 
 
+class ActorsLeftError(SupervisionError):
+    """A call to actors whose processes left when their mesh shrank."""
+
+    def __init__(self, name: str, left: Iterable[int]) -> None:
+        """left: their ranks, as they were numbered when the actors were made."""
+        super().__init__(name, tuple(left))
+        self.name, self.left = name, tuple(left)
+
+    def __str__(self) -> str:
+        return (
+            f'the actors "{self.name}" of {name_ranks(self.left)} (as numbered when they were made) are no more: their '
+            "processes left when the mesh shrank. Slice those that stayed, which keep their places here, or spawn "
+            f'them all again: procs.spawn("{self.name}", ...)'
+        )
+
+
 class NoEndpointError(UsageError, AttributeError):
     """A name that is no endpoint of the actors."""
 

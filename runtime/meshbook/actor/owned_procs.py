@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshbook.actor.roads import Place
 from meshbook.controller import Controller
 from meshbook.errors import MeshError
+from meshbook.generations import ranks_now
 from meshbook.known_mesh import KnownMesh
 from meshbook.side_threads import run_aside
 
@@ -55,7 +56,7 @@ class OwnedProcs:
         gone = frozenset(ranks)
         with self._lock:
             owned = self._owned.get(mesh.id, [])
-            ends = [one for one in owned if one.rank in gone and one.generation == mesh.generation]
+            ends = [one for one in owned if ranks_now(mesh.moves, one.generation, [one.rank])[0] in gone]
             if ends:
                 self._owned[mesh.id] = [one for one in owned if one not in ends]
         for one in ends:

@@ -32,7 +32,10 @@ class Port(Generic[R]):
         self._session, self._place, self._mailbox = session, Place(*place), mailbox
 
     def send(self, obj: R) -> None:
-        """Send a value; returns before it has arrived. Raises: SerializationError, WorkerLost, MeshStoppedError."""
+        """Send a value; returns before it has arrived.
+
+        Raises: SerializationError, WorkerLost, RanksLeft, MeshStoppedError.
+        """
         self.post("send", obj)
 
     def exception(self, error: BaseException) -> None:
@@ -49,7 +52,8 @@ class Port(Generic[R]):
             call = wire.Call(0, self._place.mesh, endpoint, (), mailbox=self._mailbox, reply=False)
             mailbox.handler(call, lambda: loads(head, buffers), _drop)
         else:
-            road.post(self._place.mesh, one_member(self._place.rank), self._mailbox, endpoint, pickled)
+            to = road.find(self._place.mesh, one_member(self._place.rank), self._place.generation)
+            road.post(self._place.mesh, to.members, self._mailbox, endpoint, pickled, generation=to.generation)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Port, (self._session, tuple(self._place), self._mailbox)

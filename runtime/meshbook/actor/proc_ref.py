@@ -19,18 +19,19 @@ TActor = TypeVar("TActor")
 class ProcRef(Arranged):
     """A `ProcMesh` that was sent to a rank. Sent back to whoever drives the mesh, it is a ProcMesh again."""
 
-    def __init__(self, session: str, mesh: int, name: str, members: Members) -> None:
+    def __init__(self, session: str, mesh: int, name: str, members: Members, generation: int) -> None:
+        """generation: in which ``members`` have their numbers (`meshbook.generations`)."""
         super().__init__(members)
-        self.session, self.id, self.name = session, mesh, name
+        self.session, self.id, self.name, self._generation = session, mesh, name, generation
         self._stopped = False
 
     def _part(self, members: Members) -> ProcRef:
-        return ProcRef(self.session, self.id, self.name, members)
+        return ProcRef(self.session, self.id, self.name, members, self._generation)
 
     def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
         """Make an actor in every process, as `ProcMesh.spawn` does; the actor that runs now is their owner."""
         road = road_of(self.session)
-        actors: Any = spawn_actors(road, self.id, self.name, self._members, name, cls, args, kwargs)
+        actors: Any = spawn_actors(road, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
         return actors  # type: ignore[no-any-return]
 
     @property
@@ -44,15 +45,15 @@ class ProcRef(Arranged):
         return road_of(self.session).stop_procs(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return find_procs, (self.session, self.id, self.name, self._members)
+        return find_procs, (self.session, self.id, self.name, self._members, self._generation)
 
     def __repr__(self) -> str:
         return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}), as a rank knows it'
 
 
-def find_procs(session: str, mesh: int, name: str, members: Members) -> Any:
+def find_procs(session: str, mesh: int, name: str, members: Members, generation: int) -> Any:
     """The mesh of processes that a reference means."""
-    return road_of(session).procs(session, mesh, name, members)
+    return road_of(session).procs(session, mesh, name, members, generation)
 
 
 def this_proc() -> ProcRef:
@@ -63,5 +64,6 @@ def this_proc() -> ProcRef:
             'Start one: this_host().spawn_procs(per_host={"procs": 1}).'
         )
     road = own_road()
-    procs: ProcRef = road.procs(road.session, road.place.mesh, "", Region.build(road.place.rank, []))
+    place = road.place
+    procs: ProcRef = road.procs(road.session, place.mesh, "", Region.build(place.rank, []), place.generation)
     return procs

@@ -122,7 +122,7 @@ class RDMABuffer:
 
 
 def _restore(
-    session: str, place: tuple[int, int], mailbox: int, size_bytes: int, owner: str, spot: Any, writable: bool
+    session: str, place: tuple[int, int, int], mailbox: int, size_bytes: int, owner: str, spot: Any, writable: bool
 ) -> RDMABuffer:
     buffer = RDMABuffer.__new__(RDMABuffer)
     buffer._set(Target(session, Place(*place), mailbox, size_bytes, owner, Spot(*spot)), writable)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook import forks
 from meshbook.calls import CallFuture
-from meshbook.errors import Failure, UsageError
+from meshbook.errors import Failure, RanksLeft, UsageError
 from meshbook.future import Future
+from meshbook.generations import AS_NOW, GONE, Moves, arranged_now, ranks_now
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
 from meshbook.shape import Members
@@ -41,6 +42,36 @@ class Place(NamedTuple):
 
     mesh: int
     rank: int
+    generation: int = AS_NOW
+    """In which the mesh's rank has that number (`meshbook.generations`)."""
+
+
+class Address(NamedTuple):
+    """Where the processes are that a reference means."""
+
+    members: Members
+    """As they are numbered now, arranged as they were."""
+    generation: int
+    """Now."""
+    then: Members
+    """As the reference has them."""
+
+
+def find_now(moves: Moves, members: Members, generation: int, *, partly: bool = False) -> Address:
+    """Where ``members`` of a generation are now. partly: leave out those that have left, unless that is all of them.
+
+    Raises: RanksLeft.
+    """
+    if generation in (AS_NOW, len(moves)):
+        return Address(members, len(moves), members)
+    then = list(members.ranks())
+    now = ranks_now(moves, generation, then)
+    if left := [rank for rank, found in zip(then, now, strict=True) if found == GONE]:
+        if not partly or len(left) == len(then):
+            raise RanksLeft(left)
+        members = members.select([rank for rank in then if rank not in left])
+        now = [rank for rank in now if rank != GONE]
+    return Address(arranged_now(members, now), len(moves), members)
 
 
 class Road(Protocol):
@@ -61,6 +92,9 @@ class Road(Protocol):
     def new_mailbox(self) -> int:
         """A number for a mailbox that nobody else has."""
 
+    def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
+        """Where the processes are that are meant (`find_now`). Raises: RanksLeft, MeshStoppedError."""
+
     def call(
         self,
         mesh: int,
@@ -73,13 +107,17 @@ class Road(Protocol):
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
         beside: bool = False,
+        generation: int = AS_NOW,
     ) -> CallFuture[Any]:
         """Call ``endpoint`` of a mailbox on every member. Raises: MeshStoppedError, WorkerLost.
 
-        beside: other messages may be handled while this one is.
+        beside: other messages may be handled while this one is. generation: of the members' ranks, as `find` gave it;
+        if they get other numbers meanwhile the call fails.
         """
 
-    def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
+    def post(
+        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
+    ) -> None:
         """The same without an answer. Raises: MeshStoppedError, WorkerLost."""
 
     @property
@@ -95,7 +133,7 @@ class Road(Protocol):
     def stop_procs(self, procs: Any) -> Future[None]:
         """End the processes that a reference of this process means."""
 
-    def procs(self, session: str, mesh: int, name: str, members: Members) -> Any:
+    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> Any:
         """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""
 
 

@@ -218,8 +218,9 @@ def begin(target: Target, endpoint: str, args: tuple[Any, ...]) -> CallFuture[An
     what = f"{endpoint} of {target.name}"
     pickled = dumps((args, {}), what=what)
     try:
-        mesh, rank = target.place
-        return road_of(target.session).call(mesh, one_member(rank), target.mailbox, endpoint, pickled, what=what)
+        road, place = road_of(target.session), target.place
+        to = road.find(place.mesh, one_member(place.rank), place.generation)
+        return road.call(place.mesh, to.members, target.mailbox, endpoint, pickled, what=what, generation=to.generation)
     except WorkerLost as lost:
         raise ActorLostError.of_worker(lost, "") from None
 

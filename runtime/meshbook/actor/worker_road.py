@@ -13,9 +13,10 @@ from meshbook.actor.errors import CallsTooDeepError
 from meshbook.actor.ports import Port, one_member
 from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.results import ActorFuture, only_value
-from meshbook.actor.roads import FIRST_OF_RANKS, ROOT, OnReply, Place
+from meshbook.actor.roads import FIRST_OF_RANKS, ROOT, Address, OnReply, Place, find_now
 from meshbook.calls import CallFuture
 from meshbook.future import Future
+from meshbook.generations import AS_NOW
 from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled, dumps
 from meshbook.shape import Members
@@ -46,7 +47,10 @@ class WorkerRoad:
     @property
     def place(self) -> Place:
         identity = self._worker.identity
-        return Place(identity.mesh, identity.rank)
+        return Place(identity.mesh, identity.rank, identity.generation)
+
+    def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
+        return find_now(self._worker.moves.get(mesh, ()), members, generation, partly=partly)
 
     def new_mailbox(self) -> int:
         return next(self._ids)
@@ -63,6 +67,7 @@ class WorkerRoad:
         on_reply: OnReply | None = None,
         fail_fast: bool = True,
         beside: bool = False,
+        generation: int = AS_NOW,
     ) -> CallFuture[Any]:
         name, chain = random.getrandbits(62), context().chain
         if len(chain) >= MAX_CHAIN:
@@ -78,12 +83,16 @@ class WorkerRoad:
             on_reply=on_reply,
             fail_fast=fail_fast,
             chain=(*chain, name),
+            generation=generation,
         )
         future.name_in_chain = name
         return future
 
-    def post(self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled) -> None:
-        self._worker.mail.post(mesh, members, mailbox, endpoint, pickled, output=self._worker.shell.output_here)
+    def post(
+        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
+    ) -> None:
+        output = self._worker.shell.output_here
+        self._worker.mail.post(mesh, members, mailbox, endpoint, pickled, output=output, generation=generation)
 
     @property
     def supervisor(self) -> Port[Any] | None:
@@ -105,5 +114,5 @@ class WorkerRoad:
         source = self.call(0, one_member(0), ROOT, endpoint, dumps((args, dict(kwargs)), what=what), what=what)
         return ActorFuture(source, only_value, name, endpoint)
 
-    def procs(self, session: str, mesh: int, name: str, members: Members) -> ProcRef:
-        return ProcRef(session, mesh, name, members)
+    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> ProcRef:
+        return ProcRef(session, mesh, name, members, generation)
