@@ -27,8 +27,10 @@ from benchmarks.faults.forks import run_forks
 from benchmarks.faults.kernels import run_kernels
 from benchmarks.faults.large import run_large
 from benchmarks.faults.links import run_links
+from benchmarks.faults.mutation import run_mutation
 from benchmarks.faults.order import run_order
 from benchmarks.faults.plan import make_plan
+from benchmarks.faults.silence import run_silence
 from benchmarks.faults.texts import run_texts
 from meshbook import shutdown, this_host
 
@@ -77,6 +79,8 @@ COUNTED: dict[str, Counted] = {
     "retries": Counted(tiny=8, short=20, long=1000, run=run_retries),
     "large": Counted(tiny=12, short=30, long=300, run=run_large),
     "forks": Counted(tiny=12, short=60, long=600, run=run_forks),
+    "mutation": Counted(tiny=12, short=60, long=300, run=run_mutation),
+    "silence": Counted(tiny=2, short=5, long=100, run=run_silence),
     "texts": Counted(tiny=40, short=100, long=1000, run=run_texts),
 }
 """Campaigns by name; `--count NAME=N` overrides their size."""

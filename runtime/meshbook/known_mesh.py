@@ -205,7 +205,7 @@ class KnownMesh:
             for seat in (seat for here in recruits.seats.values() for seat in here):
                 known_as[seat.rank] = seat.known_as
                 workers[seat.rank] = recruits.workers[seat.known_as]
-        self.moves = (*self.moves, step_of(moved, len(self.extent)))
+        self.moves = (*self.moves, step_of(moved, self.extent.nelements))
         self.extent, self.axes = extent, dict(extent)
         self.place(placement)
         self.workers = {rank: worker.become(rank) for rank, worker in workers.items()}

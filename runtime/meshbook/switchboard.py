@@ -389,7 +389,7 @@ class Switchboard:
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
             return None
-        if any(not 0 <= rank < len(mesh.extent) for rank in call.waiting):
+        if any(not 0 <= rank < mesh.extent.nelements for rank in call.waiting):
             call.give_up(stale_view(mesh))
             return None
         self.calls.open(call, output)

@@ -1,0 +1,73 @@
+"""Host agents are stopped for random times, as a hanging disk or swapping does, and go on: nothing is lost by it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+from benchmarks.faults import on_rank
+from benchmarks.faults.findings import Findings
+from meshbook import LocalLauncher, ProcMesh, start_hosts
+from meshbook.future import Future
+
+DEADLINE_S = 60.0
+LONGEST_S = 15.0
+"""Longer than the silence after which a host elsewhere is lost."""
+CALLS_PER_FAULT = 50
+
+
+def run_silence(seed: int, count: int) -> Findings:
+    """``count`` silences of agents of this machine, with calls under way all the time."""
+    findings = Findings("silence", f"{count} agents stopped for up to {LONGEST_S:g} s, seed {seed}")
+    draw, started = random.Random(seed), time.monotonic()
+    hosts = start_hosts({"hosts": 2}, LocalLauncher())
+    mesh = hosts.spawn_procs({"gpus": 1}, name="quiet", device="cpu", owns_hosts=True)
+    try:
+        mesh.run("ledger = []").get(DEADLINE_S)
+        pids = mesh.execute(os.getpid).get(DEADLINE_S).values()
+        agents = mesh.execute(os.getppid).get(DEADLINE_S).values()
+        numbers: list[int] = []
+        for _ in range(count):
+            _silence(mesh, agents[draw.randrange(2)], draw.uniform(0.1, LONGEST_S), numbers, findings)
+        if mesh.execute(os.getpid).get(DEADLINE_S).values() != pids:
+            findings.wrong.append("a rank has another process than before")
+        if mesh.run("ledger").get(DEADLINE_S).values() != [numbers, numbers]:
+            findings.wrong.append("calls were lost, doubled or out of order")
+    except TimeoutError as error:
+        findings.hangs.append(str(error))
+    finally:
+        mesh.stop()
+    findings.seconds = time.monotonic() - started
+    return findings
+
+
+def _silence(mesh: ProcMesh, agent: int, seconds: float, numbers: list[int], findings: Findings) -> None:
+    calls: list[tuple[int, Future[Any]]] = []
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        until = time.monotonic() + seconds
+        for _ in range(CALLS_PER_FAULT):
+            numbers.append(len(numbers) + 1)
+            calls.append((numbers[-1], mesh.execute(on_rank.note, numbers[-1])))
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))
+            if mesh.suspects:
+                findings.count("looks at suspects")
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    began = time.monotonic()
+    findings.count("agents stopped")
+    for number, call in calls:
+        try:
+            if call.get(DEADLINE_S).values() != [number, number]:
+                findings.wrong.append(f"call {number} has another result")
+        except TimeoutError:
+            findings.hangs.append(f"call {number}")
+        except Exception as error:
+            findings.wrong.append(f"call {number}: {type(error).__name__}: {error}")
+    findings.time("calls answered after the agent went on", time.monotonic() - began)
+    if mesh.lost:
+        findings.wrong.append(f"ranks {mesh.lost} counted as lost")
