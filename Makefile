@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: setup fix check test test-all test-ipykernels notebooks bench bench-peers faults demo lab
+.PHONY: setup fix check test test-all test-ipykernels test-pythons notebooks bench bench-peers faults demo lab
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -36,6 +36,11 @@ test-all: $(READY)
 test-ipykernels: $(READY)
 	$(BIN)/python tests/support/other_ipykernel.py 7.3.0 $(ARGS)
 	$(BIN)/python tests/support/other_ipykernel.py 6.29.5 $(ARGS)
+
+# A short suite under 3.10, 3.12 and 3.13, those that this machine has (on the path, or pyenv's), with the oldest and newest
+# dependencies: see tests/support/other_pythons.py. ARGS="3.10 3.13" names some of them. Kept in .pythons.
+test-pythons: $(READY)
+	$(BIN)/python tests/support/other_pythons.py $(ARGS)
 
 notebooks: $(READY)
 	$(BIN)/python -m pytest tests/notebooks $(ARGS)

@@ -16,8 +16,8 @@ TIMEOUT_S = 60
 class StockKernel:
     """Running, and ready for requests."""
 
-    def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
+    def __init__(self, name: str = "python3") -> None:
+        self.manager = KernelManager(kernel_name=name)
         self.manager.start_kernel()
         self.client: BlockingKernelClient = self.manager.blocking_client()
         self.client.start_channels()
