@@ -22,6 +22,7 @@ LOG_QUOTA_BYTES = 1 << 30
 RETRY_S = 2.0
 """How often a log that could not be written is tried again."""
 QUEUE_BYTES = 4 << 20
+REST_S = 0.01
 SETTLE_S = 0.05
 """So long a disk is waited for where somebody is to read what was written; it takes far less."""
 
@@ -31,9 +32,14 @@ _Jobs = queue.SimpleQueue["Callable[[], None] | None"]
 
 
 class _Writer:
-    """The thread, which lives while there are logs."""
+    """The thread, which lives while there are logs. Between jobs it rests, so that much is written at once.
+
+    Else it and the loop would hand the interpreter to each other at every line: that costs ten times the work.
+    """
 
     def __init__(self) -> None:
+        self.hurry = threading.Event()
+        """Somebody waits for what is written."""
         self._lock = threading.Lock()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._logs = 0
@@ -43,22 +49,27 @@ class _Writer:
             self._logs += 1
             if self._logs == 1:
                 self._jobs = queue.SimpleQueue()
-                threading.Thread(target=_work, args=(self._jobs,), name="meshbook.logs", daemon=True).start()
+                work = (self._jobs, self.hurry)
+                threading.Thread(target=_work, args=work, name="meshbook.logs", daemon=True).start()
 
     def remove_log(self) -> None:
         with self._lock:
             self._logs -= 1
             if not self._logs:
                 self._jobs.put(None)
+                self.hurry.set()
 
     def do(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
 
-def _work(jobs: _Jobs) -> None:
+def _work(jobs: _Jobs, hurry: threading.Event) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the agent's loop
     while (job := jobs.get()) is not None:
         job()
+        if jobs.empty():
+            hurry.wait(REST_S)
+            hurry.clear()
 
 
 _writer = _Writer()
@@ -68,6 +79,7 @@ def settle_logs(timeout_s: float) -> None:
     """Wait until all that was written by now is in the logs."""
     done = threading.Event()
     _writer.do(done.set)
+    _writer.hurry.set()
     done.wait(timeout_s)
 
 
@@ -85,6 +97,8 @@ class RankLog:
         """Where this process's part begins; what stands before is of one that had the rank earlier."""
         self._lock = threading.Lock()
         self._queued_bytes = self._skipped_bytes = 0
+        self._queued: list[tuple[int, bytes]] = []
+        """What the thread has not begun with; each piece with how many bytes are missing before it."""
         self._empty = threading.Event()
         self._empty.set()
         self._hangs = False
@@ -106,8 +120,11 @@ class RankLog:
                 return
             self._queued_bytes += len(data)
             skipped_bytes, self._skipped_bytes = self._skipped_bytes, 0
+            self._queued.append((skipped_bytes, data))
+            if len(self._queued) > 1:
+                return
             self._empty.clear()
-        _writer.do(lambda: self._write_queued(data, now, skipped_bytes))
+        _writer.do(lambda: self._write_queued(now))
 
     def take_note(self) -> str:
         """What the person should know, once: that the log has become incomplete, and why."""
@@ -125,8 +142,10 @@ class RankLog:
 
     def settle(self) -> None:
         """Wait a moment until all that was written by now is in the file; not again until the disk has caught up."""
-        if not self._hangs and not self._empty.wait(SETTLE_S):
-            self._hangs = True
+        if self._hangs or self._empty.is_set():
+            return
+        _writer.hurry.set()
+        self._hangs = not self._empty.wait(SETTLE_S)
 
     def close(self) -> None:
         """Nothing is written any more."""
@@ -135,13 +154,20 @@ class RankLog:
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
-    def _write_queued(self, data: bytes, now: float, skipped_bytes: int) -> None:
-        if skipped_bytes:
-            self._missing += skipped_bytes
-            self._why = self._why or SLOW
-        self._append(data, now)
+    def _write_queued(self, now: float) -> None:
         with self._lock:
-            self._queued_bytes -= len(data)
+            queued, self._queued = self._queued, []
+        parts: list[bytes] = []
+        for skipped_bytes, data in queued:
+            if skipped_bytes:
+                self._append(b"".join(parts), now)
+                parts.clear()
+                self._missing += skipped_bytes
+                self._why = self._why or SLOW
+            parts.append(data)
+        self._append(b"".join(parts), now)
+        with self._lock:
+            self._queued_bytes -= sum(len(data) for _, data in queued)
             if not self._queued_bytes:
                 self._hangs = False
                 self._empty.set()
@@ -178,5 +204,6 @@ class RankLog:
 
     def _end(self) -> None:
         if self._skipped_bytes:
-            self._write_queued(b"", 0.0, self._skipped_bytes)
+            self._queued.append((self._skipped_bytes, b""))
+            self._write_queued(0.0)
         os.close(self._fd)

@@ -20,7 +20,8 @@ MARKER = b"\x1e0123456789abcdef:"
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Iterator[RankOutput]:
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankOutput]:
+    monkeypatch.setattr("meshbook.rank_log.SETTLE_S", 10.0)  # on a busy machine the thread may have to wait
     log = RankLog(tmp_path / "rank-0.log")
     yield RankOutput(MARKER, log, now=0.0)
     log.close()
