@@ -169,7 +169,7 @@ class RunningCell:
                 dropped = self.run.dropped
                 stopped = {*error.ranks, *error.freed} - dropped
                 interrupted = CallInterrupted(stopped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial)
-                interrupted.groups = error.groups
+                interrupted.groups, interrupted.torn = error.groups, error.torn
                 return interrupted
             show_as(error, [*brief(error), *_others(error), *verdict(error)])
         elif isinstance(error, WorkerLost):

@@ -39,7 +39,9 @@ class Told(NamedTuple):
     epoch: int
     groups: tuple[Progress, ...]
     torn: tuple[str, ...] = ()
-    """What aborted operations have left half done: ``x may be half reduced``."""
+    """What operations that were given up have left half done, for good: ``x may be half reduced``."""
+    copied: tuple[str, ...] = ()
+    """The same of what there is a copy of: it is put back when the groups are formed again."""
     restored: tuple[str, ...] = ()
     """What of that is as it was before, by now."""
     broken: bool = False

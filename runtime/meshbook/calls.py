@@ -97,6 +97,7 @@ class OpenCall:
         "output",
         "places",
         "results",
+        "torn",
         "waiting",
         "what",
     )
@@ -143,6 +144,8 @@ class OpenCall:
         self.failed_at = self.freed_s = 0.0
         self.hurried = False
         """Failures more like those that have come are not to be waited for."""
+        self.torn: dict[str, set[int]] = {}
+        """As in `CallError`."""
         self.groups = ""
         """Why the process groups are not back when the call completes."""
 
@@ -223,6 +226,7 @@ class OpenCall:
         if self.failures or self.lost:
             error.freed = {failure.rank: self.places.get(failure.rank, _some(failure)) for failure in self.freed}
         error.freed_s, error.groups = self.freed_s, self.groups
+        error.torn = {text: sorted(ranks) for text, ranks in self.torn.items() if ranks}
         self.future.set_exception(error)
 
     def give_up(self, error: Exception) -> None:

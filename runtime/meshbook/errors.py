@@ -252,6 +252,8 @@ class CallError(MeshError):
         """From the first failure until the last of them was free."""
         self.groups = ""
         """Why the process groups are not back; empty when nothing is wrong with them."""
+        self.torn: Mapping[str, Iterable[int]] = {}
+        """What operations that were given up may have left half done, ``x may be half reduced``, with the ranks."""
 
     def verdict(self) -> list[str]:
         """Lines on who was freed, and on the process groups where they are not back."""
@@ -263,11 +265,12 @@ class CallError(MeshError):
             for place, ranks in sorted(places.items(), key=lambda item: min(item[1]))
         ]
         if lines:
-            lines[-1] += f"; freed after {self.freed_s:.2g} s, all variables kept"
+            lines[-1] += f"; freed after {self.freed_s:.2g} s, all {'other ' if self.torn else ''}variables kept"
+        lines += [f"{text} on {name_ranks(ranks)}" for text, ranks in self.torn.items()]
         return lines + ([self.groups] if self.groups else [])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = {"freed": dict(self.freed), "freed_s": self.freed_s, "groups": self.groups}
+        told = {"freed": dict(self.freed), "freed_s": self.freed_s, "groups": self.groups, "torn": dict(self.torn)}
         return (type(self), self.args, {"partial": dict(self.partial), **told})
 
 
@@ -461,9 +464,12 @@ class GroupAborted(MeshError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.torn = ""
+        """What the operation may have left half done."""
 
     def __str__(self) -> str:
         why, _, advice = self.reason.partition("\n")
+        why += f"; {self.torn}" if self.torn else ""
         advice = advice.strip() or "they are formed again when the cell has ended on all ranks: run it again"
         return f"the process groups were aborted: {why}\n  {advice}"
 

@@ -26,6 +26,7 @@ from meshbook.guarded_work import BEING_FORMED, AsideWork, CollectiveWork, Guard
 from meshbook.inner_group import HELD_MAX_S, InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
 from meshbook.operands import Record, describe
+from meshbook.torn import copy_small
 from meshbook.traffic import payload_bytes
 
 _COLLECTIVES = (
@@ -336,6 +337,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
 def _collective(method: str) -> Callable[..., dist.Work]:
     operation = public_name(method)
     in_place = method in ("allreduce", "broadcast", "reduce")
+    writes = method not in ("barrier", "_end_coalescing")
 
     def collective(self: GuardedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         refuse_if_off(operation)
@@ -348,6 +350,7 @@ def _collective(method: str) -> Callable[..., dist.Work]:
             before = record.told
             size_bytes = self.note(method, args, number)
             self._guard.moved_bytes += size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
+            operands = (args[0], copy_small(args[0][0], size_bytes) if in_place else None) if writes else None
             try:
                 raw = getattr(inner.group, method)(*args, **kwargs)
             except Exception:
@@ -359,11 +362,13 @@ def _collective(method: str) -> Callable[..., dist.Work]:
                 raise
         on_cuda = self._uses_cuda and _on_cuda(args)
         if "reduce_scatter" in method and not on_cuda:
-            work = AsideWork(inner, operation, number, raw)
-            inner.add(work, operation, number)
-            return work
-        inner.add(raw, operation, number)
-        return CollectiveWork(inner, operation, number, raw, on_cuda)
+            work: CollectiveWork = AsideWork(inner, operation, number, raw)
+            inner.add(work, operation, number, None, operands)
+        else:
+            inner.add(raw, operation, number, None, operands)
+            work = CollectiveWork(inner, operation, number, raw, on_cuda)
+        work.operands = operands
+        return work
 
     collective.__name__ = method
     return collective

@@ -29,6 +29,7 @@ from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
     from meshbook.inner_group import InnerGroup
+    from meshbook.torn import Operands
 
 STEP_S = 0.025
 """How long a wait may last before it looks for signals and aborts."""
@@ -63,6 +64,12 @@ class Guard:
         """A group has become of no use, and no answer to the controller has told of it."""
         self.handled: Callable[[], Handled] = dict
         """Asked which messages actors handle."""
+        self.torn: list[str] = []
+        """What operations that were given up may have left half done; told with the next answer (`meshbook.torn`)."""
+        self.copied: list[str] = []
+        """The same of what there is a copy of."""
+        self.restored: list[str] = []
+        """What of that is as it was before."""
         self.moved_bytes = 0
         """Payload of all operations so far (`meshbook.traffic`); never set back."""
         self.waits: dict[int, GuardedWork] = {}
@@ -166,6 +173,8 @@ class GuardedWork(dist.Work):
         """When the wait began, monotonic."""
         self.begun = time.monotonic() if inner.guard.log is not None else 0.0
         self._given_up = False
+        self.torn = ""
+        """What it may have left half done, for good."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the end of the operation.
@@ -185,10 +194,12 @@ class GuardedWork(dist.Work):
         try:
             self._wait(limit_s if limit_s > 0 else self.inner.timeout_s)
         except BaseException as error:
-            if isinstance(error, GroupAborted):
-                self.inner.users.told()
             if not self.is_completed():
                 self.give_up()
+                self.note_torn()
+            if isinstance(error, GroupAborted):
+                self.inner.users.told()
+                error.torn = self.torn
             raise
         finally:
             waits.pop(thread, None)
@@ -213,7 +224,11 @@ class GuardedWork(dist.Work):
             self._given_up = True
             self.inner.failures.note_given_up(self.operation)
 
+    def note_torn(self) -> None:
+        """It is given up, or has failed: what it writes may be torn."""
+
     def _note_failed(self, error: BaseException) -> None:
+        self.note_torn()
         self.inner.failures.note(self.operation, self.number, self.peer, error)
 
     def _ready(self) -> bool:
@@ -246,6 +261,7 @@ class CollectiveWork(GuardedWork):
     def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work, on_stream: bool) -> None:
         super().__init__(inner, operation, number)
         self._raw, self._on_stream = raw, on_stream
+        self.operands: Operands | None = None
         self._future: Any = None
         self._gate: Any = None
 
@@ -260,6 +276,11 @@ class CollectiveWork(GuardedWork):
 
     def result(self) -> Any:
         return self._raw.result()
+
+    def note_torn(self) -> None:
+        operands = self.operands
+        torn = self.inner.note_torn(self.operation, self.number, operands, self._raw, True)
+        self.torn = torn if operands is not None and operands[1] is None else ""
 
     def block_current_stream(self) -> None:
         self._raw.block_current_stream()

@@ -33,6 +33,7 @@ from meshbook.addresses import own_address
 from meshbook.group_use import Failures, Users
 from meshbook.guarded_work import Guard, PeerWork
 from meshbook.side_threads import Lane, run_aside
+from meshbook.torn import Operands, Torn, settle
 
 GIVE_UP_AFTER_S = 600.0
 """Operations that have not ended so long after their group was given up keep it for the life of the process."""
@@ -80,6 +81,7 @@ class Begun(NamedTuple):
     peer: int | None
     since: float
     """Monotonic."""
+    operands: Operands | None = None
 
 
 class InnerGroup:
@@ -98,6 +100,8 @@ class InnerGroup:
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._pending: deque[dist.Work] = deque()
+        self._torn: dict[tuple[str, int], Torn] | None = {}
+        """Operations that were given up, by name and number; None when that was taken."""
         self._begun: deque[Begun] = deque()
         """What each of these is."""
         self._lock = threading.Lock()
@@ -152,10 +156,45 @@ class InnerGroup:
 
     # ---- what is under way --------------------------------------------------------------------------------------
 
-    def add(self, work: dist.Work, operation: str, number: int, peer: int | None = None) -> None:
+    def add(
+        self,
+        work: dist.Work,
+        operation: str,
+        number: int,
+        peer: int | None = None,
+        operands: Operands | None = None,
+    ) -> None:
         """An operation of C++ is under way."""
-        self._begun.append(Begun(operation, number, peer, time.monotonic()))
+        self._begun.append(Begun(operation, number, peer, time.monotonic(), operands))
         self._pending.append(work)
+
+    def note_torn(self, operation: str, number: int, operands: Operands | None, raw: dist.Work, waited: bool) -> str:
+        """An operation is given up, or has failed: what it may have left half done, in words."""
+        noted, key = self._torn, (operation, number)
+        if operands is None or noted is None:
+            return ""
+        if key not in noted:
+            torn = noted[key] = Torn(operation, operands, raw, waited)
+            if torn.text:
+                (self.guard.copied if torn.is_copied else self.guard.torn).append(torn.text)
+        return noted[key].text
+
+    def _note_under_way(self) -> None:
+        """Nobody will see the end of what is under way, but for those who wait for it: they note it themselves.
+
+        Now, while C++ still is at it: works that have failed can be asked for their error only once.
+        """
+        waited = {(work.operation, work.number) for work in list(self.guard.waits.values()) if work.inner is self}
+        with self._lock:
+            left = list(zip(self._begun, self._pending, strict=False))
+        for begun, raw in left:
+            if begun[:2] not in waited and not raw.is_completed():
+                self.note_torn(begun.operation, begun.number, begun.operands, raw, False)
+
+    def take_torn(self) -> list[Torn]:
+        """All that was noted."""
+        noted, self._torn = self._torn or {}, None
+        return [each for each in noted.values() if each.text]
 
     def add_peer_work(self, work: PeerWork, direction: str, peer: int, tag: int) -> None:
         """Have a side thread run ``work``, after those of the same direction, peer and tag: they match in order."""
@@ -181,7 +220,9 @@ class InnerGroup:
 
     def give_up(self, reason: str) -> None:
         """End all waits; from any thread. The operations themselves go on until `dispose`."""
-        self.dead = self.dead or reason
+        if not self.dead:
+            self.dead = reason
+            self._note_under_way()
         self.closed = self.dead
         for peer_work in list(self.open_peer_works):
             peer_work.wake()
@@ -227,13 +268,20 @@ class InnerGroup:
 def dispose(groups: Iterable[InnerGroup]) -> None:
     """Destroy groups whose waits were all ended, aside, as soon as nothing is under way in them."""
     left = list(groups)
+    aborted = [group for group in left if group.dead]
     for group in left:
         group.give_up("its process group was given up")
     if left:
-        run_aside(lambda: _dispose(left))
+        torn = [(each, group.is_lost) for group in left for each in group.take_torn()]
+        guard = left[0].guard
+        run_aside(lambda: _dispose(left, aborted))
+        if torn:
+            restored, _ = settle(torn)
+            guard.restored += restored
 
 
-def _dispose(left: list[InnerGroup]) -> None:
+def _dispose(left: list[InnerGroup], aborted: list[InnerGroup]) -> None:
+    _end_operations(aborted, greet=False)  # also of idle ones: peers wait for what comes over their connections
     lost = [group for group in left if group.is_lost]
     _kept_for_ever.extend(lost)
     _end_operations(lost, greet=True)

@@ -223,6 +223,11 @@ def users_frame(frame: FrameType) -> FrameType:
         frame = outer
 
 
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is of the user's own code."""
+    return users_frame(frame) is frame and bool(_is_users.get(frame.f_code.co_filename))
+
+
 def place_in(code: CodeType, instruction: int) -> str:
     """``cell 7, line 5`` of an instruction of user code; nothing for other code."""
     if not _is_users.get(code.co_filename):

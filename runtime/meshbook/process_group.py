@@ -357,13 +357,16 @@ class RankGroups:
     def tell(self) -> bytes:
         """What of the groups is news to the controller (`meshbook.agreements.Told`); from any thread."""
         guard = self._guard
-        if not guard.used and not guard.broken:
+        if not (guard.used or guard.broken or guard.torn or guard.copied or guard.restored):
             return b""
         used, guard.used = guard.used, set()
         broken, guard.broken = guard.broken, False
+        torn, guard.torn = guard.torn, []
+        copied, guard.copied = guard.copied, []
+        restored, guard.restored = guard.restored, []
         groups = [group for group in used if isinstance(group, GuardedGroup) and not group.retired]
         told = tuple(Progress(group.recipe.name, *group.record.told) for group in groups)
-        return encode_told(Told(guard.epoch, told, broken=broken))
+        return encode_told(Told(guard.epoch, told, tuple(torn), tuple(copied), tuple(restored), broken))
 
     def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread.

@@ -131,6 +131,12 @@ class GroupRescue:
         """What came with an answer of ``rank``."""
         self.agreements.compare(told)
         self._is_broken = self._is_broken or told.broken
+        calls = [ended for ended, _ in self._ended.values()] if call is self._forming else [call]
+        for each in calls:
+            for text in (*told.torn, *(() if each.mailbox and not self._mesh.lost else told.copied)):
+                each.torn.setdefault(text, set()).add(rank)
+            for text in told.restored:
+                each.torn.get(text, set()).discard(rank)
 
     def cancel(self, call: OpenCall) -> bool:
         """Somebody asked for the end of a call. True: it still queued here, and has ended now."""

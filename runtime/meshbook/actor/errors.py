@@ -70,6 +70,7 @@ class ActorLostError(WorkerLost, SupervisionError):
         error = cls(*lost.deaths[0], lost.deaths[1:], partial=lost.partial)
         error.actor = actor
         error.freed, error.freed_s, error.groups = lost.freed, lost.freed_s, lost.groups
+        error.torn = lost.torn
         return error
 
     actor = ""

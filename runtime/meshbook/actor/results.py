@@ -31,6 +31,7 @@ def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
             return ActorStoppedError(actor, ended_with=_restarted(closed))
         told = ActorError(error.failures, f"{actor}.{endpoint}", partial=error.partial)
         told.freed, told.freed_s, told.groups = error.freed, error.freed_s, error.groups
+        told.torn = error.torn
         return told
     return error
 
