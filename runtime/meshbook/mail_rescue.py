@@ -45,6 +45,9 @@ FORM_LOOK_S = 0.01
 FORM_S = 1.0
 """So long the forming of groups waits for that."""
 
+BACK_S = 10.0
+"""So much longer while the groups are being formed again."""
+
 UNEVEN_LOOK_S = 2.0
 """The pause between questions while others are at work in groups that a call may have left uneven."""
 
@@ -134,7 +137,10 @@ class MailRescue:
         failing = [call for call in self._failing.values() if call.mailbox == new.mailbox and not call.beside]
         if any(not call.waiting.isdisjoint(new.ranks) for call in failing):
             return True
-        if time.monotonic() >= new.until or self._mesh.lost:
+        now = time.monotonic()
+        if self._groups.is_coming_back:
+            return now < new.until + BACK_S
+        if now >= new.until or self._mesh.lost:
             return False
         not_back = self._groups.phase in (GroupPhase.ABORTED, GroupPhase.FORMING)
         return not_back or self.is_unsettled(new.ranks)
@@ -149,7 +155,8 @@ class MailRescue:
         """Send what need not queue any more."""
         held, self._held = self._held, []
         now = time.monotonic()
-        self._release_at = min([each.until for each in held if each.until > now], default=math.inf)
+        times = [at for each in held for at in (each.until, each.until + BACK_S) if at > now]
+        self._release_at = min(times, default=math.inf)
         if now < self._settle_by:
             self._release_at = min(self._release_at, self._settle_by)
         self._groups.release()

@@ -116,6 +116,13 @@ class GroupRescue:
         """Whether only some groups were aborted."""
         return bool(self._only)
 
+    @property
+    def is_coming_back(self) -> bool:
+        """Whether the groups are being formed, or will be at once: no call has to end first."""
+        if self.phase is GroupPhase.FORMING:
+            return True
+        return self.phase is GroupPhase.ABORTED and not self._mesh.lost and not self._running()
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def send(self, call: OpenCall, transmit: Callable[[], None]) -> None:
