@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import ipykernel
 import pytest
 from actor_classes import Counter
 from stock_kernel import TIMEOUT_S, StockKernel
 
 from meshbook import ProcMesh, errors, shutdown, this_host
 from meshbook.actor import Actor, ActorError, endpoint
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+PATIENCE_S = 180
+"""What is started for the first time is compiled first."""
 
 
 class Sleeper(Actor):
@@ -53,11 +59,12 @@ def until_busy(mesh: ProcMesh) -> None:
         time.sleep(0.02)
 
 
-def test_cells_have_magics_commands_await_and_collectives(mesh: ProcMesh) -> None:
-    lines = ["%time import asyncio", "said = !echo from rank {rank}", "await asyncio.sleep(0)"]
-    lines += ["x = torch.ones(2) * rank", "dist.all_reduce(x)", "(said[0], x.tolist())"]
+def test_cells_have_magics_commands_await_and_collectives(mesh: ProcMesh, tmp_path: Path) -> None:
+    mesh.execute(os.chdir, str(tmp_path)).get(60)
+    lines = ["%time import asyncio", "!echo from rank {rank} > said.{rank}", "await asyncio.sleep(0)"]
+    lines += ["x = torch.ones(2) * rank", "dist.all_reduce(x)", "(open(f'said.{rank}').read(), x.tolist())"]
     values = mesh.run("\n".join(lines)).get(60).values()
-    assert values == [(f"from rank {rank}", [1.0, 1.0]) for rank in range(2)]
+    assert values == [(f"from rank {rank}\n", [1.0, 1.0]) for rank in range(2)]
 
 
 def test_values_travel_and_functions_run(mesh: ProcMesh) -> None:
@@ -86,8 +93,8 @@ def test_an_interrupt_stops_ranks_and_keeps_what_they_have(mesh: ProcMesh) -> No
 def test_actors_answer_raise_and_are_interrupted(mesh: ProcMesh) -> None:
     counters = mesh.spawn("counters", Counter, 3)
     assert counters.add.call(2).get(60).values() == [5, 5]
-    with pytest.raises(ActorError):
-        counters.fail.call("broken").get(60)
+    with pytest.raises(ActorError, match="bad shard"):
+        counters.fail.call(1).get(60)
     sleepers = mesh.spawn("sleepers", Sleeper)
     assert sleepers.answer.call().get(60).values() == [42, 42]
     for sleep in (sleepers.sleep, sleepers.sleep_async):
@@ -122,6 +129,8 @@ def test_a_kernel_runs_mesh_cells_and_is_interrupted(
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
     install = [sys.executable, "-m", "meshbook_kernel", "install", "--prefix", str(tmp_path)]
     subprocess.run(install, check=True, timeout=TIMEOUT_S)
+    if name == "meshbook" and tuple(map(int, ipykernel.__version__.split(".")[:2])) < (6, 29):
+        pytest.skip("our own kernel needs ipykernel 6.29; the extension works in the stock one")
     kernel = StockKernel(name)
     try:
         if name == "python3":
@@ -154,7 +163,7 @@ def run(kernel: StockKernel, code: str) -> str:
     """Run a cell; returns what it shows."""
     shown: list[str] = []
     kernel.client.execute_interactive(
-        code, timeout=TIMEOUT_S, output_hook=lambda message: shown.append(text_of(message)), allow_stdin=False
+        code, timeout=PATIENCE_S, output_hook=lambda message: shown.append(text_of(message)), allow_stdin=False
     )
     return "\n".join(shown)
 
@@ -163,7 +172,7 @@ def wait_for(kernel: StockKernel, request: str, text: str) -> str:
     """Read what a running cell shows until it has shown ``text``, or, where that is empty, until it ends."""
     shown = ""
     while not text or text not in shown:
-        message = kernel.client.get_iopub_msg(timeout=TIMEOUT_S)
+        message = kernel.client.get_iopub_msg(timeout=PATIENCE_S)
         if message["parent_header"].get("msg_id") == request:
             shown += text_of(message)
             if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":

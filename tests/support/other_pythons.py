@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/pythons", "tests/runtime/test_thread_interrupts.py")
-TOOLS = ("pytest>=9", "pytest-timeout>=2.4", "psutil>=7")
+TOOLS = ("pytest>=9", "pytest-rerunfailures>=16", "pytest-timeout>=2.4", "psutil>=7")
 TORCH = "torch==2.13.0"
 """The one that everything else is developed with: of others only the oldest is tried."""
 INSTALL_S, TEST_S = 1800, 900
@@ -69,7 +69,19 @@ def make(row: Row, command: str) -> Path:
     if not mark.exists() or mark.read_text() != stamp:
         uv = [sys.executable, "-m", "uv"]
         subprocess.run([*uv, "venv", "-q", "--clear", "-p", command, str(folder)], check=True, timeout=60)
-        install = [*uv, "pip", "install", "-q", "-p", str(python), *row.options, "-e", ".[notebook]", *row.packages]
+        install = [
+            *uv,
+            "pip",
+            "install",
+            "-q",
+            "--compile-bytecode",
+            "-p",
+            str(python),
+            *row.options,
+            "-e",
+            ".[notebook]",
+            *row.packages,
+        ]
         subprocess.run([*install, *TOOLS], cwd=ROOT, check=True, timeout=INSTALL_S)
         mark.write_text(stamp)
     return python
@@ -85,7 +97,7 @@ def run(row: Row, arguments: list[str]) -> bool:
     _say(f"Python {row.python} with {row.what}")
     python = make(row, command)
     made_s = time.monotonic() - began
-    pytest = [str(python), "-m", "pytest", "-q", "-o", "filterwarnings=", *TESTS, *arguments]
+    pytest = [str(python), "-m", "pytest", "-q", "-o", "filterwarnings=", "--timeout=400", *TESTS, *arguments]
     code = subprocess.run(pytest, cwd=ROOT, timeout=TEST_S, check=False).returncode
     tested_s = time.monotonic() - began - made_s
     _say(f"Python {row.python}: {'failed' if code else 'good'}; made in {made_s:.0f} s, tested in {tested_s:.0f} s")
