@@ -30,6 +30,7 @@ from benchmarks.faults.links import run_links
 from benchmarks.faults.mutation import run_mutation
 from benchmarks.faults.order import run_order
 from benchmarks.faults.plan import make_plan
+from benchmarks.faults.shapes import run_shapes
 from benchmarks.faults.silence import run_silence
 from benchmarks.faults.texts import run_texts
 from meshbook import shutdown, this_host
@@ -81,6 +82,7 @@ COUNTED: dict[str, Counted] = {
     "forks": Counted(tiny=12, short=60, long=600, run=run_forks),
     "mutation": Counted(tiny=12, short=60, long=300, run=run_mutation),
     "silence": Counted(tiny=2, short=5, long=100, run=run_silence),
+    "shapes": Counted(tiny=8, short=30, long=500, run=run_shapes),
     "texts": Counted(tiny=40, short=100, long=1000, run=run_texts),
 }
 """Campaigns by name; `--count NAME=N` overrides their size."""
