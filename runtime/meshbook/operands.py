@@ -31,6 +31,18 @@ REMEMBERED = 128
 MAX_KNOWN = 4096
 """Descriptions that are kept; shapes may be new at each step."""
 
+
+class _NoData:
+    """In the place of the dtype of tensors on the meta device: for them torch ends an operation without the others."""
+
+    itemsize = 0
+
+    def __str__(self) -> str:
+        return "no data (meta device)"
+
+
+NO_DATA = _NoData()
+
 _MASK = (1 << 64) - 1
 _FACTOR = 1_000_003
 
@@ -128,16 +140,16 @@ _REDUCTIONS = _reduction_names() if torch.distributed.is_available() else {}
 def _reduced(method: str, tensors: Any, opts: Any) -> Key:
     if len(tensors) == 1:
         tensor = tensors[0]
-        return (method, tensor.shape, tensor.dtype, hash(opts.reduceOp))
-    return (method, _shapes(tensors), tensors[0].dtype, hash(opts.reduceOp))
+        return (method, tensor.shape, NO_DATA if tensor.is_meta else tensor.dtype, hash(opts.reduceOp))
+    return (method, _shapes(tensors), _dtype(tensors[0]), hash(opts.reduceOp))
 
 
 def _rooted(method: str, tensors: Any, opts: Any) -> Key:
-    return (method, _shapes(tensors), tensors[0].dtype, None, opts.rootRank)
+    return (method, _shapes(tensors), _dtype(tensors[0]), None, opts.rootRank)
 
 
 def _reduced_to_root(method: str, tensors: Any, opts: Any) -> Key:
-    return (method, _shapes(tensors), tensors[0].dtype, hash(opts.reduceOp), opts.rootRank)
+    return (method, _shapes(tensors), _dtype(tensors[0]), hash(opts.reduceOp), opts.rootRank)
 
 
 def _given_to_root(method: str, _outputs: Any, tensors: Any, opts: Any) -> Key:
@@ -149,16 +161,16 @@ def _got_from_root(method: str, tensors: Any, _inputs: Any, opts: Any) -> Key:
 
 
 def _gathered(method: str, outputs: Any, *_more: Any) -> Key:
-    return (method, _shapes(outputs[0]), outputs[0][0].dtype)
+    return (method, _shapes(outputs[0]), _dtype(outputs[0][0]))
 
 
 def _given(method: str, _output: Any, given: Any, *_more: Any) -> Key:
     tensors = [given] if isinstance(given, torch.Tensor) else given
-    return (method, _shapes(tensors), tensors[0].dtype)
+    return (method, _shapes(tensors), _dtype(tensors[0]))
 
 
 def _scattered(method: str, _outputs: Any, inputs: Any, opts: Any) -> Key:
-    return (method, _shapes(inputs[0]), inputs[0][0].dtype, hash(opts.reduceOp))
+    return (method, _shapes(inputs[0]), _dtype(inputs[0][0]), hash(opts.reduceOp))
 
 
 def _got_reduced(method: str, got: Any, _given: Any, opts: Any) -> Key:
@@ -166,11 +178,15 @@ def _got_reduced(method: str, got: Any, _given: Any, opts: Any) -> Key:
 
 
 def _typed(method: str, outputs: Any, *_more: Any) -> Key:
-    return (method, (), (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).dtype)
+    return (method, (), _dtype(outputs if isinstance(outputs, torch.Tensor) else outputs[0]))
 
 
 def _bare(method: str, *_args: Any) -> Key:
     return (method,)
+
+
+def _dtype(tensor: Any) -> Any:
+    return NO_DATA if tensor.is_meta else tensor.dtype
 
 
 def _shapes(tensors: Any) -> tuple[torch.Size, ...]:

@@ -14,6 +14,7 @@ from patience import wait_until
 
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, endpoint
+from meshbook.errors import CallFailed
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +288,7 @@ child.start(); child.join()
 def test_a_child_of_the_notebook_that_calls_a_mesh_is_told_why_not(two: ProcMesh) -> None:
     fork = multiprocessing.get_context("fork")
     actor = two.slice(gpus=0).spawn("asked", Echo)
-    open_call = two.run("import time; time.sleep(1); 'slept'")
+    open_call = two.run("import time; time.sleep(600)")
     for action in (
         lambda: two.run("1").get(4),
         lambda: two.execute(os.getpid).get(4),
@@ -302,7 +303,9 @@ def test_a_child_of_the_notebook_that_calls_a_mesh_is_told_why_not(two: ProcMesh
         child.start()
         child.join(60)
         assert child.exitcode == 0 and told.get().startswith(f"UsageError: process {child.pid} was forked from process")
-    assert open_call.get(30).values() == ["slept"] * 2
+    two.interrupt()
+    with pytest.raises(CallFailed, match="KeyboardInterrupt"):
+        open_call.get(30)
     assert [two.run(f"{i}").get(30).values() for i in range(20)] == [[i, i] for i in range(20)]
 
 
