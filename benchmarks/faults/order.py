@@ -168,4 +168,4 @@ def _run(mesh: ProcMesh, publisher: Publisher, seed: random.Random, found: Findi
         found.count("pieces", len(expected))
     found.count("deaths", program.dies is not None)
     if program.dies is not None:
-        mesh.heal()
+        mesh.heal(force=True)
