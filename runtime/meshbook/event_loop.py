@@ -75,17 +75,17 @@ class EventLoop:
                     watch.on_writable()
             except Exception as error:
                 tell(error, f"what file {watch.fd} has to say")
-                self._rest(watch)
+                self.rest(watch, REST_S)
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             attempt(heapq.heappop(self._timers)[2], "a timer")
 
-    def _rest(self, watch: Watch) -> None:
-        """Look away for a moment: what was not taken is there still, and would be served at once, and fail again."""
+    def rest(self, watch: Watch, delay_s: float) -> None:
+        """Look away for a moment: what was not taken is there still, and would be served again at once."""
         if watch.active and not watch.resting:
             self._epoll.unregister(watch.fd)
             watch.resting = True
-            self.call_later(REST_S, lambda: self._look_again(watch))
+            self.call_later(delay_s, lambda: self._look_again(watch))
 
     def _look_again(self, watch: Watch) -> None:
         if watch.active and watch.resting:

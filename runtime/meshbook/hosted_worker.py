@@ -24,6 +24,8 @@ from meshbook.rank_output import RankOutput
 
 PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
+FULL_LOG_S = 0.02
+"""So often it is looked whether the disk has caught up with a rank."""
 _MAIL_BYTES = 1 << 15
 """A worker can send mail faster than we pass it on: others have their turn after so much."""
 
@@ -249,6 +251,9 @@ class HostedWorker:
         return theirs
 
     def _on_pipe(self, stream: str) -> None:
+        if self.output.log.is_full(time.monotonic()):
+            self._loop.rest(self._pipes[stream], FULL_LOG_S)  # the rank waits for its disk; nobody else does
+            return
         self._read_pipe(stream)
         if self.output.waits_for_pipes:
             self.drain()

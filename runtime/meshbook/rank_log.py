@@ -1,8 +1,9 @@
-"""The log file of a rank, written by a thread of the agent: a disk that hangs, as network disks do, holds up no rank.
+"""The log file of a rank, written by a thread of the agent: a disk that hangs, as network disks do, holds up no agent.
 
     the agent's loop ── write ──> queue, at most `QUEUE_BYTES` of each log ──> the thread, one for all logs ──> file
 
-What a disk does not take in time is counted, and the log says what it lacks.
+A rank that prints faster than its disk writes waits for the disk: its pipes are not read meanwhile. After `PATIENCE_S`
+the disk counts as hanging and the rank goes on; what is not written then is counted, and the log says what it lacks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ LOG_QUOTA_BYTES = 1 << 30
 RETRY_S = 2.0
 """How often a log that could not be written is tried again."""
 QUEUE_BYTES = 4 << 20
+PATIENCE_S = 5.0
+"""So long a rank waits for its disk."""
 REST_S = 0.01
 SETTLE_S = 0.05
 """So long a disk is waited for where somebody is to read what was written; it takes far less."""
@@ -102,6 +105,7 @@ class RankLog:
         self._empty = threading.Event()
         self._empty.set()
         self._hangs = False
+        self._full_since = math.inf
         self._note = ""
         self._told = False
         self._written = self._missing = 0  # from here on the thread's
@@ -125,6 +129,14 @@ class RankLog:
                 return
             self._empty.clear()
         _writer.do(lambda: self._write_queued(now))
+
+    def is_full(self, now: float) -> bool:
+        """Whether the rank should wait for its disk before more of its output is read."""
+        if self._queued_bytes < QUEUE_BYTES // 2:
+            self._full_since = math.inf
+            return False
+        self._full_since = min(self._full_since, now)
+        return now - self._full_since < PATIENCE_S
 
     def take_note(self) -> str:
         """What the person should know, once: that the log has become incomplete, and why."""

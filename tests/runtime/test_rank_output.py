@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.log_reading import log_tail
-from meshbook.rank_log import QUEUE_BYTES, RETRY_S, RankLog
+from meshbook.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
 from meshbook.rank_output import BURST_BYTES, Piece, RankOutput, _Stream
 
 MARKER = b"\x1e0123456789abcdef:"
@@ -166,4 +166,20 @@ def test_a_log_on_a_disk_that_hangs_holds_nobody_up_and_says_what_it_lacks(hangi
     assert lacks > QUEUE_BYTES
     gap = f"\n[meshbook: {lacks:,} bytes are missing here: its disk does not keep up]\nthe end"
     assert written == b"x" * (3 * QUEUE_BYTES - lacks) + gap.encode()
+    log.close()
+
+
+def test_a_rank_waits_for_its_disk_until_that_counts_as_hanging(hanging: tuple[RankLog, int]) -> None:
+    log, reader = hanging
+    assert not log.is_full(0.0)
+    log.write(b"x" * (QUEUE_BYTES // 2), 0.0)
+    assert log.is_full(0.0) and log.is_full(PATIENCE_S - 0.1)
+    assert not log.is_full(PATIENCE_S + 0.1)
+    while log.behind:
+        read_some(reader)
+    assert not log.is_full(PATIENCE_S + 0.1)
+    log.write(b"x" * (QUEUE_BYTES // 2), 0.0)
+    assert log.is_full(PATIENCE_S + 0.2)
+    while log.behind:
+        read_some(reader)
     log.close()
