@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from meshbook.guarded_work import BEING_FORMED, AsideWork, CollectiveWork, Guard
 from meshbook.inner_group import HELD_MAX_S, InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
 from meshbook.operands import Record, describe
-from meshbook.torn import copy_small
+from meshbook.torn import COPIED_BYTES, copy_small
 from meshbook.traffic import payload_bytes
 
 _COLLECTIVES = (
@@ -224,14 +225,15 @@ class GuardedGroup(_Base):  # type: ignore[misc]
 
         with self._counting:
             number = self._count(by_cells)
-            self.note("monitored_barrier", (), number)
+            self.record.add(number, describe("monitored_barrier", ()))
+            self._guard.used.add(self)
             work = PeerWork(inner, "monitored_barrier", number, None, begin)
             inner.add_peer_work(work, "monitored_barrier", 0, 0)
         work.wait()
 
     def _by_cells(self) -> Counts | None:
         """The counts of the main thread, where that calls. Raises: GroupAborted in others, see `Users.note`."""
-        if threading.get_ident() == self._guard.main:
+        if get_ident() == self._guard.main:
             return self.by_cells
         self._users.note()
         return None
@@ -253,13 +255,6 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """torch's errors show it, those for a group of the past included."""
         state = self.retired or f"{len(self.recipe.ranks)} ranks, {self.recipe.backend}"
         return f'<process group "{self.recipe.name}": {state}>'
-
-    def note(self, method: str, args: tuple[Any, ...], number: int) -> int:
-        """A collective begins; returns its payload, in bytes, where that is what its description tells of."""
-        what = describe(method, args)
-        self.record.add(number, what)
-        self._guard.used.add(self)
-        return what.size_bytes
 
     # ---- what torch asks of a group -----------------------------------------------------------------------------
 
@@ -338,19 +333,22 @@ def _collective(method: str) -> Callable[..., dist.Work]:
     operation = public_name(method)
     in_place = method in ("allreduce", "broadcast", "reduce")
     writes = method not in ("barrier", "_end_coalescing")
+    may_be_aside = "reduce_scatter" in method
 
     def collective(self: GuardedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         refuse_if_off(operation)
-        inner = self.live
+        inner, guard = self.live, self._guard
         inner.forget_completed()
-        by_cells = self._by_cells()
+        by_cells = self.by_cells if get_ident() == guard.main else self._by_cells()
         with self._counting:
             number = self._count(by_cells)
             record = self.record
-            before = record.told
-            size_bytes = self.note(method, args, number)
-            self._guard.moved_bytes += size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
-            operands = (args[0], copy_small(args[0][0], size_bytes) if in_place else None) if writes else None
+            before, what = record.told, describe(method, args)
+            record.add(number, what)
+            guard.used.add(self)
+            guard.moved_bytes += what.size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
+            is_small = in_place and what.size_bytes <= COPIED_BYTES
+            operands = (args[0], copy_small(args[0][0], what.size_bytes) if is_small else None) if writes else None
             try:
                 raw = getattr(inner.group, method)(*args, **kwargs)
             except Exception:
@@ -361,7 +359,7 @@ def _collective(method: str) -> Callable[..., dist.Work]:
                 inner.failures.note(operation, number, None, error)
                 raise
         on_cuda = self._uses_cuda and _on_cuda(args)
-        if "reduce_scatter" in method and not on_cuda:
+        if may_be_aside and not on_cuda:
             work: CollectiveWork = AsideWork(inner, operation, number, raw)
             inner.add(work, operation, number, None, operands)
         else:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -187,7 +188,7 @@ class GuardedWork(dist.Work):
             self._finish()
             self._note_end()
             return True
-        waits, thread = self.inner.guard.waits, threading.get_ident()
+        waits, thread = self.inner.guard.waits, get_ident()
         self.since = time.monotonic()
         waits[thread] = self
         limit_s = timeout.total_seconds()
@@ -204,7 +205,8 @@ class GuardedWork(dist.Work):
         finally:
             waits.pop(thread, None)
             self.inner.guard.add_wait(thread, self.since, self.operation)
-        self._note_end()
+        if self.begun:
+            self._note_end()
         return True
 
     def _note_end(self) -> None:
@@ -329,8 +331,7 @@ class CollectiveWork(GuardedWork):
             self.inner.forget_completed()
 
     def _wait(self, timeout_s: float) -> None:
-        raw, inner = self._raw, self.inner
-        deadline = inner.guard.clock() + timeout_s
+        raw, inner, deadline = self._raw, self.inner, 0.0
         while not inner.dead:
             try:
                 raw.wait(_STEP)
@@ -338,7 +339,9 @@ class CollectiveWork(GuardedWork):
                 if raw.is_completed():  # it failed, or ended just after the step
                     self._finish()
                     return
-                if inner.guard.clock() > deadline:
+                now = inner.guard.clock()
+                deadline = deadline or now - STEP_S + timeout_s  # most end within the first step, and need none
+                if now > deadline:
                     self._time_out(timeout_s)
             else:
                 inner.forget_completed()

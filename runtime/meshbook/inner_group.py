@@ -102,8 +102,8 @@ class InnerGroup:
         self._pending: deque[dist.Work] = deque()
         self._torn: dict[tuple[str, int], Torn] | None = {}
         """Operations that were given up, by name and number; None when that was taken."""
-        self._begun: deque[Begun] = deque()
-        """What each of these is."""
+        self._begun: deque[tuple[str, int, int | None, float, Operands | None]] = deque()
+        """What each of these is, as `Begun` has it: plain, since making those takes longer."""
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], Lane] = {}
         self._listening: list[tuple[str, int]] = []
@@ -165,7 +165,7 @@ class InnerGroup:
         operands: Operands | None = None,
     ) -> None:
         """An operation of C++ is under way."""
-        self._begun.append(Begun(operation, number, peer, time.monotonic(), operands))
+        self._begun.append((operation, number, peer, time.monotonic(), operands))
         self._pending.append(work)
 
     def note_torn(self, operation: str, number: int, operands: Operands | None, raw: dist.Work, waited: bool) -> str:
@@ -187,9 +187,9 @@ class InnerGroup:
         waited = {(work.operation, work.number) for work in list(self.guard.waits.values()) if work.inner is self}
         with self._lock:
             left = list(zip(self._begun, self._pending, strict=False))
-        for begun, raw in left:
-            if begun[:2] not in waited and not raw.is_completed():
-                self.note_torn(begun.operation, begun.number, begun.operands, raw, False)
+        for (operation, number, _, _, operands), raw in left:
+            if (operation, number) not in waited and not raw.is_completed():
+                self.note_torn(operation, number, operands, raw, False)
 
     def take_torn(self) -> list[Torn]:
         """All that was noted."""
@@ -206,8 +206,9 @@ class InnerGroup:
 
     def forget_completed(self) -> None:
         """Let go of operations that have ended: they hold tensors."""
+        if not (pending := self._pending):
+            return
         with self._lock:
-            pending = self._pending
             while pending and pending[0].is_completed():
                 pending.popleft()
                 self._begun.popleft()
@@ -216,7 +217,7 @@ class InnerGroup:
         """The first operation that has not ended; from any thread."""
         self.forget_completed()
         begun = list(self._begun)
-        return begun[0] if begun else None
+        return Begun(*begun[0]) if begun else None
 
     def give_up(self, reason: str) -> None:
         """End all waits; from any thread. The operations themselves go on until `dispose`."""

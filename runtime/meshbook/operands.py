@@ -75,7 +75,12 @@ class Record:
     def add(self, number: int, what: Description) -> None:
         """An operation begins on this thread."""
         self.told = (number, (self.told[1] * _FACTOR + what.code) & _MASK)
-        frame = users_frame(sys._getframe(2))
+        frame = sys._getframe(2)
+        while not (users := _is_users.get(frame.f_code.co_filename)):  # as `users_frame`, for files that are known
+            if users is None or (outer := frame.f_back) is None:
+                frame = users_frame(frame)
+                break
+            frame = outer
         self._recent.append((number, what, frame.f_code, frame.f_lasti))
 
     def take_back(self, before: tuple[int, int]) -> None:
