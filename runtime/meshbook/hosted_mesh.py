@@ -7,7 +7,6 @@ until the last worker has let go of them.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -535,14 +534,15 @@ def _in_messages(chunks: Sequence[wire.OutputChunk]) -> Iterator[tuple[wire.Outp
 def _join(pieces: list[Piece]) -> list[Piece]:
     """Join neighbours of one output and stream."""
     joined: list[Piece] = []
-    texts: deque[str] = deque()
+    texts: list[str] = []
     for piece in pieces:
         if joined and joined[-1][:2] == piece[:2]:
             texts.append(piece.text)
             continue
-        if joined:
+        if len(texts) > 1:
             joined[-1] = joined[-1]._replace(text="".join(texts))
         joined.append(piece)
-        texts = deque([piece.text])
-    joined[-1] = joined[-1]._replace(text="".join(texts))
+        texts = [piece.text]
+    if len(texts) > 1:
+        joined[-1] = joined[-1]._replace(text="".join(texts))
     return joined

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from meshbook.errors import PeerProtocolError
-from meshbook.frames import Buffer, check_sizes
+from meshbook.frames import MAX_FRAME_BYTES, Buffer, check_sizes
 
 MAX_UNACKED_BYTES = 64 << 20
 """A link that keeps so much is `Link.full`."""
@@ -96,7 +96,8 @@ class Link:
         It is taken also when the link is full: whoever sends much looks at `full` first.
         Raises: MessageTooLarge, and nothing is kept: no replay could bring it over.
         """
-        check_message(header, payload)
+        if payload or len(header) > MAX_FRAME_BYTES:
+            check_message(header, payload)
         self._sent = seq = self._sent + 1
         first = _pack(MESSAGE, self.epoch, seq, self._received) + header
         self._owed = self._owed_bytes = 0

@@ -33,13 +33,12 @@ class Place(NamedTuple):
 
 
 class _Pipe:
-    def __init__(self) -> None:
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
         self.read_to = 0
         """The highest number that was read."""
-        self.waiting: deque[Place | str] = deque()
-        """Marks, and the text behind the first of them."""
-        self.output: deque[int] = deque()
-        """To which output each of the waiting texts belongs."""
+        self.waiting: deque[tuple[Place, list[tuple[int, str]]]] = deque()
+        """Marks, each with the text behind it and the output that this belongs to."""
 
 
 class OutputOrder(Generic[Shown]):
@@ -52,7 +51,10 @@ class OutputOrder(Generic[Shown]):
         self.passed = 0
         """How many places lie behind us."""
         self._on_text, self._on_shown = on_text, on_shown
-        self._pipes = {stream: _Pipe() for stream in streams}
+        self._pipes = {stream: _Pipe(stream) for stream in streams}
+        self._each = tuple(self._pipes.values())
+        self._read_to = 0
+        """Up to this number both were read."""
         self._early: dict[int, Shown | None] = {}
         """Rich output of marks that were not passed; None: it was handed on already."""
         self._held_chars = 0
@@ -60,7 +62,7 @@ class OutputOrder(Generic[Shown]):
     @property
     def waits(self) -> bool:
         """Whether text waits for the other pipe or the socket to be read."""
-        return any(pipe.waiting for pipe in self._pipes.values())
+        return any(pipe.waiting for pipe in self._each)
 
     def text(self, stream: str, output: int, text: str) -> None:
         """This was read from a pipe."""
@@ -68,8 +70,7 @@ class OutputOrder(Generic[Shown]):
         if not pipe.waiting:
             self._on_text(stream, output, text)
             return
-        pipe.waiting.append(text)
-        pipe.output.append(output)
+        pipe.waiting[-1][1].append((output, text))
         self._held_chars += len(text)
         if self._held_chars > HELD_MAX_CHARS:
             self.release()
@@ -77,13 +78,15 @@ class OutputOrder(Generic[Shown]):
     def place(self, stream: str, place: Place) -> None:
         """A mark was read from a pipe."""
         pipe = self._pipes[stream]
-        pipe.read_to = max(pipe.read_to, place.number)
-        pipe.waiting.append(place)
+        if place.number > pipe.read_to:
+            pipe.read_to = place.number
+            self._read_to = min([pipe.read_to for pipe in self._each])
+        pipe.waiting.append((place, []))
         self._advance()
 
     def shown(self, number: int, shown: Shown) -> None:
         """Rich output has come, and all text before it was read. number: of its place, 0 for none."""
-        if any(isinstance(each, Place) and each.number == number for p in self._pipes.values() for each in p.waiting):
+        if any(place.number == number for pipe in self._each for place, _ in pipe.waiting):
             self._early[number] = shown
             self._advance()
             return
@@ -96,24 +99,24 @@ class OutputOrder(Generic[Shown]):
         self._advance(at_once=True)
 
     def _advance(self, *, at_once: bool = False) -> None:
-        """Pass the places that can be passed."""
-        pipes = self._pipes.values()
-        while waiting := [pipe for pipe in pipes if pipe.waiting]:
-            number, has_shown = min(place for pipe in waiting if isinstance(place := pipe.waiting[0], Place))
-            is_here = not has_shown or number in self._early
-            if not at_once and not (is_here and all(pipe.read_to >= number for pipe in pipes)):
+        """Pass the places that can be passed. Plain loops: programs may change streams at every line."""
+        while True:
+            first: Place | None = None
+            for pipe in self._each:
+                if pipe.waiting and (first is None or pipe.waiting[0][0] < first):
+                    first = pipe.waiting[0][0]
+            if first is None or not (at_once or self._can_pass(first)):
                 return
-            if (shown := self._early.pop(number, None)) is not None:
+            if self._early and (shown := self._early.pop(first.number, None)) is not None:
                 self._on_shown(shown)
             self.passed += 1
-            for stream, pipe in self._pipes.items():
-                if pipe.waiting and pipe.waiting[0] == (number, has_shown):
-                    pipe.waiting.popleft()
-                    self._hand_on(stream, pipe)
+            for pipe in self._each:
+                if pipe.waiting and pipe.waiting[0][0] == first:
+                    for output, text in pipe.waiting.popleft()[1]:
+                        self._held_chars -= len(text)
+                        self._on_text(pipe.stream, output, text)
 
-    def _hand_on(self, stream: str, pipe: _Pipe) -> None:
-        """The text up to the next mark."""
-        while pipe.waiting and isinstance(text := pipe.waiting[0], str):
-            pipe.waiting.popleft()
-            self._held_chars -= len(text)
-            self._on_text(stream, pipe.output.popleft(), text)
+    def _can_pass(self, place: Place) -> bool:
+        if place.has_shown and place.number not in self._early:
+            return False
+        return self._read_to >= place.number

@@ -66,18 +66,20 @@ class _Stream:
         if _MARK not in data:
             return [(self.output, data)] if data else []
         pieces: list[tuple[int, bytes] | Place] = []
-        while (at := data.find(self._marker)) >= 0:
-            end = data.find(b"\n", at, at + len(self._marker) + _LONGEST_ID)
+        marker, size, begin = self._marker, len(self._marker), 0
+        while (at := data.find(marker, begin)) >= 0:
+            end = data.find(b"\n", at, at + size + _LONGEST_ID)
             if end < 0:
                 break
-            if at:
-                pieces.append((self.output, data[:at]))
-            said = data[at + len(self._marker) : end]
+            if at > begin:
+                pieces.append((self.output, data[begin:at]))
+            said = data[at + size : end]
             if said[:1] in _PLACES:
                 pieces.append(Place(_number(said[1:]), said[:1] == SHOWN_HERE))
             else:
                 self.output = _number(said)
-            data = data[end + 1 :]
+            begin = end + 1
+        data = data[begin:]
         held = self._incomplete_marker_at(data)
         data, self._rest = data[:held], data[held:]
         if data:
@@ -120,12 +122,14 @@ class RankOutput:
     def feed(self, stream: str, data: bytes, now: float) -> None:
         """Take what was read from the pipe ``stream``."""
         split = self._streams[stream]
-        for part in split.split(data):
+        parts = split.split(data)
+        if written := [part for part in parts if not isinstance(part, Place)]:
+            self._keep(written[-1][0], b"".join([piece for _, piece in written]), now)
+        for part in parts:
             if isinstance(part, Place):
                 self._order.place(stream, part)
                 continue
             output, piece = part
-            self._keep(output, piece, now)
             text = split.decode(piece)
             if stream == "stderr":
                 text = self._crash.cut(text)

@@ -389,7 +389,7 @@ class Switchboard:
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
             return None
-        if any(not 0 <= rank < mesh.extent.nelements for rank in call.waiting):
+        if call.waiting and (min(call.waiting) < 0 or max(call.waiting) >= mesh.extent.nelements):
             call.give_up(stale_view(mesh))
             return None
         self.calls.open(call, output)
