@@ -37,8 +37,9 @@ test-ipykernels: $(READY)
 	$(BIN)/python tests/support/other_ipykernel.py 7.3.0 $(ARGS)
 	$(BIN)/python tests/support/other_ipykernel.py 6.29.5 $(ARGS)
 
-# A short suite under 3.10, 3.12 and 3.13, those that this machine has (on the path, or pyenv's), with the oldest and newest
-# dependencies: see tests/support/other_pythons.py. ARGS="3.10 3.13" names some of them. Kept in .pythons.
+# A short suite under 3.10 to 3.13, those that this machine has (on the path, or pyenv's), with the oldest and newest
+# dependencies: see tests/support/other_pythons.py. ARGS="3.10 3.13" names some of them, ARGS=--light those that need no
+# download of gigabytes. Kept in .pythons.
 test-pythons: $(READY)
 	$(BIN)/python tests/support/other_pythons.py $(ARGS)
 

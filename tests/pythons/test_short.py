@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 
 import cloudpickle
 import ipykernel
+import IPython
 import pytest
 from actor_classes import Counter
+from jupyter_core.utils import ensure_event_loop
 from stock_kernel import TIMEOUT_S, StockKernel
 
 from meshbook import ProcMesh, errors, shutdown, this_host
@@ -51,6 +54,12 @@ def mesh() -> Iterator[ProcMesh]:
     shutdown()
 
 
+@pytest.fixture(scope="session")
+def clients_loop() -> None:
+    """jupyter_client's own, which lasts as long as this process."""
+    ensure_event_loop()
+
+
 def until_busy(mesh: ProcMesh) -> None:
     """Wait until the ranks have begun a cell."""
     deadline = time.monotonic() + 30
@@ -65,6 +74,14 @@ def test_cells_have_magics_commands_await_and_collectives(mesh: ProcMesh, tmp_pa
     lines += ["x = torch.ones(2) * rank", "dist.all_reduce(x)", "(open(f'said.{rank}').read(), x.tolist())"]
     values = mesh.run("\n".join(lines)).get(60).values()
     assert values == [(f"from rank {rank}\n", [1.0, 1.0]) for rank in range(2)]
+
+
+@pytest.mark.skipif(
+    IPython.version_info < (8,) and sys.version_info >= (3, 12),
+    reason="IPython 7 takes `said = !command` for a syntax error on Python 3.12, in every shell",
+)
+def test_a_commands_output_is_a_value(mesh: ProcMesh) -> None:
+    assert mesh.run("said = !echo from rank {rank}\nlist(said)").get(60).values() == [["from rank 0"], ["from rank 1"]]
 
 
 def test_values_travel_and_functions_run(mesh: ProcMesh) -> None:
@@ -99,13 +116,9 @@ def test_actors_answer_raise_and_are_interrupted(mesh: ProcMesh) -> None:
     assert sleepers.answer.call().get(60).values() == [42, 42]
     for sleep in (sleepers.sleep, sleepers.sleep_async):
         future = sleep.call()
-        began = time.monotonic()
-        with pytest.raises(errors.CallTimeout):
-            future.get(0.5)
-        future.interrupt()
-        with pytest.raises((ActorError, errors.MeshError)):
-            future.get(30)
-        assert time.monotonic() - began < 45
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(errors.CallInterrupted, match="ranks 0,1 stopped"):
+            future.get(PATIENCE_S)
     assert sleepers.answer.call().get(60).values() == [42, 42]
 
 
@@ -120,6 +133,7 @@ def test_a_rank_that_was_killed_is_replaced(mesh: ProcMesh) -> None:
     assert mesh.slice(gpus=0).pull("kept").get(60).values() == ["kept"]
 
 
+@pytest.mark.usefixtures("clients_loop")
 @pytest.mark.parametrize("name", ["python3", "meshbook"])
 def test_a_kernel_runs_mesh_cells_and_is_interrupted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +150,7 @@ def test_a_kernel_runs_mesh_cells_and_is_interrupted(
         if name == "python3":
             run(kernel, "%load_ext meshbook")
         assert 'mesh "main": gpus=2' in run(kernel, "%mesh spawn gpus=2 --device cpu")
-        assert "[0-1] sum [1.0]" in run(
+        assert "[0,1] sum [1.0]" in run(
             kernel, "%%mesh\nx = torch.ones(1) * rank\ndist.all_reduce(x)\nprint('sum', x.tolist())"
         )
         assert "ValueError: bad shard" in run(
@@ -146,7 +160,7 @@ def test_a_kernel_runs_mesh_cells_and_is_interrupted(
         wait_for(kernel, request, "begun")
         kernel.manager.interrupt_kernel()
         assert "stopped, all variables kept" in wait_for(kernel, request, "")
-        assert "[0-1] [1.0]" in run(kernel, "%%mesh\nprint(x.tolist())")
+        assert "[0,1] [1.0]" in run(kernel, "%%mesh\nprint(x.tolist())")
         run(kernel, "%mesh stop")
     finally:
         kernel.close()
