@@ -8,6 +8,8 @@ the ranks are asked for their last operations, and `find_disagreements` says whi
     rank 0   1 all_reduce (5,)     2 barrier        digest at 2: a
     rank 1   1 all_reduce (4,)     2 barrier        digest at 2: b      asked: they disagree in operation 1
 
+So it is with what one member sends to another: the digests of the sender and of the receiver are compared.
+
 Ranks that are not equally far prove nothing by their digests, so digests of several numbers are kept.
 """
 
@@ -18,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshbook.collectives import Collectives, Entered, GroupProgress
+from meshbook.collectives import Collectives, Entered, GroupProgress, Messages
 from meshbook.wording import name_ranks
 
 KEPT_NUMBERS = 64
@@ -26,7 +28,7 @@ KEPT_NUMBERS = 64
 
 
 class Progress(NamedTuple):
-    """How far one group is on one rank, as it travels with answers."""
+    """How far one group is on one rank, or the messages from one member to another; as it travels with answers."""
 
     group: str
     number: int
@@ -57,6 +59,7 @@ class Disagreement(NamedTuple):
 
     group: str
     number: int
+    """0: between two of them."""
     ranks: tuple[int, ...]
     text: str
     """``ranks 0 and 1-7 disagree in all_reduce (cell 9, line 4): (5,) against (4,)``"""
@@ -116,7 +119,38 @@ def _find_in(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | 
     for number, ranks in sorted(entered.items()):
         if len({each.code for each in ranks.values()}) > 1:
             return Disagreement(name, number, tuple(ranks), _describe(number, ranks))
-    return _find_long_ago(name, members)
+    return _find_between(name, members) or _find_long_ago(name, members)
+
+
+def _find_between(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
+    """What one member sent and another received as something else."""
+    pairs: dict[tuple[int, int], dict[int, Messages]] = {}
+    for rank, group in sorted(members.items()):
+        for each in group.messages:
+            pairs.setdefault((each.sender, each.receiver), {})[rank] = each
+    texts: dict[tuple[int, int], str] = {}
+    for (sender, receiver), told in sorted(pairs.items()):
+        if sender in told and receiver in told and (text := _compare_messages(told[sender], told[receiver])):
+            texts[sender, receiver] = text
+    if not texts:
+        return None
+    first, *others = texts.values()
+    more = f"\n  and so {len(others)} more pair{'s' if len(others) > 1 else ''} of ranks" if others else ""
+    return Disagreement(name, 0, tuple(sorted({rank for pair in texts for rank in pair})), first + more)
+
+
+def _compare_messages(sent: Messages, received: Messages) -> str:
+    """``rank 0 sent 4 x float32 to rank 1 (cell 9, line 2), which received 5 x float32 (cell 9, line 3)``"""
+    by_number = {each.number: each for each in received.recent}
+    for each in sent.recent:
+        other = by_number.get(each.number, each)
+        if other.code != each.code:
+            places = [f" ({place})" if place else "" for place in (each.place, other.place)]
+            what = f"rank {sent.sender} sent {each.values[0]} to rank {sent.receiver}{places[0]}"
+            return f"{what}, which received {other.values[0]}{places[1]}"
+    if sent.number == received.number and sent.digest != received.digest:
+        return f"rank {sent.receiver} received something else than rank {sent.sender} sent it, some messages ago"
+    return ""
 
 
 def _find_long_ago(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:

@@ -14,7 +14,7 @@ ANY_PEER = -1
 
 
 class Entered(NamedTuple):
-    """A collective that a rank has begun."""
+    """A collective, or a send or receive, that a rank has begun."""
 
     number: int
     code: int
@@ -25,6 +25,18 @@ class Entered(NamedTuple):
     """What must be equal on all members, in words; as many for each operation of a name: ``(5,)``, ``float32``."""
     place: str
     """``cell 7, line 5``."""
+
+
+class Messages(NamedTuple):
+    """What was sent from one member of a group to another, as one of the two tells (`meshbook.operands`)."""
+
+    sender: int
+    receiver: int
+    """Base ranks."""
+    number: int
+    """Of the last one; equal where both have begun as many, with the same tags."""
+    digest: int
+    recent: tuple[Entered, ...]
 
 
 class CellCounts(NamedTuple):
@@ -65,6 +77,8 @@ class GroupProgress(NamedTuple):
     """Of actors that have used it, idle ones too."""
     aborted: str = ""
     """Why it was aborted."""
+    messages: tuple[Messages, ...] = ()
+    """To and from each peer, where recent operations were asked for."""
 
 
 class Waiting(NamedTuple):

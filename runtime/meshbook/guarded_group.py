@@ -26,7 +26,7 @@ from meshbook.group_use import Counts, Users
 from meshbook.guarded_work import BEING_FORMED, AsideWork, CollectiveWork, Guard, PeerWork
 from meshbook.inner_group import HELD_MAX_S, InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
-from meshbook.operands import Record, describe
+from meshbook.operands import Description, MessageRecord, Record, describe, describe_message
 from meshbook.torn import COPIED_BYTES, copy_small
 from meshbook.traffic import payload_bytes
 
@@ -56,6 +56,8 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         self.record = Record(guard.epoch)
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
+        self._messages: dict[tuple[str, int], MessageRecord] = {}
+        """By ``send`` or ``recv`` and peer (base rank)."""
         self.by_cells = Counts()
         """Those of them that the main thread has begun."""
         self._counting = threading.Lock()
@@ -128,6 +130,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """Speak over ``store`` from the next operation on, counting from 0; returns the former inner group."""
         with self._making:  # another thread may be at it, over the former store
             former, self._inner, self._store, self._aborted = self._inner, None, store, ""
+            self._forget_messages()
             self.issued, self.sent, self.received = 0, {}, {}
             self.record, self.by_cells = Record(self._guard.epoch), Counts()
         self._users.renew(self._guard.handled())
@@ -137,6 +140,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """Refuse all further use; returns the inner group."""
         self.retired = self.retired or reason
         former, self._inner = self._inner, None
+        self._forget_messages()
         self.on_retired()
         return former
 
@@ -154,6 +158,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         """How far it is, with its last ``recent`` operations; from any thread."""
         recipe, record, inner, cells = self.recipe, self.record, self._inner, self.by_cells
         entered = record.recent(recent) if recent else ()
+        messages = tuple(each.messages(recent) for each in list(self._messages.values())) if recent else ()
         issued, sent, received, broken, aborted = self.issued, dict(self.sent), dict(self.received), "", self._aborted
         if inner is not None:
             failures, aborted = inner.failures, aborted or inner.dead
@@ -164,7 +169,7 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         handled = self._guard.handled()
         return GroupProgress(
             recipe.name, recipe.ranks, issued, sent, received, record.epoch, *record.told, entered, by_cells, broken,
-            self._users.at_work(handled), self._users.mailboxes(handled), aborted,
+            self._users.at_work(handled), self._users.mailboxes(handled), aborted, messages,
         )  # fmt: skip
 
     # ---- sends and receives -------------------------------------------------------------------------------------
@@ -193,13 +198,16 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         inner = self.live
         base = ANY_PEER if peer == ANY_PEER else self.recipe.ranks[peer]
         by_cells = self._by_cells()
-        self._guard.moved_bytes += payload_bytes([tensors])
+        what = describe_message(operation, tensors[0])
+        self._guard.moved_bytes += what.size_bytes
+        on_cuda = self._uses_cuda and tensors[0].is_cuda
         with self._counting:
             number = counts[base] = counts.get(base, 0) + 1
+            self._note_message(what, base, 1 if on_cuda else tag + 2)  # NCCL knows no tags
             if by_cells is not None:
                 of_cells = by_cells.sent if operation == "send" else by_cells.received
                 of_cells[base] = of_cells.get(base, 0) + 1
-            if self._uses_cuda and tensors[0].is_cuda:
+            if on_cuda:
                 try:
                     raw = begin(inner.group)
                 except BaseException as error:
@@ -212,6 +220,24 @@ class GuardedGroup(_Base):  # type: ignore[misc]
         if inner.dead:  # aborted before it was known there
             work.wake()
         return work
+
+    def _note_message(self, what: Description, peer: int, lane: int) -> None:
+        """A message from or to a peer (base rank) begins; under `_counting`."""
+        if what.operation == "recv" and ANY_PEER in self.received:
+            return  # nobody knows whose messages it has taken; the records of before stay right
+        record = self._messages.get((what.operation, peer))
+        if record is None:
+            own = self.recipe.ranks[self.recipe.rank]
+            ends = (own, peer) if what.operation == "send" else (peer, own)
+            record = MessageRecord(self._guard.epoch, self.recipe.name, *ends)
+            self._messages[what.operation, peer] = record
+        record.add(record.number_after(lane), what)
+        self._guard.used.add(record)
+
+    def _forget_messages(self) -> None:
+        """They must not be told any more: an answer goes under the epoch that is then."""
+        former, self._messages = self._messages, {}
+        self._guard.used.difference_update(former.values())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         refuse_if_off("monitored_barrier")

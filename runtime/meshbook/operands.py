@@ -6,6 +6,8 @@
     reduce_scatter_tensor, scatter          what it gets
     all_to_all, barrier                     no shape: each pair of ranks has sizes of its own
 
+Of a message between two ranks its number of elements and dtype are described, equal for the sender and the receiver.
+
 Shapes that differ in dims of size 1 only are equal: the numbers come out right. A description is made once for equal
 operations, then found by what is quick to read: this runs for every operation.
 """
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from meshbook.collectives import Entered
+from meshbook.collectives import Entered, Messages
 from meshbook.no_collectives import public_name
 from meshbook.whereabouts import USER, kind_of_file, name_place
 
@@ -96,6 +98,36 @@ class Record:
         )
 
 
+class MessageRecord(Record):
+    """The messages from one member of a group to another, as one of the two has begun them.
+
+    Messages match in order per tag, so both must have begun theirs with the same tags for the order to be the same. The
+    number of a message therefore tells of its tag and of all before it: it is no count.
+    """
+
+    __slots__ = ("name", "receiver", "sender")
+
+    def __init__(self, epoch: int, group: str, sender: int, receiver: int) -> None:
+        """sender, receiver: base ranks."""
+        super().__init__(epoch)
+        self.name = f"{group} {sender}>{receiver}"
+        self.sender, self.receiver = sender, receiver
+
+    def number_after(self, lane: int) -> int:
+        """The number of the next message. lane: messages of each of these match in order, > 0."""
+        return (self.told[0] * _FACTOR + lane) & _MASK
+
+    def messages(self, count: int) -> Messages:
+        """With the last ``count``; from any thread."""
+        return Messages(self.sender, self.receiver, *self.told, self.recent(count))
+
+
+def describe_message(operation: str, tensor: torch.Tensor) -> Description:
+    """What a send or a receive of this tensor is; the code is the same for both."""
+    key = (operation, tensor.numel(), NO_DATA if tensor.is_meta else tensor.dtype)
+    return _known.get(key) or _learn_message(*key)
+
+
 def describe(method: str, args: tuple[Any, ...]) -> Description:
     """What an operation with these arguments is; ``method`` is torch's name of it within process groups."""
     try:
@@ -123,11 +155,23 @@ def _learn(key: Key) -> Description:
     if len(texts) > 1 and len(set(texts)) == 1:
         values = (f"{len(texts)} x {values[0]}", *values[1:])
     compared = ([[size for size in shape if size != 1] for shape in shapes], *values[1:])
-    code = int.from_bytes(blake2b(repr((operation, compared)).encode(), digest_size=8).digest(), "little")
     size_bytes = sum(shape.numel() for shape in shapes) * (dtype.itemsize if dtype is not None else 0)
+    return _keep(key, Description(_code_of((operation, compared)), operation, values, size_bytes))
+
+
+def _learn_message(operation: str, numel: int, dtype: Any) -> Description:
+    values = (f"{numel} x {str(dtype).removeprefix('torch.')}",)
+    return _keep((operation, numel, dtype), Description(_code_of(values), operation, values, numel * dtype.itemsize))
+
+
+def _code_of(compared: Any) -> int:
+    return int.from_bytes(blake2b(repr(compared).encode(), digest_size=8).digest(), "little")
+
+
+def _keep(key: Key, description: Description) -> Description:
     if len(_known) >= MAX_KNOWN:
         _known.clear()
-    _known[key] = description = Description(code, operation, values, size_bytes)
+    _known[key] = description
     return description
 
 

@@ -50,6 +50,7 @@ from meshbook.guarded_work import Guard, describe_waits
 from meshbook.inner_group import dispose
 from meshbook.link_store import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.module_repair import repair_modules, watch_modules
+from meshbook.operands import MessageRecord
 from meshbook.operation_log import OperationLog
 from meshbook.regroup import Agreement, Greeting, agree
 from meshbook.rendezvous import RankPlace, choose_master, meet, set_environment
@@ -365,8 +366,9 @@ class RankGroups:
         copied, guard.copied = guard.copied, []
         restored, guard.restored = guard.restored, []
         groups = [group for group in used if isinstance(group, GuardedGroup) and not group.retired]
-        told = tuple(Progress(group.recipe.name, *group.record.told) for group in groups)
-        return encode_told(Told(guard.epoch, told, tuple(torn), tuple(copied), tuple(restored), broken))
+        told = [Progress(group.recipe.name, *group.record.told) for group in groups]
+        told += [Progress(each.name, *each.told) for each in used if isinstance(each, MessageRecord)]
+        return encode_told(Told(guard.epoch, tuple(told), tuple(torn), tuple(copied), tuple(restored), broken))
 
     def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread.

@@ -103,6 +103,79 @@ def test_a_subgroup_is_told_of_and_the_other_one_is_not(square: ProcMesh) -> Non
     assert {0, 1} <= caught.value.partial.keys()
 
 
+SENT = "rank 0 sent 4 x float32 to rank 1 (cell 9, line 3)"
+MESSAGES = {
+    "a bigger receive": ("send(x, 1)", "recv(torch.zeros(5), 0)", "5 x float32"),
+    "a smaller receive": ("send(x, 1)", "recv(torch.zeros(3), 0)", "3 x float32"),
+    "another dtype": ("send(x, 1)", "recv(torch.zeros(2, dtype=torch.float64), 0)", "2 x float64"),
+    "asynchronous": ("isend(x, 1).wait()", "irecv(torch.zeros(5), 0).wait()", "5 x float32"),
+    "with a tag": ("send(x, 1, tag=7)", "recv(torch.zeros(5), 0, tag=7)", "5 x float32"),
+    "in a batch": (
+        "batch_isend_irecv([dist.P2POp(dist.isend, x, 1)])[0].wait()",
+        "batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(5), 0)])[0].wait()",
+        "5 x float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_received_as_something_else_than_was_sent_is_told(mesh4: ProcMesh, kind: str) -> None:
+    send, receive, as_what = MESSAGES[kind]
+    said = disagree_in_a_message(mesh4, f"x = torch.ones(4)\nif rank == 0: dist.{send}\nif rank == 1: dist.{receive}")
+    assert said == f"{SENT}, which received {as_what} (cell 9, line 4)"
+
+
+def test_a_message_in_a_subgroup_is_told_by_ranks_of_the_mesh(square: ProcMesh) -> None:
+    code = """
+        tp = mesh["tp"].get_group()
+        if rank == 2: dist.send(torch.ones(4), group=tp, group_dst=1)
+        if rank == 3: dist.recv(torch.zeros(4, dtype=torch.int32), group=tp, group_src=0)
+    """
+    said = disagree_in_a_message(square, _dedent(code), ranks=(2, 3))
+    assert said.startswith("rank 2 sent 4 x float32 to rank 3 (cell 9, line ")
+    assert "which received 4 x int32" in said
+
+
+def test_a_message_is_told_whose_send_is_of_an_earlier_cell(mesh4: ProcMesh) -> None:
+    mesh4.run("if rank == 0: work = dist.isend(torch.ones(4), 1)").get(30)
+    said = disagree_in_a_message(mesh4, "if rank == 1: dist.recv(torch.zeros(5), 0)\nif rank == 0: work.wait()")
+    assert said.endswith("which received 5 x float32 (cell 9, line 2)")
+
+
+def test_messages_of_all_pairs_are_told_once(mesh4: ProcMesh) -> None:
+    code = """
+        work = dist.isend(torch.ones(4), (rank + 1) % 4)
+        dist.recv(torch.zeros(5), (rank - 1) % 4)
+        work.wait()
+    """
+    said = disagree_in_a_message(mesh4, _dedent(code), ranks=(0, 1, 2, 3))
+    assert said.endswith("and so 3 more pairs of ranks")
+
+
+def test_a_message_far_back_is_told_by_its_ranks(mesh4: ProcMesh) -> None:
+    code = """
+        if rank == 0: dist.send(torch.ones(4), 1)
+        if rank == 1: dist.recv(torch.zeros(5), 0)
+        for _ in range(300):
+            if rank == 0: dist.send(torch.ones(1), 1)
+            if rank == 1: dist.recv(torch.zeros(1), 0)
+    """
+    said = disagree_in_a_message(mesh4, _dedent(code))
+    assert said == "rank 1 received something else than rank 0 sent it, some messages ago" or said.startswith(
+        "rank 0 sent 4"
+    )
+
+
+def disagree_in_a_message(mesh: ProcMesh, code: str, ranks: tuple[int, ...] = (0, 1)) -> str:
+    """Run a cell in which ranks exchange a message they disagree in: what its error says."""
+    with pytest.raises(errors.CallFailed) as caught:
+        mesh.start_cell(code, on_output=Collector(), cell_number=9, line_offset=1).future.get(30)
+    told = [failure.load() for failure in caught.value.failures if failure.ename == "RanksDisagree"]
+    assert [error.ranks for error in told if isinstance(error, errors.RanksDisagree)] == [ranks] * len(ranks)
+    assert len(set(map(str, told))) == 1
+    return str(told[0])
+
+
 def test_a_disagreement_far_back_is_told_by_its_group(mesh4: ProcMesh) -> None:
     said, *_ = disagree(
         mesh4,
@@ -167,6 +240,50 @@ HEALTHY = {
         if rank == 0: dist.send(torch.ones(3), 1)
         if rank == 1: dist.recv(torch.zeros(3), 0)
     """,
+    "reshaped messages": """
+        if rank == 0: dist.send(torch.ones(3, 4), 1)
+        if rank == 1: dist.recv(torch.zeros(12), 0)
+    """,
+    "a ring": """
+        for n in range(1, 9):
+            ops = [dist.P2POp(dist.isend, torch.ones(n), (rank + 1) % 4)]
+            ops += [dist.P2POp(dist.irecv, torch.zeros(n), (rank - 1) % 4)]
+            for work in dist.batch_isend_irecv(ops): work.wait()
+    """,
+    "a pipeline": """
+        got = [torch.zeros(n + 1) for n in range(6)]
+        for y in got:
+            if rank > 0: dist.recv(y, rank - 1)
+            if rank < 3: dist.send(y, rank + 1)
+        for y in reversed(got):
+            if rank < 3: dist.recv(y, rank + 1)
+            if rank > 0: dist.send(y, rank - 1)
+    """,
+    "objects sent": """
+        if rank == 0: dist.send_object_list(["x" * 1000, 3, None], 2)
+        if rank == 2: dist.recv_object_list([None] * 3, 0)
+        if rank == 0: dist.send_object_list(["x" * 10, 3], 2)
+        if rank == 2: dist.recv_object_list([None] * 2, 0)
+    """,
+    "tags in another order": """
+        if rank == 0: works = [dist.isend(torch.ones(n), 1, tag=n) for n in (1, 2, 3)]
+        if rank == 1: works = [dist.irecv(torch.ones(n), 0, tag=n) for n in (3, 2, 1)]
+        if rank < 2: [work.wait() for work in works]
+    """,
+    "receives from anybody": """
+        if rank == 0:
+            for n in range(3): dist.recv(torch.zeros(4))
+            dist.recv(torch.zeros(2), 1, tag=1)
+        else: dist.send(torch.ones(4), 0)
+        if rank == 1: dist.send(torch.ones(2), 0, tag=1)
+    """,
+    "messages in subgroups": """
+        group = dist.new_group([3, 1])
+        if rank == 3: dist.send(torch.ones(5), 1, group=group)
+        if rank == 1: dist.recv(torch.ones(5), 3, group=group)
+        if rank == 3: dist.send(torch.ones(6), 1)
+        if rank == 1: dist.recv(torch.ones(6), 3)
+    """,
     "coalesced": "dist.all_reduce_coalesced([torch.ones(2), torch.ones(3, 3)])",
     "asynchronous": """
         works = [dist.all_reduce(torch.ones(n), async_op=True) for n in range(1, 9)]
@@ -208,8 +325,7 @@ HEALTHY = {
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_programs_give_no_alarm(mesh4: ProcMesh, kind: str) -> None:
     groups = _groups_of(mesh4)
-    code = "\n".join(line.removeprefix("        ") for line in HEALTHY[kind].splitlines())
-    mesh4.run(f"x = torch.ones(4)\n{code}").get(60)
+    mesh4.run(f"x = torch.ones(4)\n{_dedent(HEALTHY[kind])}").get(60)
     assert not groups.doubted
     assert groups.told == {True}
 
@@ -221,6 +337,19 @@ def test_calls_of_some_ranks_whose_operations_overlap_give_no_alarm(mesh4: ProcM
         others = mesh4.slice(gpus=slice(2, 4)).run("for n in range(1, 30): dist.all_reduce(torch.ones(n))")
         some.get(30), others.get(30)
     assert not groups.doubted
+
+
+def test_sends_of_a_later_cell_that_are_under_way_give_no_alarm(mesh4: ProcMesh) -> None:
+    groups = _groups_of(mesh4)
+    for n in range(1, 6):
+        mesh4.run(f"if rank == 0: works = [dist.isend(torch.ones({n} + k), 1) for k in range(3)]").get(30)
+        mesh4.run(f"if rank == 1: [dist.recv(torch.ones({n} + k), 0) for k in range(2)]").get(30)
+        mesh4.run(f"if rank == 1: dist.recv(torch.ones({n} + 2), 0)\nif rank == 0: [w.wait() for w in works]").get(30)
+    assert groups.told == {True}
+
+
+def _dedent(code: str) -> str:
+    return "\n".join(line.removeprefix("        ") for line in code.splitlines())
 
 
 class _Watched(Agreements):
