@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import struct
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,9 @@ _TOO_MUCH = "a rank has sent more than this one has room for: they disagree on a
 _LOOK_S = 0.02
 _AGAIN_S = 0.25
 _GREETING = struct.Struct("=q")
+_WATCHED = re.compile(r"^tfd: +(?P<fd>\d+) events: +(?P<events>[0-9a-f]+) .* ino:(?P<inode>[0-9a-f]+) ", re.MULTILINE)
+_EVENTS = 0x0FFF_FFFF
+"""Of what epoll calls events; the other bits say how they are told."""
 _device_lock = threading.Lock()
 
 
@@ -107,6 +112,8 @@ class InnerGroup:
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], Lane] = {}
         self._listening: list[tuple[str, int]] = []
+        self._polls: list[int] = []
+        """The epoll descriptors of gloo's threads."""
         self.is_lost = False
         """Whether gloo's thread has given it up (`meshbook.gloo_aborts`); it must never be destroyed."""
         self.group = self._build(recipe, store, options, device_id)
@@ -139,7 +146,9 @@ class InnerGroup:
             before, threads = _descriptors(), gloo_aborts.threads()
             options._devices = _gloo_devices()
             gloo_aborts.park(gloo_aborts.threads() - threads, self)
-            self._listening = [name for fd in _descriptors() - before if (name := _listening_at(fd)) is not None]
+            made = _descriptors() - before
+            self._listening = [name for fd in made if (name := _listening_at(fd)) is not None]
+            self._polls = [fd for fd in made if _is_poll(fd)]
         options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
         options.global_ranks_in_group = list(recipe.ranks)
         options.group_name = recipe.name
@@ -256,10 +265,16 @@ class InnerGroup:
         self.forget_completed()
         return bool(self._pending or self.open_peer_works)
 
+    @property
+    def connected(self) -> bool:
+        """Whether gloo's threads still read connections to other ranks."""
+        return any(is_read for poll in self._polls for _, is_read in _connections(poll))
+
     def end_operations(self, greet: bool) -> None:
         """Make the operations that are still under way fail. greet: those too that wait for a peer to connect."""
-        for fd in _descriptors():
-            _shut_if_bound_to(fd, self._listening)
+        for sock, _ in (found for poll in self._polls for found in _connections(poll)):
+            with contextlib.suppress(OSError):  # the peer was quicker
+                sock.shutdown(socket.SHUT_RDWR)
         for address in self._listening if greet else ():
             for peer in range(self._size):
                 if peer != self._rank:
@@ -295,7 +310,13 @@ def _dispose(left: list[InnerGroup], aborted: list[InnerGroup]) -> None:
             again = now + _AGAIN_S
             _end_operations([group for group in left if group.busy], greet=now < begun + 2 * _AGAIN_S)
         time.sleep(_LOOK_S)
-    _kept_for_ever.extend(group for group in left if group.busy)
+    # gloo's thread ends when it has nothing to read. A connection that ends while its group is destroyed is not closed
+    # any more, only read again and again, and whoever destroys the group waits for that thread: so all end before.
+    _end_operations(left, greet=False)
+    closed = time.monotonic() + _GRACE_S
+    while any(group.connected for group in left) and time.monotonic() < closed:
+        time.sleep(_LOOK_S)
+    _kept_for_ever.extend(group for group in left if group.busy or group.connected)
     left.clear()
 
 
@@ -336,14 +357,30 @@ def _listening_at(fd: int) -> tuple[str, int] | None:
         return sock.getsockname()[:2] if sock is not None and listens else None
 
 
-def _shut_if_bound_to(fd: int, addresses: list[tuple[str, int]]) -> None:
-    """Shut the connection ``fd`` down if one of our listening sockets has accepted it."""
-    with _internet_socket(fd) as sock:
-        if sock is None or sock.getsockname()[:2] not in addresses:
-            return
-        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            with contextlib.suppress(OSError):  # the peer was quicker
-                sock.shutdown(socket.SHUT_RDWR)
+def _is_poll(fd: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]"
+    except OSError:  # closed by now
+        return False
+
+
+def _connections(poll: int) -> Iterator[tuple[socket.socket, bool]]:
+    """The connections of an epoll descriptor, each open until the next one is asked for, and whether it is read.
+
+    One that a peer has made and no operation has needed yet is not.
+    """
+    try:
+        watched = Path(f"/proc/self/fdinfo/{poll}").read_text()
+    except OSError:  # closed by now
+        return
+    for found in _WATCHED.finditer(watched):
+        with _internet_socket(int(found["fd"])) as sock:
+            if (
+                sock is not None
+                and os.fstat(sock.fileno()).st_ino == int(found["inode"], 16)  # else another file has got the number
+                and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            ):
+                yield sock, bool(int(found["events"], 16) & _EVENTS)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from learners import Learner
+from patience import wait_until
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, ActorError, endpoint
@@ -169,3 +173,24 @@ raise ValueError
             with pytest.raises(errors.CallFailed, match="ranks 0,1 raised ValueError"):
                 mesh.run(code).get(30)
         assert mesh.run("rank").get(30).values() == [0, 1] and not mesh.lost
+
+
+def test_groups_that_were_formed_again_leave_no_threads_of_gloo(mesh2: ProcMesh) -> None:
+    def threads() -> list[int]:
+        return mesh2.execute(_threads_of_gloo).get(30).values()
+
+    mesh2.run(PROVE).get(30)
+    before = threads()
+    for _ in range(4):
+        with pytest.raises(errors.CallFailed, match="missing"):
+            mesh2.run("if rank: raise ValueError('missing')\ndist.all_reduce(torch.ones(1))").get(30)
+        assert mesh2.run(PROVE).get(30).values() == [2, 2]
+    wait_until(lambda: max(threads()) <= before[0] + 1)  # the last error's frames are kept, and a group with them
+
+
+def _threads_of_gloo() -> int:
+    found = 0
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found += Path(f"/proc/self/task/{thread}/comm").read_text().startswith("gloo_tcp_loop")
+    return found
