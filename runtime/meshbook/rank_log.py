@@ -26,7 +26,7 @@ QUEUE_BYTES = 4 << 20
 PATIENCE_S = 5.0
 """So long a rank waits for its disk."""
 REST_S = 0.01
-SETTLE_S = 0.05
+SETTLE_S = 0.5
 """So long a disk is waited for where somebody is to read what was written; it takes far less."""
 
 SLOW = "its disk does not keep up"
@@ -43,6 +43,8 @@ class _Writer:
     def __init__(self) -> None:
         self.hurry = threading.Event()
         """Somebody waits for what is written."""
+        self.hangs = False
+        """Somebody has waited in vain, and nothing was written since: nobody waits for any log meanwhile."""
         self._lock = threading.Lock()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._logs = 0
@@ -104,7 +106,6 @@ class RankLog:
         """What the thread has not begun with; each piece with how many bytes are missing before it."""
         self._empty = threading.Event()
         self._empty.set()
-        self._hangs = False
         self._full_since = math.inf
         self._note = ""
         self._told = False
@@ -154,10 +155,10 @@ class RankLog:
 
     def settle(self) -> None:
         """Wait a moment until all that was written by now is in the file; not again until the disk has caught up."""
-        if self._hangs or self._empty.is_set():
+        if _writer.hangs or self._empty.is_set():
             return
         _writer.hurry.set()
-        self._hangs = not self._empty.wait(SETTLE_S)
+        _writer.hangs = not self._empty.wait(SETTLE_S)
 
     def close(self) -> None:
         """Nothing is written any more."""
@@ -181,8 +182,8 @@ class RankLog:
         with self._lock:
             self._queued_bytes -= sum(len(data) for _, data in queued)
             if not self._queued_bytes:
-                self._hangs = False
                 self._empty.set()
+        _writer.hangs = False
 
     def _append(self, data: bytes, now: float) -> None:
         if self._why and now < self._retry_at:

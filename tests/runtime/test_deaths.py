@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import pickle
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from collector import Collector
+from patience import wait_until
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.deaths import End, OomWatch, describe_end, last_words
@@ -254,11 +256,16 @@ def _agent_of(mesh: ProcMesh) -> int:
 
 
 def _template_of(mesh: ProcMesh) -> psutil.Process:
-    children = psutil.Process(_agent_of(mesh)).children()
-    (template,) = [
-        child for child in children if "meshbook.template" in child.cmdline() and child.pid not in _pids(mesh)
-    ]
-    return template
+    def templates() -> list[psutil.Process]:
+        found, workers = [], _pids(mesh)
+        for child in psutil.Process(_agent_of(mesh)).children():
+            with contextlib.suppress(psutil.Error):  # what has ended is reaped in a moment
+                if "meshbook.template" in child.cmdline() and child.pid not in workers:
+                    found.append(child)
+        return found
+
+    wait_until(lambda: len(templates()) == 1)
+    return templates()[0]
 
 
 def _pids(mesh: ProcMesh) -> list[int]:
