@@ -8,13 +8,15 @@ the ranks are asked for their last operations, and `find_disagreements` says whi
     rank 0   1 all_reduce (5,)     2 barrier        digest at 2: a
     rank 1   1 all_reduce (4,)     2 barrier        digest at 2: b      asked: they disagree in operation 1
 
-So it is with what one member sends to another: the digests of the sender and of the receiver are compared.
+So it is with what one member sends to another: the digests of the sender and of the receiver are compared. Of what the
+members of an all_to_all give each other the weights are summed, once all members have told theirs: 0 where it matches.
 
 Ranks that are not equally far prove nothing by their digests, so digests of several numbers are kept.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from meshbook.wording import name_ranks
 
 KEPT_NUMBERS = 64
 """Of so many numbers per group digests are kept, the newest."""
+_WEIGHTS = 1 << 64
 
 
 class Progress(NamedTuple):
@@ -33,6 +36,17 @@ class Progress(NamedTuple):
     group: str
     number: int
     digest: int
+
+
+class Splits(NamedTuple):
+    """The operations of one group in which each pair of members has a size of its own; as it travels with answers."""
+
+    group: str
+    number: int
+    """How many such operations there were."""
+    weight: int
+    """Those of all members add up to 0, modulo 2 ** 64, where what one gives is what the other takes."""
+    members: int
 
 
 class Told(NamedTuple):
@@ -48,6 +62,7 @@ class Told(NamedTuple):
     """What of that is as it was before, by now."""
     broken: bool = False
     """Groups have become of no use, or the default one was destroyed."""
+    splits: tuple[Splits, ...] = ()
 
 
 encode_told = msgspec.msgpack.Encoder().encode
@@ -74,9 +89,11 @@ class Agreements:
         self._epoch = -1
         self._digests: dict[str, dict[int, int]] = {}
         """Per group: number to the digest of the rank that told first."""
+        self._weights: dict[str, dict[int, dict[int, int]]] = {}
+        """Per group: number to the weight of each rank."""
 
-    def compare(self, told: Told) -> None:
-        """Take in what came with an answer."""
+    def compare(self, rank: int, told: Told) -> None:
+        """Take in what came with an answer of ``rank``."""
         if told.epoch != self._epoch:
             if told.epoch < self._epoch:
                 return  # of groups that are no more
@@ -88,11 +105,20 @@ class Agreements:
                 self.doubted = True
             if len(digests) > KEPT_NUMBERS:
                 del digests[next(iter(digests))]
+        for group, number, weight, members in told.splits:
+            numbers = self._weights.setdefault(group, {})
+            weights = numbers.setdefault(number, {})
+            weights[rank] = weight
+            if len(weights) == members and sum(weights.values()) % _WEIGHTS:
+                self.doubted = True
+            if len(numbers) > KEPT_NUMBERS:
+                del numbers[next(iter(numbers))]
 
     def clear(self) -> None:
         """The ranks were asked."""
         self.doubted = False
         self._digests.clear()
+        self._weights.clear()
 
 
 def find_disagreements(snapshots: Mapping[int, Collectives]) -> list[Disagreement]:
@@ -119,7 +145,33 @@ def _find_in(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | 
     for number, ranks in sorted(entered.items()):
         if len({each.code for each in ranks.values()}) > 1:
             return Disagreement(name, number, tuple(ranks), _describe(number, ranks))
+        if found := _find_between_parts(name, number, next(iter(members.values())).members, ranks):
+            return found
     return _find_between(name, members) or _find_long_ago(name, members)
+
+
+def _find_between_parts(
+    name: str, number: int, members: tuple[int, ...], entered: Mapping[int, Entered]
+) -> Disagreement | None:
+    """What one member of an all_to_all gave and another took as something else."""
+    parts = {at: entered[rank].parts for at, rank in enumerate(members) if rank in entered}
+    told = {at: each for at, each in parts.items() if each is not None}
+    pairs = [(i, j) for i, j in itertools.product(told, told) if told[i].given[j] != told[j].taken[i]]
+    if not pairs:
+        return None
+    giver, taker = pairs[0]
+    gives, takes = entered[members[giver]], entered[members[taker]]
+    places = [f" ({each.place})" if each.place else "" for each in (gives, takes)]
+    text = (
+        f"rank {members[giver]} gives {told[giver].given[taker]} x {gives.values[1]} to rank {members[taker]} in "
+        f"{gives.operation}{places[0]}, which takes {told[taker].taken[giver]} x {takes.values[1]}"
+        f"{places[1] if places[0] != places[1] else ''}{_more_pairs(len(pairs) - 1)}"
+    )
+    return Disagreement(name, number, tuple(sorted({members[at] for pair in pairs for at in pair})), text)
+
+
+def _more_pairs(count: int) -> str:
+    return f"\n  and so {count} more pair{'s' if count > 1 else ''} of ranks" if count else ""
 
 
 def _find_between(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
@@ -135,8 +187,8 @@ def _find_between(name: str, members: Mapping[int, GroupProgress]) -> Disagreeme
     if not texts:
         return None
     first, *others = texts.values()
-    more = f"\n  and so {len(others)} more pair{'s' if len(others) > 1 else ''} of ranks" if others else ""
-    return Disagreement(name, 0, tuple(sorted({rank for pair in texts for rank in pair})), first + more)
+    text = first + _more_pairs(len(others))
+    return Disagreement(name, 0, tuple(sorted({rank for pair in texts for rank in pair})), text)
 
 
 def _compare_messages(sent: Messages, received: Messages) -> str:

@@ -13,6 +13,13 @@ ANY_PEER = -1
 """The peer of a receive that takes from anybody."""
 
 
+class Parts(NamedTuple):
+    """The elements that an all_to_all gives to each member of its group, and takes from each."""
+
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
 class Entered(NamedTuple):
     """A collective, or a send or receive, that a rank has begun."""
 
@@ -25,6 +32,8 @@ class Entered(NamedTuple):
     """What must be equal on all members, in words; as many for each operation of a name: ``(5,)``, ``float32``."""
     place: str
     """``cell 7, line 5``."""
+    parts: Parts | None = None
+    """Of an all_to_all."""
 
 
 class Messages(NamedTuple):

@@ -26,7 +26,7 @@ from meshbook.group_use import Counts, Users
 from meshbook.guarded_work import BEING_FORMED, AsideWork, CollectiveWork, Guard, PeerWork
 from meshbook.inner_group import HELD_MAX_S, InnerGroup, Recipe, dispose
 from meshbook.no_collectives import public_name, refuse_if_off
-from meshbook.operands import Description, MessageRecord, Record, describe, describe_message
+from meshbook.operands import Description, MessageRecord, Record, describe, describe_message, parts_of
 from meshbook.torn import COPIED_BYTES, copy_small
 from meshbook.traffic import payload_bytes
 
@@ -360,6 +360,7 @@ def _collective(method: str) -> Callable[..., dist.Work]:
     in_place = method in ("allreduce", "broadcast", "reduce")
     writes = method not in ("barrier", "_end_coalescing")
     may_be_aside = "reduce_scatter" in method
+    has_parts = public_name(method).startswith("all_to_all")
 
     def collective(self: GuardedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         refuse_if_off(operation)
@@ -369,8 +370,12 @@ def _collective(method: str) -> Callable[..., dist.Work]:
         with self._counting:
             number = self._count(by_cells)
             record = self.record
-            before, what = record.told, describe(method, args)
-            record.add(number, what)
+            told, splits, what = record.told, record.splits, describe(method, args)
+            if has_parts:
+                recipe = self.recipe
+                record.add(number, what, parts_of(args, len(recipe.ranks)), recipe.rank)
+            else:
+                record.add(number, what)
             guard.used.add(self)
             guard.moved_bytes += what.size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
             is_small = in_place and what.size_bytes <= COPIED_BYTES
@@ -379,7 +384,7 @@ def _collective(method: str) -> Callable[..., dist.Work]:
                 raw = getattr(inner.group, method)(*args, **kwargs)
             except Exception:
                 self._take_back(by_cells)
-                record.take_back(before)
+                record.take_back(told, splits)
                 raise
             except BaseException as error:  # an interrupt: nobody knows whether C++ has it
                 inner.failures.note(operation, number, None, error)

@@ -4,9 +4,13 @@
     all_gather, reduce_scatter              the list of all parts, so parts of different sizes are fine
     all_gather_into_tensor, gather          what this rank gives
     reduce_scatter_tensor, scatter          what it gets
-    all_to_all, barrier                     no shape: each pair of ranks has sizes of its own
+    all_to_all, barrier                     no shape: each pair of ranks has sizes of its own, see below
 
 Of a message between two ranks its number of elements and dtype are described, equal for the sender and the receiver.
+
+What rank i gives to rank j in an all_to_all must be what j takes from i. So each rank weighs its parts: the sizes that
+it gives, each times a number that belongs to the pair, minus those that it takes, likewise. The weights of all ranks
+add up to 0 where all parts match, and so do their sums over many operations, multiplied before each is added.
 
 Shapes that differ in dims of size 1 only are equal: the numbers come out right. A description is made once for equal
 operations, then found by what is quick to read: this runs for every operation.
@@ -14,16 +18,20 @@ operations, then found by what is quick to read: this runs for every operation.
 
 from __future__ import annotations
 
+import functools
 import sys
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from meshbook.collectives import Entered, Messages
+from meshbook.collectives import Entered, Messages, Parts
 from meshbook.no_collectives import public_name
 from meshbook.whereabouts import USER, kind_of_file, name_place
 
@@ -49,6 +57,7 @@ _MASK = (1 << 64) - 1
 _FACTOR = 1_000_003
 
 Key: TypeAlias = tuple[Any, ...]
+_Factors: TypeAlias = npt.NDArray[np.int64]
 
 
 class Description(NamedTuple):
@@ -66,16 +75,21 @@ class Description(NamedTuple):
 class Record:
     """The operations of one group since it was formed: a digest of all of them, and the last ones."""
 
-    __slots__ = ("_recent", "epoch", "told")
+    __slots__ = ("_recent", "epoch", "splits", "told")
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.told = (0, 0)
         """How many there are, with the digest of these; one tuple, since other threads read it."""
-        self._recent: deque[tuple[int, Description, CodeType, int]] = deque(maxlen=REMEMBERED)
+        self.splits = (0, 0)
+        """Of those how many have parts, with the weight of these; likewise."""
+        self._recent: deque[tuple[int, Description, CodeType, int, Parts | None]] = deque(maxlen=REMEMBERED)
 
-    def add(self, number: int, what: Description) -> None:
-        """An operation begins on this thread."""
+    def add(self, number: int, what: Description, parts: Parts | None = None, rank: int = 0) -> None:
+        """An operation begins on this thread. rank: in its group, for parts."""
+        if parts is not None:
+            count, weight = self.splits
+            self.splits = (count + 1, (weight * _FACTOR + _weigh(parts, rank)) & _MASK)
         self.told = (number, (self.told[1] * _FACTOR + what.code) & _MASK)
         frame = sys._getframe(2)
         while not (users := _is_users.get(frame.f_code.co_filename)):  # as `users_frame`, for files that are known
@@ -83,18 +97,18 @@ class Record:
                 frame = users_frame(frame)
                 break
             frame = outer
-        self._recent.append((number, what, frame.f_code, frame.f_lasti))
+        self._recent.append((number, what, frame.f_code, frame.f_lasti, parts))
 
-    def take_back(self, before: tuple[int, int]) -> None:
-        """The operation that was added last has not begun. before: `told` as it was."""
-        self.told = before
+    def take_back(self, told: tuple[int, int], splits: tuple[int, int]) -> None:
+        """The operation that was added last has not begun. told, splits: as they were."""
+        self.told, self.splits = told, splits
         self._recent.pop()
 
     def recent(self, count: int) -> tuple[Entered, ...]:
         """The last ``count``; from any thread."""
         return tuple(
-            Entered(number, what.code, what.operation, what.values, place_in(code, instruction))
-            for number, what, code, instruction in list(self._recent)[-count:]
+            Entered(number, what.code, what.operation, what.values, place_in(code, instruction), parts)
+            for number, what, code, instruction, parts in list(self._recent)[-count:]
         )
 
 
@@ -135,6 +149,38 @@ def describe(method: str, args: tuple[Any, ...]) -> Description:
     except (IndexError, AttributeError, TypeError, KeyError):  # arguments that torch will refuse, or that are new to us
         key = (method,)
     return _known.get(key) or _learn(key)
+
+
+def parts_of(args: tuple[Any, ...], members: int) -> Parts | None:
+    """What an all_to_all with these arguments gives and takes; None for arguments that torch will refuse."""
+    try:
+        if isinstance(args[0], torch.Tensor):
+            parts = Parts(_split(args[1], args[3], members), _split(args[0], args[2], members))
+        else:
+            parts = Parts(tuple([each.numel() for each in args[1]]), tuple([each.numel() for each in args[0]]))
+    except (IndexError, AttributeError, TypeError, OverflowError):
+        return None
+    return parts if len(parts.given) == len(parts.taken) == members else None
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], members: int) -> tuple[int, ...]:
+    if not sizes:
+        return (tensor.numel() // members,) * members
+    row = tensor.numel() // (tensor.shape[0] or 1)
+    return tuple(array("q", sizes if row == 1 else [size * row for size in sizes]))
+
+
+def _weigh(parts: Parts, rank: int) -> int:
+    to, by = _factors(rank, len(parts.given))
+    return int(to @ np.array(parts.given, np.int64)) - int(by @ np.array(parts.taken, np.int64))  # modulo 2 ** 64
+
+
+@functools.lru_cache(64)
+def _factors(rank: int, members: int) -> tuple[_Factors, _Factors]:
+    """The numbers that belong to the pairs of which a rank is the sender, and to those of which it is the receiver."""
+    pairs = [(rank, other) for other in range(members)], [(other, rank) for other in range(members)]
+    to, by = (np.array(list(map(_code_of, each)), np.uint64).view(np.int64) for each in pairs)
+    return to, by
 
 
 _known: dict[Key, Description] = {}

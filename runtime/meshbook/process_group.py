@@ -40,7 +40,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook import backward_waits, regroup
-from meshbook.agreements import Progress, Told, encode_told
+from meshbook.agreements import Progress, Splits, Told, encode_told
 from meshbook.collectives import Collectives, Waiting
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.group_factory import GroupFactory
@@ -368,7 +368,13 @@ class RankGroups:
         groups = [group for group in used if isinstance(group, GuardedGroup) and not group.retired]
         told = [Progress(group.recipe.name, *group.record.told) for group in groups]
         told += [Progress(each.name, *each.told) for each in used if isinstance(each, MessageRecord)]
-        return encode_told(Told(guard.epoch, tuple(told), tuple(torn), tuple(copied), tuple(restored), broken))
+        splits = [
+            Splits(group.recipe.name, *group.record.splits, len(group.recipe.ranks))
+            for group in groups
+            if group.record.splits[0]
+        ]
+        news = Told(guard.epoch, tuple(told), tuple(torn), tuple(copied), tuple(restored), broken, tuple(splits))
+        return encode_told(news)
 
     def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread.

@@ -136,7 +136,7 @@ class GroupRescue:
 
     def on_told(self, call: OpenCall, rank: int, told: Told) -> None:
         """What came with an answer of ``rank``."""
-        self.agreements.compare(told)
+        self.agreements.compare(rank, told)
         self._is_broken = self._is_broken or told.broken
         calls = [ended for ended, _ in self._ended.values()] if call is self._forming else [call]
         for each in calls:

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 from collector import Collector
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
-from meshbook.agreements import Agreements, Progress, Told, find_disagreements
-from meshbook.collectives import Collectives, Entered, GroupProgress
+from meshbook.agreements import Agreements, Progress, Splits, Told, find_disagreements
+from meshbook.collectives import Collectives, Entered, GroupProgress, Parts
+from meshbook.operands import Record, describe
 from meshbook.output_events import Notice
 
 WORKS = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
@@ -116,6 +119,27 @@ MESSAGES = {
         "5 x float32",
     ),
 }
+
+
+PARTS = {
+    "more given": ([1, 2, 1, 1], [1, 1, 1, 1], 1, "rank 3 gives 2 x float32 to rank 1", "1 x float32"),
+    "less given": ([1, 0, 1, 1], [1, 1, 1, 1], 1, "rank 3 gives 0 x float32 to rank 1", "1 x float32"),
+    "more taken": ([1, 1, 1, 1], [1, 2, 1, 1], 1, "rank 1 gives 1 x float32 to rank 3", "2 x float32"),
+    "rows": ([1, 3, 1, 1], [1, 1, 1, 1], 2, "rank 3 gives 6 x float32 to rank 1", "2 x float32"),
+}
+"""What rank 3 gives and takes where all others give and take one row of each, how wide a row is, and what is said."""
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_of_an_all_to_all_are_compared_for_each_pair(mesh4: ProcMesh, kind: str) -> None:
+    gives, takes, width, who, as_what = PARTS[kind]
+    code = f"""
+        gives, takes = ({gives}, {takes}) if rank == 3 else ([1] * 4, [1] * 4)
+        given, taken = torch.ones(sum(gives), {width}), torch.zeros(sum(takes), {width})
+        dist.all_to_all_single(taken, given, takes, gives)
+    """
+    said = disagree_in_a_message(mesh4, _dedent(code), ranks=(1, 3))
+    assert said == f"{who} in all_to_all_single (cell 9, line 5), which takes {as_what}"
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
@@ -232,6 +256,14 @@ HEALTHY = {
     "all_to_all_single": """
         n = rank + 1
         dist.all_to_all_single(torch.zeros(4 * n), torch.ones(10), [n] * 4, [1, 2, 3, 4])
+    """,
+    "all_to_all of rows": """
+        if rank: dist.all_to_all_single(torch.zeros(8), torch.ones(4, 2))
+        else: dist.all_to_all_single(torch.zeros(4, 2), torch.ones(8), [1] * 4, [2] * 4)
+    """,
+    "all_to_all with nothing for some": """
+        n = [0, 0, 3, 0] if rank != 2 else [3] * 4
+        dist.all_to_all_single(torch.zeros(sum(n), 5), torch.ones(sum(n), 5), n, n)
     """,
     "sizes of one": "dist.all_reduce(torch.ones(4).view((4,) if rank else (1, 4, 1)))",
     "scalars": "dist.all_reduce(torch.tensor(1.0) if rank else torch.ones(1))",
@@ -359,8 +391,8 @@ class _Watched(Agreements):
         super().__init__()
         self.told: set[bool] = set()
 
-    def compare(self, told: Told) -> None:
-        super().compare(told)
+    def compare(self, rank: int, told: Told) -> None:
+        super().compare(rank, told)
         self.told.add(not self.doubted)
 
 
@@ -376,14 +408,35 @@ def _groups_of(mesh: ProcMesh) -> _Watched:
 
 def test_only_equal_numbers_of_one_epoch_are_compared() -> None:
     agreements = Agreements()
-    agreements.compare(Told(3, (Progress("0", 5, 11), Progress("1", 2, 7))))
-    agreements.compare(Told(3, (Progress("0", 6, 12), Progress("1", 2, 7))))
-    agreements.compare(Told(2, (Progress("0", 6, 99),)))
+    agreements.compare(0, Told(3, (Progress("0", 5, 11), Progress("1", 2, 7))))
+    agreements.compare(1, Told(3, (Progress("0", 6, 12), Progress("1", 2, 7))))
+    agreements.compare(1, Told(2, (Progress("0", 6, 99),)))
     assert not agreements.doubted
-    agreements.compare(Told(4, (Progress("0", 6, 99),)))
+    agreements.compare(0, Told(4, (Progress("0", 6, 99),)))
     assert not agreements.doubted
-    agreements.compare(Told(4, (Progress("0", 6, 98),)))
+    agreements.compare(1, Told(4, (Progress("0", 6, 98),)))
     assert agreements.doubted
+
+
+@given(st.data())
+def test_weights_of_parts_add_up_to_0_where_all_match(data: st.DataObject) -> None:
+    size, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    sizes = st.lists(st.lists(st.integers(0, 2**40), min_size=size, max_size=size), min_size=size, max_size=size)
+    given_to = [data.draw(sizes) for _ in range(count)]
+    taken = [[list(parts) for parts in zip(*given, strict=True)] for given in given_to]
+    if odd := data.draw(st.booleans()):
+        wrong = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, size - 1))
+        taken[wrong[0]][wrong[1]][data.draw(st.integers(0, size - 1))] += data.draw(st.integers(1, 100))
+    agreements = Agreements()
+    for rank in range(size):
+        record = Record(1)
+        for number in range(count):
+            parts = Parts(tuple(given_to[number][rank]), tuple(taken[number][rank]))
+            record.add(number + 1, describe("alltoall", ()), parts, rank)
+        assert not agreements.doubted
+        for _ in range(2):  # it is told with every answer
+            agreements.compare(rank, Told(1, (), splits=(Splits("0", *record.splits, size),)))
+    assert agreements.doubted == odd
 
 
 def test_groups_of_a_former_epoch_are_left_out() -> None:
