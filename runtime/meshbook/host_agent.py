@@ -356,11 +356,10 @@ class HostAgent:
         for call, payload in parked:
             self._on_call(call, payload)
 
-    def _on_spawn(self, spawn: wire.Spawn) -> None:
+    def _on_spawn(self, spawn: wire.Spawn, again: bool = False) -> None:
+        """again: the template that was asked first has ended; another one is made, once."""
         try:
-            template = self._templates.get(spawn.preload)
-            if template is None or template.failure:
-                template = self._templates[spawn.preload] = self._make_template(spawn)
+            template = self._template_for(spawn)
         except OSError as error:
             self.send(_template_failed(spawn, f"the workers' template could not be started: {explain(error)}"))
             return
@@ -372,25 +371,37 @@ class HostAgent:
             self._meshes[spawn.mesh] = mesh
         mesh.memory.on_spawn(spawn)
         self._waiting_spawns.append(spawn)
-        template.when_ready(lambda: self._start_workers(spawn, template))
+        template.when_ready(lambda: self._start_workers(spawn, template, again))
 
-    def _make_template(self, spawn: wire.Spawn) -> HostedTemplate:
+    def _template_for(self, spawn: wire.Spawn) -> HostedTemplate:
+        """What its workers are forked from: the standard one if that with its modules must not be forked.
+
+        One that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
+        """
+        template = self._templates.get(spawn.preload)
+        if template is not None and not template.failure and not template.problem:
+            return template
         standard = self._templates[()]
         if standard.failure:
             standard = self._templates[()] = HostedTemplate.start(self._loop)
-        return standard.fork_template(spawn.preload, spawn.sys_path) if spawn.preload else standard
+        if not spawn.preload or (template is not None and not template.failure):
+            return standard
+        forked = self._templates[spawn.preload] = standard.fork_template(spawn.preload, spawn.sys_path)
+        return forked
 
-    def _start_workers(self, spawn: wire.Spawn, template: HostedTemplate) -> None:
+    def _start_workers(self, spawn: wire.Spawn, template: HostedTemplate, again: bool) -> None:
         if spawn not in self._waiting_spawns:
             return  # stopped before it began
         self._waiting_spawns.remove(spawn)
         mesh = self._meshes[spawn.mesh]
         if template.failure:
             self.send(_template_failed(spawn, f"the workers' template failed:\n{template.failure}"))
-        elif template.problem:
-            mesh.crew.start(spawn, self._templates[()], import_in_workers=True)
+        elif template.problem and template is not self._templates[()]:
+            self._on_spawn(spawn, again)  # from the standard one
         else:
-            mesh.crew.start(spawn, template, import_in_workers=False)
+            in_workers = bool(spawn.preload) and template is self._templates[()]
+            retry = None if again else functools.partial(self._on_spawn, spawn, again=True)
+            mesh.crew.start(spawn, template, in_workers, retry)
 
     def _give_up_spawns(self, mesh: int, ranks: Sequence[int] | None = None) -> None:
         """Do not start what waits for a template still, for some workers of a mesh or for all."""

@@ -61,8 +61,17 @@ class Crew:
 
     # ---- start --------------------------------------------------------------------------------------------------
 
-    def start(self, spawn: wire.Spawn, template: HostedTemplate, import_in_workers: bool) -> None:
-        """Fork the workers of ``spawn`` from a ready template and tell each who it is."""
+    def start(
+        self,
+        spawn: wire.Spawn,
+        template: HostedTemplate,
+        import_in_workers: bool,
+        on_template_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Fork the workers of ``spawn`` from a ready template and tell each who it is.
+
+        on_template_lost: called in place of the report when the template ends meanwhile; no worker is left of it then.
+        """
         slots = self._free_slots(len(spawn.seats))
         try:
             plan = plan_devices(max(slots) + 1, spawn.device, self.host)
@@ -85,7 +94,7 @@ class Crew:
         template.fork_workers(
             [worker.descriptors for worker in batch.workers],
             lambda pids: self._on_forked(batch, pids),
-            lambda reason: self._on_not_forked(batch, reason),
+            lambda reason: self._on_not_forked(batch, reason, on_template_lost if template.failure else None),
         )
 
     def _free_slots(self, count: int) -> list[int]:
@@ -147,14 +156,18 @@ class Crew:
                 worker.kill()
         self.report_ready()  # a worker's own word may have come first
 
-    def _on_not_forked(self, batch: _Batch, reason: str) -> None:
-        if batch in self._batches:
+    def _on_not_forked(self, batch: _Batch, reason: str, retry: Callable[[], None] | None = None) -> None:
+        wanted = batch in self._batches
+        if wanted:
             self._batches.remove(batch)
         for worker in batch.workers:
             worker.close()
             if self.workers.get(worker.rank) is worker:
                 del self.workers[worker.rank]
             self.left(worker)
+        if retry is not None and wanted and not self.ending:
+            retry()
+            return
         self._report(wire.SpawnFailed(batch.spawn.mesh, reason, request=batch.spawn.request))
         self._on_gone()
 
