@@ -38,11 +38,13 @@ class Batch:
         if self._size_bytes > MAX_BATCH_BYTES:
             self.flush()
 
-    def flush(self) -> None:
-        """Send what has been collected."""
-        if self._headers:
-            headers, self._headers, self._size_bytes = self._headers, [], 0
-            self._send(headers[0] if len(headers) == 1 else _MARK + pack(headers), ())
+    def flush(self) -> bool:
+        """Send what has been collected; whether that was anything."""
+        if not self._headers:
+            return False
+        headers, self._headers, self._size_bytes = self._headers, [], 0
+        self._send(headers[0] if len(headers) == 1 else _MARK + pack(headers), ())
+        return True
 
 
 def unbatch(header: bytes) -> Sequence[bytes]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from meshbook.errors import MessageTooLarge, PeerProtocolError
@@ -33,9 +33,10 @@ def pack(frames: Sequence[Buffer]) -> bytes:
     Raises: MessageTooLarge.
     """
     sizes = [len(frame) for frame in frames]
-    if sizes and max(sizes) > MAX_FRAME_BYTES:
+    data = b"".join((struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes), *frames))
+    if len(data) > MAX_FRAME_BYTES:  # together they may
         check_sizes(sizes)
-    return b"".join((struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes), *frames))
+    return data
 
 
 def check_sizes(sizes: Iterable[int]) -> None:
@@ -51,40 +52,48 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: Buffer) -> Iterable[list[bytes]]:
-        """Yield each message that ``data`` completes, in order.
+        """Each message that ``data`` completes, in order.
 
-        Raises: PeerProtocolError if the stream claims an impossible size.
+        Raises: PeerProtocolError if the stream claims an impossible size, here or where that message would come.
         """
+        if not self._buffer and (found := _find(data)) is not None and found[0] == len(data):
+            return (_cut(data, found[1]),)  # most often it is one message
         self._buffer += data
-        while (end := self._message_end()) is not None:
-            yield self._take(end)
+        return self._take_all()
 
-    def _message_end(self) -> int | None:
-        buffer = self._buffer
-        if len(buffer) < 4:
-            return None
-        (count,) = _U32.unpack_from(buffer)
-        if count > MAX_FRAMES:
-            raise PeerProtocolError(f"a message claims {count} frames; at most {MAX_FRAMES} are allowed")
-        head = 4 + 4 * count
-        if len(buffer) < head:
-            return None
-        end = head + sum(struct.unpack_from(f"<{count}I", buffer, 4))
-        if end > MAX_MESSAGE_BYTES:
-            raise PeerProtocolError(f"a message claims {end} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
-        return end if len(buffer) >= end else None
+    def _take_all(self) -> Iterator[list[bytes]]:
+        while (found := _find(self._buffer)) is not None:
+            end, sizes = found
+            frames = _cut(self._buffer, sizes)
+            del self._buffer[:end]
+            yield frames
 
-    def _take(self, end: int) -> list[bytes]:
-        (count,) = _U32.unpack_from(self._buffer)
-        sizes = struct.unpack_from(f"<{count}I", self._buffer, 4)
-        position = 4 + 4 * count
-        frames = []
-        with memoryview(self._buffer) as view:
-            for size in sizes:
-                frames.append(bytes(view[position : position + size]))
-                position += size
-        del self._buffer[:end]
-        return frames
+
+def _find(data: Buffer) -> tuple[int, tuple[int, ...]] | None:
+    """Where the first message ends, with the sizes of its frames; None while it is not whole."""
+    if len(data) < 4:
+        return None
+    (count,) = _U32.unpack_from(data)
+    if count > MAX_FRAMES:
+        raise PeerProtocolError(f"a message claims {count} frames; at most {MAX_FRAMES} are allowed")
+    head = 4 + 4 * count
+    if len(data) < head:
+        return None
+    sizes = struct.unpack_from(f"<{count}I", data, 4)
+    end = head + sum(sizes)
+    if end > MAX_MESSAGE_BYTES:
+        raise PeerProtocolError(f"a message claims {end} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    return (end, sizes) if len(data) >= end else None
+
+
+def _cut(data: Buffer, sizes: tuple[int, ...]) -> list[bytes]:
+    position = 4 + 4 * len(sizes)
+    frames = []
+    with memoryview(data) as view:
+        for size in sizes:
+            frames.append(bytes(view[position : position + size]))
+            position += size
+    return frames
 
 
 class FrameSocket:

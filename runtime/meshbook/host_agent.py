@@ -114,7 +114,7 @@ class HostAgent:
         """Serve until the end; returns the exit code."""
         self._templates[()] = HostedTemplate.start(self._loop)
         for socket_ in self._lanes.values():
-            self._loop.watch(socket_.fd, lambda: None)
+            socket_.watch(self._loop)
             socket_.on_newer = self._succeed
         self._lease.watch_stdin()
         self._greet()
@@ -130,8 +130,8 @@ class HostAgent:
 
     def _serve(self) -> None:
         self._serve_controller()  # ZeroMQ's descriptors tell edges only, so look before every sleep
-        self._outbox.flush()
-        self._bulk_out.pump()
+        while self._outbox.flush() or self._bulk_out.pump():  # what has come by then may be told of no more
+            self._serve_controller()
         if self._peers.active and self._peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
             self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
         self.mail.settle()
@@ -222,8 +222,12 @@ class HostAgent:
         self.send_urgent(wire.Unread(kind, id, f"{type(error).__name__}: {error}"))
 
     def _choked(self) -> bool:
-        calls = sum(mesh.unsent_bytes for mesh in self._meshes.values())
-        return calls > MAX_UNSENT_BYTES or self._unsent_mail_bytes > MAX_UNSENT_MAIL_BYTES
+        calls = mail = 0
+        for mesh in self._meshes.values():
+            for worker in mesh.workers.values():
+                calls += worker.calls.unsent_bytes
+                mail += worker.mail.unsent_bytes
+        return calls > MAX_UNSENT_BYTES or mail > MAX_UNSENT_MAIL_BYTES
 
     @property
     def _unsent_mail_bytes(self) -> int:

@@ -220,11 +220,6 @@ class HostedMesh:
         return True
 
     @property
-    def unsent_bytes(self) -> int:
-        """Calls that wait for main threads to read them."""
-        return sum(worker.calls.unsent_bytes for worker in self.workers.values())
-
-    @property
     def unsent_mail_bytes(self) -> int:
         """Mail that waits for workers to read it."""
         return sum(worker.mail.unsent_bytes for worker in self.workers.values())

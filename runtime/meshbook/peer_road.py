@@ -44,7 +44,7 @@ class PeerRoad:
         self.on_whole: Callable[[], None] = lambda: None
         """Called when a payload is whole."""
         self._lanes = lanes
-        self._watches: list[Watch] = [loop.watch(lane.fd, lambda: None) for lane in self._lanes.values()]
+        self._watches: list[Watch] = [lane.watch(loop) for lane in self._lanes.values()]
         self._outbox = Batch(self._lanes["calls"].send)
         bulk = self._lanes["bulk"]
         self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)

@@ -26,6 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from meshbook.addresses import family_of
 from meshbook.doorkeeper import BACKLOG, Doorkeeper
+from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer
 from meshbook.launcher import Ticket
 from meshbook.limits import check_descriptors
@@ -38,8 +39,8 @@ LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
 HEARTBEAT_S = 1.0
 """How often each side says that it lives."""
 
-_READABLE = int(zmq.POLLIN)
-"""A plain number: on the path of every message, and flags of an enumeration take ten times as long."""
+_READABLE, _NOBLOCK, _NOBLOCK_MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain numbers: on the path of every message, and flags of an enumeration take ten times as long."""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"meshbook"
 _MAX_FRAME_BYTES = 64 << 20
@@ -157,13 +158,14 @@ class ControllerSocket:
         if wake_fd not in self._poller:
             self._poller.register(wake_fd, zmq.POLLIN)
         events = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
-        for fd in self._ends.intersection(fd for fd, _ in events if isinstance(fd, int)):
-            self._forget_end(fd)
-            self._ended = True
-        if any(sock is self._zap for sock, _ in events):
-            self._answer_handshakes()
-        if self._monitor is not None and any(sock is self._monitor for sock, _ in events):
-            self._watch_connections()
+        for source, _ in events:
+            if source is self._zap:
+                self._answer_handshakes()
+            elif source is self._monitor:
+                self._watch_connections()
+            elif isinstance(source, int) and source in self._ends:
+                self._forget_end(source)
+                self._ended = True
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -203,9 +205,9 @@ class ControllerSocket:
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""
         while int(self._router.getsockopt(zmq.EVENTS)) & _READABLE:
-            identity = self._router.recv(zmq.NOBLOCK)
-            first = self._router.recv(zmq.NOBLOCK, copy=False)  # libzmq 4.3.4 tells the sender of this frame only
-            frames = [first.bytes, *(self._router.recv_multipart(zmq.NOBLOCK) if first.more else ())]
+            identity = self._router.recv(_NOBLOCK)
+            first = self._router.recv(_NOBLOCK, copy=False)  # libzmq 4.3.4 tells the sender of this frame only
+            frames = [first.bytes, *(_receive(self._router) if first.more else ())]
             key, _, lane = identity.decode(errors="replace").rpartition("/")
             host_id = _user_id(first)
             if lane not in LANES or self._keys.get(host_id) != key:
@@ -220,7 +222,7 @@ class ControllerSocket:
         if (key := self._keys.get(host_id)) is None:
             return
         try:
-            self._router.send_multipart([routing_id(key, lane), *frames], zmq.NOBLOCK)
+            _send(self._router, [routing_id(key, lane), *frames])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -255,6 +257,23 @@ class ControllerSocket:
             self._zap.send_multipart([*envelope, version, request, *status, b""])
 
 
+def _send(sock: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """As `send_multipart`, without its flags of an enumeration."""
+    last = len(frames) - 1
+    for at, frame in enumerate(frames):
+        sock.send(frame, _NOBLOCK if at == last else _NOBLOCK_MORE)
+
+
+def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of a message that is there; `recv_multipart` asks for an option after each, which takes far longer."""
+    frames = []
+    while True:
+        frame = sock.recv(_NOBLOCK, copy=False)
+        frames.append(frame.bytes)
+        if not frame.more:
+            return frames
+
+
 def routing_id(key: str, lane: LaneName) -> bytes:
     """What the lane of the host with this public key calls itself."""
     return f"{key}/{lane}".encode()
@@ -281,6 +300,9 @@ class AgentSocket:
         self._sock.ipv6 = "[" in ticket.endpoint
         self._sock.connect(ticket.endpoint)
         self.link = Link(ticket.epoch)
+        self._is_watched = False
+        self._may_read = True
+        """Something may have come: the descriptor has told of it, or the socket was used since the last look."""
         self.paused = False
         """Send nothing, but keep it: nobody listens."""
         self.on_newer: Callable[[int], None] = lambda epoch: None
@@ -291,13 +313,25 @@ class AgentSocket:
         """Readable at edges only: after it was, or after any send, call `receive` until it yields nothing."""
         return int(self._sock.fd)
 
+    def watch(self, loop: EventLoop) -> Watch:
+        """Have ``loop`` wake when something comes; ZeroMQ is asked only then, which takes as long as all our work."""
+        self._is_watched = True
+        return loop.watch(self.fd, self._on_edge)
+
+    def _on_edge(self) -> None:
+        self._may_read = True
+
     def readable(self) -> bool:
-        return bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)
+        if not self._may_read:
+            return False
+        is_readable = bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)
+        self._may_read = is_readable or not self._is_watched
+        return is_readable
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield (header, payload) of each new message, in order, once."""
         while self.readable():
-            frames = self._sock.recv_multipart(zmq.NOBLOCK)
+            frames = _receive(self._sock)
             epoch = epoch_of(frames)
             if epoch > self.link.epoch:
                 self.on_newer(epoch)
@@ -328,7 +362,8 @@ class AgentSocket:
 
     def _send_all(self, messages: Sequence[Sequence[Buffer]]) -> None:
         for frames in () if self.paused else messages:
+            self._may_read = True
             try:
-                self._sock.send_multipart(frames, zmq.NOBLOCK)
+                _send(self._sock, frames)
             except zmq.Again:
                 return  # not connected: the link replays
