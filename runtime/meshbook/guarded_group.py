@@ -214,7 +214,9 @@ class GuardedGroup(_Base):  # type: ignore[misc]
                     inner.failures.note(operation, number, base, error)
                     raise
                 inner.add(raw, operation, number, base)
-                return CollectiveWork(inner, operation, number, raw, True)
+                on_device = CollectiveWork(inner, operation, number, raw)
+                on_device.on_stream = True
+                return on_device
             work = PeerWork(inner, operation, number, base, lambda: begin(inner.group))
             inner.add_peer_work(work, operation, peer, tag)
         if inner.dead:  # aborted before it was known there
@@ -364,11 +366,15 @@ def _collective(method: str) -> Callable[..., dist.Work]:
 
     def collective(self: GuardedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         refuse_if_off(operation)
-        inner, guard = self.live, self._guard
+        guard, inner = self._guard, self._inner
+        if inner is None or inner.closed or guard.reason:
+            inner = self.live
         inner.forget_completed()
         by_cells = self.by_cells if get_ident() == guard.main else self._by_cells()
         with self._counting:
-            number = self._count(by_cells)
+            number = self.issued = self.issued + 1
+            if by_cells is not None:
+                by_cells.issued += 1
             record = self.record
             told, splits, what = record.told, record.splits, describe(method, args)
             if has_parts:
@@ -395,7 +401,9 @@ def _collective(method: str) -> Callable[..., dist.Work]:
             inner.add(work, operation, number, None, operands)
         else:
             inner.add(raw, operation, number, None, operands)
-            work = CollectiveWork(inner, operation, number, raw, on_cuda)
+            work = CollectiveWork(inner, operation, number, raw)
+            if on_cuda:
+                work.on_stream = True
         work.operands = operands
         return work
 

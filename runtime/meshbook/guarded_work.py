@@ -167,15 +167,22 @@ def describe_waits(guard: Guard) -> tuple[Waiting, ...]:
 class GuardedWork(dist.Work):
     """One operation. Numbered per group, or per peer and direction."""
 
-    def __init__(self, inner: InnerGroup, operation: str, number: int, peer: int | None = None) -> None:
+    peer: int | None = None
+    since = 0.0
+    """When the wait began, monotonic."""
+    begun = 0.0
+    """When it began, if the rank is profiled."""
+    torn = ""
+    """What it may have left half done, for good."""
+    _given_up = False
+
+    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work | None = None) -> None:
+        """raw: C++'s side of it, where that has begun."""
         super().__init__()
-        self.inner, self.operation, self.number, self.peer = inner, operation, number, peer
-        self.since = 0.0
-        """When the wait began, monotonic."""
-        self.begun = time.monotonic() if inner.guard.log is not None else 0.0
-        self._given_up = False
-        self.torn = ""
-        """What it may have left half done, for good."""
+        self.inner, self.operation, self.number = inner, operation, number
+        self._raw: Any = raw
+        if inner.guard.log is not None:
+            self.begun = time.monotonic()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the end of the operation.
@@ -191,7 +198,7 @@ class GuardedWork(dist.Work):
         waits, thread = self.inner.guard.waits, get_ident()
         self.since = time.monotonic()
         waits[thread] = self
-        limit_s = timeout.total_seconds()
+        limit_s = 0.0 if timeout is _NO_TIMEOUT else timeout.total_seconds()
         try:
             self._wait(limit_s if limit_s > 0 else self.inner.timeout_s)
         except BaseException as error:
@@ -260,12 +267,11 @@ class GuardedWork(dist.Work):
 class CollectiveWork(GuardedWork):
     """A collective, under way in a thread of gloo or on a CUDA stream."""
 
-    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work, on_stream: bool) -> None:
-        super().__init__(inner, operation, number)
-        self._raw, self._on_stream = raw, on_stream
-        self.operands: Operands | None = None
-        self._future: Any = None
-        self._gate: Any = None
+    operands: Operands | None = None
+    on_stream = False
+    """Whether it is one of CUDA's, which the device waits for."""
+    _future: Any = None
+    _gate: Any = None
 
     def is_completed(self) -> bool:
         return bool(self._raw.is_completed())
@@ -289,7 +295,7 @@ class CollectiveWork(GuardedWork):
 
     def get_future(self) -> Any:
         """A future of the results that also ends, with an error, when the groups are aborted."""
-        if self._on_stream:
+        if self.on_stream:
             return self._raw.get_future()
         if self._future is None:
             raw, self._gate = self._raw.get_future(), torch.futures.Future()
@@ -320,7 +326,7 @@ class CollectiveWork(GuardedWork):
         return raw.value()
 
     def _ready(self) -> bool:
-        return self._on_stream or self.is_completed()
+        return self.on_stream or (self.inner.dead != "" and self.is_completed())  # else `_wait` finds out
 
     def _finish(self) -> None:
         try:
@@ -344,7 +350,7 @@ class CollectiveWork(GuardedWork):
                 if now > deadline:
                     self._time_out(timeout_s)
             else:
-                inner.forget_completed()
+                inner.forget(raw)
                 return
         raise GroupAborted(inner.dead)
 
@@ -353,7 +359,7 @@ class AsideWork(CollectiveWork):
     """A collective of gloo that is made of others (reduce_scatter): its wait takes no timeout, so it waits aside."""
 
     def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work) -> None:
-        super().__init__(inner, operation, number, raw, False)
+        super().__init__(inner, operation, number, raw)
         self._error: BaseException | None = None
         self._done = threading.Event()
         run_aside(self._await_raw)
@@ -368,6 +374,8 @@ class AsideWork(CollectiveWork):
 
     def is_completed(self) -> bool:
         return self._done.is_set()
+
+    _ready = is_completed
 
     def is_success(self) -> bool:
         return self._done.is_set() and self._error is None
@@ -397,9 +405,9 @@ class PeerWork(GuardedWork):
     def __init__(
         self, inner: InnerGroup, operation: str, number: int, peer: int | None, begin: Callable[[], dist.Work | None]
     ) -> None:
-        super().__init__(inner, operation, number, peer)
+        super().__init__(inner, operation, number)
+        self.peer = peer
         self._begin: Callable[[], dist.Work | None] | None = begin
-        self._raw: dist.Work | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
         self.ended = False

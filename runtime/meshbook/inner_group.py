@@ -104,11 +104,10 @@ class InnerGroup:
         self.failures, self.users = Failures(guard.note_broken), Users()
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
-        self._pending: deque[dist.Work] = deque()
         self._torn: dict[tuple[str, int], Torn] | None = {}
         """Operations that were given up, by name and number; None when that was taken."""
-        self._begun: deque[tuple[str, int, int | None, float, Operands | None]] = deque()
-        """What each of these is, as `Begun` has it: plain, since making those takes longer."""
+        self._begun: deque[tuple[dist.Work, str, int, int | None, float, Operands | None]] = deque()
+        """What is under way, each with what `Begun` has of it: plain, since making those takes longer."""
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], Lane] = {}
         self._listening: list[tuple[str, int]] = []
@@ -174,8 +173,7 @@ class InnerGroup:
         operands: Operands | None = None,
     ) -> None:
         """An operation of C++ is under way."""
-        self._begun.append((operation, number, peer, time.monotonic(), operands))
-        self._pending.append(work)
+        self._begun.append((work, operation, number, peer, time.monotonic(), operands))
 
     def note_torn(self, operation: str, number: int, operands: Operands | None, raw: dist.Work, waited: bool) -> str:
         """An operation is given up, or has failed: what it may have left half done, in words."""
@@ -195,8 +193,8 @@ class InnerGroup:
         """
         waited = {(work.operation, work.number) for work in list(self.guard.waits.values()) if work.inner is self}
         with self._lock:
-            left = list(zip(self._begun, self._pending, strict=False))
-        for (operation, number, _, _, operands), raw in left:
+            left = list(self._begun)
+        for raw, operation, number, _, _, operands in left:
             if (operation, number) not in waited and not raw.is_completed():
                 self.note_torn(operation, number, operands, raw, False)
 
@@ -215,18 +213,26 @@ class InnerGroup:
 
     def forget_completed(self) -> None:
         """Let go of operations that have ended: they hold tensors."""
-        if not (pending := self._pending):
+        if not (begun := self._begun):
             return
         with self._lock:
-            while pending and pending[0].is_completed():
-                pending.popleft()
-                self._begun.popleft()
+            while begun and begun[0][0].is_completed():
+                begun.popleft()
+
+    def forget(self, work: dist.Work) -> None:
+        """Let go of one whose end was seen; most often there is no other."""
+        begun = self._begun
+        with self._lock:
+            if begun and begun[0][0] is work:
+                begun.popleft()
+        if begun:
+            self.forget_completed()
 
     def oldest(self) -> Begun | None:
         """The first operation that has not ended; from any thread."""
         self.forget_completed()
         begun = list(self._begun)
-        return Begun(*begun[0]) if begun else None
+        return Begun(*begun[0][1:]) if begun else None
 
     def give_up(self, reason: str) -> None:
         """End all waits; from any thread. The operations themselves go on until `dispose`."""
@@ -263,7 +269,7 @@ class InnerGroup:
     def busy(self) -> bool:
         """Whether C++ still works on an operation."""
         self.forget_completed()
-        return bool(self._pending or self.open_peer_works)
+        return bool(self._begun or self.open_peer_works)
 
     @property
     def connected(self) -> bool:

@@ -31,6 +31,9 @@ SETTLE_S = 0.5
 SHOWN = 3
 """Tensors of one operation that are named."""
 
+_arrays: dict[int, Any] = {}
+"""Types by size; to read such an array takes half as long as `ctypes.string_at`."""
+
 Copy: TypeAlias = tuple[int, bytes]
 """An address, and what stood there."""
 Operands: TypeAlias = tuple[Any, Copy | None]
@@ -44,7 +47,10 @@ def copy_small(tensor: Any, size_bytes: int) -> Copy | None:
     if not 0 < size_bytes <= COPIED_BYTES or not tensor.is_cpu or not tensor.is_contiguous():
         return None
     pointer = tensor.data_ptr()
-    return (pointer, ctypes.string_at(pointer, size_bytes)) if pointer else None
+    if not pointer:
+        return None
+    array = _arrays.get(size_bytes) or _arrays.setdefault(size_bytes, ctypes.c_char * size_bytes)
+    return (pointer, array.from_address(pointer).raw)
 
 
 class Torn:
