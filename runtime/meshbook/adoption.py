@@ -105,7 +105,8 @@ class Adoption:
         recipe = Recipe(state.device, state.preload, state.cwd or os.getcwdb(), state.sys_path, dict(os.environb))
         mesh = KnownMesh(state.mesh, state.name, extent, [host] * extent.nelements, recipe)
         mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
-        mesh.host_axes, mesh.moves = tuple(saved.host_axes), state.moves
+        mesh.host_axes = tuple(saved.host_axes)
+        mesh.set_moves(state.moves)
         mesh.is_whole = False
         self.meshes[mesh.id] = self._board.meshes[mesh.id] = mesh
         return mesh

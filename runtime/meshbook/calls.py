@@ -311,7 +311,8 @@ class CallFuture(Future[T], Generic[T]):
         self._timeout_s = timeout
         try:
             if not self.done():
-                forks.refuse_inherited(self._generation)
+                if self._generation != forks.generation:
+                    forks.refuse_inherited(self._generation)
                 timeout = self._wait_in_turn(timeout)
             return super().get(timeout)
         except CallInterrupted:

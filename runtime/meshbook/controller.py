@@ -107,7 +107,8 @@ class Controller:
         fail: takes what it raises, for whoever waits for it. Without one that is told as a fault of ours.
         Raises: UsageError in a process that was forked from ours: it has no such thread.
         """
-        forks.refuse_inherited(self._generation)
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
         self._inbox.append((action, fail))
         self._wake()
 
@@ -289,7 +290,8 @@ class Controller:
         rather than when every rank has ended. mailbox: as in `wire.Call`. beside: as in `OpenCall`.
         Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
-        forks.refuse_inherited(self._generation)
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
         mesh.check_usable()
         generation, what = mesh.generation, str(what)[:WHAT_MAX_CHARS]
         self.wait_for_room()
@@ -358,8 +360,9 @@ mailbox=mailbox,
 
     def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
         """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
-        forks.refuse_inherited(self._generation)
-        return self._board.payloads.write(buffers)
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
+        return self._board.payloads.write(buffers) if buffers else None
 
     def _new_future(self) -> CallFuture[Any]:
         return CallFuture(self)

@@ -97,7 +97,7 @@ def run_cell(
 def invoke(worker: Worker, call: wire.Call, function: Callable[..., object], *args: Any, **kwargs: Any) -> Answer:
     """Call a function that travelled here; of one that is ``async`` the value is that of its coroutine."""
     value = function(*args, **kwargs)
-    if isinstance(value, Coroutine):
+    if hasattr(type(value), "__await__") and isinstance(value, Coroutine):  # which takes longer
         value = worker.shell.run_coroutine(value)
     return _ok(value, what=f"the result of {getattr(function, '__name__', 'the function')}")
 

@@ -9,6 +9,7 @@ Import these from `meshbook.shape`.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -57,7 +58,7 @@ class Extent(Mapping[str, int]):
         """The sizes of the axes, in order, as a list."""
         return list(self.shape)
 
-    @property
+    @functools.cached_property
     def nelements(self) -> int:
         """How many points there are: the product of the sizes."""
         return math.prod(self.shape)

@@ -125,8 +125,7 @@ class InterruptGate:
 
     def open(self, call: int) -> None:
         """User code of ``call`` runs from here."""
-        self._held_back, self.raised = False, 0
-        self._take_signal()
+        self._held_back, self.raised, self._handler = False, 0, None
         self._running = call
 
     @property
@@ -143,7 +142,7 @@ class InterruptGate:
         while self._running:
             try:
                 self._running = self._meant = 0
-                self._take_signal()
+                self.take_signal()
             except KeyboardInterrupt:  # it came at the last moment
                 continue
         self._caught.end()
@@ -181,6 +180,12 @@ class InterruptGate:
         """From now on what user code sets for SIGINT is noted here, and ours stays: it must not tear what we write."""
         signal.signal, signal.getsignal = self._set_handler, self._get_handler
 
+    def take_signal(self) -> None:
+        """Have SIGINT call ours, after code of the user's has run that may have set another handler."""
+        self._handler = None
+        if _peek_signal(signal.SIGINT) != self._on_sigint:  # set by other means than `signal.signal`
+            _set_signal(signal.SIGINT, self._on_sigint)
+
     def _set_handler(self, signalnum: int, handler: Any) -> Any:
         is_valid = callable(handler) or handler in (signal.SIG_IGN, signal.SIG_DFL)
         if signalnum != signal.SIGINT or not is_valid or threading.get_ident() != self._main:
@@ -192,11 +197,6 @@ class InterruptGate:
 
     def _get_handler(self, signalnum: int) -> Any:
         return self._handler if signalnum == signal.SIGINT and self._handler is not None else _get_signal(signalnum)
-
-    def _take_signal(self) -> None:
-        self._handler = None
-        if _peek_signal(signal.SIGINT) != self._on_sigint:  # set by other means
-            _set_signal(signal.SIGINT, self._on_sigint)
 
     def after_fork(self) -> None:
         """In a forked child SIGINT is as in any process of Python; a handler that user code has set stays.

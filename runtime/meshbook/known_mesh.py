@@ -71,8 +71,7 @@ class KnownMesh:
         self.hosts: list[KnownHost] = []
         """Those of the placement, by host rank."""
         self.place(placement)
-        self.moves: Moves = ()
-        """How ranks got other numbers, each time."""
+        self.set_moves(())
         self.changed = ""
         """How it went up last: ``grew to gpus=6``."""
         self.workers: dict[int, Worker] = {}
@@ -100,10 +99,11 @@ class KnownMesh:
         self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[KnownHost] = set()
 
-    @property
-    def generation(self) -> int:
+    def set_moves(self, moves: Moves) -> None:
+        """moves: how ranks got other numbers, each time."""
+        self.moves = moves
+        self.generation = len(moves)
         """Goes up when ranks get other numbers: views made before name other processes, or none."""
-        return len(self.moves)
 
     # ---- arrangement ------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class KnownMesh:
             for seat in (seat for here in recruits.seats.values() for seat in here):
                 known_as[seat.rank] = seat.known_as
                 workers[seat.rank] = recruits.workers[seat.known_as]
-        self.moves = (*self.moves, step_of(moved, self.extent.nelements))
+        self.set_moves((*self.moves, step_of(moved, self.extent.nelements)))
         self.extent, self.axes = extent, dict(extent)
         self.place(placement)
         self.workers = {rank: worker.become(rank) for rank, worker in workers.items()}

@@ -83,8 +83,8 @@ class RankPayloads:
     def tell_freed(self) -> None:
         """Let the agent know which payloads have died here."""
         lent_memory.settle()
-        with contextlib.suppress(IndexError):  # several threads come here
-            while True:
+        while self._freed:
+            with contextlib.suppress(IndexError):  # several threads come here
                 self._urgent.send(wire.SegmentFree(*self._freed.popleft()))
 
 

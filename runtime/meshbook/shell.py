@@ -19,6 +19,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import select
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping
@@ -132,6 +133,9 @@ class RankShell:
         self._attribution = Attribution(sink.late_text, sink.mark_place)
         self._attribution.mark_threads()
         self._streams = install_streams(self._attribution)
+        self._ends = select.poll()
+        for stream in self._streams:
+            self._ends.register(stream.fileno(), 0)  # tells by itself of descriptors that are closed
         self._loop = asyncio.new_event_loop()
         self._ipython.show = Show(self._display, self._mark_place)
         self._ipython.enter_main()
@@ -305,9 +309,10 @@ class RankShell:
         self.flush_text()
 
     def reopen(self) -> None:
-        """Open stdout and stderr again if user code has closed them."""
-        for stream in self._streams:
-            stream.reopen()
+        """On the main thread: open stdout and stderr again if user code has closed them."""
+        if self._ends.poll(0):
+            for stream in self._streams:
+                stream.reopen()
 
     # ---- private ------------------------------------------------------------------------------------------------
 

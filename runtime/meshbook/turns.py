@@ -10,17 +10,21 @@ when the turn is over.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from meshbook.own_faults import tell
 
+_plain_signals: Any = vars(signal)["_signal"]
+
 REST_S = 0.003
 """The I/O thread takes over again when the main thread has not come back for so long."""
+
+_SIGINT = int(signal.SIGINT)
 
 _LOOK_S = 0.005
 """How often the resting I/O thread looks."""
@@ -53,20 +57,35 @@ class Turns:
         """
         if self._driving or threading.current_thread() is not threading.main_thread():
             return
+        signals = _signals()
+        handler = signals.getsignal(_SIGINT)
+        if not callable(handler):  # ignored, default, or another language's: it raises nothing in our midst
+            self._drive(done, timeout_s)
+            return
+        self._interrupted = False
+        signals.signal(_SIGINT, self._note)
+        try:
+            self._drive(done, timeout_s)
+        finally:
+            signals.signal(_SIGINT, handler)
+            if self._interrupted:
+                self._interrupted = False
+                handler(signal.SIGINT, None)
+
+    def _drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._interrupts_noted():
-            self._driving = True
-            try:
-                self._wake()
-                with self._turn:
-                    while not done() and not self._interrupted:
-                        left = None if deadline is None else deadline - time.monotonic()
-                        if left is not None and left <= 0:
-                            break
-                        self._go_on(left)
-            finally:
-                self._rest_until = time.monotonic() + REST_S
-                self._driving = False
+        self._driving = True
+        try:
+            self._wake()
+            with self._turn:
+                while not done() and not self._interrupted:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        break
+                    self._go_on(left)
+        finally:
+            self._rest_until = time.monotonic() + REST_S
+            self._driving = False
 
     def _go_on(self, timeout_s: float | None) -> None:
         """Serve once; a fault of ours costs what was served just then, not the thread."""
@@ -76,22 +95,14 @@ class Turns:
             tell(error, "the thread of the hosts")
             time.sleep(_LOOK_S)  # it may be met again at once
 
-    @contextlib.contextmanager
-    def _interrupts_noted(self) -> Iterator[None]:
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):  # ignored, default, or another language's: it raises nothing in our midst
-            yield
-            return
-        self._interrupted = False
-        signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, handler)
-            if self._interrupted:
-                self._interrupted = False
-                handler(signal.SIGINT, None)
-
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._interrupted = True
         self._wake()
+
+
+def _signals() -> Any:
+    """Where `signal` and `getsignal` are: those without enumerations, which take as long as a call's other work here.
+
+    Where somebody has put functions in their place, as ranks have (`meshbook.interrupts`), these.
+    """
+    return _plain_signals if signal.signal.__module__ == "signal" else signal

@@ -126,6 +126,7 @@ class Worker:
         _seed()
         self.shell.start_rank(rank=begin.rank, host=begin.host, sink=self, namespace=self._names())
         self.shell.debugger.begin(self._tell_prompt)
+        self.gate.take_signal()  # modules that were imported just now may have set a handler
         control = self._start_control_thread()
         may_be_traced()
         self.calls.send(wire.Begun(os.getpid(), control, accept_dumps()))
@@ -205,7 +206,8 @@ class Worker:
         finally:
             self._finished.append(call.id)
             self.current = None
-        self.end_child(answer.failure)
+        if self._generation != forks.generation:
+            self.end_child(answer.failure)
         self.shell.flush()
         self.shell.reopen()
         duration_s = time.monotonic() - started
