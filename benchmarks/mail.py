@@ -106,4 +106,5 @@ def many(mesh_id: int, callee: Members, answered: bool) -> float:
 def _mail() -> WorkerMail:
     worker = this_worker()
     assert worker is not None
-    return worker.mail
+    mail: WorkerMail = worker.mail
+    return mail

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from meshbook.cell_files import name_line
 from meshbook.crash_report import FATAL
 from meshbook.processes import describe_exit, is_ending
+from meshbook.whereabouts import PACKAGE
 from meshbook.wording import format_bytes
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -144,8 +145,7 @@ def last_words(log: str, lines: int) -> str:
 def _frames(report: list[str]) -> list[str]:
     """The innermost frames, and then those of cells; without those of ours and of IPython."""
     frames = [found for line in report if (found := _FRAME.fullmatch(line)) is not None]
-    package = str(Path(__file__).parent)
-    ours = (package, "<frozen ")
+    ours = (PACKAGE, "<frozen ")
     foreign = [
         f
         for f in frames

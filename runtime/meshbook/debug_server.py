@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshbook.debug_tracer import (
     END_TIMEOUT_S,
@@ -38,7 +38,6 @@ from meshbook.thread_frames import frame_of
 from meshbook.whereabouts import users_place
 
 if TYPE_CHECKING:
-    from meshbook.interrupts import InterruptGate
     from meshbook.worker import Worker
 
 PIECE_MAX_BYTES = 1 << 16
@@ -47,6 +46,9 @@ LEASE_S = 60.0
 START_TIMEOUT_S = 15.0
 _UNREAD_MAX_BYTES = 1 << 20
 
+Visit: TypeAlias = Callable[[Callable[[Any], object]], None]
+"""Has the main thread call a function with its frame when it looks at its signals next."""
+
 _changing = threading.Lock()
 """Held while a session begins or ends: pydevd is one per process."""
 
@@ -54,12 +56,12 @@ _changing = threading.Lock()
 class DebugSession:
     """One debug session of this process."""
 
-    def __init__(self, id: str, gate: InterruptGate) -> None:
+    def __init__(self, id: str, visit: Visit) -> None:
         """Start to trace. Raises: ImportError without debugpy; RuntimeError, OSError when it does not start."""
         self.id = id
         self.ended = ""
         """Why it has ended; empty while it lives."""
-        self._gate = gate
+        self._visit = visit
         self._pydevd = load_pydevd()
         self._ours, self._theirs = socket.socketpair()
         self._changed = threading.Condition()
@@ -144,7 +146,7 @@ class DebugSession:
             self.end("the debugger was detached")
             if sys.breakpointhook == self._ours_hook:
                 sys.breakpointhook = self._hook
-            stop_tracing(self._pydevd, self._gate.visit)
+            stop_tracing(self._pydevd, self._visit)
             self._ours.close()
             self._theirs.close()
 
@@ -193,7 +195,7 @@ def debug_open(worker: Worker, id: str) -> dict[str, object]:
             worker.debug_session.end("another debugger has taken its place")
             worker.debug_session.join(2 * END_TIMEOUT_S)
         try:
-            worker.debug_session = DebugSession(id, worker.gate)
+            worker.debug_session = DebugSession(id, worker.gate.visit)
         except ImportError as error:
             return {"problem": f"no debugpy: {error}", "python": sys.executable}
         except Exception as error:

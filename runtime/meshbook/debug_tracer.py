@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from meshbook.forks import at_fork
+from meshbook.whereabouts import PACKAGE
 
 END_TIMEOUT_S = 3.0
 _RUNNING, _SUSPENDED = 1, 2  # pydevd's STATE_RUN, STATE_SUSPEND
@@ -27,9 +28,8 @@ _AT_BREAKPOINT = 111  # pydevd's CMD_SET_BREAK
 _SETTINGS = {
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # no advice on options of Python in a rank's output
     "PYDEVD_IPYTHON_COMPATIBLE_DEBUGGING": "1",  # a step goes from one statement of a cell to the next
-    "PYDEVD_IPYTHON_CONTEXT": "rank_ipython.py, run_code, run_ast_nodes",
 }
-"""What pydevd reads from the environment when it is imported."""
+"""What pydevd reads from the environment when it is imported, beside `_context`."""
 
 _watches_forks = threading.Event()
 
@@ -37,7 +37,8 @@ _watches_forks = threading.Event()
 def load_pydevd() -> Any:
     """debugpy's tracer. Raises: ImportError."""
     hook = sys.breakpointhook
-    ours = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
+    settings = {**_SETTINGS, "PYDEVD_IPYTHON_CONTEXT": _context()}
+    ours = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(ours)
     try:
         importlib.import_module("debugpy.server.api")  # puts its own pydevd in place
@@ -50,6 +51,14 @@ def load_pydevd() -> Any:
         _watches_forks.set()
         at_fork(in_child=lambda: _leave_child(pydevd))
     return pydevd
+
+
+def _context() -> str:
+    """The file and functions that run the statements of a cell, as pydevd wants them; a step ends where they begin."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    file = Path(shell.run_code.__code__.co_filename).name if shell else "interactiveshell.py"
+    return f"{file}, run_code, run_ast_nodes"
 
 
 def _leave_child(pydevd: Any) -> None:
@@ -65,7 +74,7 @@ def hidden_folders() -> list[str]:
     """Folders of code that a person who steps through a cell does not want to see."""
     shell = getattr(sys.modules.get("IPython"), "__file__", None)
     between = [contextlib.__file__, str(Path(asyncio.__file__).parent)]
-    return [str(Path(__file__).parent), *between, *([str(Path(shell).parent)] if shell else [])]
+    return [PACKAGE.rstrip("/"), *between, *([str(Path(shell).parent)] if shell else [])]
 
 
 def start_tracing(pydevd: Any, sock: socket.socket) -> None:
@@ -82,7 +91,7 @@ def start_tracing(pydevd: Any, sock: socket.socket) -> None:
             wait_for_ready_to_run=False,
             patch_multiprocessing=False,
             notify_stdin=False,
-            dont_trace_start_patterns=(str(Path(debugpy.__file__).parent), str(Path(__file__).parent)),
+            dont_trace_start_patterns=(str(Path(debugpy.__file__).parent), PACKAGE),
         )
         pydevd.get_global_debugger().disable_tracing()  # of this thread
     finally:

@@ -7,15 +7,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshbook.debug_messages import Message, MessageReader, pack
 from meshbook.debug_server import PIECE_MAX_BYTES, START_TIMEOUT_S, WAIT_MAX_S
+from meshbook.debugged_ranks import DebuggedRanks
 from meshbook.errors import DebugError, MeshError
 from meshbook.side_threads import hide_from_debuggers
-
-if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
 
 ANSWER_TIMEOUT_S = 2.0
 """Beyond `WAIT_MAX_S`: a rank that has not answered by then is looked at, and asked again."""
@@ -24,7 +22,7 @@ SILENCE_MAX_S = 30.0
 """A living rank that does not answer for so long is given up."""
 
 
-def prepare(rank: ProcMesh) -> None:
+def prepare(rank: DebuggedRanks) -> None:
     """Have the one rank of ``rank`` import its debugger, which takes a second. Raises: DebugError."""
     _check_alive(rank)
     _check(rank, _ask(rank, "debug_prepare", timeout_s=START_TIMEOUT_S))
@@ -33,7 +31,9 @@ def prepare(rank: ProcMesh) -> None:
 class DebugTunnel:
     """One debug session. What comes is handed out on a thread of its own, at last the reason of the end."""
 
-    def __init__(self, rank: ProcMesh, on_message: Callable[[Message], None], on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, rank: DebuggedRanks, on_message: Callable[[Message], None], on_end: Callable[[str], None]
+    ) -> None:
         """rank: a mesh of one rank. Begins the session, which ends any other of that rank. Raises: DebugError."""
         _check_alive(rank)
         self._rank, self._on_message, self._on_end = rank, on_message, on_end
@@ -138,7 +138,7 @@ class DebugTunnel:
         return "the rank has ended" if self._rank.lost else "the rank does not answer"
 
 
-def _ask(rank: ProcMesh, endpoint: str, *args: object, timeout_s: float) -> Any:
+def _ask(rank: DebuggedRanks, endpoint: str, *args: object, timeout_s: float) -> Any:
     """The answer of the one rank; None when it gives none."""
     try:
         return rank.ask(endpoint, *args, timeout_s=timeout_s).get(rank.ranks[0])
@@ -146,12 +146,12 @@ def _ask(rank: ProcMesh, endpoint: str, *args: object, timeout_s: float) -> Any:
         return None
 
 
-def _check_alive(rank: ProcMesh) -> None:
+def _check_alive(rank: DebuggedRanks) -> None:
     if rank.lost:
         raise DebugError(rank.ranks[0], "it has ended; bring it back: %mesh heal")
 
 
-def _check(rank: ProcMesh, answer: Any) -> Any:
+def _check(rank: DebuggedRanks, answer: Any) -> Any:
     number = rank.ranks[0]
     if answer is None:
         _check_alive(rank)

@@ -11,8 +11,8 @@ from meshbook.wire import DumpedFrame, DumpedThread
 MAX_THREADS, MAX_FRAMES = 64, 100
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)(?: \[(.*?)\])?.*most recent call first")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_MAIN = "/meshbook/worker.py"
-"""The outermost frames of a main thread are there, in ``serve``."""
+_MAIN = "serve_calls"
+"""The method of `meshbook.worker.Worker` in which a main thread stands."""
 
 
 def parse_faulthandler(text: str) -> tuple[DumpedThread, ...]:
@@ -47,7 +47,7 @@ def _py_spy_frame(frame: Any) -> DumpedFrame:
 
 
 def _is_main(frames: list[DumpedFrame]) -> bool:
-    return any(frame.function.endswith("serve") and frame.file.endswith(_MAIN) for frame in frames)
+    return any(frame.function.endswith(_MAIN) for frame in frames)
 
 
 def _main_first(threads: list[DumpedThread]) -> tuple[DumpedThread, ...]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Generic, Protocol
 
+from meshbook.debugged_ranks import Ranks
 from meshbook.errors import MeshError, UsageError
 from meshbook.wording import format_ranks, name_ranks
-
-if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
 
 HELP = """\
 Beside pdb's own commands, this prompt knows:
@@ -36,7 +34,7 @@ LOOK_S = 0.05
 _GOES_ON = re.compile(r"(c|cont|continue|q|quit|exit)\s*$")
 _TARGET = re.compile(r"(\w+)=([\w:,-]+)")
 
-Chooser = Callable[["ProcMesh", Mapping[str, str]], "ProcMesh"]
+Chooser = Callable[[Ranks, Mapping[str, str]], Ranks]
 """The part of a mesh that ``axis=value`` pairs name; see `meshbook_extension.targets.choose`."""
 
 
@@ -53,18 +51,18 @@ class Terminal(Protocol):
         """A line; None if it was given up since ``is_open()`` is false. Raises: KeyboardInterrupt, EOFError."""
 
 
-def choose_ranks(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
+def choose_ranks(view: Ranks, pairs: Mapping[str, str]) -> Ranks:
     """The chooser without a notebook: ``rank=0,2`` alone."""
     if set(pairs) != {"rank"} or not re.fullmatch(r"\d+(,\d+)*", pairs["rank"]):
         raise UsageError("a target is rank=0,2 here.")
     return view.select([int(rank) for rank in pairs["rank"].split(",")])
 
 
-class DebugPrompt:
+class DebugPrompt(Generic[Ranks]):
     """The prompt of some ranks, as long as one person stays with them."""
 
     def __init__(
-        self, procs: ProcMesh, terminal: Terminal, choose: Chooser = choose_ranks, *, post_mortem: bool = False
+        self, procs: Ranks, terminal: Terminal, choose: Chooser[Ranks] = choose_ranks, *, post_mortem: bool = False
     ) -> None:
         self.procs = procs
         self.current: int | None = None

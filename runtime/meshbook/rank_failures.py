@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import builtins
 import gc
-import os
 import sys
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.cell_files import name_line
 from meshbook.errors import Failure
+from meshbook.whereabouts import PACKAGE
 
 QUIT = "ended by q at its prompt"
 EVALUE_MAX_CHARS = 4096
@@ -31,7 +30,6 @@ NAME_MAX_CHARS = 200
 TRACEBACK_MAX_PARTS = 60
 """IPython gives one part per frame; the middle of longer tracebacks is left out."""
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _COLOUR_RESET = "\x1b[0m"
 _ExceptionGroup: Any = getattr(builtins, "BaseExceptionGroup", ())
 
@@ -40,7 +38,7 @@ def drop_own_frames(error: BaseException) -> None:
     """Take the frames of this package out of the exception's traceback."""
     kept: TracebackType | None = None
     for entry in reversed(list(_entries(error.__traceback__))):
-        if not entry.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     error.__traceback__ = kept
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from meshbook.worker import Worker
-
-_worker: Worker | None = None
+_worker: Any = None
 
 
-def this_worker() -> Worker | None:
-    """None where the process is no rank of a mesh."""
+def this_worker() -> Any:
+    """Its `meshbook.worker.Worker`; None where the process is no rank of a mesh."""
     return _worker
 
 
-def set_worker(worker: Worker) -> None:
+def set_worker(worker: object) -> None:
     """Called once, by a worker that begins."""
     global _worker
     _worker = worker

@@ -12,11 +12,13 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
+import meshbook
 from meshbook.cell_files import is_cell_name, name_line
 
-_RUNTIME = f"{Path(__file__).parent}/"
+PACKAGE = f"{Path(meshbook.__file__).parent}/"
+"""Where our own modules are: their frames are not the user's."""
 _LIBRARIES = tuple(
-    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_RUNTIME}
+    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {PACKAGE}
 )
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
 USER, LIBRARY, RUNTIME = "user", "library", "runtime"
@@ -62,7 +64,7 @@ def kind_of_file(filename: str) -> str:
     """Whose code stands in a file: `USER`, `LIBRARY` or `RUNTIME`; also for files of another host, by their paths."""
     if is_cell_name(filename):
         return USER
-    if filename.startswith(_RUNTIME) or ("/meshbook/" in filename and "/site-packages/" in filename):
+    if filename.startswith(PACKAGE) or ("/meshbook/" in filename and "/site-packages/" in filename):
         return RUNTIME
     if filename.startswith(("<", *_LIBRARIES)) or _FOREIGN.search(filename):
         return LIBRARY
@@ -71,7 +73,7 @@ def kind_of_file(filename: str) -> str:
 
 def is_runtimes_code(code: CodeType) -> bool:
     """Whether the code is ours."""
-    return code.co_filename.startswith(_RUNTIME)
+    return code.co_filename.startswith(PACKAGE)
 
 
 def _name_collective(called: list[FrameType]) -> str:
@@ -84,7 +86,7 @@ def _name_collective(called: list[FrameType]) -> str:
 
 
 def _describe_runtime(called: list[FrameType]) -> str:
-    ours = [frame.f_code.co_name for frame in called if frame.f_code.co_filename.startswith(_RUNTIME)]
+    ours = [frame.f_code.co_name for frame in called if frame.f_code.co_filename.startswith(PACKAGE)]
     return f"in the runtime ({ours[0]})" if ours else "idle"
 
 

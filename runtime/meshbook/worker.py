@@ -131,7 +131,7 @@ class Worker:
         may_be_traced()
         self.calls.send(wire.Begun(os.getpid(), control, accept_dumps()))
 
-    def serve(self) -> None:
+    def serve_calls(self) -> None:
         """Run calls until the agent closes the socket."""
         while (received := self.calls.receive()) is not None:
             message, frames = received
@@ -421,7 +421,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
         road = WorkerRoad(worker)
         set_own_road(lambda: road, takes_all=True)
         worker.begin()
-        worker.serve()
+        worker.serve_calls()
         worker.desk.end_all()
         atexit._run_exitfuncs()
         write_buffers()

@@ -142,7 +142,7 @@ def test_a_dump_of_faulthandler_is_read() -> None:
         '  File "/x/meshbook/worker.py", line 9 in _control\n\n'
         "Current thread 0x00007f1e6f6a3f17 [python] (most recent call first):\n"
         '  File "<cell 7>", line 3 in <module>\n'
-        '  File "/x/meshbook/worker.py", line 136 in serve\n'
+        '  File "/x/meshbook/worker.py", line 136 in serve_calls\n'
     )
     main, control = parse_faulthandler(text)
     assert (main.is_main, main.name, main.frames[0].function, main.frames[0].line) == (True, "python", "<module>", 3)

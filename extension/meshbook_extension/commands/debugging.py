@@ -102,7 +102,7 @@ def _say_who_stays(procs: ProcMesh) -> None:
     print(f"{name_ranks(stay)} {'stays' if len(stay) == 1 else 'stay'} stopped; {REOPEN}")
 
 
-def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt:
+def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt[ProcMesh]:
     terminal = NotebookTerminal(session.shell, session.call_output(procs))
     return DebugPrompt(procs, terminal, choose, post_mortem=post_mortem)
 
