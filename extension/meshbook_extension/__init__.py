@@ -18,31 +18,22 @@ _SESSION = "_meshbook_session"
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
-    from meshbook_extension.comeback import Comeback
-    from meshbook_extension.completion.hooks import Hooks
-    from meshbook_extension.completion.typist import Typist
     from meshbook_extension.input_lines import TRANSFORMERS
     from meshbook_extension.magics import MeshMagics
-    from meshbook_extension.session import Session
+    from meshbook_extension.wiring import open_session
 
     if is_loaded(shell):
         return
-    earlier = getattr(shell, _SESSION, None)
-    session = Session(shell)
-    session.take_over(earlier)
-    session.open()
+    session = open_session(shell, getattr(shell, _SESSION, None))
     setattr(shell, _SESSION, session)
-    if earlier is None:
-        session.comeback = Comeback(session)
-        session.comeback.start()
     MeshMagics(shell, session).register()
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
-    session.hooks = Hooks(shell, Typist(session))
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Take the magics away. Meshes run on until they are stopped in Python, or the process ends."""
     from meshbook_extension.input_lines import TRANSFORMERS, AutoMode
+    from meshbook_extension.wiring import close_session
 
     if not is_loaded(shell):
         return
@@ -51,7 +42,7 @@ def unload_ipython_extension(shell: Any) -> None:
         shell.input_transformers_cleanup.remove(transformer)
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("mesh", None)
-    getattr(shell, _SESSION).close()
+    close_session(getattr(shell, _SESSION))
 
 
 def is_loaded(shell: Any) -> bool:

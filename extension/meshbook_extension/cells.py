@@ -12,7 +12,8 @@ from meshbook.wording import name_ranks
 from meshbook_extension.cell_output import CellOutput
 from meshbook_extension.cell_profile import TRACE, CellProfile
 from meshbook_extension.collapse import grouping_for
-from meshbook_extension.jobs import Job
+from meshbook_extension.hang_watch import HangWatch
+from meshbook_extension.jobs import Job, Jobs
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option, parse
 from meshbook_extension.prompts import CellLeft, CellPrompt
@@ -86,7 +87,7 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     line_offset = _lines_above(whole, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
-    debug_name = session.debugged.name_cell(procs, whole) if session.debugged is not None else ""
+    debug_name = session.debug_name(procs, whole)
     profile = CellProfile(cell_number, arguments.text(TRACE.name)) if _is_profiled(arguments) else None
     cell = start(
         session,
@@ -187,8 +188,8 @@ def wait_for(
 
     Raises: see `RunningCell.result`; the results of ranks that succeeded are kept.
     """
-    session.foreground.append(cell)
-    session.watch.add(cell)
+    session.part(Jobs).foreground.append(cell)
+    session.part(HangWatch).add(cell)
     cell.prompt = CellPrompt(session, cell)
     cell.is_current = lambda: session.current == cell.procs.name
     try:
@@ -197,7 +198,7 @@ def wait_for(
         session.keep_result(partial_result(cell.procs, error), out)
         raise
     finally:
-        session.foreground.remove(cell)
+        session.part(Jobs).foreground.remove(cell)
         cell.prompt = None
         session.errors.note(cell.procs.name, cell.what, cell.failures)
         if show_time and (times := times_of(cell.run)):
@@ -222,19 +223,20 @@ def partial_result(procs: ProcMesh, error: CallError) -> Any:
 
 
 def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:
-    job = session.jobs.add(cell, cell.procs.name)
+    job = session.part(Jobs).add(cell, cell.procs.name)
     out = arguments.text("--out")
     timeout_s = arguments.number("--timeout")
     print(f"job {job.number} runs on {name_ranks(cell.ranks)}; wait for it: %mesh wait {job.number}")
     follow(session, job, out, show_time=arguments.flag("--time"))
-    session.keeper.save()
+    for listener in session.on_change:
+        listener()
     if timeout_s is not None:
         session.publisher.schedule(_Deadline(job, timeout_s), time.monotonic() + timeout_s)
 
 
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and tell of its end, in the output of its cell."""
-    session.watch.add(job.cell, f"%mesh cancel {job.number}")
+    session.part(HangWatch).add(job.cell, f"%mesh cancel {job.number}")
     job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import MeshError
 from meshbook_extension.durations import format_duration
-from meshbook_extension.keepsake import KEY, Trace, decode, drop_traces, read_traces
+from meshbook_extension.keepsake import KEY, Keeper, Trace, decode, drop_traces, read_traces
 from meshbook_extension.session import Session
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Comeback:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._notebook = session.keeper.notebook
+        self._notebook = session.notebook
         self._attachments: list[Attachment] = []
         self._problems: list[str] = []
         self._thread: threading.Thread | None = None
@@ -96,7 +96,7 @@ class Comeback:
             if not self._attachments:
                 drop_traces(self._notebook)
         self._attachments, self._problems = [], []
-        self._session.keeper.save()
+        self._session.part(Keeper).save()
 
 
 def _explain_end(trace: Trace, names: str) -> str:

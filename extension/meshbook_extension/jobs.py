@@ -57,11 +57,13 @@ class Job:
 
 
 class Jobs:
-    """The jobs of a session, by number."""
+    """The jobs of a session, by number, and the cells that are waited for."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
         self._next = 1
+        self.foreground: list[RunningCell] = []
+        """Cells that a magic waits for; one, unless subshells run some too."""
 
     @property
     def next_number(self) -> int:

@@ -16,6 +16,7 @@ import msgspec
 
 from meshbook.wire import utf8_data
 from meshbook.wording import utf8_text
+from meshbook_extension.jobs import Jobs
 from meshbook_extension.setups import Setup
 
 if TYPE_CHECKING:
@@ -120,8 +121,8 @@ def describe_notebook(key: str) -> str:
 class Keeper:
     """Writes the keepsakes of a `Session` when something has changed."""
 
-    def __init__(self, session: Session, notebook: str) -> None:
-        self._session, self.notebook = session, notebook
+    def __init__(self, session: Session) -> None:
+        self._session, self.notebook = session, session.notebook
         self._written: dict[str, Keepsake] = {}
         self._traces: list[Trace] | None = None
         self._closed = False
@@ -164,8 +165,8 @@ class Keeper:
             meshes={name: View.of(procs) for name, procs in meshes.items()},
             slices=slices,
             setups=tuple(setup for name in meshes for setup in session.setups.of(name)),
-            jobs={job.cell.run.id: job.number for job in session.jobs.running() if job.mesh in meshes},
-            next_job=session.jobs.next_number,
+            jobs={job.cell.run.id: job.number for job in session.part(Jobs).running() if job.mesh in meshes},
+            next_job=session.part(Jobs).next_number,
         )
 
     def _leave_traces(self, traces: list[Trace]) -> None:

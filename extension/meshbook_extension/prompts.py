@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook.output_events import StreamText
 from meshbook.prompt import DebugPrompt
 from meshbook.wording import name_ranks
+from meshbook_extension.call_output import CallOutput
 from meshbook_extension.publish import parent_of
 from meshbook_extension.targets import choose
 from meshbook_extension.waiting import run_tasks
@@ -123,5 +124,5 @@ class CallAttendant:
 
     def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
         """See `meshbook.attendance.Attendant`."""
-        output = self._session.call_output(procs)
+        output = self._session.part(CallOutput).output(procs)
         return DebugPrompt(procs, NotebookTerminal(self._session.shell, output), choose).attend(is_over)

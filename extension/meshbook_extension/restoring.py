@@ -12,6 +12,7 @@ from meshbook.wording import format_ranks, format_sizes, name_ranks
 from meshbook_extension.cell_output import CellOutput
 from meshbook_extension.cells import follow, partial_result
 from meshbook_extension.collapse import grouping_for
+from meshbook_extension.jobs import Jobs
 from meshbook_extension.keepsake import KEY, Keepsake, decode
 from meshbook_extension.publish import sink_for
 from meshbook_extension.running_cell import RunningCell, brief
@@ -35,7 +36,7 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
     again: an earlier kernel of this notebook had them.
     """
     keepsake = decode(attachment.recall(KEY)) or _NOTHING
-    session.jobs.count_from(keepsake.next_job)
+    session.part(Jobs).count_from(keepsake.next_job)
     for mesh in attachment.meshes:
         session.add(_arranged(mesh, keepsake))
         if again:
@@ -121,7 +122,7 @@ def _cell_of(session: Session, call: AdoptedCall, mesh: ProcMesh) -> RunningCell
 def _adopt(session: Session, call: AdoptedCall, mesh: ProcMesh, keepsake: Keepsake) -> str:
     """A call that runs on becomes a job."""
     number = keepsake.jobs.get(call.output_id)
-    job = session.jobs.add(_cell_of(session, call, mesh), mesh.name, number)
+    job = session.part(Jobs).add(_cell_of(session, call, mesh), mesh.name, number)
     follow(session, job)
     return f"{call.what} still runs on {name_ranks(call.waiting or call.ranks)} (job {job.number})"
 

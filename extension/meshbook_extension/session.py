@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from meshbook.errors import MeshStoppedError, UsageError
 from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.error_log import ErrorLog
-from meshbook_extension.hang_watch import HangWatch
-from meshbook_extension.jobs import Jobs
-from meshbook_extension.keepsake import Keeper, notebook_key
 from meshbook_extension.publish import Publisher
 from meshbook_extension.setups import Setups
 from meshbook_extension.targets import choose
-from meshbook_extension.widget.display import HealthBoard
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
-    from meshbook_extension.cell_output import CellOutput
-    from meshbook_extension.comeback import Comeback
-    from meshbook_extension.completion.hooks import Hooks
-    from meshbook_extension.running_cell import RunningCell
-    from meshbook_extension.visual_debugger.target import DebugTarget
+
+P = TypeVar("P")
 
 DEFAULT_NAME = "main"
 LAST_RESULT = "_mesh"
@@ -40,85 +33,44 @@ class NamedSlice(NamedTuple):
 
 
 class Session:
-    """One per IPython shell. Owns the publisher; the meshes belong to the person, who stops them."""
+    """One per IPython shell; `meshbook_extension.wiring` opens it. The meshes belong to the person, who stops them."""
 
-    def __init__(self, shell: Any) -> None:
+    def __init__(self, shell: Any, notebook: str = "") -> None:
         self.shell = shell
+        self.notebook = notebook
+        """Names the notebook to its next kernel; empty where nothing does."""
         self.publisher = Publisher()
-        self.jobs = Jobs()
         self.setups = Setups()
-        self.foreground: list[RunningCell] = []
-        """Cells that a magic waits for; one, unless subshells run some too."""
         self.meshes: dict[str, ProcMesh] = {}
         """Name to the mesh as it is arranged now: `split`, `rename` and `flatten` put another view here."""
         self.slices: dict[str, NamedSlice] = {}
         self.current: str | None = None
         self.returned: set[str] = set()
         """Meshes that an earlier kernel of this notebook has spawned."""
-        self.keeper = Keeper(self, notebook_key(shell))
-        self.comeback: Comeback | None = None
-        self.hooks: Hooks | None = None
         self.errors = ErrorLog()
-        self.health = HealthBoard()
-        self.debugged: DebugTarget | None = None
-        """The rank that `%mesh debug` is about."""
-        self.watch = HangWatch()
+        self.debug_name: Callable[[ProcMesh, str], str] = lambda procs, cell: ""
+        """How ranks shall call the file of a cell, while a debugger looks at one of them."""
+        self.on_change: list[Callable[[], object]] = []
+        """Called when a job has begun."""
+        self.on_forget: list[Callable[[str], object]] = []
+        """Called with the name of a mesh that was stopped."""
+        self._parts: dict[type, Any] = {}
         self._stopped = ""
 
-    def take_over(self, earlier: Session | None) -> None:
-        """Go on with the meshes, slices and jobs of a session that was closed."""
-        if earlier is not None:
-            self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
-            self.foreground = earlier.foreground
-            self.jobs, self.setups, self.returned = earlier.jobs, earlier.setups, earlier.returned
-            self.errors = earlier.errors
+    def part(self, kind: type[P]) -> P:
+        """What another room keeps for this session, such as its `Jobs`; made when it is first asked for."""
+        if kind not in self._parts:
+            self._parts[kind] = kind()
+        return self._parts[kind]  # type: ignore[no-any-return]
 
-    def open(self) -> None:
-        """From now on prints of calls made in cells go to those cells."""
-        from meshbook.actor.supervision import observe_unhandled
-        from meshbook.mesh import set_attendant, set_output_source
-        from meshbook_extension.call_output import CallOutput
-        from meshbook_extension.prompts import CallAttendant
+    def add_part(self, part: object) -> None:
+        """Keep one that is made of more than nothing."""
+        self._parts[type(part)] = part
 
-        self._calls = CallOutput(self)
-        set_output_source(self._calls.target)
-        set_attendant(CallAttendant(self))
-        observe_unhandled(self.errors.note_unhandled)
-        self.shell.events.register("post_run_cell", self._calls.finish)
-        self.shell.events.register("post_run_cell", self.keeper.save)
-        self.shell.events.register("post_run_cell", self._note_error)
-
-    def call_output(self, procs: ProcMesh) -> CellOutput:
-        """Where the running cell shows what calls print."""
-        return self._calls.output(procs)
-
-    def close(self) -> None:
-        """End the publisher. The meshes run on, until they are stopped or the process ends."""
-        from meshbook.actor.supervision import observe_unhandled
-        from meshbook.mesh import set_attendant, set_output_source
-
-        observe_unhandled(None)
-        set_output_source(None)
-        set_attendant(None)
-        if self.hooks is not None:
-            self.hooks.uninstall()
-        self.end_debugging()
-        self.shell.events.unregister("post_run_cell", self._calls.finish)
-        self.shell.events.unregister("post_run_cell", self.keeper.save)
-        self.shell.events.unregister("post_run_cell", self._note_error)
-        self.watch.close()
-        self.publisher.stop()
-
-    def _note_error(self, result: Any) -> None:
+    def note_error(self, result: Any) -> None:
         """A cell has ended: keep the failures that its calls have raised."""
         number = getattr(result, "execution_count", None)
         self.errors.note_raised(self.current or "", f"cell {number}" if number else "", result.error_in_exec)
-
-    def end_debugging(self) -> None:
-        """No rank is under the visual debugger any more."""
-        target, self.debugged = self.debugged, None
-        if target is not None:
-            target.close()
 
     # ---- meshes ----------------------------------------------------------------------------------------------
 
@@ -153,8 +105,8 @@ class Session:
 
     def forget(self, name: str) -> None:
         """The mesh was stopped. Another one, if there is one, becomes the current one."""
-        if self.debugged is not None and self.debugged.rank.name == name:
-            self.end_debugging()
+        for listener in self.on_forget:
+            listener(name)
         self.meshes.pop(name, None)
         self._drop_slices(name)
         self.setups.forget(name)

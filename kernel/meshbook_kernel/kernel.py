@@ -120,8 +120,10 @@ class MeshbookKernel(IPythonKernel):
 
     def _prewarm(self) -> None:
         session = getattr(self.shell, "_meshbook_session", None)
-        if session is not None and session.comeback is not None:
-            session.comeback.wait()  # a mesh that comes back brings its host
+        if session is not None:
+            from meshbook_extension.comeback import Comeback
+
+            session.part(Comeback).wait()  # a mesh that comes back brings its host
         try:
             mesh.prewarm()
         except Exception:
@@ -130,7 +132,9 @@ class MeshbookKernel(IPythonKernel):
     def _leave_meshes(self) -> None:
         try:
             if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
-                session.keeper.close()
+                from meshbook_extension.keepsake import Keeper
+
+                session.part(Keeper).close()
             mesh.detach(timeout_s=LEAVE_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not left in order; the next kernel takes them over all the same.")
@@ -138,7 +142,9 @@ class MeshbookKernel(IPythonKernel):
     def _stop_meshes(self) -> None:
         try:
             if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
-                session.keeper.drop_traces()  # the next kernel need not be told that they have ended
+                from meshbook_extension.keepsake import Keeper
+
+                session.part(Keeper).drop_traces()  # the next kernel need not be told that they have ended
             mesh.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not stopped in order; their processes end after this one.")

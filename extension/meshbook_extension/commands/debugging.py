@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meshbook.errors import UsageError
 from meshbook.prompt import DebugPrompt
 from meshbook.wording import name_ranks
+from meshbook_extension.call_output import CallOutput
 from meshbook_extension.commands import command
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.prompts import REOPEN, NotebookTerminal, why_no_prompt
@@ -103,7 +104,7 @@ def _say_who_stays(procs: ProcMesh) -> None:
 
 
 def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt[ProcMesh]:
-    terminal = NotebookTerminal(session.shell, session.call_output(procs))
+    terminal = NotebookTerminal(session.shell, session.part(CallOutput).output(procs))
     return DebugPrompt(procs, terminal, choose, post_mortem=post_mortem)
 
 

@@ -7,7 +7,7 @@ import time
 from meshbook.errors import CallInterrupted, MeshError
 from meshbook.wording import name_ranks
 from meshbook_extension.commands import command
-from meshbook_extension.jobs import Job
+from meshbook_extension.jobs import Job, Jobs
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.running_cell import interrupted, show_as
@@ -19,7 +19,7 @@ from meshbook_extension.waiting import wait_until_done
 @command(Grammar(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",)))
 def list_jobs(session: Session, arguments: Arguments) -> None:
     """One line each."""
-    jobs = session.jobs.all()
+    jobs = session.part(Jobs).all()
     print("\n".join(job.describe() for job in jobs) or "no job yet. Start one: %%mesh --async above a cell")
 
 
@@ -35,7 +35,7 @@ def list_jobs(session: Session, arguments: Arguments) -> None:
 )
 def wait(session: Session, arguments: Arguments) -> None:
     """Wait, then say how it ended."""
-    jobs = [session.jobs.find(word) for word in arguments.words] or session.jobs.running()
+    jobs = [session.part(Jobs).find(word) for word in arguments.words] or session.part(Jobs).running()
     timeout_s = arguments.number("--timeout")
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     if not jobs:
@@ -80,7 +80,7 @@ def _wait_for(job: Job, timeout_s: float | None) -> bool:
 )
 def cancel(session: Session, arguments: Arguments) -> None:
     """Interrupt it and say who obeyed; an error if not all did."""
-    job = session.jobs.find(arguments.words[0])
+    job = session.part(Jobs).find(arguments.words[0])
     if job.state != "running":
         print(f"job {job.number} has ended: {job.state} after {format_seconds(job.duration_s)}")
         return
@@ -108,7 +108,7 @@ def interrupt(session: Session, arguments: Arguments) -> None:
         views = [session.target(arguments.words, arguments.pairs)]
     else:
         views = [procs.base() for procs in session.meshes.values() if procs.alive]
-    for cell in session.foreground:
+    for cell in session.part(Jobs).foreground:
         cell.output.hide_interrupts = True
     reports = [(f'mesh "{view.name}" ' if len(views) > 1 else "", view.interrupt()) for view in views]
     reports = [(prefix, report) for prefix, report in reports if report.obeyed or report.stuck or report.skipping]

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from meshbook.wording import format_bytes, format_ranks, format_sizes
 from meshbook_extension.commands import command
 from meshbook_extension.commands.meshes import count
+from meshbook_extension.jobs import Jobs
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.session import Session
 from meshbook_extension.targets import FORMS
+from meshbook_extension.widget.display import HealthBoard
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh, RankStatus
@@ -40,7 +42,7 @@ TEXT = Option("--text", "as text, also where the widget can be shown")
 def status(session: Session, arguments: Arguments) -> None:
     """The widget, or a table."""
     procs = session.target(arguments.words, arguments.pairs)
-    if arguments.flag(TEXT.name) or not session.health.show(session, procs):
+    if arguments.flag(TEXT.name) or not session.part(HealthBoard).show(session, procs):
         print(status_text(session, procs, procs.status()))
 
 
@@ -74,7 +76,7 @@ def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
         f"{count(len(procs), 'rank')} on {count(hosts, 'host')}",
     ]
     slices = [name for name, named in session.slices.items() if named.mesh == procs.name]
-    running = [job for job in session.jobs.running() if job.mesh == procs.name]
+    running = [job for job in session.part(Jobs).running() if job.mesh == procs.name]
     if slices:
         parts.append(f"slices: {', '.join(slices)}")
     if running:

@@ -10,6 +10,7 @@ from meshbook.errors import UsageError
 from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.commands import command
 from meshbook_extension.commands.persistence import describe_others
+from meshbook_extension.jobs import Jobs
 from meshbook_extension.labels import format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.running_cell import interrupted
@@ -92,7 +93,7 @@ def _has_returned(session: Session, name: str, sizes: dict[str, int], arguments:
     if name not in session.returned or procs is None or not procs.alive or procs.base().sizes != sizes or procs.lost:
         return False
     if arguments.text("--device") not in (None, procs.device) or any(
-        job.mesh == name for job in session.jobs.running()
+        job.mesh == name for job in session.part(Jobs).running()
     ):
         return False
     session.add(procs.base())

@@ -8,7 +8,8 @@ from meshbook.errors import AttachError, UsageError
 from meshbook.wording import did_you_mean
 from meshbook_extension.commands import command
 from meshbook_extension.durations import format_duration, parse_duration
-from meshbook_extension.keepsake import KEY, decode, describe_notebook
+from meshbook_extension.jobs import Jobs
+from meshbook_extension.keepsake import KEY, Keeper, decode, describe_notebook
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.running_cell import interrupted
 from meshbook_extension.session import Session
@@ -35,12 +36,12 @@ def detach(session: Session, arguments: Arguments) -> None:
 
     text = arguments.text("--lease")
     lease_s = default_lease_s() if text is None else parse_duration(text, "--lease")
-    session.keeper.save()
+    session.part(Keeper).save()
     names = [mesh.name for folder in own_sessions() for mesh in folder.state.meshes.values()]
     if not names:
         print("no mesh to detach. Start one: %mesh spawn gpus=4")
         return
-    running = len(session.jobs.running())
+    running = len(session.part(Jobs).running())
     detach(lease_s)
     for name in list(session.meshes):
         session.forget(name)
@@ -89,7 +90,7 @@ def _find(session: Session, name: str | None) -> SavedSession:
         found = [each for each in known if name == each.id or name in names_of(each)]
     waiting = [each for each in found if each.owner_pid is None]
     if len(waiting) > 1:
-        waiting = [each for each in waiting if _left_by(each, session.keeper.notebook)] or waiting
+        waiting = [each for each in waiting if _left_by(each, session.notebook)] or waiting
     if len(waiting) == 1:
         return waiting[0]
     if waiting:

@@ -11,7 +11,7 @@ from meshbook.debug_tunnel import prepare
 from meshbook_extension.commands import command
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.session import Session
-from meshbook_extension.visual_debugger.target import DebugTarget
+from meshbook_extension.visual_debugger.target import Debugged, DebugTarget
 
 DEBUG = Grammar(
     name="%mesh debug",
@@ -41,16 +41,11 @@ def debug(session: Session, arguments: Arguments) -> None:
     mesh = session.mesh().base()
     rank = mesh.select([int(word)])
     prepare(rank)
-    before, session.debugged = session.debugged, None
-    if before is not None:
-        before.close(keep_panel=True)
-    session.debugged = DebugTarget(getattr(session.shell, "kernel", None), rank)
-    print(_describe(session.debugged))
+    print(_describe(session.part(Debugged).begin(rank)))
 
 
 def _stop(session: Session) -> str:
-    target = session.debugged
-    session.end_debugging()
+    target = session.part(Debugged).end()
     if target is None:
         return "no rank is under the debugger"
     return f"rank {target.rank.ranks[0]} is no longer under the debugger; the panel debugs the notebook's own process"

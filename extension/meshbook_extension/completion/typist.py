@@ -14,6 +14,7 @@ from meshbook_extension.completion.place import MagicLine, RankCode, locate
 from meshbook_extension.completion.ranks import LivingRanks
 from meshbook_extension.completion.words import Follow, Word, follow
 from meshbook_extension.input_lines import AutoMode
+from meshbook_extension.jobs import Jobs
 from meshbook_extension.options import PAIR, Grammar, expression_start
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class _Names:
             case "meshes":
                 return list(self.session.meshes)
             case "ID":
-                return [str(job.number) for job in self.session.jobs.all()]
+                return [str(job.number) for job in self.session.part(Jobs).all()]
             case "notebook":
                 return self._notebook_names(prefix)
             case "ranks":

@@ -13,6 +13,7 @@ from meshbook_extension.visual_debugger.switch import DebuggerSwitch
 
 if TYPE_CHECKING:
     from meshbook.proc_mesh import ProcMesh
+    from meshbook_extension.session import Session
 
 
 class DebugTarget:
@@ -52,3 +53,35 @@ class DebugTarget:
         if self.switch is not None and not keep_panel:
             self.switch.point_at(None)
         self.door.close()
+
+
+class Debugged:
+    """The rank of a session that `%mesh debug` is about, if there is one."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._target: DebugTarget | None = None
+        session.debug_name = self._name_cell
+        session.on_forget.append(self._on_forget)
+
+    def begin(self, rank: ProcMesh) -> DebugTarget:
+        """Turn to a rank from the one before. Raises: DebugError."""
+        before, self._target = self._target, None
+        if before is not None:
+            before.close(keep_panel=True)
+        self._target = DebugTarget(getattr(self._session.shell, "kernel", None), rank)
+        return self._target
+
+    def end(self) -> DebugTarget | None:
+        """No rank is under the visual debugger any more. Returns: the one that was."""
+        target, self._target = self._target, None
+        if target is not None:
+            target.close()
+        return target
+
+    def _name_cell(self, procs: ProcMesh, text: str) -> str:
+        return self._target.name_cell(procs, text) if self._target is not None else ""
+
+    def _on_forget(self, mesh: str) -> None:
+        if self._target is not None and self._target.rank.name == mesh:
+            self.end()

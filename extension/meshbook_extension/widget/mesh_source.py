@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
 from meshbook.wording import format_ranks, name_ranks
+from meshbook_extension.jobs import Jobs
 from meshbook_extension.progress_bars import merge_bars
 from meshbook_extension.widget.health import Answer
 from meshbook_extension.widget.history import Throughput
@@ -63,7 +64,7 @@ class MeshSource:
         )
 
     def _cells(self) -> list[RunningCell]:
-        running = [*self._session.foreground, *(job.cell for job in self._session.jobs.running())]
+        running = [*self._session.part(Jobs).foreground, *(job.cell for job in self._session.part(Jobs).running())]
         return [cell for cell in running if cell.procs.name == self._procs.name]
 
     # ---- buttons ---------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ class MeshSource:
     def _interrupt(self) -> Answer:
         """What the notebook's stop button does, and jobs too; without a cell that waits, all that runs on the ranks."""
         cells = self._cells()
-        foreground = [cell for cell in cells if cell in self._session.foreground]
+        foreground = [cell for cell in cells if cell in self._session.part(Jobs).foreground]
         if not foreground or getattr(self._session.shell, "kernel", None) is None:
             for cell in cells:
                 cell.output.hide_interrupts = True
@@ -111,7 +112,9 @@ class MeshSource:
         if not ranks:
             raise UsageError(f"nothing runs on {name_ranks(procs.ranks)}. A breakpoint() in a cell stops ranks there.")
         waiting = [
-            cell for cell in self._cells() if cell in self._session.foreground and set(cell.waiting) & set(ranks)
+            cell
+            for cell in self._cells()
+            if cell in self._session.part(Jobs).foreground and set(cell.waiting) & set(ranks)
         ]
         typed = f"%mesh pdb rank={format_ranks(ranks)}"
         if not stopped:
