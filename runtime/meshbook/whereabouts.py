@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import sysconfig
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
-import meshbook
 from meshbook.cell_files import is_cell_name, name_line
 
-PACKAGE = f"{Path(meshbook.__file__).parent}/"
+PACKAGE = f"{Path(str(sys.modules['meshbook'].__file__)).parent}/"
 """Where our own modules are: their frames are not the user's."""
 _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {PACKAGE}
