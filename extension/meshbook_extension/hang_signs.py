@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from meshbook.odd_ranks import Look, find_odd
-from meshbook.rank_stacks import RankTold
+from meshbook.stack_frames import RankTold
 
 HELD_S = 5.0
 CIRCLE_S = 2.0

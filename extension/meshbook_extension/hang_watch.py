@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshbook.mesh_stacks import predicate
-from meshbook.rank_stacks import RankTold
+from meshbook.stack_frames import RankTold
 from meshbook.wording import format_ranks, name_ranks
 from meshbook_extension.hang_signs import HELD, SLOW, Ended, HangSigns, Sign
 from meshbook_extension.labels import format_seconds

@@ -15,7 +15,8 @@ from meshbook import errors
 from meshbook._version import __version__
 from meshbook.errors import MeshError
 from meshbook.future import Future
-from meshbook.launcher import Launcher, LocalLauncher
+from meshbook.launcher import Launcher
+from meshbook.local_launcher import LocalLauncher
 from meshbook.mesh import (
     Attachment,
     HostMesh,

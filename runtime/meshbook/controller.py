@@ -29,8 +29,9 @@ from meshbook.errors import WorkerLost
 from meshbook.future import Future
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
-from meshbook.launcher import FoundHost, LaunchedHost, Ticket
+from meshbook.launcher import LaunchedHost
 from meshbook.lifecycle import MeshPhase
+from meshbook.local_launcher import FoundHost
 from meshbook.mailboxes import Mailboxes
 from meshbook.mesh_stacks import MeshStacks
 from meshbook.output_events import OutputTarget
@@ -44,6 +45,7 @@ from meshbook.session_folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape import Members, Region
 from meshbook.stack_collection import StackQuestion, collect_stacks
 from meshbook.switchboard import Switchboard
+from meshbook.ticket import Ticket
 from meshbook.transport import HEARTBEAT_S, ControllerSocket
 from meshbook.turns import Turns
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshbook import wire
-from meshbook.answers import Answer
+from meshbook.answers import Answer, Unavailable, pack_failure
 from meshbook.errors import MailboxClosed, MeshError
 from meshbook.known_host import KnownHost
 from meshbook.letters import Letter, refusal
 from meshbook.mailboxes import Mailboxes
-from meshbook.payloads import Payloads, Unavailable
+from meshbook.payloads import Payloads
 from meshbook.pickling import dumps, loads
-from meshbook.rank_payloads import pack_failure
 
 
 class ControllerMail:

@@ -20,6 +20,10 @@ from meshbook.processes import describe_exit, is_ending
 from meshbook.whereabouts import PACKAGE
 from meshbook.wording import format_bytes
 
+CRASH_REPORT_LINES = 200
+"""Enough for what `faulthandler` writes, of which `meshbook.deaths.last_words` keeps the gist."""
+
+
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CRASH_LINES = 150
 """A report has up to 100 frames."""

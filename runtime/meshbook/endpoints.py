@@ -19,7 +19,7 @@ from meshbook.actor_query import actors
 from meshbook.answers import Answer
 from meshbook.awaited_frames import cell_frames
 from meshbook.collectives import Collectives
-from meshbook.debug_server import DEBUG_QUERIES, debugged_place
+from meshbook.debug_server_queries import DEBUG_QUERIES, debugged_place
 from meshbook.errors import UsageError
 from meshbook.kept_memory import free as free_kept
 from meshbook.pickling import dumps_bounded
@@ -35,11 +35,11 @@ from meshbook.rank_debugger_queries import (
 )
 from meshbook.rank_failures import describe_briefly
 from meshbook.rank_profile import recorded
-from meshbook.rank_stacks import RankTold, lines_of, place_in_debugger, read_threads
+from meshbook.rank_stacks import lines_of, place_in_debugger, read_threads
 from meshbook.remote_value import RemoteValue
 from meshbook.shape import Extent
 from meshbook.silence import STOPPED
-from meshbook.stack_frames import Frame
+from meshbook.stack_frames import Frame, RankTold
 from meshbook.thread_frames import exception_of, frame_of
 from meshbook.typing_help import complete, inspect, user_names
 from meshbook.whereabouts import users_place

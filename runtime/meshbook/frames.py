@@ -128,3 +128,10 @@ class FrameSocket:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def only_frame(payload: Sequence[bytes]) -> bytes:
+    """Raises: PeerProtocolError unless there is one payload frame."""
+    if len(payload) != 1:
+        raise PeerProtocolError(f"a message that has one payload frame came with {len(payload)}")
+    return payload[0]

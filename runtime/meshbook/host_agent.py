@@ -41,7 +41,6 @@ from meshbook.hosted_peers import HostedPeers
 from meshbook.hosted_store import StoreAccess
 from meshbook.hosted_template import HostedTemplate
 from meshbook.keeping import Keeping
-from meshbook.launcher import Ticket, decode_ticket
 from meshbook.lease import Lease
 from meshbook.limits import explain
 from meshbook.loans import Loans
@@ -54,6 +53,7 @@ from meshbook.salvage import salvage
 from meshbook.segments import SegmentPool, map_segment
 from meshbook.sessions import remove_if_last
 from meshbook.succession import FormerControllers, report
+from meshbook.ticket import Ticket, decode_ticket
 from meshbook.transport import HEARTBEAT_S, LANES, AgentSocket, LaneName
 
 EXIT_LOST, EXIT_REFUSED = 75, 77

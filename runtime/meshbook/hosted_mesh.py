@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 from meshbook import wire
 from meshbook.away_calls import lost_reply
 from meshbook.bulk import Spans
-from meshbook.deaths import OomWatch, last_words, was_killed
+from meshbook.deaths import CRASH_REPORT_LINES, OomWatch, last_words, was_killed
 from meshbook.errors import MeshError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
@@ -27,10 +27,11 @@ from meshbook.hosted_worker import HostedWorker
 from meshbook.keeping import Keeping
 from meshbook.lifecycle import WorkerEvent
 from meshbook.loans import Loans
-from meshbook.log_reading import log_tail, read_on
+from meshbook.log_reading import read_on
+from meshbook.log_tail import log_tail
 from meshbook.mesh_memory import MeshMemory
 from meshbook.processes import is_ending
-from meshbook.rank_output import CRASH_REPORT_LINES, Piece, Shown
+from meshbook.rank_output import Piece, Shown
 from meshbook.wording import format_bytes
 
 COMBINE_S = 0.002

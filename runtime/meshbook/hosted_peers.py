@@ -19,12 +19,12 @@ from meshbook.away_calls import AwayCalls
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer
 from meshbook.hosted_worker import HostedWorker
-from meshbook.launcher import Ticket
 from meshbook.limits import explain
 from meshbook.loans import Loans
 from meshbook.peer_port import Callee, PeerPort
 from meshbook.peer_road import PeerRoad
 from meshbook.segments import SegmentPool
+from meshbook.ticket import Ticket
 from meshbook.transport import AgentSocket, LaneName
 
 PATIENCE_S = 10.0

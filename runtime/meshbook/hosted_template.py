@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from meshbook import template as protocol
+from meshbook import template_messages as protocol
 from meshbook import wire
 from meshbook.deaths import last_words
 from meshbook.event_loop import EventLoop

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from meshbook import wire
 from meshbook.agent_channel import Channel
+from meshbook.answers import Unavailable
 from meshbook.call_table import CallTable
 from meshbook.calls import CallFuture, OpenCall
 from meshbook.errors import Failure, MeshError
 from meshbook.future import Future
 from meshbook.generations import AS_NOW
-from meshbook.payloads import Unavailable
 from meshbook.pickling import Pickled
 from meshbook.rank_payloads import RankPayloads
 from meshbook.shape import Members

@@ -24,15 +24,17 @@ from meshbook.errors import CallFailed, LeftStopped, SpawnError, UsageError
 from meshbook.forks import at_fork
 from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, Recipe
-from meshbook.launcher import Launcher, LocalLauncher, Ticket
+from meshbook.launcher import Launcher
 from meshbook.lease import default_lease_s
 from meshbook.limits import explain
+from meshbook.local_launcher import LocalLauncher
 from meshbook.pickling import dumps
 from meshbook.proc_mesh import ProcMesh
 from meshbook.repair import Repaired
 from meshbook.session_folder import SavedHost, SessionFolder
 from meshbook.sessions import SavedSession, sessions
 from meshbook.shape import Extent, Members, Region
+from meshbook.ticket import Ticket
 from meshbook.wording import format_sizes
 
 NAME_MAX_CHARS = 60

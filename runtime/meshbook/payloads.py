@@ -10,30 +10,15 @@ A segment goes back to the pool when the last of those that it was sent to is do
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from meshbook import lent_memory, wire
-from meshbook.errors import MeshError, PeerProtocolError
+from meshbook.errors import PeerProtocolError
 from meshbook.known_host import KnownHost
 from meshbook.segments import SegmentPool, map_segment
-
-
-class Unavailable(tuple[Any, ...]):
-    """Stands for buffers that could not be had here; whoever iterates over them gets the reason."""
-
-    def __new__(cls, error: MeshError) -> Unavailable:
-        made = super().__new__(cls, (None,))
-        made.error = error
-        return made
-
-    error: MeshError
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self.error
-
 
 _PIECES: Literal["pieces"] = "pieces"
 

@@ -32,13 +32,6 @@ def check_replies(host: KnownHost, message: wire.Replies, frames: Sequence[bytes
         raise PeerProtocolError(f"replies with {total} payload frames came with {len(frames)}")
 
 
-def only_frame(payload: Sequence[bytes]) -> bytes:
-    """Raises: PeerProtocolError unless there is one payload frame."""
-    if len(payload) != 1:
-        raise PeerProtocolError(f"a message that has one payload frame came with {len(payload)}")
-    return payload[0]
-
-
 def check(host: KnownHost, message: wire.FromHost, meshes: Mapping[int, KnownMesh]) -> None:
     """Raises: PeerProtocolError if ``host`` speaks for ranks that are not its own."""
     match message:

@@ -18,12 +18,11 @@ from meshbook import wire
 from meshbook.batches import unbatch
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.event_loop import EventLoop
-from meshbook.frames import Buffer
+from meshbook.frames import Buffer, only_frame
 from meshbook.known_host import KnownHost
-from meshbook.launcher import FoundHost
 from meshbook.loans import Loans, Segment
+from meshbook.local_launcher import FoundHost
 from meshbook.own_faults import tell
-from meshbook.peer_checks import only_frame
 from meshbook.segments import SegmentPool, map_segment
 from meshbook.transport import ControllerSocket
 

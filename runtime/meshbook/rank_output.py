@@ -19,15 +19,12 @@ from meshbook import wire
 from meshbook.crash_report import CrashReportCut
 from meshbook.output_order import OutputOrder, Place
 from meshbook.rank_log import RankLog
+from meshbook.wire import PLACE, SHOWN_HERE
 
 BURST_BYTES = 256 << 10
 RATE_BYTES_S = 64 << 10
 TAIL_BYTES = 64 << 10
-CRASH_REPORT_LINES = 200
-"""Enough for what `faulthandler` writes, of which `meshbook.deaths.last_words` keeps the gist."""
 
-PLACE, SHOWN_HERE = b"=", b"*"
-"""What stands in a mark before the number of a place, and of one where rich output belongs."""
 
 _PLACES = (PLACE, SHOWN_HERE)
 _MARK = b"\x1e"

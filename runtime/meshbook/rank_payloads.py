@@ -12,14 +12,11 @@ from typing import Any
 
 from meshbook import lent_memory, wire
 from meshbook.agent_channel import Channel
-from meshbook.answers import Answer
+from meshbook.answers import Answer, pack_failure
 from meshbook.errors import Failure
 from meshbook.frames import Buffer
-from meshbook.pickling import dumps, dumps_bounded, loads
+from meshbook.pickling import dumps, loads
 from meshbook.segments import SegmentPool, map_segment
-
-EXCEPTION_MAX_BYTES = 1 << 16
-"""An exception whose pickle is larger stays on its rank; its text always travels."""
 
 
 class RankPayloads:
@@ -86,13 +83,3 @@ class RankPayloads:
         while self._freed:
             with contextlib.suppress(IndexError):  # several threads come here
                 self._urgent.send(wire.SegmentFree(*self._freed.popleft()))
-
-
-def pack_failure(failure: Failure) -> list[Buffer]:
-    """The payload of a reply that failed: its text, and the exception if that can travel."""
-    fields = wire.encode(failure[:6])
-    try:
-        pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
-    except BaseException:  # a user's class may raise anything when it is pickled
-        pickled = None
-    return [fields] if pickled is None or pickled[1] else [fields, pickled[0]]

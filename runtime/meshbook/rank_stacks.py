@@ -9,10 +9,9 @@ import linecache
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meshbook.awaited_frames import cell_frames, task_frames
-from meshbook.collectives import Collectives
 from meshbook.stack_frames import MAX_THREADS, Frame, ThreadStack, cut_frames, make_frame
 from meshbook.thread_frames import frame_of, frames
 from meshbook.whereabouts import is_users_code, users_place
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
 
 _OURS = "meshbook."
 """What our threads' names begin with."""
-
-
-class RankTold(NamedTuple):
-    """The answer of one rank."""
-
-    busy_s: float
-    """0 when idle."""
-    where: str
-    """As `meshbook.whereabouts` puts it; ``idle``."""
-    paused: str
-    """Where it stopped in pdb; empty when it did not."""
-    collectives: Collectives
-    threads: tuple[ThreadStack, ...]
-    """The main thread first."""
 
 
 def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:

@@ -11,9 +11,8 @@ from meshbook import wire
 from meshbook.known_mesh import KnownMesh
 from meshbook.mesh_stacks import BUSY, DEAD, IDLE, PDB, SILENT, STOPPED, WAITING, MeshStacks, RankStack
 from meshbook.questions import Asker, explain_silence, read_stacks
-from meshbook.rank_stacks import RankTold
 from meshbook.shape import Members, Region
-from meshbook.stack_frames import NATIVE, Frame, ThreadStack, make_frame
+from meshbook.stack_frames import NATIVE, Frame, RankTold, ThreadStack, make_frame
 from meshbook.stuck import place_of
 from meshbook.whereabouts import RUNTIME, USER, kind_of_file
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from meshbook.collectives import Collectives
 from meshbook.whereabouts import USER, kind_of_file, name_place
 
 MAX_FRAMES = 100
@@ -54,3 +55,17 @@ def cut_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     frames = tuple(frames)
     half = MAX_FRAMES // 2
     return frames if len(frames) <= MAX_FRAMES else frames[:half] + frames[-half:]
+
+
+class RankTold(NamedTuple):
+    """The answer of one rank."""
+
+    busy_s: float
+    """0 when idle."""
+    where: str
+    """As `meshbook.whereabouts` puts it; ``idle``."""
+    paused: str
+    """Where it stopped in pdb; empty when it did not."""
+    collectives: Collectives
+    threads: tuple[ThreadStack, ...]
+    """The main thread first."""

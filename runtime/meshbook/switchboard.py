@@ -19,6 +19,7 @@ from typing_extensions import assert_never
 
 from meshbook import wire
 from meshbook.agreements import decode_told
+from meshbook.answers import Unavailable
 from meshbook.batches import unbatch
 from meshbook.call_table import CallTable
 from meshbook.calls import OpenCall
@@ -33,6 +34,7 @@ from meshbook.errors import (
     SpawnError,
     WorkerLost,
 )
+from meshbook.frames import only_frame
 from meshbook.future import Future
 from meshbook.introductions import Introductions
 from meshbook.known_host import MAX_SILENCE_S, SUSPECT_S, KnownHost, Parked
@@ -41,8 +43,8 @@ from meshbook.lifecycle import MeshPhase
 from meshbook.mail_rescue import MailRescue
 from meshbook.output_events import DisplayData, OutputCut, OutputTarget, RankStopped, StreamText
 from meshbook.own_faults import attempt, tell
-from meshbook.payloads import Payloads, Unavailable
-from meshbook.peer_checks import check, check_ranks, check_replies, only_frame
+from meshbook.payloads import Payloads
+from meshbook.peer_checks import check, check_ranks, check_replies
 from meshbook.processes import machine_id, start_time
 from meshbook.rescue import GroupRescue
 from meshbook.shape import Region

@@ -30,11 +30,19 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from meshbook import wire
 from meshbook.limits import explain
 from meshbook.processes import die_with_parent, is_group, kill_session, start_time, thread_count
+from meshbook.template_messages import (
+    FDS_PER_WORKER,
+    ForkFailed,
+    ForkWorkers,
+    Request,
+    TemplateForked,
+    TemplateReady,
+    WorkerForked,
+    decode_request,
+)
 
 if TYPE_CHECKING:
     from meshbook.shell import RankShell
@@ -54,57 +62,9 @@ STANDARD_PRELOAD = (
     "meshbook.worker",
 )
 
-FDS_PER_WORKER = 5
-"""call socket, urgent socket, mail socket, stdout, stderr"""
 
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")
-
-
-class ForkWorkers(msgspec.Struct, tag="fork", frozen=True):
-    """Fork ``count`` workers; their descriptors follow in ``count`` packets."""
-
-    agent_pid: int
-    count: int
-
-
-class ForkTemplate(msgspec.Struct, tag="template", frozen=True):
-    """Fork another template that has also imported ``preload``; its socket follows in one packet."""
-
-    agent_pid: int
-    preload: tuple[str, ...]
-    sys_path: tuple[bytes, ...]
-
-
-class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
-    """``problem`` says why workers may not be forked from here; ``failure`` is the traceback of a failed import."""
-
-    pid: int
-    seconds: float
-    problem: str = ""
-    failure: str = ""
-
-
-class TemplateForked(msgspec.Struct, tag="born", frozen=True):
-    """The first word of a forked template, before it imports anything."""
-
-    pid: int
-
-
-class WorkerForked(msgspec.Struct, tag="forked", frozen=True):
-    pid: int
-
-
-class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
-    """The oldest request is given up; workers of it that were named before are the agent's to end."""
-
-    reason: str
-
-
-Request = ForkWorkers | ForkTemplate
-Answer = TemplateReady | TemplateForked | WorkerForked | ForkFailed
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class _Fork(NamedTuple):

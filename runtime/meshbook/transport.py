@@ -28,10 +28,10 @@ from meshbook.addresses import family_of
 from meshbook.doorkeeper import BACKLOG, Doorkeeper
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer
-from meshbook.launcher import Ticket
 from meshbook.limits import check_descriptors
 from meshbook.link import Link, epoch_of
 from meshbook.process_ends import open_end
+from meshbook.ticket import Ticket
 
 LaneName = Literal["urgent", "calls", "bulk"]
 LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")

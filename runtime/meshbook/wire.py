@@ -20,6 +20,10 @@ from meshbook.shape import Piece
 from meshbook.store import StoreOp, StoreResult
 from meshbook.wording import utf8_text
 
+PLACE, SHOWN_HERE = b"=", b"*"
+"""What stands in a mark before the number of a place, and of one where rich output belongs."""
+
+
 PROTOCOL_VERSION = 1
 """Peers compare it in their first message and refuse each other, naming both numbers."""
 

@@ -34,7 +34,7 @@ from meshbook.actor.actor_desk import ActorDesk
 from meshbook.actor.roads import set_own_road
 from meshbook.actor.worker_road import WorkerRoad
 from meshbook.agent_channel import Channel
-from meshbook.answers import Answer
+from meshbook.answers import Answer, pack_failure
 from meshbook.call_children import interrupt_children
 from meshbook.debug_server import DebugSession
 from meshbook.dump_signal import accept_dumps
@@ -49,14 +49,14 @@ from meshbook.open_files import write_buffers
 from meshbook.own_faults import attempt
 from meshbook.process_group import RankGroups
 from meshbook.processes import may_be_traced
-from meshbook.rank_output import PLACE, SHOWN_HERE
-from meshbook.rank_payloads import RankPayloads, pack_failure
+from meshbook.rank_payloads import RankPayloads
 from meshbook.shape import Extent
 from meshbook.shell import RankShell
 from meshbook.side_threads import run_aside
 from meshbook.store import StoreOp, StoreResult
 from meshbook.this_worker import set_worker
 from meshbook.thread_interrupts import gate_of_this_thread
+from meshbook.wire import PLACE, SHOWN_HERE
 from meshbook.wording import format_bytes
 from meshbook.worker_mail import WorkerMail
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshbook.collectives import Collectives, GroupProgress, Waiting
-from meshbook.rank_stacks import RankTold
+from meshbook.stack_frames import RankTold
 from meshbook_extension.hang_signs import ALONE, HELD, MOST, SLOW, Ended, HangSigns, Sign
 
 RANKS = tuple(range(4))

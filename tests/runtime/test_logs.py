@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshbook import session_folder
-from meshbook.log_reading import log_tail, read_on
+from meshbook.log_reading import read_on
+from meshbook.log_tail import log_tail
 from meshbook.logs import LogFollower
 from meshbook.proc_mesh import ProcMesh
 from meshbook.session_folder import SessionFolder

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from meshbook import wire
 from meshbook.rank_log import RankLog
-from meshbook.rank_output import PLACE, SHOWN_HERE, Piece, RankOutput, Shown
+from meshbook.rank_output import Piece, RankOutput, Shown
+from meshbook.wire import PLACE, SHOWN_HERE
 
 MARKER = b"\x1e0123456789abcdef:"
 STREAMS = ("stdout", "stderr")

@@ -17,9 +17,9 @@ from mail_ranks import There
 
 from meshbook import ProcMesh, wire
 from meshbook.frames import Buffer
-from meshbook.launcher import Ticket
 from meshbook.pickling import dumps
 from meshbook.shape import Region
+from meshbook.ticket import Ticket
 from meshbook.transport import AgentSocket, new_keys
 
 _numbers = itertools.count(1)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.log_reading import log_tail
+from meshbook.log_tail import log_tail
 from meshbook.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
 from meshbook.rank_output import BURST_BYTES, Piece, RankOutput, _Stream
 

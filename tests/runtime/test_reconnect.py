@@ -11,7 +11,8 @@ import torch
 from relay import Relay
 
 from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.launcher import LaunchedHost, Ticket
+from meshbook.launcher import LaunchedHost
+from meshbook.ticket import Ticket
 
 
 class RelayedLauncher(LocalLauncher):

@@ -27,9 +27,10 @@ from meshbook.batches import _MARK
 from meshbook.doorkeeper import MAX_PER_ADDRESS
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.known_host import KnownHost
-from meshbook.launcher import LaunchedHost, Ticket
+from meshbook.launcher import LaunchedHost
 from meshbook.link import _HEAD, ACK, BEAT, MESSAGE, Link
 from meshbook.segments import map_segment
+from meshbook.ticket import Ticket
 from meshbook.transport import LaneName, routing_id
 
 NOBODY = 65534

@@ -120,7 +120,7 @@ def _read_sizes(pairs: Mapping[str, str]) -> dict[str, int]:
 
 
 def _hosts(engine: str, count: int | None, rest: tuple[str, ...]) -> HostMesh:
-    from meshbook.launcher import LocalLauncher
+    from meshbook.local_launcher import LocalLauncher
     from meshbook.mesh import start_hosts, this_host
 
     engines = ("local",)

@@ -17,7 +17,7 @@ from meshbook import wire
 from meshbook.actor.actor_host import ActorHost
 from meshbook.actor.errors import ActorStuckError
 from meshbook.actor.ports import Port
-from meshbook.actor.roads import DESK, FIRST_OF_RANKS, Place
+from meshbook.actor.roads import DESK, FIRST_OF_RANKS, READY, STOP, WATCH, Place
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.answers import Answer
 from meshbook.errors import Failure, MailboxClosed, MeshError
@@ -30,8 +30,6 @@ from meshbook.whereabouts import users_place
 if TYPE_CHECKING:
     from meshbook.worker import Worker
 
-WATCH = "__watch__"
-"""The endpoint of every actor that answers when it has ended; unless its process ends, which the caller is told."""
 
 EARLY_S = 2.0
 """How long a message waits for the actor that it is for to be spawned."""
@@ -39,11 +37,6 @@ EARLY_S = 2.0
 END_S = 0.8
 """How long actors may take to clean up when their process is to end; after 1 s it is killed."""
 
-READY = "__ready__"
-"""The endpoint of every actor that answers once it was made, or says why it could not be."""
-
-STOP = "__stop__"
-"""The endpoint of every actor that ends it."""
 
 STOP_GRACE_S = 3.0
 """How long an actor that is stopped may go on with what was sent before; then it is interrupted."""

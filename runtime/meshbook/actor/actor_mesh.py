@@ -10,7 +10,6 @@ import contextlib
 import functools
 from typing import Any, Generic, TypeVar
 
-from meshbook.actor.actor_desk import READY, STOP, WATCH
 from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.context import context
@@ -20,7 +19,7 @@ from meshbook.actor.notebook_sources import sources_of
 from meshbook.actor.ports import Port
 from meshbook.actor.reloading import RELOAD, newest_class, refusal
 from meshbook.actor.results import ActorFuture
-from meshbook.actor.roads import DESK, Address, Road
+from meshbook.actor.roads import DESK, READY, STOP, WATCH, Address, Road
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.arranged import Arranged
 from meshbook.errors import (
