@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook import forks
-from meshbook.actor.ports import Port
 from meshbook.calls import CallFuture
 from meshbook.errors import Failure, RanksLeft, UsageError
 from meshbook.future import Future
@@ -19,23 +18,20 @@ from meshbook.mailboxes import Mailboxes
 from meshbook.pickling import Pickled
 from meshbook.shape import Members
 
-WATCH = "__watch__"
-"""The endpoint of every actor that answers when it has ended; unless its process ends, which the caller is told."""
-
-
-READY = "__ready__"
-"""The endpoint of every actor that answers once it was made, or says why it could not be."""
-
-
-STOP = "__stop__"
-"""The endpoint of every actor that ends it."""
-
-
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
 
 OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
 """As `meshbook.calls.OpenCall.on_reply`."""
+
+WATCH = "__watch__"
+"""The endpoint of every actor that answers when it has ended; unless its process ends, which the caller is told."""
+
+READY = "__ready__"
+"""The endpoint of every actor that answers once it was made, or says why it could not be."""
+
+STOP = "__stop__"
+"""The endpoint of every actor that ends it."""
 
 FIRST_OF_RANKS = 1 << 62
 """Mailboxes from here on were numbered by ranks."""
