@@ -12,7 +12,7 @@ from meshbook.wording import format_ranks, format_sizes, name_ranks
 from meshbook_extension.cell_output import CellOutput
 from meshbook_extension.cells import follow, partial_result
 from meshbook_extension.collapse import grouping_for
-from meshbook_extension.jobs import Jobs
+from meshbook_extension.jobs import Job, Jobs
 from meshbook_extension.keepsake import KEY, Keepsake, decode
 from meshbook_extension.publish import sink_for
 from meshbook_extension.running_cell import RunningCell, brief
@@ -53,13 +53,18 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
     for mesh in attachment.meshes:
         running = [call for call in attachment.calls_of(mesh) if not call.future.done()]
         ended += [(call, mesh) for call in attachment.calls_of(mesh) if call.future.done()]
-        told = [_adopt(session, call, mesh, keepsake) for call in running]
+        jobs = {call: _make_job(session, call, mesh, keepsake) for call in running}
+        told = [_describe_job(call, job) for call, job in jobs.items()]
         print("; ".join([_headline(session.meshes[mesh.name], again=again), *told]))
         for line in [*_describe_lost(mesh), *_describe_stopped(mesh)]:
             print(f"  {line}")
+        sys.stdout.flush()  # what the calls have printed, which another thread shows, stands below what they are
+        for call, job in jobs.items():
+            call.listen(job.cell.output.receive)
+            follow(session, job)
     if gone:
         print(f"  slices that name other ranks by now are gone: {', '.join(gone)}")
-    sys.stdout.flush()
+        sys.stdout.flush()
     for call, mesh in sorted(ended, key=lambda each: each[0].id):
         _show_ended(session, call, mesh, keepsake)
 
@@ -101,6 +106,7 @@ def _describe_stopped(mesh: ProcMesh) -> list[str]:
 
 
 def _cell_of(session: Session, call: AdoptedCall, mesh: ProcMesh) -> RunningCell:
+    """A cell that has not listened yet to what the call prints."""
     from meshbook.cell_run import CellRun
 
     procs = mesh.arrange({"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
@@ -115,15 +121,16 @@ def _cell_of(session: Session, call: AdoptedCall, mesh: ProcMesh) -> RunningCell
     run = CellRun(call.output_id, output.receive)
     run.attach(call.future)
     run.durations_s, run.waited_s = call.durations_s, call.waited_s
-    call.listen(output.receive)
     return RunningCell(procs, run, output, call.what)
 
 
-def _adopt(session: Session, call: AdoptedCall, mesh: ProcMesh, keepsake: Keepsake) -> str:
+def _make_job(session: Session, call: AdoptedCall, mesh: ProcMesh, keepsake: Keepsake) -> Job:
     """A call that runs on becomes a job."""
     number = keepsake.jobs.get(call.output_id)
-    job = session.part(Jobs).add(_cell_of(session, call, mesh), mesh.name, number)
-    follow(session, job)
+    return session.part(Jobs).add(_cell_of(session, call, mesh), mesh.name, number)
+
+
+def _describe_job(call: AdoptedCall, job: Job) -> str:
     return f"{call.what} still runs on {name_ranks(call.waiting or call.ranks)} (job {job.number})"
 
 
@@ -132,6 +139,7 @@ def _show_ended(session: Session, call: AdoptedCall, mesh: ProcMesh, keepsake: K
     if not _CELL.fullmatch(call.what):
         return
     cell = _cell_of(session, call, mesh)
+    call.listen(cell.output.receive)
     number = keepsake.jobs.get(call.output_id)
     what = f"{call.what} (job {number})" if number is not None else call.what
     error = call.future.exception(0)

@@ -209,6 +209,11 @@ class OpenCall:
     def failed(self) -> bool:
         return bool(self.failures or self.lost)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no rank is at it, and its outcome is told: that may wait for process groups to come back."""
+        return self.future is _NOBODY
+
     def settle(self) -> None:
         """Complete the future with what has come in."""
         if self.lost:
@@ -248,7 +253,7 @@ class OpenCall:
         if self._on_end is None:
             self._on_end = deque()
         self._on_end.append(callback)
-        if self.future is _NOBODY:
+        if self.has_ended:
             self._run_on_end()
 
     def _run_on_end(self) -> None:

@@ -81,7 +81,7 @@ def _one_stage(
     if insist:
         control.free_groups(calls[0].mesh, set().union(*(_waiting(call, ranks) for call in calls)))
     until = time.monotonic() + (INSIST_GRACE_S if insist else GRACE_S)
-    while any(_waiting(call, ranks) for call in calls) and time.monotonic() < until:
+    while any(_is_open(call, ranks) for call in calls) and time.monotonic() < until:
         presses.wait(until)
         if presses.take():
             return True
@@ -133,6 +133,11 @@ def _in_call(call: OpenCall | None, place: str) -> str:
 def _waiting(call: OpenCall, ranks: Collection[int] | None) -> set[int]:
     waiting = set(call.waiting)
     return waiting if ranks is None else waiting.intersection(ranks)
+
+
+def _is_open(call: OpenCall, ranks: Collection[int] | None) -> bool:
+    """Whether ranks are to obey, or have and the outcome is not told yet: whoever asks for it next is to find it."""
+    return bool(_waiting(call, ranks)) or (not call.waiting and not call.has_ended)
 
 
 def _runs(control: Interrupter, call: OpenCall, rank: int) -> bool:

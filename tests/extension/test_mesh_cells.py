@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import wait_until
 
 from meshbook import errors
 from meshbook.value_mesh import ValueMesh
@@ -247,21 +248,23 @@ def test_waiting_for_a_job_that_failed_fails(notebook) -> None:
 
 def test_a_job_can_be_cancelled(notebook) -> None:
     number = notebook.run("%%mesh --async\nimport time\ntime.sleep(20)").stdout.split()[1]
-    while "busy" not in notebook.run("%mesh status").stdout:
-        pass
+    wait_until(lambda: notebook.run("%mesh status").stdout.count(" busy ") == 4)
     text = notebook.run(f"%mesh cancel {number}").stdout
     assert text == f"job {number} interrupted: ranks 0-3 stopped, all variables kept\n"
     assert f"job {number}: cancelled" in notebook.run("%mesh jobs").stdout
     assert "has ended: cancelled" in notebook.run(f"%mesh cancel {number}").stdout
 
 
+def states_of_jobs(notebook) -> list[str]:
+    return [line.split()[2].rstrip(",") for line in notebook.run("%mesh jobs").stdout.splitlines()]
+
+
 def test_interrupt_reaches_every_job(notebook) -> None:
     for _ in range(2):
         notebook.run("%%mesh --async\nimport time\ntime.sleep(20)")
-    while "busy" not in notebook.run("%mesh status").stdout:
-        pass
+    wait_until(lambda: notebook.run("%mesh status").stdout.count(" busy ") == 4)
     assert notebook.run("%mesh interrupt").stdout == "interrupted: ranks 0-3 stopped, all variables kept\n"
-    assert [line.split()[2] for line in notebook.run("%mesh jobs").stdout.splitlines()[-2:]] == ["cancelled,"] * 2
+    assert states_of_jobs(notebook)[-2:] == ["cancelled"] * 2
     assert notebook.run("%mesh wait").stdout == "no job is running\n"
     assert notebook.run("%mesh interrupt").stdout == "nothing runs on the ranks\n"
 

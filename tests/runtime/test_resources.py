@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from collector import Collector
+from patience import wait_until
 
 from meshbook import LocalLauncher, ProcMesh, errors, shutdown, start_hosts, this_host
 
@@ -64,10 +65,17 @@ def _check_chatter(mesh: ProcMesh, why: str) -> None:
     mesh.start_cell(CHATTER, on_output=got).future.get(30)
     for rank in range(len(mesh)):
         assert got.text(rank) == "".join(f"{i} {'x' * 60}\n" for i in range(3000))
-        assert got.text(rank, "stderr") == f"its log is incomplete from here on: {why}\n"
-    again = Collector()
-    mesh.start_cell("print('more')", on_output=again).future.get(30)
-    assert [again.text(rank, "stderr") for rank in range(len(mesh))] == [""] * len(mesh), "said once"
+    said = [got.text(rank, "stderr") for rank in range(len(mesh))]
+
+    def all_have_said() -> bool:
+        more = Collector()
+        mesh.start_cell("print('more')", on_output=more).future.get(30)
+        said[:] = [said[rank] + more.text(rank, "stderr") for rank in range(len(mesh))]
+        return all(said)
+
+    wait_until(all_have_said)  # with the first of these cells, unless the thread that writes gets no time
+    all_have_said()
+    assert said == [f"its log is incomplete from here on: {why}\n"] * len(mesh), "said once"
 
 
 def test_output_reaches_the_notebook_when_its_log_cannot_grow(mesh2: ProcMesh) -> None:
@@ -98,8 +106,14 @@ def test_a_full_disk_under_the_logs_costs_the_logs_only(small_disk: Path, monkey
         filler.unlink()
         time.sleep(2.1)
         mesh.run("print('there is room again')").get(30)
-        log = Path(mesh.log_paths()[0]).read_text()
-        assert log.endswith("there is room again\n")
+        log = ""
+
+        def is_written() -> bool:
+            nonlocal log
+            log = Path(mesh.log_paths()[0]).read_text()
+            return log.endswith("there is room again\n")
+
+        wait_until(is_written)  # by a thread of its own, which the cell does not wait for
         assert "bytes are missing here: no space left on device" in log
 
 
