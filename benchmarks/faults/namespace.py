@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Namespace:
-    """Needs root and iproute2; raises OSError or CalledProcessError where there are none. Named after our pid."""
+    """Needs root and iproute2; raises OSError or CalledProcessError where there are none."""
 
     def __init__(self) -> None:
-        self._name = f"meshbook{os.getpid()}"
-        self._ours, theirs = f"mb{os.getpid()}a"[:15], f"mb{os.getpid()}b"[:15]
-        octet = os.getpid() % 250 + 1
+        number = next(_numbers)  # what was in the one before may take a while to end
+        self._name = f"meshbook{os.getpid()}.{number}"
+        self._ours, theirs = f"mb{os.getpid()}.{number}a"[:15], f"mb{os.getpid()}.{number}b"[:15]
+        octet = (os.getpid() + number) % 250 + 1
         self.address = f"10.213.{octet}.1"
         """Ours, as the namespace sees it."""
         _ip("netns", "add", self._name)

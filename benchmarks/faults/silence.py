@@ -15,15 +15,22 @@ from meshbook.future import Future
 
 DEADLINE_S = 60.0
 LONGEST_S = 15.0
-"""Longer than the silence after which a host elsewhere is lost."""
+"""Longer than a machine elsewhere may go without an acknowledgement."""
 CALLS_PER_FAULT = 50
 
 
 def run_silence(seed: int, count: int) -> Findings:
-    """``count`` silences of agents of this machine, with calls under way all the time."""
-    findings = Findings("silence", f"{count} agents stopped for up to {LONGEST_S:g} s, seed {seed}")
+    """``count`` silences of agents, here and over TCP as if elsewhere, with calls under way all the time."""
+    findings = Findings("silence", f"{count} agents stopped for up to {LONGEST_S:g} s, here and over TCP, seed {seed}")
     draw, started = random.Random(seed), time.monotonic()
-    hosts = start_hosts({"hosts": 2}, LocalLauncher())
+    for separate, number in ((False, count // 2), (True, count - count // 2)):
+        _run_on(LocalLauncher(separate_hosts=separate), draw, number, findings)
+    findings.seconds = time.monotonic() - started
+    return findings
+
+
+def _run_on(launcher: LocalLauncher, draw: random.Random, count: int, findings: Findings) -> None:
+    hosts = start_hosts({"hosts": 2}, launcher)
     mesh = hosts.spawn_procs({"gpus": 1}, name="quiet", device="cpu", owns_hosts=True)
     try:
         mesh.run("ledger = []").get(DEADLINE_S)
@@ -40,8 +47,6 @@ def run_silence(seed: int, count: int) -> Findings:
         findings.hangs.append(str(error))
     finally:
         mesh.stop()
-    findings.seconds = time.monotonic() - started
-    return findings
 
 
 def _silence(mesh: ProcMesh, agent: int, seconds: float, numbers: list[int], findings: Findings) -> None:

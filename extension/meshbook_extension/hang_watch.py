@@ -114,7 +114,7 @@ class HangWatch:
             return
         if mesh.suspects and not watched.told_suspects:
             watched.told_suspects = True
-            hosts = "; ".join(f"host {name} is suspect: {why}" for name, why in mesh.suspects.items())
+            hosts = "; ".join(f"host {name} is {why}" for name, why in mesh.suspects.items())
             cell.output.note(f"{hosts}\n  its ranks keep their state and go on when it answers    stop: {watched.stop}")
         told = {rank: _told(answer) for rank, answer in mesh.ask("progress", timeout_s=ANSWER_S).items()}
         now = time.monotonic()

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
 import struct
 import sys
 import time
 from collections.abc import Collection
 from typing import NamedTuple
+
+from meshbook.answering import borrow, last_answer
 
 MAX_STRANGERS = 64
 MAX_PER_ADDRESS = 16
@@ -92,6 +93,14 @@ class Doorkeeper:
         self._strangers.pop(fd, None)
         self._lanes[lane] = _Lane(fd, time.monotonic())
 
+    def answered(self, lane: str, before: float) -> float:
+        """When the machine of a lane was last known to be there (`meshbook.answering`), at least ``before``."""
+        known = self._lanes.get(lane)
+        if known is None or (connection := self._borrow(known.fd)) is None:
+            return before
+        with connection:
+            return last_answer(connection, before)
+
     def settle(self, expected: Collection[str]) -> None:
         """Open or shut the port. ``expected``: the lanes that may dial in; to be called about once a second."""
         earliest = time.monotonic() - SILENT_S
@@ -130,12 +139,10 @@ class Doorkeeper:
 
     def _borrow(self, fd: int) -> socket.socket | None:
         """A copy of libzmq's descriptor, if it is a living connection to our port: the number may be reused."""
-        try:
-            connection = socket.socket(fileno=os.dup(fd))
-        except OSError:
+        if (connection := borrow(fd)) is None:
             return None
         with contextlib.suppress(OSError):
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == self._port:
+            if connection.getsockname()[1] == self._port:
                 return connection
         connection.close()
         return None

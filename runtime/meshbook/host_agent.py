@@ -100,7 +100,7 @@ class HostAgent:
         self.moves: dict[int, Moves] = {}
         """By mesh, of those whose ranks got other numbers."""
         self._peers = HostedPeers(self._loop, dial, ticket, self.loans, self._pool, self.send_urgent)
-        self._peers.is_heard = lambda: self._lease.is_heard
+        self._peers.is_there = lambda: self._lease.runs or self._lease.is_heard
         self.mail = HostedMail(self._name, self._meshes, self.loans, self, self._pool, self._peers, self.moves)
         self.oom = OomWatch()
         bulk = self._lanes["bulk"]
@@ -439,6 +439,8 @@ class HostAgent:
 
     def _beat(self) -> None:
         self._loop.call_later(HEARTBEAT_S, self._beat)
+        self._lanes["urgent"].look()
+        self._lease.beat(is_connected=self._lanes["urgent"].is_answered)
         if not self._lease.is_heard and self.keeping.listening:
             self._pause()
         if self.keeping.listening:

@@ -64,8 +64,8 @@ class HostedPeers:
         self.give_up: Callable[[HostedWorker, wire.Call, wire.Death], None]
         """Answers for a call that has waited in vain."""
         self.callee: Callee
-        self.is_heard: Callable[[], bool] = lambda: False
-        """Whether the controller is there."""
+        self.is_there: Callable[[], bool] = lambda: False
+        """Whether there is a controller, silent or not."""
         self._roads: dict[str, tuple[PeerRoad, AwayCalls]] = {}
         self._lost: dict[str, wire.Death] = {}
         """Hosts to which there is no road (any more)."""
@@ -127,7 +127,7 @@ class HostedPeers:
     def _lose_patience(self, mesh: int, queue: deque[Waiting]) -> None:
         if self._waiting.get(mesh) is not queue:
             return
-        if self.is_heard():  # it waits itself, for a host that is suspect
+        if self.is_there():  # it is stopped, or waits itself, for a host that is suspect
             self._loop.call_later(PATIENCE_S, lambda: self._lose_patience(mesh, queue))
         else:
             del self._waiting[mesh]

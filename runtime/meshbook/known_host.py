@@ -23,7 +23,8 @@ Parked: TypeAlias = wire.Replies | wire.Call | wire.Cancel
 SUSPECT_S = 3.0
 """A host that was not heard of for so long is suspect."""
 MAX_SILENCE_S = 10.0
-"""One on another machine is lost by then. On our own machine silence is not death, since we see its process."""
+"""It is lost when its machine has not answered for so long either (`meshbook.answering`), or no connection came back;
+on our own machine when its process has ended, which we see."""
 
 
 class KnownHost:
@@ -40,6 +41,8 @@ class KnownHost:
         self.hello: wire.Hello | None = None
         self.shares_memory = False
         self.heard = time.monotonic()
+        self.answered = self.heard
+        """When its machine was last known to be there, while it is silent."""
         self.lost = ""
         """Why it is lost; empty while it lives."""
         self.is_found = False
@@ -102,9 +105,13 @@ class KnownHost:
 
     @property
     def suspicion(self) -> str:
-        """What makes it suspect: ``no sign of life for 7 s``; empty while it is heard of, and once it is lost."""
-        silence_s = time.monotonic() - self.heard
-        return f"no sign of life for {silence_s:.0f} s" if self.is_up and silence_s > SUSPECT_S else ""
+        """What makes it suspect, as in ``silent for 7 s: ...``; empty while it is heard of, and once it is lost."""
+        now = time.monotonic()
+        if not self.is_up or now - self.heard <= SUSPECT_S:
+            return ""
+        is_there = self._is_watched or now - self.answered <= SUSPECT_S
+        why = "its agent is stopped or its machine is busy" if is_there else "its connection has broken"
+        return f"silent for {now - self.heard:.0f} s: {why}"
 
     @property
     def is_up(self) -> bool:
@@ -114,8 +121,17 @@ class KnownHost:
     @property
     def is_overdue(self) -> bool:
         """Whether its silence is as good as its end."""
-        is_watched = self.shares_memory and self.launched.pid != 0
-        return not is_watched and time.monotonic() - self.heard > MAX_SILENCE_S
+        return not self._is_watched and time.monotonic() - max(self.heard, self.answered) > MAX_SILENCE_S
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether we see its process."""
+        return self.shares_memory and self.launched.pid != 0
+
+    def look(self) -> None:
+        """Once per heartbeat: if it is silent, look whether its machine is there."""
+        if time.monotonic() - self.heard > SUSPECT_S / 2:
+            self.answered = self._sock.answered(self.id, max(self.heard, self.answered))
 
     def lose(self, reason: str) -> None:
         """It is lost: nothing is sent to it any more, and nothing kept for it."""

@@ -1,13 +1,14 @@
 """Whether the agent's controller is there, and how long the agent waits for the next one.
 
-A controller on our machine is watched by its pidfd, or by the pipe at our stdin before we know its pid: while it runs
-it may be silent for long (native code, a stopped process, a laptop asleep). Once it has ended, or has taken its leave,
-or where we cannot see it, silence counts against the lease.
+A controller on our machine is watched by its pidfd, or by the pipe at our stdin before we know its pid; one elsewhere
+by the connection, while its machine answers there (`meshbook.answering`). While it runs it may be silent for long
+(native code, a stopped process, a laptop asleep). Once it has ended, has taken its leave, or cannot be reached, silence
+counts against the lease.
 
     controller           the agent waits, with meshes                     without
-    runs on our machine  10 min of silence                                the same
+    runs                 10 min of silence                                the same
     has ended, has left  the lease: 10 min, or what it said on leaving    5 s
-    is elsewhere         the lease, counted from the last sign of life    5 s, if the pipe at stdin has ended
+    is out of reach      the lease, counted from the last sign of life    5 s, if the pipe at stdin has ended
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ MAX_SILENCE_S = 600.0
 
 IDLE_LEASE_S = 5.0
 """Without meshes there is nothing to wait for."""
+
+STALLED_S = 5.0
+"""An agent that did nothing for so long was stopped itself."""
 
 UNHEARD_S = 4.0
 """A controller that was not heard of for so long is taken not to listen; what it misses is kept for it."""
@@ -53,9 +57,10 @@ class Lease:
     def __init__(self, loop: EventLoop, lease_s: float) -> None:
         self.lease_s = lease_s
         self._loop = loop
-        self._heard = time.monotonic()
+        self._heard = self._beaten = time.monotonic()
         self._stdin: Watch | None = None
         self._process: Watch | None = None
+        self._is_connected = False
 
     def watch_stdin(self) -> None:
         """Its end means that our launcher has ended."""
@@ -78,8 +83,16 @@ class Lease:
     def leave(self, lease_s: float) -> None:
         """The controller takes its leave; its process may go on."""
         self.lease_s = lease_s
+        self._is_connected = False
         self._forget_process()
         self._forget_stdin()
+
+    def beat(self, *, is_connected: bool) -> None:
+        """Once a second. is_connected: a connection to a controller elsewhere stands, on which its machine answers."""
+        now = time.monotonic()
+        if now - self._beaten > STALLED_S:  # it was we who did not listen
+            self._heard = now
+        self._beaten, self._is_connected = now, is_connected
 
     def hear(self) -> None:
         """The controller has said something."""
@@ -96,8 +109,8 @@ class Lease:
 
     @property
     def runs(self) -> bool:
-        """Whether a controller on our machine is known to run."""
-        return self._stdin is not None or self._process is not None
+        """Whether a controller is known to run."""
+        return self._stdin is not None or self._process is not None or self._is_connected
 
     def is_over(self, has_meshes: bool) -> bool:
         """Whether we have waited long enough."""

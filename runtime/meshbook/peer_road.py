@@ -27,7 +27,7 @@ FULL_BULK_BYTES = 256 << 20
 """The same in payloads, which lie in the senders' shared memory until their turn comes."""
 
 MAX_SILENCE_S = 10.0
-"""Who was not heard of for so long is lost, unless it is seen to live on our machine."""
+"""Who was not heard of for so long is lost, unless its machine answers, or it is seen to live on ours."""
 
 
 class PeerRoad:
@@ -109,10 +109,12 @@ class PeerRoad:
         stalled, self._beaten = now - self._beaten > MAX_SILENCE_S / 2, now
         if stalled:  # it was we who did not listen
             self.heard = now
-        if now - self.heard > MAX_SILENCE_S and not self._is_seen_alive:
-            self.lost = self.lost or f"no sign of life for {MAX_SILENCE_S:g} s"
+        urgent = self._lanes["urgent"]
+        urgent.look()
+        if now - max(self.heard, urgent.answered) > MAX_SILENCE_S and not self._is_seen_alive:
+            self.lost = self.lost or f"no sign of life for {MAX_SILENCE_S:g} s, and its machine does not answer"
         if not self.lost:
-            self._lanes["urgent"].send(wire.encode(wire.Heartbeat()))
+            urgent.send(wire.encode(wire.Heartbeat()))
             for lane in self._lanes.values():
                 lane.beat()
 

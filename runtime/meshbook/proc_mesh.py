@@ -268,7 +268,8 @@ class ProcMesh(Arranged):
         """Start the ranks that ended again, with new agents where theirs are lost, and form the groups with all ranks.
 
         The others keep their state; the new ones have none. They run the cells ``setup``, alone.
-        force: also a rank that ends again and again. note: is told, once, what takes long.
+        force: also a rank that ends again and again, and those of hosts that are suspect (`suspects`), which are given
+        up. note: is told, once, what takes long.
         Raises: CrashLoopError, SpawnError; KeyboardInterrupt, and then it can be healed again.
         """
         return Repair(self._controller, self._mesh, self.base(), note).heal(setup, force=force)
@@ -546,7 +547,7 @@ class ProcMesh(Arranged):
         """Not all processes are known to have ended. Raises: MeshError, unless their hosts are ended by force."""
         if self.suspects and self._mesh.owns_hosts:
             return
-        silent = [f"Host {name} is suspect, {why}: they end when it answers. " for name, why in self.suspects.items()]
+        silent = [f"Host {name} is {why}; they end when it answers. " for name, why in self.suspects.items()]
         raise MeshError(
             f'mesh "{self.name}" was told to stop, but not all of its processes are known to have ended. '
             f"{''.join(silent)}To end all hosts of this session by force: meshbook.shutdown()"

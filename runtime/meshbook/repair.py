@@ -115,10 +115,13 @@ class Repair:
 
     def _repair(self, kill: tuple[int, ...], setup: Sequence[str], force: bool) -> Repaired:
         began = time.monotonic()
-        for host, why in self._procs.suspects.items():
-            self.note(f"host {host} is suspect, {why}: its ranks keep their state and answer when it does")
+        for host, why in () if force else self._procs.suspects.items():
+            self.note(
+                f"host {host} is {why}; its ranks keep their state and answer when it does, --force gives them up"
+            )
         with self.exclusive():
             if force:
+                self._controller.ask_board(lambda board: self._give_up_suspects(board, kill))
                 self._controller.ask(lambda: self._mesh.crash_loops.forget((*kill, *self._mesh.lost)))
             new: set[int] = set()
             joined = False
@@ -148,6 +151,11 @@ class Repair:
             yield
         finally:
             self._controller.submit(lambda: self._mesh.end_repair(who))
+
+    def _give_up_suspects(self, board: Switchboard, kill: Sequence[int]) -> None:
+        """The hosts of ``kill``, or of all ranks."""
+        for host in self._mesh.by_host(kill or range(self._mesh.extent.nelements)):
+            board.give_up(host)
 
     def _bring_back(self) -> set[int]:
         """Start what is dead and form the groups; returns the ranks that were started."""

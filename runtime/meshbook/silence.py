@@ -24,5 +24,5 @@ def describe_silence(state: str | None, lost: WorkerLost | None = None, suspicio
     if lost is not None:
         return f"ended: {lost.cause}"
     if state is None:
-        return f"its host is suspect: {suspicion}" if suspicion else "its host does not answer"
+        return f"its host is {suspicion}" if suspicion else "its host does not answer"
     return _CAUSES.get(state, "native code holds the GIL")

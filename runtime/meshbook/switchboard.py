@@ -115,8 +115,11 @@ class Switchboard:
     def _tick_host(self, host: KnownHost) -> None:
         if host.hello is not None:
             host.beat()
+            host.look()
             if host.is_overdue:
-                self._lose(host, f"no sign of life for {MAX_SILENCE_S:g} s")
+                self._lose(
+                    host, f"no sign of life for {MAX_SILENCE_S:g} s, and no connection by which its machine answers"
+                )
         if not host.lost and (reason := host.launched.failure()):
             self._lose(host, reason)
 
@@ -495,6 +498,12 @@ class Switchboard:
             host.send_urgent(wire.Goodbye())
             self._lose(host, "it was stopped")
         self.hosts.pop(host.id, None)
+
+    def give_up(self, host: KnownHost) -> None:
+        """Count a host as lost that is only suspect, since a person says so: should it come back it ends."""
+        if suspicion := host.suspicion:
+            host.send_urgent(wire.Goodbye())
+            self._lose(host, f"given up: it was {suspicion}")
 
     def lose(self, host: KnownHost, reason: str) -> None:
         """Nothing more is expected of a host."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -25,6 +26,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from meshbook.addresses import family_of
+from meshbook.answering import borrow, last_answer
 from meshbook.doorkeeper import BACKLOG, Doorkeeper
 from meshbook.event_loop import EventLoop, Watch
 from meshbook.frames import Buffer
@@ -38,12 +40,15 @@ LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
 
 HEARTBEAT_S = 1.0
 """How often each side says that it lives."""
+ANSWER_S = 10.0
+"""A machine that has acknowledged nothing for so long is out of reach, or gone."""
 
 _READABLE, _NOBLOCK, _NOBLOCK_MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """Plain numbers: on the path of every message, and flags of an enumeration take ten times as long."""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"meshbook"
 _MAX_FRAME_BYTES = 64 << 20
+_CONNECTION_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _NEEDED_FILES = 64
 """libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
 _COPY_BELOW_BYTES = 1 << 16
@@ -56,6 +61,7 @@ def _configure(sock: zmq.Socket[bytes]) -> None:
     sock.handshake_ivl = 5000
     sock.reconnect_ivl = 100
     sock.reconnect_ivl_max = 500
+    sock.tcp_keepalive, sock.tcp_keepalive_idle, sock.tcp_keepalive_intvl, sock.tcp_keepalive_cnt = 1, 5, 1, 5
     sock.copy_threshold = _COPY_BELOW_BYTES
 
 
@@ -179,6 +185,12 @@ class ControllerSocket:
         if self._monitor is not None:
             self._watch_connections()
 
+    def answered(self, host_id: str, before: float) -> float:
+        """When the machine of a host was last known to be there (`meshbook.answering`), at least ``before``."""
+        if self.door is None:
+            return before
+        return max(self.door.answered(f"{host_id}/{lane}", before) for lane in LANES)
+
     def key_of(self, host_id: str) -> str:
         """The public key of a host that is let in; empty for any other."""
         return self._keys.get(host_id, "")
@@ -298,6 +310,13 @@ class AgentSocket:
         self._sock.curve_publickey = ticket.public_key.encode()
         self._sock.curve_secretkey = ticket.secret_key.encode()
         self._sock.ipv6 = "[" in ticket.endpoint
+        self._monitor: zmq.Socket[bytes] | None = None
+        if lane == "urgent" and ticket.endpoint.startswith("tcp://"):  # one lane tells for all
+            self._monitor = self._sock.get_monitor_socket(_CONNECTION_EVENTS)
+        self._fd = -1
+        self._is_connected = False
+        self.answered = -math.inf
+        """As `look` has found it: when the machine of the other end was last known to be there."""
         self._sock.connect(ticket.endpoint)
         self.link = Link(ticket.epoch)
         self._is_watched = False
@@ -320,6 +339,23 @@ class AgentSocket:
 
     def _on_edge(self) -> None:
         self._may_read = True
+
+    def look(self) -> None:
+        """Look whether a silent peer is still connected, and its machine there; once a second is enough."""
+        while self._monitor is not None and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._fd = int(event["value"])
+            else:
+                self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._is_connected and (connection := borrow(self._fd)) is not None:
+            with connection:
+                self.answered = last_answer(connection, self.answered)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether, at the last look, a connection stood, by which the machine of the other end has answered lately."""
+        return self._is_connected and time.monotonic() - self.answered < ANSWER_S
 
     def readable(self) -> bool:
         if not self._may_read:
@@ -353,6 +389,9 @@ class AgentSocket:
 
     def close(self) -> None:
         """What was not sent is dropped."""
+        if self._monitor is not None:
+            self._sock.disable_monitor()
+            self._monitor = None
         self._sock.close(linger=0)
         self.link = Link(self.link.epoch)  # the old one holds views of payloads
 

@@ -410,4 +410,4 @@ def test_why_a_rank_is_silent_is_told_by_the_state_of_its_process() -> None:
     assert describe_silence("t") == "stopped by a debugger"
     assert "state D" in describe_silence("D")
     assert describe_silence(None) == "its host does not answer"
-    assert describe_silence(None, None, "no sign of life for 7 s") == "its host is suspect: no sign of life for 7 s"
+    assert describe_silence(None, None, "silent for 7 s: it is busy") == "its host is silent for 7 s: it is busy"

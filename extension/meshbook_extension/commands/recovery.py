@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FORCE = Option("--force", "also a rank that ends again and again")
+FORCE = Option("--force", "also a rank that ends again and again, and ranks whose host is silent")
 REPLAY = Option("--replay", "run the cells marked %%mesh --setup on the new ranks")
 
 HEAL = Grammar(
@@ -31,7 +31,8 @@ HEAL = Grammar(
     examples=("%mesh heal", "%mesh heal --force"),
     notes="""
 The other ranks keep their variables. Hosts whose agent is lost are started again too.
-A rank that ended more than 3 times within 60 s is left alone, unless --force is given.""",
+A rank that ended more than 3 times within 60 s is left alone, unless --force is given.
+A host that is silent but not known to have ended keeps its ranks; --force gives it up and starts another.""",
 )
 RESPAWN = Grammar(
     name="%mesh respawn",

@@ -1,0 +1,48 @@
+"""Agents of which only their connections tell, as of those on other machines: nobody here watches their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from typing import TYPE_CHECKING
+
+from meshbook import LocalLauncher
+from meshbook.launcher import LaunchedHost, LocalHost, Ticket
+
+if TYPE_CHECKING:
+    from benchmarks.faults.namespace import Namespace
+
+
+class FarHost:
+    """`meshbook.launcher.LaunchedHost`, without a word of what becomes of it."""
+
+    pid = started = 0
+
+    def __init__(self, host: LocalHost) -> None:
+        host.release()  # it has no pipe from us either
+        self._process = host._process
+
+    def failure(self) -> None:
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        """Wait only: nobody can end a process on another machine."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def release(self) -> None:
+        pass
+
+
+class FarLauncher(LocalLauncher):
+    """namespace: in which the last host of each launch lives."""
+
+    def __init__(self, namespace: Namespace | None = None) -> None:
+        super().__init__(separate_hosts=True)
+        self._namespace = namespace
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        started = super().launch(tickets[:-1])
+        with self._namespace.inside() if self._namespace else contextlib.nullcontext():
+            started += super().launch(tickets[-1:])
+        return [FarHost(host) for host in started if isinstance(host, LocalHost)]
