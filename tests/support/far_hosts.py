@@ -7,7 +7,9 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from meshbook import LocalLauncher
-from meshbook.launcher import LaunchedHost, LocalHost, Ticket
+from meshbook.launcher import LaunchedHost
+from meshbook.local_launcher import LocalHost
+from meshbook.ticket import Ticket
 
 if TYPE_CHECKING:
     from benchmarks.faults.namespace import Namespace
