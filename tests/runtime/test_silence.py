@@ -196,8 +196,8 @@ def test_a_machine_that_is_cut_off_is_lost_in_time(
         if stopped_first:
             os.kill(agent, signal.SIGSTOP)
             wait_until(lambda: mesh.suspects)
-        asked = mesh.slice(hosts=0).execute(mail_ranks.ask, there, "echo", 2, timeout=60)
         cable.pull()
+        asked = mesh.slice(hosts=0).execute(mail_ranks.ask, there, "echo", 2, timeout=60)
         began = time.monotonic()
         wait_until(lambda: "its connection has broken" in str(mesh.suspects))
         wait_until(lambda: mesh.lost == (1,), timeout_s=40)
