@@ -38,8 +38,8 @@ test-ipykernels: $(READY)
 	$(BIN)/python tests/support/other_ipykernel.py 6.29.5 $(ARGS)
 
 # A short suite under 3.10 to 3.13, those that this machine has (on the path, or pyenv's), with the oldest and newest
-# dependencies: see tests/support/other_pythons.py. ARGS="3.10 3.13" names some of them, ARGS=--light those that need no
-# download of gigabytes. Kept in .pythons.
+# dependencies: see tests/support/other_pythons.py. ARGS="3.10 3.13" names some of them; with "--install-within 300" one
+# whose packages take longer to download is left out. Kept in .pythons.
 test-pythons: $(READY)
 	$(BIN)/python tests/support/other_pythons.py $(ARGS)
 

@@ -50,7 +50,7 @@ class GroupFactory:
         **more: Any,
     ) -> Any:
         names = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
-        if more or not names <= {"gloo", "nccl"}:
+        if any(more.values()) or not names <= {"gloo", "nccl"}:  # newer versions of torch name what they do not use
             return _torch_helper(
                 group_size, group_rank, global_ranks_in_group, backend, store, group_name, backend_options, timeout,
                 pg_tag, device_id, group_desc, **more,

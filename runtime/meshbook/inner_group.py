@@ -40,6 +40,9 @@ from meshbook.torn import Operands, Torn, settle
 GIVE_UP_AFTER_S = 600.0
 """Operations that have not ended so long after their group was given up keep it for the life of the process."""
 
+_NUMBERS_ARE_SET = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+"""Later versions of torch begin at 0 by themselves, and warn of whoever sets them."""
+
 _GRACE_S = 2.0
 """A group that was given up listens so much longer: who connects late to a closed port tries again for half an hour."""
 
@@ -131,7 +134,8 @@ class InnerGroup:
             if name not in made:
                 prefixed = PrefixStore(f"{device}/", store)
                 made[name] = self._gloo(recipe, prefixed) if name == "gloo" else self._nccl(recipe, prefixed, options)
-                made[name]._set_sequence_number_for_group()
+                if _NUMBERS_ARE_SET:
+                    made[name]._set_sequence_number_for_group()
             group._register_backend(torch.device(device), kinds.GLOO if name == "gloo" else kinds.NCCL, made[name])
         group._set_group_name(recipe.name)
         group._set_group_desc(recipe.description)

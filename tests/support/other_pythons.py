@@ -1,17 +1,18 @@
 """A short part of the suite under the Pythons that we promise, each in an environment of its own in ``.pythons``.
 
-    python tests/support/other_pythons.py [--light] [3.10 3.13 ...] [pytest's arguments]
+    python tests/support/other_pythons.py [--install-within SECONDS] [3.10 3.13 ...] [pytest's arguments]
 
-A Python that is not on this machine is left out, with a word. uv makes the environments: it finds the oldest versions
-that pyproject.toml allows by itself, and environments share their files, of which each would take 5 GB where wheels of
-PyTorch bring CUDA along. They are kept between runs, and made anew when their row or pyproject.toml changes.
+uv makes the environments: it finds the oldest versions that pyproject.toml allows by itself, and environments share
+their files, of which each would take 5 GB where wheels of PyTorch bring CUDA along: UV_TORCH_BACKEND=cpu spares most of
+that where PyTorch's own index can be reached. They are kept, and made anew when their row or pyproject.toml changes.
 
-``--light`` downloads no other PyTorch than `make setup` does: 3.11 has the wheel that pip finds for that, and another
-row is left out, with a word, where uv has not kept all that it needs since an earlier run.
+A Python that is not on this machine is left out. With ``--install-within`` so is one whose environment takes longer, or
+for which there is no room on the disk or no network. The closing lines say which; a test that fails is a failure.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -27,6 +28,10 @@ TOOLS = ("pytest>=9", "pytest-rerunfailures>=16", "pytest-timeout>=2.4", "psutil
 TORCH = "torch==2.13.0"
 """The one that everything else is developed with: of others only the oldest is tried."""
 INSTALL_S, TEST_S = 1800, 900
+ROOM_BYTES = 8 << 30
+"""On the disk, for one environment: PyTorch and CUDA are 7 GB."""
+ELSEWHERE = ("No space left on device", "Failed to fetch", "dns error", "error sending request", "Connection")
+"""What uv says where an environment cannot be made for reasons that are not ours."""
 MODULES = "ctypes, lzma, sqlite3, ssl"
 """What a Python that was built without their libraries lacks."""
 
@@ -48,12 +53,16 @@ ROWS = (
     Row("3.10", "the oldest dependencies that pyproject.toml allows", (), OLDEST),
     Row("3.11", "the oldest dependencies but for PyTorch", (TORCH,), OLDEST, by_pip=(TORCH,)),
     Row("3.12", "what hosted notebooks have", ("ipykernel==6.17.1", "ipython==7.34.0", TORCH)),
-    Row("3.13", "the newest dependencies but for PyTorch", (TORCH,)),
+    Row("3.13", "the newest dependencies", ()),
 )
 
 
-def find_python(version: str) -> str | None:
-    """The command of a Python of this version: the one on the path, or one of pyenv's."""
+class LeftOut(Exception):
+    """A row that this machine cannot run, and why."""
+
+
+def find_python(version: str) -> str:
+    """The command of a Python of this version: the one on the path, or one of pyenv's. Raises: LeftOut."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     for command in (f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))):
         ask = [command, "-c", f"import sys, {MODULES}; print('%d.%d' % sys.version_info[:2])"]
@@ -64,49 +73,74 @@ def find_python(version: str) -> str | None:
             return command
         if "No module" in told.stderr:
             _say(f"{command} is passed over: {told.stderr.strip().splitlines()[-1]}")
-    return None
+    raise LeftOut("it is not on this machine")
 
 
-def make(row: Row, command: str, light: bool = False) -> Path:
-    """The Python of the row's environment, which is made where it is not. Raises: CalledProcessError if that fails."""
+def make(row: Row, command: str, within_s: float) -> Path:
+    """The Python of the row's environment, which is made where it is not.
+
+    within_s: 0 for as long as it takes.
+    Raises: LeftOut if it cannot be made so quickly, or here; CalledProcessError if it cannot be made.
+    """
     folder = ROOT / ".pythons" / row.python
     made_from = repr((row, command, TOOLS)) + (ROOT / "pyproject.toml").read_text()
     mark, stamp = folder / "made-from", hashlib.sha256(made_from.encode()).hexdigest()
     python = folder / "bin" / "python"
-    if not mark.exists() or mark.read_text() != stamp:
-        uv = [sys.executable, "-m", "uv"]
-        subprocess.run([*uv, "venv", "-q", "--clear", "-p", command, str(folder)], check=True, timeout=60)
+    if mark.exists() and mark.read_text() == stamp:
+        return python
+    uv = [sys.executable, "-m", "uv"]
+    if within_s:
+        _require_room(Path(_output([*uv, "cache", "dir"])))
+    deadline = time.monotonic() + (within_s or INSTALL_S)
+    try:
+        _run([*uv, "venv", "-q", "--clear", "-p", command, str(folder)], deadline)
         if row.by_pip:
             pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-compile"]
-            subprocess.run([*pip, *row.by_pip], check=True, timeout=INSTALL_S)
-        options = [*row.options, *(["--offline"] if light and not row.by_pip else [])]
-        install = [*uv, "pip", "install", "-q", "--compile-bytecode", "-p", str(python), *options]
-        subprocess.run([*install, "-e", ".[notebook]", *row.packages, *TOOLS], cwd=ROOT, check=True, timeout=INSTALL_S)
-        mark.write_text(stamp)
+            _run([*pip, *row.by_pip], deadline)
+        install = [*uv, "pip", "install", "-q", "--compile-bytecode", "-p", str(python), *row.options]
+        _run([*install, "-e", ".[notebook]", *row.packages, *TOOLS], deadline)
+    except subprocess.TimeoutExpired:
+        if not within_s:
+            raise
+        raise LeftOut(f"its packages were not installed within {within_s:g} s") from None
+    except subprocess.CalledProcessError as error:
+        if not within_s or not any(reason in error.stderr for reason in ELSEWHERE):
+            raise
+        raise LeftOut(f"its packages cannot be had here: {error.stderr.strip().splitlines()[-1].strip()}") from None
+    mark.write_text(stamp)
     return python
 
 
-def run(row: Row, arguments: list[str], light: bool) -> bool:
-    """Whether the tests pass under a row; also where its Python is not here."""
+def _run(command: list[str], deadline: float) -> None:
+    left_s = max(deadline - time.monotonic(), 1)
+    try:
+        subprocess.run(command, cwd=ROOT, check=True, timeout=left_s, stderr=subprocess.PIPE, text=True)
+    except subprocess.CalledProcessError as error:
+        print(error.stderr, file=sys.stderr, flush=True)
+        raise
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout.strip()
+
+
+def _require_room(cache: Path) -> None:
+    cache = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if (free := min(shutil.disk_usage(folder).free for folder in (ROOT, cache))) < ROOM_BYTES:
+        raise LeftOut(f"{free >> 30} GB are free, its packages may need {ROOM_BYTES >> 30}")
+
+
+def run(row: Row, arguments: list[str], within_s: float) -> bool:
+    """Whether the tests pass under a row. Raises: LeftOut, CalledProcessError."""
     command = find_python(row.python)
-    if command is None:
-        _say(f"Python {row.python} is not on this machine: left out")
-        return True
     began = time.monotonic()
     _say(f"Python {row.python} with {row.what}")
-    try:
-        python = make(row, command, light)
-    except subprocess.CalledProcessError:
-        if not light or row.by_pip:
-            raise
-        _say(f"Python {row.python}: uv has not kept all that it needs: left out")
-        return True
+    python = make(row, command, within_s)
     made_s = time.monotonic() - began
+    versions = "import torch, IPython; print(f'torch {torch.__version__}, IPython {IPython.__version__}')"
+    _say(f"Python {row.python}: made in {made_s:.0f} s, {_output([str(python), '-c', versions])}")
     pytest = [str(python), "-m", "pytest", "-q", "-o", "filterwarnings=", "--timeout=400", *TESTS, *arguments]
-    code = subprocess.run(pytest, cwd=ROOT, timeout=TEST_S, check=False).returncode
-    tested_s = time.monotonic() - began - made_s
-    _say(f"Python {row.python}: {'failed' if code else 'good'}; made in {made_s:.0f} s, tested in {tested_s:.0f} s")
-    return not code
+    return not subprocess.run(pytest, cwd=ROOT, timeout=TEST_S, check=False).returncode
 
 
 def _say(text: str) -> None:
@@ -115,10 +149,25 @@ def _say(text: str) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the rows that are named, or all; returns the exit code."""
-    named = [argument for argument in arguments if argument in {row.python for row in ROWS}]
-    rest = [argument for argument in arguments if argument not in (*named, "--light")]
-    good = [run(row, rest, "--light" in arguments) for row in ROWS if not named or row.python in named]
-    return 0 if all(good) else 1
+    parser = argparse.ArgumentParser(usage=(__doc__ or "").split("\n\n")[1].strip())
+    parser.add_argument("--install-within", type=float, default=0)
+    options, rest = parser.parse_known_args(arguments)
+    named = [argument for argument in rest if argument in {row.python for row in ROWS}]
+    outcomes = {}
+    for row in ROWS:
+        if named and row.python not in named:
+            continue
+        began = time.monotonic()
+        try:
+            good = run(row, [argument for argument in rest if argument not in named], options.install_within)
+            outcomes[row.python] = f"{'good' if good else 'FAILED'}, {time.monotonic() - began:.0f} s"
+        except LeftOut as why:
+            outcomes[row.python] = f"LEFT OUT, not tested: {why}"
+        except subprocess.SubprocessError as error:
+            outcomes[row.python] = f"FAILED: {error}"
+    for version, outcome in outcomes.items():
+        _say(f"Python {version}: {outcome}")
+    return 1 if any(outcome.startswith("FAILED") for outcome in outcomes.values()) else 0
 
 
 if __name__ == "__main__":
