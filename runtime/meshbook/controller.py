@@ -31,6 +31,7 @@ from meshbook.known_host import KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.launcher import LaunchedHost
 from meshbook.lifecycle import MeshPhase
+from meshbook.link import check_message
 from meshbook.local_launcher import FoundHost
 from meshbook.mailboxes import Mailboxes
 from meshbook.mesh_stacks import MeshStacks
@@ -427,12 +428,16 @@ mailbox=mailbox,
     def query(
         self, mesh_id: int, endpoint: str, members: Members, timeout_s: float, args: Sequence[object] = ()
     ) -> dict[int, Any]:
-        """Ask the control threads of ``members``; returns what came in time. args: plain data, as msgpack has it."""
+        """Ask the control threads of ``members``; returns what came in time.
+
+        args: plain data, as msgpack has it. Raises: MessageTooLarge.
+        """
         answers: dict[int, Any] = {}
         wanted = len(members)
         done: Future[None] = Future()
         id = self.next_id()
         message = wire.Query(id, mesh_id, endpoint, members.encode(), wire.encode(args) if args else b"")
+        check_message(wire.encode(message), ())
 
         def on_answer(rank: int, value: Any) -> None:
             answers[rank] = value
@@ -457,9 +462,10 @@ mailbox=mailbox,
         return dict(answers)
 
     def tell_ranks(self, mesh: KnownMesh, endpoint: str, ranks: Collection[int], args: Sequence[object]) -> None:
-        """Put a question whose answers nobody waits for."""
+        """Put a question whose answers nobody waits for. Raises: MessageTooLarge."""
         members = Region.of(mesh.extent).select(sorted(ranks)).encode()
         query = wire.Query(self.next_id(), mesh.id, endpoint, members, wire.encode(args))
+        check_message(wire.encode(query), ())
 
         def send() -> None:
             for host in mesh.hosts:

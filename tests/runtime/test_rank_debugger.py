@@ -15,6 +15,7 @@ import pytest
 from meshbook import ProcMesh
 from meshbook.cell_run import CellRun
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
+from meshbook.frames import MAX_FRAME_BYTES
 from meshbook.mesh import set_attendant
 from meshbook.prompt import DebugPrompt
 
@@ -104,6 +105,14 @@ def test_a_stopped_rank_says_where_and_others_wait(mesh4: ProcMesh) -> None:
     assert f"[2] > <cell {CELL}>(4)<module>()\n[2] -> breakpoint()\n" in debug(mesh4, run, "c")
     run.future.get(ENOUGH_S)
     assert mesh4.status()[2].state == "idle"
+
+
+def test_a_line_that_no_message_carries_is_refused_at_the_prompt(mesh4: ProcMesh) -> None:
+    run = start(mesh4, "if rank == 2: breakpoint()")
+    wait_stopped(mesh4, [2])
+    shown = debug(mesh4, run, f"x = 1  # {'x' * MAX_FRAME_BYTES}", "p rank", "c")
+    assert "are too much for a message" in shown and "[2] 2\n" in shown
+    run.future.get(ENOUGH_S)
 
 
 def test_a_line_is_for_one_prompt_only(mesh4: ProcMesh) -> None:
