@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.frames import MAX_FRAME_BYTES
-from meshbook.mesh import set_output_source
+from meshbook.mesh import set_attendant, set_output_source
 from meshbook.output_events import OutputCut, OutputEvent, OutputTarget, StreamText
 from meshbook.processes import resident_bytes
+from meshbook.prompt import DebugPrompt
 
 DEADLINE_S = 60.0
 MAX_GROWTH_BYTES = 256 << 20
 """What the agent may keep of all that was printed: a frame as large as there are, and copies of it."""
+LARGEST_PROMPT = 4 << 20
 SIZES = (1 << 16, 1 << 20, (1 << 20) + 1, 10 << 20, MAX_FRAME_BYTES - 1000, MAX_FRAME_BYTES + 1, 70 << 20)
 
 
@@ -47,7 +49,7 @@ class Loads:
         set_output_source(lambda procs: OutputTarget(procs.new_output_id(), self.heard.append))
         self.ways: tuple[Callable[[int], object], ...] = (
             self.value, self.result, self.argument, self.printed, self.printed_late, self.printed_by_an_actor,
-            self.shown, self.error, self.error_of_an_actor, self.name_of_an_error, self.label, self.stored,
+            self.shown, self.error, self.error_of_an_actor, self.name_of_an_error, self.label, self.stored, self.prompt,
         )  # fmt: skip
 
     def value(self, size: int) -> None:
@@ -107,6 +109,16 @@ class Loads:
         else:
             self._fails(lambda: self.mesh.slice(gpus=0).run(code).get(DEADLINE_S))
 
+    def prompt(self, size: int) -> None:
+        """What pdb shows, and a command that is typed there."""
+        typist = _Typist(f"p 'x' * {size}", f"count = {size}  # {'x' * size}", "c")
+        set_attendant(typist)
+        try:
+            self.mesh.run("breakpoint()").get(DEADLINE_S)
+        finally:
+            set_attendant(None)
+        assert min(size, 1000) <= typist.shown <= LARGEST_PROMPT, typist.shown
+
     def _fails(self, call: Callable[[], object]) -> None:
         try:
             call()
@@ -114,6 +126,28 @@ class Loads:
             assert len(str(failed)) < 1 << 20
         else:
             raise AssertionError("it has not failed")
+
+
+class _Typist:
+    """Somebody who types some lines, for each rank the last of them, and counts what is shown."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.shown = list(lines), 0
+
+    def refusal(self) -> str:
+        return ""
+
+    def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
+        return DebugPrompt(procs, self).attend(is_over)
+
+    def show(self, texts: Mapping[int, str]) -> None:
+        self.shown += sum(map(len, texts.values()))
+
+    def say(self, text: str) -> None:
+        self.shown += len(text)
+
+    def read(self, prompt: str, is_open: Callable[[], bool]) -> str:
+        return self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
 
 
 def _repeat(size: int) -> str:

@@ -8,6 +8,9 @@ long as such a call is open.
     sound, since    on a rank that will not come the main thread is idle, and so are the actors that use the group
                     of those that wait, only the actors that were called are looked at
 
+Actors that wait for each other in operations in which they disagree are freed though nobody failed: of calls that take
+long the ranks are asked, less and less often.
+
 Calls that actors make, and messages that nobody waits for, are not seen here: there an interrupt, or
 `ProcMesh.abort_groups`, helps. When calls that failed or were interrupted have ended, groups that are not equally far
 on all members are formed again. Under the turn of `meshbook.turns`, as `GroupRescue`.
@@ -33,7 +36,7 @@ from meshbook.calls import OpenCall
 from meshbook.known_mesh import KnownMesh
 from meshbook.lifecycle import GroupPhase
 from meshbook.looks import ALL, RECENT, Look, Looks
-from meshbook.mismatches import place_and_absent
+from meshbook.mismatches import Mismatches, place_and_absent
 from meshbook.output_events import Notice
 from meshbook.rescue import FIRST_LOOK_S, SELDOM_LOOK_S, GroupRescue, cause_of
 from meshbook.shape import Members
@@ -87,6 +90,10 @@ class MailRescue:
         """Calls that have ended, and complete when the ranks have told in what they disagree."""
         self._judged: dict[int, OpenCall] = {}
         """Those of them for which ranks were asked."""
+        self._long = Mismatches()
+        """Those that are open, with the time at which ranks are asked in what they disagree."""
+        self._asked: list[OpenCall] = []
+        """Those of them for which they were asked."""
         self._uneven = False
         """Calls have failed, and nobody has compared the groups since."""
         self._suspected: list[Odd] = []
@@ -108,6 +115,8 @@ class MailRescue:
         self, mailbox: int, members: Members, transmit: Callable[[], object], call: OpenCall | None = None
     ) -> None:
         """Send a new call, or a message that nobody answers, to the ranks now or when it meets no failed one there."""
+        if call is not None:
+            self._long.suspect(call, time.monotonic())
         if not (self._failing or self._uneven or self._held) and self._groups.phase in _SOUND:
             transmit()
             return
@@ -128,6 +137,7 @@ class MailRescue:
         self._held = left
         for rank in tuple(call.waiting):
             call.answer(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None), (), ())
+        self._long.forget(call)
         self._calls.settle_if_done(call)
         return True
 
@@ -194,6 +204,7 @@ class MailRescue:
 
     def holds(self, call: OpenCall) -> bool:
         """Whether a call that all have ended completes later: ranks may have disagreed, and are asked."""
+        self._long.forget(call)
         if not self._groups.agreements.doubted or self._mesh.lost:
             return False
         self._doubtful[call.id] = call
@@ -213,6 +224,23 @@ class MailRescue:
             self._abort(look, found[0].text, {group.group for group in found}, mailboxes)
         self._complete(self._judged)
 
+    def _judge_open(self, look: Look) -> None:
+        """Free the actors that disagree and wait for each other: they are never served rightly."""
+        calls = {call.id: call for call in self._asked} | self._failing
+        self._asked = []
+        if not calls or self._groups.phase is not GroupPhase.FORMED or not self._is_certain(look):
+            return
+        for group in find_disagreements(look.answers):
+            users = {box for told in look.answers.values() for each in told.groups if each.name == group.group
+                     for box in each.mailboxes}  # fmt: skip
+            theirs = [call for call in calls.values() if call.mailbox in users]
+            theirs = [call for call in theirs if any(call.members.has(rank) for rank in group.ranks)]
+            for call in theirs:
+                if call.disagree(group.ranks, group.text) and call.waiting:
+                    self._calls.tell(call.output, Notice(f"{call.what}: {group.text}\n  freed", call.output))
+            if theirs:
+                self._abort(look, group.text, {group.group}, {call.mailbox for call in theirs})
+
     def _complete(self, calls: dict[int, OpenCall]) -> None:
         while calls:
             self._calls.complete(calls.popitem()[1])
@@ -220,13 +248,13 @@ class MailRescue:
     @property
     def due(self) -> float:
         """When `expire` wants to be called."""
-        return min(self._looks.due if self._looks.busy else self._look_at, self._release_at)
+        return min(self._looks.due if self._looks.busy else min(self._look_at, self._long.due), self._release_at)
 
     def expire(self, now: float) -> None:
         """Do what is due."""
         self._looks.expire(now)
-        if not self._looks.busy and self._look_at <= now:
-            self._look_at = math.inf
+        if not self._looks.busy and (self._look_at <= now or self._long.is_due(now)):
+            self._look_at, self._asked = math.inf, self._long.postpone(now)
             if self._groups.phase is not GroupPhase.ABORTED or self._mesh.lost:
                 self._formed_later = False  # whoever came first has formed them
             phases = (GroupPhase.FORMED, GroupPhase.NONE, *([GroupPhase.ABORTED] if self._formed_later else []))
@@ -244,12 +272,15 @@ class MailRescue:
         """The mesh is being stopped."""
         self._failing.clear()
         self._held.clear()
+        self._long = Mismatches()
         self._looks.give_up()
         self._uneven, self._look_at, self._release_at, self._settle_by = False, math.inf, math.inf, 0.0
 
     def _on_look(self, look: Look) -> None:
         if self._judged:
             self._judge(look)
+        else:
+            self._judge_open(look)
         if self._formed_later:
             self._form(look)
         elif not self._free_stuck(look):

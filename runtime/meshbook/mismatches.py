@@ -1,6 +1,7 @@
 """Calls whose ranks wait for others that never come though nobody failed: said once, and left to the person. Pure.
 
-Such a call has ranks that ended it long before the others, or was never sent to all ranks of the mesh.
+Such a call has ranks that ended it long before the others, or was never sent to all ranks of the mesh; or all of its
+ranks wait for each other in operations in which they disagree, from which they are freed (`meshbook.agreements`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from meshbook.stuck import Stuck, find_stuck, where_stuck
 from meshbook.wording import name_ranks
 
 TELL_S = 2.0
-"""So long a call may be uneven before the ranks are asked."""
+"""So long a call may take before the ranks are asked."""
 
 NEXT_STEPS = "look: %mesh stacks    stop: interrupt"
 
@@ -23,7 +24,7 @@ SELDOM_S = 30.0
 
 
 class Mismatches:
-    """The uneven calls of one mesh."""
+    """The long calls of one mesh."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[OpenCall, float, float]] = {}
@@ -40,6 +41,15 @@ class Mismatches:
     def forget(self, call: OpenCall) -> None:
         """It has ended, or failed, which is looked after elsewhere."""
         self._calls.pop(call.id, None)
+
+    def postpone(self, now: float) -> list[OpenCall]:
+        """The calls for which the ranks are asked now, and again after a longer while."""
+        found = [call for call, due, _ in self._calls.values() if due <= now]
+        for call in found:
+            pause_s = min(2 * self._calls[call.id][2], SELDOM_S)
+            self._calls[call.id] = (call, now + pause_s, pause_s)
+        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+        return found
 
     def is_due(self, now: float) -> bool:
         """Whether the ranks should be asked now."""

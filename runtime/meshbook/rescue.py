@@ -127,8 +127,7 @@ class GroupRescue:
 
     def send(self, call: OpenCall, transmit: Callable[[], None]) -> None:
         """Send a new call to the ranks now, or when those that it shares with a failed call are back."""
-        if len(call.members) < self._mesh.extent.nelements:
-            self._mismatches.suspect(call, time.monotonic())
+        self._mismatches.suspect(call, time.monotonic())
         if self._must_queue(call, self._held):
             self._held[call.id] = (call, transmit)
         else:

@@ -89,13 +89,9 @@ def test_operations_in_another_order_are_told_with_both_places(mesh4: ProcMesh) 
             dist.barrier()
             dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX)
     """
-    output = Collector()
-    run = mesh4.start_cell(code, on_output=output, cell_number=9)
-    with pytest.raises((errors.CallFailed, errors.CallTimeout)):
-        run.future.get(3)
-    run.interrupt()
-    with pytest.raises(errors.CallFailed, match="barrier against all_reduce"):
-        run.future.get(30)
+    said, error, _ = disagree(mesh4, _dedent(code))
+    assert "barrier against all_reduce" in said and "rank 1 at cell 9, line 4" in said
+    assert error.freed
 
 
 def test_a_subgroup_is_told_of_and_the_other_one_is_not(square: ProcMesh) -> None:
@@ -242,6 +238,30 @@ def test_actors_that_disagree_are_told_and_their_groups_are_formed_again(mesh4: 
             assert mesh4.run(WORKS).get(30).values() == [[4.0] * 3] * 4
     finally:
         learners.stop().get(30)
+
+
+class Reverser(Actor):
+    @endpoint
+    def step(self, odd: int) -> float:
+        import torch
+        import torch.distributed as dist
+
+        x = torch.ones(4)
+        steps = [dist.barrier, lambda: dist.all_reduce(x)]
+        for step in reversed(steps) if dist.get_rank() == odd else steps:
+            step()
+        return float(x[0])
+
+
+def test_actors_that_wait_for_each_other_in_what_they_disagree_are_freed(mesh4: ProcMesh) -> None:
+    reversers = mesh4.spawn("reversers", Reverser)
+    try:
+        for odd in (2, 0):
+            with pytest.raises(errors.CallFailed, match=r"disagree in operation .*(barrier|all_reduce) against"):
+                reversers.step.call(odd).get(30)
+            assert reversers.step.call(-1).get(30).values() == [4.0] * 4
+    finally:
+        reversers.stop().get(30)
 
 
 # ---- no false alarm --------------------------------------------------------------------------------------------------
