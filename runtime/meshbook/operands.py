@@ -145,7 +145,11 @@ def describe_message(operation: str, tensor: torch.Tensor) -> Description:
 def describe(method: str, args: tuple[Any, ...]) -> Description:
     """What an operation with these arguments is; ``method`` is torch's name of it within process groups."""
     try:
-        key = _KEYS[method](method, *args)
+        if method == "allreduce" and len(args[0]) == 1:  # as `_reduced`: by far the most frequent, so kept short
+            tensor = args[0][0]
+            key: Key = (method, tensor.shape, NO_DATA if tensor.is_meta else tensor.dtype, hash(args[1].reduceOp))
+        else:
+            key = _KEYS[method](method, *args)
     except (IndexError, AttributeError, TypeError, KeyError):  # arguments that torch will refuse, or that are new to us
         key = (method,)
     return _known.get(key) or _learn(key)
