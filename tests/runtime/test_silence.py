@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import mail_ranks
+import msgspec
 import psutil
 import pytest
 import torch
@@ -18,13 +19,16 @@ from controllers import Zygote
 from far_hosts import FarLauncher
 from mail_ranks import open_desks
 from patience import wait_until
+from relay import Relay
 
 from benchmarks.faults.namespace import Namespace, make_namespace
 from meshbook import LocalLauncher, ProcMesh, shutdown, start_hosts
 from meshbook.errors import CallFailed, CallInterrupted, MeshError, WorkerLost
 from meshbook.event_loop import EventLoop
 from meshbook.known_host import MAX_SILENCE_S
+from meshbook.launcher import LaunchedHost
 from meshbook.lease import Lease
+from meshbook.ticket import Ticket
 
 
 @pytest.fixture(params=["local", "elsewhere"])
@@ -169,6 +173,42 @@ def test_a_suspect_host_is_given_up_on_request_and_ends_when_it_comes_back(elsew
         assert elsewhere.run("rank").get(30).values() == [0, 1]
     assert not psutil.wait_procs(former, timeout=30)[1]
     assert elsewhere.run("rank").get(30).values() == [0, 1]
+
+
+class ProxiedLauncher(FarLauncher):
+    """The last host of the first launch dials in through a relay."""
+
+    relay: Relay | None = None
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        if self.relay is None:
+            host, _, port = tickets[-1].endpoint.removeprefix("tcp://").partition(":")
+            self.relay = Relay((host, int(port)))
+            last = msgspec.structs.replace(tickets[-1], endpoint=f"tcp://127.0.0.1:{self.relay.port}")
+            tickets = [*tickets[:-1], last]
+        return super().launch(tickets)
+
+
+def test_a_host_behind_a_proxy_that_passes_nothing_on_is_suspect_until_it_is_given_up(clean_end: None) -> None:
+    launcher = ProxiedLauncher()
+    hosts = start_hosts({"hosts": 2}, launcher)
+    with hosts.spawn_procs({"gpus": 1}, name="proxied", device="cpu", group=False, owns_hosts=True) as mesh:
+        former = psutil.Process(agent_of(mesh, 1))
+        assert launcher.relay is not None
+        launcher.relay.silence(600)
+        silent_until = time.monotonic() + MAX_SILENCE_S + 3
+        while time.monotonic() < silent_until:
+            assert not mesh.lost
+            time.sleep(0.1)
+        press_interrupt(0.2)
+        with pytest.raises(CallInterrupted, match=r"its host is silent for \d+ s"):
+            mesh.slice(hosts=1).run("1").get(30)
+        assert mesh.heal(force=True).ranks == (1,)
+        assert mesh.run("rank").get(30).values() == [0, 1]
+        launcher.relay.silence(0)  # it hears that it was given up
+        assert not psutil.wait_procs([former], timeout=30)[1]
+        assert not mesh.lost
+    launcher.relay.close()
 
 
 @pytest.fixture
