@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import random
 import subprocess
 import sys
 
 import pytest
 from IPython.core.completer import provisionalcompleter
 
+from benchmarks.faults.texts import strange_text
 from meshbook import errors
 from meshbook.proc_mesh import ProcMesh
 
@@ -196,6 +199,14 @@ def test_eval_shows_equal_values_once(notebook) -> None:
     assert notebook["_mesh"].values() == [3]
     text = notebook.fail("%mesh eval nonsense + 1")
     assert "NameError: name 'nonsense' is not defined" in text and len(text.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_eval_takes_and_shows_strange_texts(notebook, seed: int) -> None:
+    text = strange_text(random.Random(seed))
+    shown = notebook.run(f"%mesh eval {text!r} + str(rank * 0)").stdout
+    assert shown.startswith("[0-3] ") and ast.literal_eval(shown.removeprefix("[0-3] ")) == f"{text}0"
+    assert "ZeroDivisionError" in notebook.fail(f"%mesh eval 1 / 0, {text!r}")
 
 
 def test_push_and_pull(notebook) -> None:
