@@ -47,7 +47,7 @@ from meshbook.loans import Loans
 from meshbook.outside_stacks import OutsideStacks
 from meshbook.own_faults import attempt, tell
 from meshbook.peer_road import FULL_BULK_BYTES
-from meshbook.processes import adopt_orphans, machine_id, reap_strangers
+from meshbook.processes import adopt_orphans, kill_strays, machine_id, reap_strangers
 from meshbook.rank_log import settle_logs
 from meshbook.salvage import salvage
 from meshbook.segments import SegmentPool, map_segment
@@ -125,6 +125,7 @@ class HostAgent:
         self._outbox.flush()
         for template in self._templates.values():
             template.close()
+        kill_strays(())
         settle_logs(LOGS_GRACE_S)
         return self._exit_code
 
@@ -419,12 +420,19 @@ class HostAgent:
 
         def stopped() -> None:
             self._meshes.pop(mesh_id, None)
+            self._end_strays()
             self.send(wire.MeshStopped(mesh_id))
 
         if mesh is None:
             stopped()
         else:
             mesh.stop(grace_s, stopped)
+
+    def _end_strays(self) -> None:
+        """What ranks have left in sessions of their own ends with the last mesh: nobody knows of which one it was."""
+        templates = self._templates.values()
+        if not self._meshes and all(template.pid or template.failure for template in templates):
+            kill_strays({template.pid for template in templates})
 
     def _free_in_worker(self, pid: int, segment: int) -> bool:
         """Tell a worker that nobody looks at its segment any more; False if none is process ``pid``."""

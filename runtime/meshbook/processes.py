@@ -93,11 +93,16 @@ def descendants(pid: int) -> list[int]:
     """``pid`` and all that it and its children have started and that lives; parents first."""
     pids = [pid]
     for parent in pids:
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            try:
-                pids += map(int, children.read_text().split())
-            except OSError:
-                pass
+        pids += children(parent)
+    return pids
+
+
+def children(pid: int) -> list[int]:
+    """What ``pid`` has started or adopted, and not reaped."""
+    pids: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            pids += map(int, listed.read_text().split())
     return pids
 
 
@@ -117,6 +122,14 @@ def kill_session(pid: int) -> None:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
+
+
+def kill_strays(known: Collection[int]) -> None:
+    """SIGKILL to all below this process but ``known`` children and what is below those, whatever session it is in."""
+    for child in children(os.getpid()):
+        if child not in known:
+            for pid in descendants(child):
+                kill_session(pid)
 
 
 def is_group(pid: int) -> bool:

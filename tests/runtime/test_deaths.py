@@ -20,7 +20,7 @@ import pytest
 from collector import Collector
 from patience import wait_until
 
-from meshbook import ProcMesh, errors, this_host
+from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
 from meshbook.deaths import End, OomWatch, describe_end, last_words
 from meshbook.lost_ranks import Death, describe_deaths
 from meshbook.processes import is_same_process, start_time
@@ -124,6 +124,36 @@ def test_children_of_a_dead_rank_end_with_it(loose4: ProcMesh) -> None:
     assert started is not None
     os.kill(loose4.status()[3].pid, signal.SIGKILL)
     _await_end([(pid, started)], 5)
+
+
+LEAVES_ITS_SESSION = """
+import os, subprocess
+parted = subprocess.Popen(["sleep", "100"], start_new_session=True).pid
+read, write = os.pipe()
+if (child := os.fork()) == 0:
+    os.setsid()
+    daemon = subprocess.Popen(["sleep", "100"]).pid
+    os.write(write, b"%d" % daemon)
+    os._exit(0)
+os.waitpid(child, 0)
+parted, int(os.read(read, 20))
+"""
+
+
+@pytest.mark.parametrize("how", ["stop", "end of the host"])
+def test_what_ranks_leave_in_sessions_of_their_own_ends_with_the_last_mesh(clean_end: None, how: str) -> None:
+    hosts = start_hosts({"hosts": 1}, LocalLauncher())
+    mesh = hosts.spawn_procs({"gpus": 2}, group=False)
+    left = _with_start([pid for pids in mesh.run(LEAVES_ITS_SESSION).get(30).values() for pid in pids])
+    assert len(left) == 4
+    os.kill(mesh.status()[0].pid, signal.SIGKILL)
+    if how == "stop":
+        mesh.stop()
+        _await_end(left, 10)
+        with hosts.spawn_procs({"gpus": 1}, group=False) as again:
+            assert again.run("rank").get(30).values() == [0]
+    hosts.stop()
+    _await_end(left, 10)
 
 
 # ---- the OOM killer ------------------------------------------------------------------------------------------------
