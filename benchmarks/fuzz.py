@@ -282,7 +282,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
 
 def _settle(board: Switchboard, sock: ControllerSocket, host_id: str) -> KnownHost:
     """A host that nobody has wronged yet, with a mesh on it, and a call that waits for it."""
-    host = KnownHost(host_id, 1, _NoProcess(), sock)
+    host = KnownHost(host_id, 1, _NoProcess(), sock, board.on_whole)
     board.hosts = {host_id: host}
     board.meshes = {1: KnownMesh(1, "mesh", Extent.of({"gpus": 2}), [host, host], Recipe("cpu", (), b"/", (), {}))}
     call: OpenCall = OpenCall(1, 1, "fuzz", Region.of({"gpus": 2}), Future(), fail_fast=True, on_reply=None)

@@ -121,7 +121,7 @@ class Controller:
 
     def expect_host(self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool) -> KnownHost:
         """Know a host that was launched with ``ticket``; `KnownHost.ready` completes when it has dialled in."""
-        host = KnownHost(ticket.host_id, ticket.epoch, launched, self._socket)
+        host = KnownHost(ticket.host_id, ticket.epoch, launched, self._socket, self._board.on_whole)
         host.shares_environment = shares_environment
         self._board.hosts[host.id] = host
         if launched.pid:
@@ -177,7 +177,7 @@ class Controller:
 
     def find_host(self, id: str, saved: SavedHost) -> KnownHost:
         """Expect a host of the former controller."""
-        host = KnownHost(id, self.epoch, FoundHost(saved.pid, saved.started), self._socket)
+        host = KnownHost(id, self.epoch, FoundHost(saved.pid, saved.started), self._socket, self._board.on_whole)
         host.shares_environment, host.is_found = saved.shares_environment, True
 
         def readmit() -> None:

@@ -19,9 +19,8 @@ from meshbook.batches import unbatch
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.event_loop import EventLoop
 from meshbook.frames import Buffer, only_frame
-from meshbook.known_host import KnownHost
+from meshbook.host_link import HostLink, Parked
 from meshbook.loans import Loans, Segment
-from meshbook.local_launcher import FoundHost
 from meshbook.own_faults import tell
 from meshbook.segments import SegmentPool, map_segment
 from meshbook.transport import ControllerSocket
@@ -55,15 +54,16 @@ class PeerPort:
             raise
         for fd in self._sock.descriptors:
             loop.watch(fd, lambda: None)
-        self._callers: dict[str, KnownHost] = {}
+        self._callers: dict[str, HostLink] = {}
         self._ended: deque[Segment] = deque()
 
     def admit(self, host_id: str, key: str, epoch: int) -> None:
         """Let a host in, which starts to count anew."""
         if (former := self._callers.get(host_id)) is not None:
             former.lose("it has come anew")
-        host = self._callers[host_id] = KnownHost(host_id, epoch, FoundHost(0, 0), self._sock)
-        host.on_whole = lambda message, frames: self._on_whole(host, message, frames)
+        host = self._callers[host_id] = HostLink(
+            host_id, epoch, self._sock, lambda message, frames: self._on_whole(host, message, frames)
+        )
         self._sock.readmit(host_id, key)
 
     def drop(self, host_id: str) -> None:
@@ -101,7 +101,7 @@ class PeerPort:
             host.beat()
         self._sock.watch_door()
 
-    def _hear(self, host: KnownHost, message: wire.FromHost, frames: list[bytes]) -> None:
+    def _hear(self, host: HostLink, message: wire.FromHost, frames: list[bytes]) -> None:
         match message:
             case wire.Call() | wire.Cancel():
                 if message.origin is None or (isinstance(message, wire.Call) and not message.mailbox):
@@ -115,7 +115,7 @@ class PeerPort:
             case other:
                 raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
 
-    def _on_whole(self, host: KnownHost, message: wire.Replies | wire.Call | wire.Cancel, frames: list[bytes]) -> None:
+    def _on_whole(self, host: HostLink, message: Parked, frames: list[bytes]) -> None:
         """It has come with all of its payload."""
         if isinstance(message, wire.Cancel):
             self._callee.cancel_here(message)
@@ -131,7 +131,7 @@ class PeerPort:
             call = msgspec.structs.replace(call, segment=segment, bulk=None)
         self._callee.deliver(call, frames, functools.partial(self._answer, host))
 
-    def _refuse(self, host: KnownHost, call: wire.Call, error: MeshError) -> None:
+    def _refuse(self, host: HostLink, call: wire.Call, error: MeshError) -> None:
         if call.reply:
             ranks = [rank for part in call.target for rank in part.ranks()]
             replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
@@ -139,7 +139,7 @@ class PeerPort:
                 wire.Replies(call.id, replies, call.origin), [self._callee.explain(rank, error) for rank in ranks]
             )
 
-    def _answer(self, host: KnownHost, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
+    def _answer(self, host: HostLink, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Send answers back; their large payloads in pieces, which are not copied before."""
         sent: list[wire.RankReply] = []
         mine: list[Buffer] = []
@@ -154,7 +154,7 @@ class PeerPort:
             host.send(wire.Replies(replies.id, tuple(sent), replies.origin), mine)
 
     def _cut(
-        self, host: KnownHost, reply: wire.RankReply, segment: wire.SegmentRef, frames: list[Buffer]
+        self, host: HostLink, reply: wire.RankReply, segment: wire.SegmentRef, frames: list[Buffer]
     ) -> tuple[wire.RankReply, list[Buffer]]:
         key = (segment.pid, segment.segment)
         self._loans.lend(key)

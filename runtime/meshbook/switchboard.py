@@ -36,8 +36,9 @@ from meshbook.errors import (
 )
 from meshbook.frames import only_frame
 from meshbook.future import Future
+from meshbook.host_link import Parked
 from meshbook.introductions import Introductions
-from meshbook.known_host import MAX_SILENCE_S, SUSPECT_S, KnownHost, Parked
+from meshbook.known_host import MAX_SILENCE_S, SUSPECT_S, KnownHost
 from meshbook.known_mesh import KnownMesh, stale_view
 from meshbook.lifecycle import MeshPhase
 from meshbook.mail_rescue import MailRescue
@@ -214,7 +215,7 @@ class Switchboard:
         match message:
             case wire.Replies() | wire.Call() | wire.Cancel():
                 if not host.park(message, payload):
-                    self._on_whole(host, message, payload)
+                    self.on_whole(host, message, payload)
             case wire.AskPeers():
                 self.introductions.on_ask(host, message)
             case wire.PeerPort():
@@ -308,7 +309,6 @@ class Switchboard:
             return
         host.hello, host.name = hello, hello.name
         host.shares_memory = hello.machine == self.machine
-        host.on_whole = lambda message, frames: self._on_whole(host, message, frames)
         me = os.getpid()
         host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, me, start_time(me) or 0))
         for mesh in self.meshes.values():
@@ -324,7 +324,7 @@ class Switchboard:
         if mesh.moves and host.is_up and host not in mesh.hosts:  # those learn it with their new numbers
             host.send(wire.Moved(mesh.id, mesh.moves))
 
-    def _on_whole(self, host: KnownHost, message: Parked, frames: list[bytes]) -> None:
+    def on_whole(self, host: KnownHost, message: Parked, frames: list[bytes]) -> None:
         """It has come with all of its payload."""
         if isinstance(message, wire.Replies):
             self._on_replies(host, message, frames)
