@@ -76,3 +76,8 @@ def join_runs(texts: Sequence[Text], most: int = MANY_RUNS) -> list[Text]:
         streams = dict.fromkeys(stream for stream, _ in runs)
         return [Text(name, "".join(text for stream, text in texts if stream == name)) for name in streams]
     return [Text(stream, "".join(parts)) for stream, parts in runs]
+
+
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``8 ranks``"""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -11,7 +11,6 @@ import meshbook
 import meshbook_extension
 from meshbook.gpu_use import GpuUse
 from meshbook.proc_mesh import RankStatus
-from meshbook_extension.commands.looking import rank_table
 from meshbook_extension.error_log import ErrorLog
 from meshbook_extension.progress_bars import merge_bars
 from meshbook_extension.widget.fallback import as_html
@@ -19,6 +18,7 @@ from meshbook_extension.widget.history import History, Throughput
 from meshbook_extension.widget.recent_errors import shown
 from meshbook_extension.widget.snapshot import Snapshot
 from meshbook_extension.widget.states import letter_of
+from meshbook_extension.widget.text import rank_table
 
 
 def status(rank: int = 0, state: str = "busy", where: str = "", host: str = "a", busy_s: float = 1.5) -> RankStatus:

@@ -11,7 +11,7 @@ from meshbook.wording import did_you_mean, format_sizes
 from meshbook_extension.commands import command
 from meshbook_extension.commands.persistence import describe_others
 from meshbook_extension.jobs import Jobs
-from meshbook_extension.labels import format_seconds
+from meshbook_extension.labels import count, format_seconds
 from meshbook_extension.options import Arguments, Grammar, Option
 from meshbook_extension.running_cell import interrupted
 from meshbook_extension.session import DEFAULT_NAME, Session, check_identifier
@@ -219,8 +219,3 @@ def stop(session: Session, arguments: Arguments) -> None:
         print(f'mesh "{name}" stopped')
     if names and session.current:
         print(f'mesh "{session.current}" is current now')
-
-
-def count(number: int, noun: str) -> str:
-    """``1 rank``, ``8 ranks``"""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -88,7 +88,7 @@ class Shown:
             sink.display(self._bundle(snapshot), {}, display_id, update=True)
 
     def _bundle(self, snapshot: Snapshot) -> dict[str, Any]:
-        from meshbook_extension.commands.looking import status_text
+        from meshbook_extension.widget.text import status_text
 
         return {
             WIDGET_VIEW: {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id},
