@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.subject import TIMEOUT_S
 from meshbook import ProcMesh
-from meshbook.output_events import OutputCut, OutputEvent, RankDone, StreamText
+from meshbook.calls.output import OutputDropped, OutputEvent, RankDone, StreamText
 
 
 class Seen(NamedTuple):
@@ -68,7 +68,7 @@ class WatchedCell:
 
     def messages(self) -> int:
         """The number of events with text, or about cut text, that reached us."""
-        return sum(isinstance(seen.event, StreamText | OutputCut) for seen in self._seen)
+        return sum(isinstance(seen.event, StreamText | OutputDropped) for seen in self._seen)
 
     def text_bytes(self) -> int:
         """The number of characters that reached us."""

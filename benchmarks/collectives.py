@@ -45,8 +45,8 @@ def _compare(
 ) -> Iterator[Figure]:
     samples: dict[str, list[float]] = {"before": [], "meshbook": []}
     for number in range(-2, rounds):
-        turns = [("before", before), ("meshbook", ours)]
-        for name, child in turns if number % 2 else reversed(turns):
+        socket_turn = [("before", before), ("meshbook", ours)]
+        for name, child in socket_turn if number % 2 else reversed(socket_turn):
             seconds = _ask(child, line)
             if number >= 0:
                 samples[name].append(seconds)

@@ -12,7 +12,7 @@ from benchmarks.cells import WatchedCell
 from benchmarks.figures import Figure, Goal, Settings, timed
 from benchmarks.subject import mesh, pids
 from meshbook import ProcMesh
-from meshbook.output_events import RankDone
+from meshbook.calls.output import RankDone
 
 QUESTION = (
     "One rank of 8 raises while 7 are busy for 2 s: time from the raise to the caller's event. An "

@@ -34,19 +34,20 @@ from typing import NamedTuple
 
 import zmq
 
-from meshbook import own_faults, wire
-from meshbook.batches import Batch, unbatch
-from meshbook.calls import OpenCall
+from meshbook.calls.call import OpenCall
+from meshbook.concurrency import own_faults
+from meshbook.concurrency.future import Future
+from meshbook.controller.dispatcher import Dispatcher
+from meshbook.controller.host_state import HostState
+from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import ProtocolError
-from meshbook.frames import FrameReader, pack
-from meshbook.future import Future
-from meshbook.known_host import KnownHost
-from meshbook.known_mesh import KnownMesh, Recipe
-from meshbook.link import MESSAGE, Link
-from meshbook.shape import Extent, Region
-from meshbook.store import StoreOp
-from meshbook.switchboard import Switchboard
-from meshbook.transport import LANES, ControllerSocket, routing_id
+from meshbook.shape.members import Extent, Region
+from meshbook.wire import messages as wire
+from meshbook.wire.batches import Batch, unbatch
+from meshbook.wire.frames import FrameReader, pack
+from meshbook.wire.kv_store import StoreOp
+from meshbook.wire.link import MESSAGE, Link
+from meshbook.wire.transport import LANES, ControllerSocket, routing_id
 
 FRAMES, HANDSHAKES = 1_000_000, 100_000
 UNDER_WAY = 2000
@@ -248,8 +249,8 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     sock = ControllerSocket()
     endpoint = sock.bind(f"ipc://{workdir}/fuzz")
     public, secret = sock.accept("host")
-    board = Switchboard(lambda: None, itertools.count(1).__next__)
-    board.calls.default_listener = lambda event: None
+    dispatcher = Dispatcher(lambda: None, itertools.count(1).__next__)
+    dispatcher.calls.default_listener = lambda event: None
     window = threading.Semaphore(UNDER_WAY)
     sender = threading.Thread(
         target=_send_frames, args=(endpoint, sock.public_key, public, secret, count, seed, window), name="fuzz"
@@ -263,9 +264,9 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
             sock.poll(wake, 1.0)
             for host_id, lane, frames in sock.receive():
                 meter.at(done)
-                host = _settle(board, sock, host_id)
+                host = _settle(dispatcher, sock, host_id)
                 try:
-                    board.on_frames(host_id, lane, frames)
+                    dispatcher.on_frames(host_id, lane, frames)
                 except Exception:
                     crashes += 1
                     traceback.print_exc()
@@ -276,17 +277,19 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     report = meter.report("authenticated", done, refused, crashes + stderr.count)
     os.close(wake)
     sock.close()
-    board.payloads.close()
+    dispatcher.payloads.close()
     return report
 
 
-def _settle(board: Switchboard, sock: ControllerSocket, host_id: str) -> KnownHost:
+def _settle(dispatcher: Dispatcher, sock: ControllerSocket, host_id: str) -> HostState:
     """A host that nobody has wronged yet, with a mesh on it, and a call that waits for it."""
-    host = KnownHost(host_id, 1, _NoProcess(), sock, board.on_whole)
-    board.hosts = {host_id: host}
-    board.meshes = {1: KnownMesh(1, "mesh", Extent.of({"gpus": 2}), [host, host], Recipe("cpu", (), b"/", (), {}))}
+    host = HostState(host_id, 1, _NoProcess(), sock, dispatcher.on_whole)
+    dispatcher.hosts = {host_id: host}
+    dispatcher.meshes = {
+        1: MeshState(1, "mesh", Extent.of({"gpus": 2}), [host, host], WorkerSpec("cpu", (), b"/", (), {}))
+    }
     call: OpenCall = OpenCall(1, 1, "fuzz", Region.of({"gpus": 2}), Future(), fail_fast=True, on_reply=None)
-    board.calls.open(call, None)
+    dispatcher.calls.open(call, None)
     return host
 
 

@@ -10,13 +10,13 @@ from benchmarks.figures import Figure, Settings
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op
 from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.answers import Answer
-from meshbook.mailboxes import LoadArgs, Reply
-from meshbook.pickling import dumps
-from meshbook.shape import Members
-from meshbook.this_worker import this_worker
-from meshbook.wire import OK, Call
-from meshbook.worker_mail import WorkerMail
+from meshbook.actor.this_worker import this_worker
+from meshbook.calls.answer import Outcome
+from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.shape.members import Members
+from meshbook.values.pickling import dumps
+from meshbook.wire.messages import OK, Call
+from meshbook.worker.mail import WorkerMail
 
 QUESTION = (
     "Round trip of an empty call to a raw mailbox, which its process answers on the thread of the mail: from this "
@@ -69,9 +69,9 @@ def _between(where: str, procs: ProcMesh, settings: Settings) -> Iterator[Figure
 def open_mailbox() -> None:
     """Answer everything at once."""
 
-    def handler(call: Call, load_args: LoadArgs, reply: Reply) -> None:
+    def handler(call: Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         load_args()
-        reply(Answer(OK, None, has_value=True))
+        reply(Outcome(OK, None, has_value=True))
 
     _mail().boxes.open(MAILBOX, handler)
 

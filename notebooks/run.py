@@ -38,7 +38,7 @@ class Narrator(NotebookClient):
         self.figures = 0
         self._cells = 0
         self._at_line_start = True
-        self._typist: asyncio.Task[None] | None = None
+        self._completer: asyncio.Task[None] | None = None
         self.on_cell_start = self._introduce
         self.on_cell_execute = self._expect_questions
         self.on_cell_executed = self._stop_typing
@@ -58,7 +58,7 @@ class Narrator(NotebookClient):
         answers = cell.metadata.get("answers", [])
         client.allow_stdin = bool(answers)
         if answers:
-            self._typist = asyncio.create_task(self._answer(client, cell, answers))
+            self._completer = asyncio.create_task(self._answer(client, cell, answers))
 
     async def _answer(self, client: Any, cell: nbformat.NotebookNode, answers: Sequence[str]) -> None:
         """Type a line at each prompt; end of file when there is none left. The dialogue is kept as output."""
@@ -73,9 +73,9 @@ class Narrator(NotebookClient):
             client.input(line)
 
     def _stop_typing(self, **_: Any) -> None:
-        if self._typist is not None:
-            self._typist.cancel()
-            self._typist = None
+        if self._completer is not None:
+            self._completer.cancel()
+            self._completer = None
 
     def output(self, outs: list[Any], msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
         """Keep the output as nbclient does, and print it."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, ActorError, endpoint
-from meshbook.mesh import set_output_source
-from meshbook.output_events import OutputTarget
+from meshbook.calls.output import OutputTarget
+from meshbook.mesh.host_mesh import set_output_source
 
 RANKS = 4
 DEADLINE_S = 30.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from meshbook.processes import resident_bytes
+from meshbook.system.processes import resident_bytes
 
 MARK = "MESHBOOK_FAULTS_RUN"
 GONE_WITHIN_S = 10.0

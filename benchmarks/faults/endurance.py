@@ -12,7 +12,7 @@ from benchmarks.faults.checks import Held
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Printed
 from meshbook import Future, ProcMesh, this_host
-from meshbook.output_events import OutputCut, OutputEvent
+from meshbook.calls.output import OutputDropped, OutputEvent
 
 DEADLINE_S = 30.0
 UNDER_WAY = 100
@@ -80,7 +80,7 @@ class _Flooded(Printed):
         self.shown: dict[int, int] = {}
 
     def __call__(self, event: OutputEvent) -> None:
-        if isinstance(event, OutputCut):
+        if isinstance(event, OutputDropped):
             self.cut[event.rank] = event.size_bytes
         super().__call__(event)
         for rank, text in self.texts.items():

@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.faults import forking
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
-from meshbook.mesh import set_output_source
-from meshbook.output_events import OutputEvent, OutputTarget, RankDone, StreamText
+from meshbook.calls.output import OutputEvent, OutputTarget, RankDone, StreamText
+from meshbook.mesh.host_mesh import set_output_source
 
 RANKS = 2
 DEADLINE_S = 90.0
@@ -119,7 +119,7 @@ def _data(number: int) -> forking.Data:
 
 
 def _withheld() -> int:
-    from meshbook import lent_memory
+    from meshbook.values import lent_memory
 
     return lent_memory.withheld()
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
-from meshbook.frames import MAX_FRAME_BYTES
-from meshbook.mesh import set_attendant, set_output_source
-from meshbook.output_events import OutputCut, OutputEvent, OutputTarget, StreamText
-from meshbook.processes import resident_bytes
-from meshbook.prompt import DebugPrompt
+from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
+from meshbook.debug.prompt import DebugPrompt
+from meshbook.mesh.host_mesh import set_output_source, set_prompt_handler
+from meshbook.system.processes import resident_bytes
+from meshbook.wire.frames import MAX_FRAME_BYTES
 
 DEADLINE_S = 60.0
 MAX_GROWTH_BYTES = 256 << 20
@@ -82,7 +82,7 @@ class Loads:
     def _compare(self, size: int, events: list[OutputEvent]) -> None:
         """All of it is shown or counted."""
         shown = sum(len(each.text) for each in events if isinstance(each, StreamText) and each.rank == 0)
-        cut = max([each.size_bytes for each in events if isinstance(each, OutputCut) and each.rank == 0], default=0)
+        cut = max([each.size_bytes for each in events if isinstance(each, OutputDropped) and each.rank == 0], default=0)
         assert shown + cut == size + 1, (size, shown, cut)
 
     def shown(self, size: int) -> None:
@@ -111,13 +111,13 @@ class Loads:
 
     def prompt(self, size: int) -> None:
         """What pdb shows, and a command that is typed there."""
-        typist = _Typist(f"p 'x' * {size}", f"count = {size}  # {'x' * size}", "c")
-        set_attendant(typist)
+        completer = _Typist(f"p 'x' * {size}", f"count = {size}  # {'x' * size}", "c")
+        set_prompt_handler(completer)
         try:
             self.mesh.run("breakpoint()").get(DEADLINE_S)
         finally:
-            set_attendant(None)
-        assert min(size, 1000) <= typist.shown <= LARGEST_PROMPT, typist.shown
+            set_prompt_handler(None)
+        assert min(size, 1000) <= completer.shown <= LARGEST_PROMPT, completer.shown
 
     def _fails(self, call: Callable[[], object]) -> None:
         try:

@@ -14,8 +14,8 @@ from benchmarks.faults.load import Watched
 from benchmarks.faults.namespace import Namespace, make_namespace
 from benchmarks.faults.relay import Relay
 from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.launcher import LaunchedHost
-from meshbook.ticket import Ticket
+from meshbook.launchers.base import LaunchedHost
+from meshbook.wire.ticket import Ticket
 
 DEADLINE_S = 30.0
 RESETS_OF_10 = 7

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.faults import on_rank
 from meshbook import Future, ProcMesh, errors
-from meshbook.output_events import OutputEvent, RankDone, StreamText
+from meshbook.calls.output import OutputEvent, RankDone, StreamText
 
 PAYLOAD_ELEMENTS = 100_000
 """float32: 400 kB, which travels in shared memory."""

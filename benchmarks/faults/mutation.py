@@ -13,7 +13,7 @@ import numpy.typing as npt
 from benchmarks.faults.findings import Findings
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import Actor, endpoint
-from meshbook.future import Future
+from meshbook.concurrency.future import Future
 
 DEADLINE_S = 120.0
 LARGEST_BYTES = 24 << 20
@@ -103,19 +103,19 @@ def run_mutation(seed: int, count: int) -> Findings:
     mesh = hosts.spawn_procs({"gpus": 1}, name="far", device="cpu", group=False, owns_hosts=True)
     try:
         witnesses: Any = mesh.spawn("witnesses", Witness)
-        roads = _Roads(mesh, witnesses).all()
+        routers = _Roads(mesh, witnesses).all()
         for number in range(count):
-            road, value = roads[number % len(roads)], draw.randrange(SPOILT)
+            router, value = routers[number % len(routers)], draw.randrange(SPOILT)
             array = np.full(draw.randrange(1, LARGEST_BYTES), value, np.uint8)
-            sent, look = road(array)
+            sent, look = router(array)
             array[:] = SPOILT
-            findings.count(road.__name__)
+            findings.count(router.__name__)
             try:
                 if (seen := look(sent.get(DEADLINE_S))) != [value]:
-                    findings.wrong.append(f"{road.__name__} {number}: {seen} for [{value}]")
+                    findings.wrong.append(f"{router.__name__} {number}: {seen} for [{value}]")
             except TimeoutError:
-                findings.hangs.append(f"{road.__name__} {number}")
-        if held := len(mesh._controller._board.payloads._pool.in_use):
+                findings.hangs.append(f"{router.__name__} {number}")
+        if held := len(mesh._controller._dispatcher.payloads._pool.in_use):
             findings.notes.append(f"{held} payloads still in use at the end")
     finally:
         mesh.stop()

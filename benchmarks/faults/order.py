@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, this_host
 from meshbook.errors import MeshError
-from meshbook_extension.cell_output import CellOutput
-from meshbook_extension.collapse import grouping_for
-from meshbook_extension.publish import Publisher
+from meshbook_extension.cells.output import CellOutput
+from meshbook_extension.output.line_merging import grouping_for
+from meshbook_extension.output.publisher import Publisher
 
 RANKS = 4
 DEADLINE_S = 60.0

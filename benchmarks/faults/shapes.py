@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
-from meshbook.wording import format_ranks
+from meshbook.formatting import format_ranks
 
 RANKS = 4
 DEADLINE_S = 30.0

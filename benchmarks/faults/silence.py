@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.faults import on_rank
 from benchmarks.faults.findings import Findings
 from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.future import Future
+from meshbook.concurrency.future import Future
 
 DEADLINE_S = 60.0
 LONGEST_S = 15.0

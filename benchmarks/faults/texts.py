@@ -11,10 +11,10 @@ from typing import Any
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
+from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget, StreamText
 from meshbook.errors import CallFailed, MeshError
-from meshbook.mesh import set_output_source
-from meshbook.output_events import DisplayData, OutputEvent, OutputTarget, StreamText
-from meshbook.wording import utf8_text
+from meshbook.formatting import utf8_text
+from meshbook.mesh.host_mesh import set_output_source
 
 DEADLINE_S = 30.0
 _VARIABLE = b"MESHBOOK_STRANGE"

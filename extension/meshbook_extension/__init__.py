@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.widget.health import HealthWidget
 
 _SESSION = "_meshbook_session"
@@ -18,7 +18,7 @@ _SESSION = "_meshbook_session"
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
-    from meshbook_extension.input_lines import TRANSFORMERS
+    from meshbook_extension.cells.transformers import TRANSFORMERS
     from meshbook_extension.magics import MeshMagics
     from meshbook_extension.wiring import open_session
 
@@ -32,7 +32,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 def unload_ipython_extension(shell: Any) -> None:
     """Take the magics away. Meshes run on until they are stopped in Python, or the process ends."""
-    from meshbook_extension.input_lines import TRANSFORMERS, AutoMode
+    from meshbook_extension.cells.transformers import TRANSFORMERS, AutoMode
     from meshbook_extension.wiring import close_session
 
     if not is_loaded(shell):
@@ -56,7 +56,7 @@ def health_widget(procs: ProcMesh) -> HealthWidget:
 
     Needs anywidget. It is live while it can be seen; buttons act as soon as the place passes their messages on.
     """
-    from meshbook_extension.session import Session
+    from meshbook_extension.notebook.session import Session
     from meshbook_extension.widget.health import HealthWidget
     from meshbook_extension.widget.mesh_source import MeshSource
 

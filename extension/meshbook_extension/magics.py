@@ -6,9 +6,9 @@ from typing import Any
 
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
-from meshbook_extension.cells import MESH_CELL, run_mesh_cell
+from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell
 from meshbook_extension.commands import dispatch, help_text
-from meshbook_extension.session import Session
+from meshbook_extension.notebook.session import Session
 
 RAW = ("eval",)
 """Commands whose line is taken as it stands; in others ``$x`` and ``{x}`` stand for variables of the notebook."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from meshbook.actor.supervision import observe_unhandled
-from meshbook.mesh import set_attendant, set_output_source
-from meshbook_extension.call_output import CallOutput
-from meshbook_extension.comeback import Comeback
+from meshbook.mesh.host_mesh import set_output_source, set_prompt_handler
+from meshbook_extension.cells.call_output import CallOutput
+from meshbook_extension.cells.hang_watch import HangWatch
+from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.cells.prompt import CallPromptHandler
+from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
-from meshbook_extension.completion.typist import Typist
-from meshbook_extension.hang_watch import HangWatch
-from meshbook_extension.jobs import Jobs
-from meshbook_extension.keepsake import Keeper, notebook_key
-from meshbook_extension.prompts import CallAttendant
-from meshbook_extension.session import Session
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.reattach.auto_attach import AutoAttach
+from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.visual_debugger.target import Debugged
 
 
@@ -28,21 +28,21 @@ def open_session(shell: Any, earlier: Session | None) -> Session:
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, Comeback):
+        for kept in (Jobs, AutoAttach):
             session.add_part(earlier.part(kept))
-    calls, keeper = CallOutput(session), Keeper(session)
-    for part in (calls, keeper, Debugged(session), Hooks(shell, Typist(session))):
+    calls, state_writer = CallOutput(session), StateWriter(session)
+    for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session))):
         session.add_part(part)
     set_output_source(calls.target)
-    set_attendant(CallAttendant(session))
+    set_prompt_handler(CallPromptHandler(session))
     observe_unhandled(session.errors.note_unhandled)
-    for listener in (calls.finish, keeper.save, session.note_error):
+    for listener in (calls.finish, state_writer.save, session.note_error):
         shell.events.register("post_run_cell", listener)
-    session.on_change.append(keeper.save)
+    session.on_change.append(state_writer.save)
     if earlier is None:
-        comeback = Comeback(session)
-        session.add_part(comeback)
-        comeback.start()
+        auto_attach = AutoAttach(session)
+        session.add_part(auto_attach)
+        auto_attach.start()
     return session
 
 
@@ -50,10 +50,10 @@ def close_session(session: Session) -> None:
     """End what `open_session` has begun. The meshes run on, until they are stopped or the process ends."""
     observe_unhandled(None)
     set_output_source(None)
-    set_attendant(None)
+    set_prompt_handler(None)
     session.part(Hooks).uninstall()
     session.part(Debugged).end()
-    for listener in (session.part(CallOutput).finish, session.part(Keeper).save, session.note_error):
+    for listener in (session.part(CallOutput).finish, session.part(StateWriter).save, session.note_error):
         session.shell.events.unregister("post_run_cell", listener)
     session.part(HangWatch).close()
     session.publisher.stop()

@@ -22,7 +22,8 @@ from ipykernel._version import __version__ as ipykernel_version
 from ipykernel.ipkernel import IPythonKernel
 from IPython.core import release
 
-from meshbook import __version__, mesh
+from meshbook import __version__
+from meshbook.mesh import host_mesh
 from meshbook_kernel.jupyter_server import JupyterServer
 
 EXTENSION = "meshbook_extension"
@@ -121,30 +122,30 @@ class MeshbookKernel(IPythonKernel):
     def _prewarm(self) -> None:
         session = getattr(self.shell, "_meshbook_session", None)
         if session is not None:
-            from meshbook_extension.comeback import Comeback
+            from meshbook_extension.reattach.auto_attach import AutoAttach
 
-            session.part(Comeback).wait()  # a mesh that comes back brings its host
+            session.part(AutoAttach).wait()  # a mesh that comes back brings its host
         try:
-            mesh.prewarm()
+            host_mesh.prewarm()
         except Exception:
             self.log.warning("The local host could not be warmed up; a spawn will tell why.", exc_info=True)
 
     def _leave_meshes(self) -> None:
         try:
             if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
-                from meshbook_extension.keepsake import Keeper
+                from meshbook_extension.reattach.notebook_state import StateWriter
 
-                session.part(Keeper).close()
-            mesh.detach(timeout_s=LEAVE_TIMEOUT_S)
+                session.part(StateWriter).close()
+            host_mesh.detach(timeout_s=LEAVE_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not left in order; the next kernel takes them over all the same.")
 
     def _stop_meshes(self) -> None:
         try:
             if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
-                from meshbook_extension.keepsake import Keeper
+                from meshbook_extension.reattach.notebook_state import StateWriter
 
-                session.part(Keeper).drop_traces()  # the next kernel need not be told that they have ended
-            mesh.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
+                session.part(StateWriter).drop_traces()  # the next kernel need not be told that they have ended
+            host_mesh.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not stopped in order; their processes end after this one.")

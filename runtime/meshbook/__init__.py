@@ -13,11 +13,11 @@ from typing import Any
 
 from meshbook import errors
 from meshbook._version import __version__
+from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError
-from meshbook.future import Future
-from meshbook.launcher import Launcher
-from meshbook.local_launcher import LocalLauncher
-from meshbook.mesh import (
+from meshbook.launchers.base import Launcher
+from meshbook.launchers.local import LocalLauncher
+from meshbook.mesh.host_mesh import (
     Attachment,
     HostMesh,
     SavedSession,
@@ -31,10 +31,10 @@ from meshbook.mesh import (
     start_hosts,
     this_host,
 )
-from meshbook.ndslice import NDSlice, Shape, Slice
-from meshbook.proc_mesh import ProcMesh
-from meshbook.shape import Extent, Point
-from meshbook.value_mesh import ValueMesh
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape.members import Extent, Point
+from meshbook.shape.ndslice import NDSlice, Shape, Slice
+from meshbook.shape.value_mesh import ValueMesh
 
 __all__ = [
     "Attachment",

@@ -36,12 +36,11 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshbook.cell_files import name_notebook_cells
-from meshbook.lost_ranks import Death, describe_deaths, next_steps
-from meshbook.wording import did_you_mean, format_bytes, format_ranks, format_sizes, name_ranks
+from meshbook.formatting import did_you_mean, format_bytes, format_ranks, format_sizes, name_ranks
+from meshbook.source.cells import name_notebook_cells
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -140,7 +139,7 @@ class CrashLoopError(SpawnError):
 
     def __str__(self) -> str:
         often = f"ended {self.times} times within {self.window_s:g} s and is not started again"
-        last = describe_deaths([Death(self.rank, self.host, self.cause, self.log_tail)])
+        last = describe_deaths([RankDeath(self.rank, self.host, self.cause, self.log_tail)])
         return "\n".join(
             [
                 f"rank {self.rank} on {self.host} {often}",
@@ -398,13 +397,13 @@ class WorkerLost(CallError):
         host: str,
         cause: str,
         log_tail: str = "",
-        others: Iterable[Death] = (),
+        others: Iterable[RankDeath] = (),
         *,
         partial: Mapping[int, Any] | None = None,
     ) -> None:
         log_tail = name_notebook_cells(log_tail)
         self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
-        self.others = tuple(Death(*death) for death in others)
+        self.others = tuple(RankDeath(*death) for death in others)
         super().__init__(rank, host, cause, log_tail, self.others, partial=partial)
 
     @classmethod
@@ -414,9 +413,9 @@ class WorkerLost(CallError):
         return cls(*first, others, partial=partial)
 
     @property
-    def deaths(self) -> tuple[Death, ...]:
+    def deaths(self) -> tuple[RankDeath, ...]:
         """Every rank that ended, in order of ranks."""
-        return tuple(sorted([Death(self.rank, self.host, self.cause, self.log_tail), *self.others]))
+        return tuple(sorted([RankDeath(self.rank, self.host, self.cause, self.log_tail), *self.others]))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -596,3 +595,55 @@ __all__ = [
     name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, BaseException)
 ]
 __all__ += ["Failure", "format_ranks", "group_failures"]
+
+
+class RankDeath(NamedTuple):
+    """The end of one rank."""
+
+    rank: int
+    host: str
+    cause: str
+    log_tail: str = ""
+
+
+def describe_deaths(deaths: Iterable[RankDeath]) -> list[str]:
+    """``ranks 0-3 on a ended: killed by SIGKILL``, and the last lines of the first rank that wrote any."""
+    by_cause: dict[str, list[RankDeath]] = {}
+    for death in sorted(deaths):
+        by_cause.setdefault(death.cause, []).append(death)
+    lines: list[str] = []
+    for cause, group in by_cause.items():
+        ranks = [death.rank for death in group]
+        lines.append(f"{name_ranks(ranks)} on {_name_hosts(group)} ended: {cause}")
+        spoke = [death for death in group if death.log_tail]
+        if spoke:
+            lines.append("  its last lines:" if len(ranks) == 1 else f"  the last lines of rank {spoke[0].rank}:")
+            lines += [f"    {line}" for line in spoke[0].log_tail.splitlines()]
+    return lines
+
+
+def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) -> list[str]:
+    """What is left and which commands help.
+
+    survivors: the ranks of the mesh that live; None where that is not known, nor whether it is the current mesh.
+    """
+    lines = []
+    logs = f"all of {'its log' if len(lost) == 1 else 'their logs'}: %mesh logs rank={format_ranks(lost)}"
+    if survivors is None:
+        return [
+            "  the other ranks keep their state    repair: %mesh heal    go on without: %mesh shrink",
+            f"  {logs}",
+            "  where it is not the current mesh: %mesh use NAME first, or procs.heal()",
+        ]
+    if survivors:
+        whose = "its" if len(lost) == 1 else "their"
+        lines.append(
+            f"  {name_ranks(survivors)} keep{'s its' if len(survivors) == 1 else ' their'} state; {whose} calls failed"
+            f"    repair: %mesh heal    go on without: %mesh shrink"
+        )
+    return [*lines, f"  {logs}"]
+
+
+def _name_hosts(deaths: Sequence[RankDeath]) -> str:
+    hosts = list(dict.fromkeys(death.host for death in deaths))
+    return " and ".join(hosts) if len(hosts) < 3 else f"{len(hosts)} hosts"

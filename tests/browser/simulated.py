@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from meshbook.gpu_use import GpuUse
-from meshbook.proc_mesh import RankStatus
-from meshbook_extension.progress_bars import Progress
-from meshbook_extension.widget.health import Answer
+from meshbook.mesh.proc_mesh import RankStatus
+from meshbook.system.gpu import GpuUse
+from meshbook_extension.output.progress_bars import BarProgress
+from meshbook_extension.widget.health import ButtonAnswer
 from meshbook_extension.widget.recent_errors import RecentError
 from meshbook_extension.widget.snapshot import CellNow, Snapshot
 
@@ -37,7 +37,7 @@ def simulate(sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8,
             ),
         ]
     )
-    bar = Progress("epoch 3", count, 0.62 + 0.01 * tick, 0.41, min(5, count - 1), "00:38")
+    bar = BarProgress("epoch 3", count, 0.62 + 0.01 * tick, 0.41, min(5, count - 1), "00:38")
     return Snapshot(
         name="main",
         device="cuda" if gpus else "cpu",
@@ -93,6 +93,6 @@ class SimulatedSource:
     def actions(self) -> Sequence[str]:
         return ("interrupt", "stacks", "logs")
 
-    def act(self, action: str, ranks: Sequence[int]) -> Answer:
+    def act(self, action: str, ranks: Sequence[int]) -> ButtonAnswer:
         self.acted.append((action, tuple(ranks)))
-        return Answer(action, "<img src=x onerror=alert(1)>")
+        return ButtonAnswer(action, "<img src=x onerror=alert(1)>")

@@ -158,8 +158,8 @@ def test_it_says_when_it_can_be_seen_and_when_not(page: Page) -> None:
     page.evaluate("() => { document.getElementById('place').style.marginTop = '0'; }")
     page.wait_for_function("() => window.model.sent.length === 3")
     page.evaluate("() => window.stop()")
-    looks = page.evaluate("() => window.model.sent.map((look) => look.visible)")
-    assert looks == [True, False, True, False]
+    poll = page.evaluate("() => window.model.sent.map((look) => look.visible)")
+    assert poll == [True, False, True, False]
 
 
 def test_what_ranks_say_never_becomes_html(page: Page) -> None:

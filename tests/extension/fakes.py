@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshbook.calls.output import DisplayData, OutputDropped, RankDone, StreamText
 from meshbook.errors import Failure
-from meshbook.output_events import DisplayData, OutputCut, RankDone, StreamText
 
 
 class RecordingSink:
@@ -40,8 +40,8 @@ def out(rank: int, text: str, stream: str = "stdout") -> StreamText:
     return StreamText(rank, stream, text, 1)
 
 
-def cut(rank: int, size_bytes: int) -> OutputCut:
-    return OutputCut(rank, size_bytes, f"/logs/rank-{rank}.log", 1)
+def cut(rank: int, size_bytes: int) -> OutputDropped:
+    return OutputDropped(rank, size_bytes, f"/logs/rank-{rank}.log", 1)
 
 
 def done(rank: int, failure: Failure | None = None) -> RankDone:

@@ -8,11 +8,12 @@ from typing import cast
 import pytest
 from fakes import RecordingSink, cut, done, failure, out, shown
 
-from meshbook.output_events import OutputEvent
-from meshbook_extension import budget, cell_output
-from meshbook_extension.cell_output import CellOutput
-from meshbook_extension.collapse import grouping_for
-from meshbook_extension.publish import Publisher, Scheduled
+from meshbook.calls.output import OutputEvent
+from meshbook_extension.cells import output as cell_output
+from meshbook_extension.cells.output import CellOutput
+from meshbook_extension.output import budget
+from meshbook_extension.output.line_merging import grouping_for
+from meshbook_extension.output.publisher import Publisher, Scheduled
 
 
 class StillPublisher:

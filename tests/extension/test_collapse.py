@@ -6,103 +6,103 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook_extension.collapse import WINDOW_S, ByRank, Collapser, Grouping, Piece, grouping_for
-from meshbook_extension.line_reader import REST_S
+from meshbook_extension.output.line_merging import WINDOW_S, ByRank, Grouping, LineMerger, LinePiece, grouping_for
+from meshbook_extension.output.line_reader import REST_S
 
 
-def shown(pieces: list[Piece]) -> list[tuple[tuple[int, ...], str]]:
+def shown(pieces: list[LinePiece]) -> list[tuple[tuple[int, ...], str]]:
     return [(piece.ranks, piece.text) for piece in pieces]
 
 
 def test_a_line_that_every_rank_prints_is_shown_at_once_and_once() -> None:
-    collapser = Collapser(range(4))
+    merger = LineMerger(range(4))
     for rank in range(3):
-        collapser.feed(rank, "stdout", "step 10\n", 0.0)
-        assert collapser.take(0.0) == []
-    collapser.feed(3, "stdout", "step 10\n", 0.01)
-    assert shown(collapser.take(0.01)) == [((0, 1, 2, 3), "step 10\n")]
+        merger.feed(rank, "stdout", "step 10\n", 0.0)
+        assert merger.take(0.0) == []
+    merger.feed(3, "stdout", "step 10\n", 0.01)
+    assert shown(merger.take(0.01)) == [((0, 1, 2, 3), "step 10\n")]
 
 
 def test_a_line_of_some_ranks_waits_for_the_window_and_no_longer() -> None:
-    collapser = Collapser(range(4))
-    collapser.feed(0, "stdout", "hello\n", 0.0)
-    collapser.feed(2, "stdout", "hello\n", 0.1)
-    assert collapser.due_at() == WINDOW_S
-    assert collapser.take(WINDOW_S - 0.01) == []
-    assert shown(collapser.take(WINDOW_S)) == [((0, 2), "hello\n")]
-    assert collapser.due_at() is None
+    merger = LineMerger(range(4))
+    merger.feed(0, "stdout", "hello\n", 0.0)
+    merger.feed(2, "stdout", "hello\n", 0.1)
+    assert merger.due_at() == WINDOW_S
+    assert merger.take(WINDOW_S - 0.01) == []
+    assert shown(merger.take(WINDOW_S)) == [((0, 2), "hello\n")]
+    assert merger.due_at() is None
 
 
 def test_a_late_rank_is_shown_alone() -> None:
-    collapser = Collapser(range(2))
-    collapser.feed(0, "stdout", "a\n", 0.0)
-    collapser.take(1.0)
-    collapser.feed(1, "stdout", "a\n", 1.1)
-    assert shown(collapser.close(1.1)) == [((1,), "a\n")]
+    merger = LineMerger(range(2))
+    merger.feed(0, "stdout", "a\n", 0.0)
+    merger.take(1.0)
+    merger.feed(1, "stdout", "a\n", 1.1)
+    assert shown(merger.close(1.1)) == [((1,), "a\n")]
 
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
-    collapser = Collapser(range(3))
-    collapser.end(2, 0.0)
+    merger = LineMerger(range(3))
+    merger.end(2, 0.0)
     for rank in (0, 1):
-        collapser.feed(rank, "stdout", "a\n", 0.0)
-    assert shown(collapser.take(0.0)) == [((0, 1), "a\n")]
+        merger.feed(rank, "stdout", "a\n", 0.0)
+    assert shown(merger.take(0.0)) == [((0, 1), "a\n")]
 
 
 def test_ranks_that_have_ended_do_not_stand_for_those_that_run() -> None:
-    collapser = Collapser(range(3))
+    merger = LineMerger(range(3))
     for rank in (0, 1):
-        collapser.feed(rank, "stdout", "a\n", 0.0)
-        collapser.end(rank, 0.0)
-    assert collapser.take(0.01) == []
-    collapser.feed(2, "stdout", "a\n", 0.02)
-    assert shown(collapser.take(0.02)) == [((0, 1, 2), "a\n")]
+        merger.feed(rank, "stdout", "a\n", 0.0)
+        merger.end(rank, 0.0)
+    assert merger.take(0.01) == []
+    merger.feed(2, "stdout", "a\n", 0.02)
+    assert shown(merger.take(0.02)) == [((0, 1, 2), "a\n")]
 
 
 def test_the_order_of_a_rank_is_kept_when_others_print_in_another_order() -> None:
-    collapser = Collapser(range(3))
-    collapser.feed(0, "stdout", "a\nb\nc\n", 0.0)
-    collapser.feed(1, "stdout", "a\nc\nb\n", 0.0)
-    assert shown(collapser.close(0.0)) == [((0, 1), "a\n"), ((0,), "b\n"), ((0, 1), "c\n"), ((1,), "b\n")]
+    merger = LineMerger(range(3))
+    merger.feed(0, "stdout", "a\nb\nc\n", 0.0)
+    merger.feed(1, "stdout", "a\nc\nb\n", 0.0)
+    assert shown(merger.close(0.0)) == [((0, 1), "a\n"), ((0,), "b\n"), ((0, 1), "c\n"), ((1,), "b\n")]
 
 
 def test_repeated_lines_are_counted_one_by_one() -> None:
-    collapser = Collapser(range(2))
-    collapser.feed(0, "stdout", ".\n" * 3, 0.0)
-    collapser.feed(1, "stdout", ".\n" * 2, 0.0)
-    assert shown(collapser.close(0.0)) == [((0, 1), ".\n"), ((0, 1), ".\n"), ((0,), ".\n")]
+    merger = LineMerger(range(2))
+    merger.feed(0, "stdout", ".\n" * 3, 0.0)
+    merger.feed(1, "stdout", ".\n" * 2, 0.0)
+    assert shown(merger.close(0.0)) == [((0, 1), ".\n"), ((0, 1), ".\n"), ((0,), ".\n")]
 
 
 def test_stdout_and_stderr_are_never_one_line() -> None:
-    collapser = Collapser(range(2))
-    collapser.feed(0, "stdout", "a\n", 0.0)
-    collapser.feed(1, "stderr", "a\n", 0.0)
-    assert {(piece.stream, piece.ranks) for piece in collapser.close(0.0)} == {("stdout", (0,)), ("stderr", (1,))}
+    merger = LineMerger(range(2))
+    merger.feed(0, "stdout", "a\n", 0.0)
+    merger.feed(1, "stderr", "a\n", 0.0)
+    assert {(piece.stream, piece.ranks) for piece in merger.close(0.0)} == {("stdout", (0,)), ("stderr", (1,))}
 
 
 def test_streams_that_come_in_another_order_are_merged_all_the_same() -> None:
-    collapser = Collapser(range(2))
+    merger = LineMerger(range(2))
     for rank, streams in enumerate([("stdout", "stderr"), ("stderr", "stdout")]):
         for stream in streams:
-            collapser.feed(rank, stream, f"{stream}\n", 0.0)
-    assert shown(collapser.take(0.0)) == [((0, 1), "stdout\n"), ((0, 1), "stderr\n")]
+            merger.feed(rank, stream, f"{stream}\n", 0.0)
+    assert shown(merger.take(0.0)) == [((0, 1), "stdout\n"), ((0, 1), "stderr\n")]
 
 
 def test_equal_displays_are_one_and_keep_their_place_between_lines() -> None:
-    collapser = Collapser(range(2))
+    merger = LineMerger(range(2))
     for rank in range(2):
-        collapser.feed(rank, "stdout", "before\n", 0.0)
-        collapser.feed_display(rank, "plot", {"rank": rank}, 0.0)
-        collapser.feed(rank, "stdout", "after\n", 0.0)
-    assert [piece.stream for piece in collapser.take(0.0)] == ["stdout", "display", "stdout"]
+        merger.feed(rank, "stdout", "before\n", 0.0)
+        merger.feed_display(rank, "plot", {"rank": rank}, 0.0)
+        merger.feed(rank, "stdout", "after\n", 0.0)
+    assert [piece.stream for piece in merger.take(0.0)] == ["stdout", "display", "stdout"]
 
 
 def test_what_was_begun_comes_before_a_display() -> None:
-    collapser = Collapser([0])
-    collapser.feed(0, "stdout", "half", 0.0)
-    collapser.feed_display(0, "plot", {}, 0.0)
-    collapser.feed(0, "stdout", " more\n", 0.0)
-    assert [(piece.text, piece.continues) for piece in collapser.take(0.0)] == [
+    merger = LineMerger([0])
+    merger.feed(0, "stdout", "half", 0.0)
+    merger.feed_display(0, "plot", {}, 0.0)
+    merger.feed(0, "stdout", " more\n", 0.0)
+    assert [(piece.text, piece.continues) for piece in merger.take(0.0)] == [
         ("half", False),
         ("", False),
         (" more\n", True),
@@ -110,10 +110,10 @@ def test_what_was_begun_comes_before_a_display() -> None:
 
 
 def test_at_once_leaves_unfinished_lines_alone() -> None:
-    collapser = Collapser(range(2))
-    collapser.feed(0, "stdout", "a\nhalf", 0.0)
-    assert shown(collapser.take(0.0, at_once=True)) == [((0,), "a\n")]
-    assert shown(collapser.close(0.0)) == [((0,), "half")]
+    merger = LineMerger(range(2))
+    merger.feed(0, "stdout", "a\nhalf", 0.0)
+    assert shown(merger.take(0.0, at_once=True)) == [((0,), "a\n")]
+    assert shown(merger.close(0.0)) == [((0,), "half")]
 
 
 def test_blocks_come_in_the_order_of_ranks_when_those_before_have_ended() -> None:
@@ -131,28 +131,28 @@ def test_blocks_come_in_the_order_of_ranks_when_those_before_have_ended() -> Non
 
 
 def test_equal_lines_meet_behind_lines_that_differ() -> None:
-    collapser = Collapser(range(8))
+    merger = LineMerger(range(8))
     for rank in range(8):
-        collapser.feed(rank, "stdout", f"rank {rank}\nsame\n", 0.1 * rank / 8)
+        merger.feed(rank, "stdout", f"rank {rank}\nsame\n", 0.1 * rank / 8)
     different = [((rank,), f"rank {rank}\n") for rank in range(8)]
-    assert shown(collapser.take(WINDOW_S)) == [*different, (tuple(range(8)), "same\n")]
+    assert shown(merger.take(WINDOW_S)) == [*different, (tuple(range(8)), "same\n")]
 
 
 def test_an_equal_line_further_back_is_waited_for_no_longer_than_the_window() -> None:
-    collapser = Collapser(range(2))
-    collapser.feed(0, "stdout", "same\n", 0.0)
-    collapser.feed(1, "stdout", "1\n2\nsame\n3\n", 0.1)
-    assert collapser.take(0.14) == []
-    assert shown(collapser.take(WINDOW_S)) == [((1,), "1\n"), ((1,), "2\n"), ((0, 1), "same\n")]
-    assert collapser.due_at() == 0.1 + WINDOW_S
+    merger = LineMerger(range(2))
+    merger.feed(0, "stdout", "same\n", 0.0)
+    merger.feed(1, "stdout", "1\n2\nsame\n3\n", 0.1)
+    assert merger.take(0.14) == []
+    assert shown(merger.take(WINDOW_S)) == [((1,), "1\n"), ((1,), "2\n"), ((0, 1), "same\n")]
+    assert merger.due_at() == 0.1 + WINDOW_S
 
 
 def test_stdout_and_stderr_keep_an_order_that_is_known() -> None:
-    collapser = Collapser(range(2))
+    merger = LineMerger(range(2))
     for rank, streams in enumerate([("stdout", "stderr"), ("stderr", "stdout")]):
         for place, stream in enumerate(streams):
-            collapser.feed(rank, stream, f"{stream}\n", 0.0, place)
-    assert shown(collapser.close(0.0)) == [((0,), "stdout\n"), ((0, 1), "stderr\n"), ((1,), "stdout\n")]
+            merger.feed(rank, stream, f"{stream}\n", 0.0, place)
+    assert shown(merger.close(0.0)) == [((0,), "stdout\n"), ((0, 1), "stderr\n"), ((1,), "stdout\n")]
 
 
 @pytest.mark.parametrize("name", ["equal", "none"])
@@ -172,13 +172,13 @@ def test_results_wait_for_the_ranks_that_run_and_are_sorted(name: str) -> None:
 
 
 def test_equal_results_are_one_however_late_a_rank_is() -> None:
-    collapser = Collapser(range(3))
+    merger = LineMerger(range(3))
     for rank, at in ((2, 0.0), (1, 5.0), (0, 9.0)):
-        collapser.take(at)
-        collapser.feed(rank, "stdout", "ends\n", at)
-        collapser.feed_display(rank, rank and "looks", rank, at, is_result=True)
-        collapser.end(rank, at)
-    assert [(piece.stream, piece.ranks) for piece in collapser.take(9.0)] == [
+        merger.take(at)
+        merger.feed(rank, "stdout", "ends\n", at)
+        merger.feed_display(rank, rank and "looks", rank, at, is_result=True)
+        merger.end(rank, at)
+    assert [(piece.stream, piece.ranks) for piece in merger.take(9.0)] == [
         ("stdout", (0,)), ("display", (0,)), ("display", (1, 2)),
     ]  # fmt: skip
 
@@ -211,7 +211,7 @@ def test_nothing_is_lost_or_reordered_within_a_rank_and_stream(
 ) -> None:
     grouping = grouping_for(name, range(4))
     sent: dict[tuple[int, str], str] = {}
-    pieces: list[Piece] = []
+    pieces: list[LinePiece] = []
     now = 0.0
     for number, (rank, stream, text, pause, take) in enumerate(steps):
         now += pause
@@ -258,23 +258,23 @@ def test_equal_tails_are_merged_whatever_comes_before(
 ) -> None:
     """Each rank shows lines of its own, then what all show, all within the window."""
     ranks = range(len(programs))
-    collapser = Collapser(ranks)
+    merger = LineMerger(ranks)
     events: list[tuple[float, int, str, str]] = []
     for rank, (first, second) in enumerate(programs):
         steps = [(stream, f"{text} of {rank}") for stream, text in first + second] + tail
         events += [(skews[rank] * (1 + 1.4 * (at >= len(first))), rank, *step) for at, step in enumerate(steps)]
-    pieces: list[Piece] = []
+    pieces: list[LinePiece] = []
     for place, (at, rank, stream, text) in enumerate(sorted(events, key=lambda event: event[:1])):
         while pumps and min(pumps) <= at:
             pumps.remove(earliest := min(pumps))
-            pieces += collapser.take(earliest)
+            pieces += merger.take(earliest)
         if stream == "display":
-            collapser.feed_display(rank, text, text, at)
+            merger.feed_display(rank, text, text, at)
         else:
-            collapser.feed(rank, stream, f"{text}\n", at, place)
+            merger.feed(rank, stream, f"{text}\n", at, place)
     for at in sorted(pumps):
-        pieces += collapser.take(max(at, max(skews) * 2.4))
-    pieces += collapser.close(10.0)
+        pieces += merger.take(max(at, max(skews) * 2.4))
+    pieces += merger.close(10.0)
     assert len([piece for piece in pieces if len(piece.ranks) == len(ranks)]) >= len(tail)
     for rank, (first, second) in enumerate(programs):
         mine = [(p.stream, p.display or p.text.rstrip("\n")) for p in pieces if rank in p.ranks]
@@ -301,7 +301,7 @@ def test_lines_displays_and_results_of_a_rank_keep_their_order(
     """Two lines change their order only where nobody knows it: one of stdout and one of stderr, of one place."""
     grouping = grouping_for(name, range(4))
     sent: dict[int, list[tuple[str, str, int]]] = {rank: [] for rank in range(4)}
-    pieces: list[Piece] = []
+    pieces: list[LinePiece] = []
     places = [0] * 4
     now = 0.0
     for rank, kind, text, further, pause, take in steps:

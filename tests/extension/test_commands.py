@@ -12,7 +12,7 @@ from IPython.core.completer import provisionalcompleter
 
 from benchmarks.faults.texts import strange_text
 from meshbook import errors
-from meshbook.proc_mesh import ProcMesh
+from meshbook.mesh.proc_mesh import ProcMesh
 
 
 def test_importing_and_loading_the_extension_is_light() -> None:
@@ -79,9 +79,9 @@ def test_every_command_has_help_with_examples(empty_notebook) -> None:
 
 
 def test_examples_of_the_help_are_understood(empty_notebook) -> None:
-    from meshbook_extension.cells import MESH_CELL
+    from meshbook_extension.cells.run import MESH_CELL
     from meshbook_extension.commands import COMMANDS
-    from meshbook_extension.options import parse
+    from meshbook_extension.notebook.grammar import parse
 
     for grammar in [MESH_CELL, *(command.grammar for command in COMMANDS.values())]:
         for example in grammar.examples:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 from IPython.core.completer import provisionalcompleter
 
-from meshbook_extension.cells import MESH_CELL
+from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.commands import COMMANDS, load_all
-from meshbook_extension.completion.place import MagicLine, RankCode, locate
-from meshbook_extension.completion.words import follow
+from meshbook_extension.completion.grammar import follow
+from meshbook_extension.completion.locate import MagicLine, RankCode, locate
 
 CURSOR = "|"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from meshbook_extension.cells import MESH_CELL
+from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.commands import COMMANDS, load_all
-from meshbook_extension.options import parse
+from meshbook_extension.notebook.grammar import parse
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "debugging.md").read_text()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshbook.collectives import Collectives, GroupProgress, Waiting
-from meshbook.stack_frames import RankTold
-from meshbook_extension.hang_signs import ALONE, HELD, MOST, SLOW, Ended, HangSigns, Sign
+from meshbook.groups.progress import Collectives, GroupProgress, Waiting
+from meshbook.stacks.frames import RankTold
+from meshbook_extension.cells.hang_signs import ALONE, HELD, MOST, SLOW, Ended, HangDetector, Sign
 
 RANKS = tuple(range(4))
 
@@ -16,26 +16,26 @@ def told(issued: int, waits_s: float = 0.0, *, waited_s: float = 0.0, operation:
 
 
 def test_ranks_that_wait_long_for_one_give_a_sign_once() -> None:
-    signs = HangSigns()
+    signs = HangDetector()
     assert signs.look(3, {0: told(9, 2), 1: told(8), 2: told(9, 2), 3: told(9, 2)}, RANKS) is None
-    looks = {0: told(9, 5), 1: told(8), 2: told(9, 5), 3: told(9, 5)}
-    sign = signs.look(6, looks, RANKS)
+    poll = {0: told(9, 5), 1: told(8), 2: told(9, 5), 3: told(9, 5)}
+    sign = signs.look(6, poll, RANKS)
     assert sign == Sign(HELD, (1,))
     signs.given(sign)
-    assert signs.look(9, looks, RANKS) is None
+    assert signs.look(9, poll, RANKS) is None
 
 
 def test_a_rank_that_does_not_answer_is_one_that_does_not_come() -> None:
-    assert HangSigns().look(6, {rank: told(9, 5) for rank in (0, 2, 3)}, RANKS) == Sign(HELD, (1,))
+    assert HangDetector().look(6, {rank: told(9, 5) for rank in (0, 2, 3)}, RANKS) == Sign(HELD, (1,))
 
 
 def test_different_operations_give_a_sign_sooner() -> None:
-    looks = {rank: told(9, 2.5) for rank in RANKS} | {3: told(9, 2.5, operation="barrier")}
-    assert HangSigns().look(3, looks, RANKS) == Sign(HELD, (3,))
+    poll = {rank: told(9, 2.5) for rank in RANKS} | {3: told(9, 2.5, operation="barrier")}
+    assert HangDetector().look(3, poll, RANKS) == Sign(HELD, (3,))
 
 
 def test_the_slow_rank_is_the_one_that_hardly_waits() -> None:
-    signs = HangSigns()
+    signs = HangDetector()
     assert signs.look(2, {rank: told(10) for rank in RANKS}, RANKS) is None
     later = {rank: told(20, waited_s=9.0) for rank in RANKS} | {2: told(20, waited_s=0.1)}
     sign = signs.look(12, later, RANKS)
@@ -44,30 +44,30 @@ def test_the_slow_rank_is_the_one_that_hardly_waits() -> None:
 
 
 def test_ranks_that_keep_pace_give_no_sign_however_long_and_much_they_wait() -> None:
-    signs = HangSigns()
+    signs = HangDetector()
     for second in range(0, 600, 2):
-        looks = {rank: told(10 * second, 0.01, waited_s=0.7 * second + 0.1 * rank) for rank in RANKS}
-        assert signs.look(second, looks, RANKS) is None
-    signs = HangSigns()  # and without collectives
+        poll = {rank: told(10 * second, 0.01, waited_s=0.7 * second + 0.1 * rank) for rank in RANKS}
+        assert signs.look(second, poll, RANKS) is None
+    signs = HangDetector()  # and without collectives
     for second in range(0, 600, 2):
         assert signs.look(second, {rank: told(1) for rank in RANKS}, RANKS) is None
 
 
 def test_a_rank_that_runs_on_when_the_others_have_ended_gives_a_sign() -> None:
-    looks = {rank: told(1) for rank in RANKS}
-    assert HangSigns().look(9, looks, [3], Ended(3, 0.5, 2)) is None
-    assert HangSigns().look(11, looks, [3], Ended(3, 0.5, 2)) == Sign(ALONE, (3,))
-    assert HangSigns().look(11, looks, [3], Ended(3, 60, 2)) is None  # the others took a minute
-    assert HangSigns().look(11, looks, [1, 2, 3], Ended(1, 0.5, 2)) is None
+    poll = {rank: told(1) for rank in RANKS}
+    assert HangDetector().look(9, poll, [3], Ended(3, 0.5, 2)) is None
+    assert HangDetector().look(11, poll, [3], Ended(3, 0.5, 2)) == Sign(ALONE, (3,))
+    assert HangDetector().look(11, poll, [3], Ended(3, 60, 2)) is None  # the others took a minute
+    assert HangDetector().look(11, poll, [1, 2, 3], Ended(1, 0.5, 2)) is None
 
 
 def test_nothing_is_said_while_a_rank_is_in_pdb_nor_more_than_a_few_times() -> None:
-    signs = HangSigns()
-    looks = {0: told(9, 5), 1: told(8, paused="cell 7, line 4"), 2: told(9, 5), 3: told(9, 5)}
-    assert signs.look(6, looks, RANKS) is None
-    looks[1] = told(8)
-    assert signs.look(8, looks, RANKS) is None
-    assert signs.look(12, looks, RANKS) == Sign(HELD, (1,))
+    signs = HangDetector()
+    poll = {0: told(9, 5), 1: told(8, paused="cell 7, line 4"), 2: told(9, 5), 3: told(9, 5)}
+    assert signs.look(6, poll, RANKS) is None
+    poll[1] = told(8)
+    assert signs.look(8, poll, RANKS) is None
+    assert signs.look(12, poll, RANKS) == Sign(HELD, (1,))
     for rank in range(MOST):
         signs.given(Sign(HELD, (rank,)))
     assert signs.spent

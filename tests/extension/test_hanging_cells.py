@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshbook_extension.publish import StreamSink
+from meshbook_extension.output.publisher import StreamSink
 
 LOOK = "look: %mesh stacks    stop: interrupt\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from meshbook_extension.input_lines import TRANSFORMERS, AutoMode, drop_local
+from meshbook_extension.cells.transformers import TRANSFORMERS, AutoMode, drop_local
 
 
 class Shell:

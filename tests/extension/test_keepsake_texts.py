@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from meshbook_extension.keepsake import Keepsake, Trace, _trace_path, decode, encode
+from meshbook_extension.reattach.notebook_state import NotebookState, Trace, _trace_path, decode, encode
 
 
 def test_a_keepsake_with_any_text_is_kept() -> None:
-    made = Keepsake("caf\udce9.ipynb", "\ud83d", {}, {}, (), {}, 1)
+    made = NotebookState("caf\udce9.ipynb", "\ud83d", {}, {}, (), {}, 1)
     kept = decode(encode(made))
     assert kept is not None and (kept.notebook, kept.current) == ("caf\\udce9.ipynb", "\\ud83d")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook_extension.line_reader import LONGEST_TAIL, REST_S, LineReader
+from meshbook_extension.output.line_reader import LONGEST_TAIL, REST_S, LineReader
 
 
 def feed(reader: LineReader, text: str, now: float = 0.0) -> list[str]:

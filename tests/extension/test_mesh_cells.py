@@ -13,8 +13,8 @@ import pytest
 from patience import wait_until
 
 from meshbook import errors
-from meshbook.value_mesh import ValueMesh
-from meshbook_extension.running_cell import CellTimeout
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook_extension.cells.running import CellTimeout
 
 
 def test_the_last_expression_is_shown_and_kept(notebook) -> None:
@@ -122,7 +122,7 @@ def test_a_failure_is_shown_while_other_ranks_run(notebook) -> None:
             shown_after_s.append(time.monotonic())
             seen.set()
 
-    from meshbook_extension.publish import StreamSink
+    from meshbook_extension.output.publisher import StreamSink
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StreamSink, "stream", lambda _sink, name, text: watch(name, text))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.errors import UsageError
-from meshbook_extension.options import Arguments, Grammar, Option, parse
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
 
 GRAMMAR = Grammar(
     name="%mesh test",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshbook.errors import UsageError
-from meshbook.rank_profile import OpTime, RankTrace
-from meshbook_extension.cell_profile import trace_path
-from meshbook_extension.profile_view import summary
+from meshbook.profiling.recorder import OpTime, RankTrace
+from meshbook_extension.cells.profile import trace_path
+from meshbook_extension.output.profile import summary
 
 CELL = """
 import time

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from meshbook_extension.publish import Publisher, StreamSink
+from meshbook_extension.output.publisher import Publisher, StreamSink
 
 
 class Output:

@@ -90,7 +90,7 @@ for k in range(20):
 
 def test_calls_that_alternate_between_two_meshes_have_one_output_each(empty_notebook: Any) -> None:
     empty_notebook.run(ALTERNATING)
-    listeners = empty_notebook["trainers"]._controller._board.calls._listeners
+    listeners = empty_notebook["trainers"]._controller._dispatcher.calls._listeners
     before = len(listeners)
     ran = empty_notebook.run(TURNS)
     assert ran.stdout == "".join(f"[0] train {k}\n[0] make {k}\n" for k in range(20))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshbook_extension.publish import StreamSink
+from meshbook_extension.output.publisher import StreamSink
 
 STEP = """%%mesh --async
 import time

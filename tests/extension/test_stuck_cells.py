@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshbook_extension.publish import StreamSink
+from meshbook_extension.output.publisher import StreamSink
 
 CHECK = "%%mesh\nt = torch.ones(1)\ndist.all_reduce(t)\nassert t.item() == 4 and kept == rank"
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbook.errors import RankError, UnknownAxisError, UsageError
-from meshbook.proc_mesh import ProcMesh
-from meshbook.shape import Members, Region
-from meshbook_extension.targets import choose, parse_selector
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape.members import Members, Region
+from meshbook_extension.notebook.targets import choose, parse_selector
 
 
 class View:

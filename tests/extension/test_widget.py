@@ -9,10 +9,10 @@ from fakes import failure
 
 import meshbook
 import meshbook_extension
-from meshbook.gpu_use import GpuUse
-from meshbook.proc_mesh import RankStatus
-from meshbook_extension.error_log import ErrorLog
-from meshbook_extension.progress_bars import merge_bars
+from meshbook.mesh.proc_mesh import RankStatus
+from meshbook.system.gpu import GpuUse
+from meshbook_extension.notebook.error_log import ErrorLog
+from meshbook_extension.output.progress_bars import merge_bars
 from meshbook_extension.widget.fallback import as_html
 from meshbook_extension.widget.history import History, Throughput
 from meshbook_extension.widget.recent_errors import shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from meshbook.output_events import DisplayData, OutputCut, OutputEvent, RankDone, StreamText
+from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, StreamText
 
 
 class Collector:
@@ -38,8 +38,8 @@ class Collector:
         return [e for e in self.events if isinstance(e, DisplayData)]
 
     @property
-    def cuts(self) -> list[OutputCut]:
-        return [e for e in self.events if isinstance(e, OutputCut)]
+    def cuts(self) -> list[OutputDropped]:
+        return [e for e in self.events if isinstance(e, OutputDropped)]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         with self._changed:

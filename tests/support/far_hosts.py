@@ -7,16 +7,16 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from meshbook import LocalLauncher
-from meshbook.launcher import LaunchedHost
-from meshbook.local_launcher import LocalHost
-from meshbook.ticket import Ticket
+from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.local import LocalHost
+from meshbook.wire.ticket import Ticket
 
 if TYPE_CHECKING:
     from benchmarks.faults.namespace import Namespace
 
 
 class FarHost:
-    """`meshbook.launcher.LaunchedHost`, without a word of what becomes of it."""
+    """`meshbook.launchers.base.LaunchedHost`, without a word of what becomes of it."""
 
     pid = started = 0
 

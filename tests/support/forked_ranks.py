@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from meshbook.frames import FrameReader, pack
-from meshbook.store import KeyValueStore, StoreOp
+from meshbook.wire.frames import FrameReader, pack
+from meshbook.wire.kv_store import KeyValueStore, StoreOp
 
-SCRIPT = Path(__file__).parents[1] / "runtime" / "group_ranks.py"
+SCRIPT = Path(__file__).parents[1] / "runtime" / "groups" / "group_ranks.py"
 encode = msgspec.msgpack.Encoder().encode
 decode_op = msgspec.msgpack.Decoder(tuple[int, StoreOp]).decode
 

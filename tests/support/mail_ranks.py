@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshbook import ProcMesh, wire
-from meshbook.answers import Answer
-from meshbook.calls import CallFuture
-from meshbook.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, Reply
-from meshbook.pickling import dumps
-from meshbook.shape import Members
-from meshbook.this_worker import this_worker
-from meshbook.worker import Worker
+from meshbook import ProcMesh
+from meshbook.actor.this_worker import this_worker
+from meshbook.calls.answer import Outcome
+from meshbook.calls.call import CallFuture
+from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, ReplyTo
+from meshbook.shape.members import Members
+from meshbook.values.pickling import dumps
+from meshbook.wire import messages as wire
+from meshbook.worker.worker import Worker
 
 _numbers = itertools.count(1000)
 """Of mailboxes; those that tests choose themselves are lower."""
@@ -35,8 +36,8 @@ def rank() -> int:
     return worker().identity.rank
 
 
-def ok(value: object = None) -> Answer:
-    return Answer(wire.OK, value, has_value=True)
+def ok(value: object = None) -> Outcome:
+    return Outcome(wire.OK, value, has_value=True)
 
 
 class Desk:
@@ -46,11 +47,11 @@ class Desk:
         self.seen: list[Any] = []
         self.cancelled = threading.Event()
         self.mailbox = mailbox
-        self._queue: queue.SimpleQueue[tuple[wire.Call, LoadArgs, Reply]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[wire.Call, LoadArgs, ReplyTo]] = queue.SimpleQueue()
         worker().mail.boxes.open(mailbox, self.take, self.on_cancel)
         threading.Thread(target=self._run, name=f"desk-{mailbox}", daemon=True).start()
 
-    def take(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+    def take(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         self._queue.put((call, load_args, reply))
 
     def on_cancel(self, call: wire.Call, insist: bool) -> None:
@@ -60,13 +61,13 @@ class Desk:
         while True:
             self._serve(*self._queue.get())
 
-    def _serve(self, call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+    def _serve(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         try:
             args, kwargs = load_args()
             reply(ok(getattr(self, call.endpoint)(*args, **kwargs)))
         except BaseException as error:
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
-            reply(Answer(status, failure=worker().shell.describe(error)))
+            reply(Outcome(status, failure=worker().shell.describe(error)))
 
     # ---- endpoints ----------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ def close_desk(mailbox: int, why: str) -> None:
 def open_rude_box(mailbox: int) -> None:
     """A mailbox whose handler raises."""
 
-    def handler(call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+    def handler(call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         raise RuntimeError("no room at the desk")
 
     worker().mail.boxes.open(mailbox, handler)

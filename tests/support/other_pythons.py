@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("tests/pythons", "tests/runtime/test_thread_interrupts.py")
+TESTS = ("tests/pythons", "tests/runtime/concurrency/test_thread_interrupts.py")
 TOOLS = ("pytest>=9", "pytest-rerunfailures>=16", "pytest-timeout>=2.4", "psutil>=7")
 TORCH = "torch==2.13.0"
 """The one that everything else is developed with: of others only the oldest is tried."""

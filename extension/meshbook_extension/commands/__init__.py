@@ -11,27 +11,27 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from meshbook.errors import UsageError
-from meshbook.wording import did_you_mean
-from meshbook_extension.options import PAIR, Arguments, Grammar, parse
-from meshbook_extension.session import Session
+from meshbook.formatting import did_you_mean
+from meshbook_extension.notebook.grammar import PAIR, Arguments, Grammar, parse
+from meshbook_extension.notebook.session import Session
 
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
 MODULES = (
     "meshes",
-    "persistence",
+    "attach",
     "views",
     "values",
     "jobs",
-    "recovery",
-    "looking",
-    "debugging",
+    "repair",
+    "status",
+    "pdb",
     "stacks",
     "logs",
     "actors",
-    "profiling",
-    "mode",
-    "visual_debugger",
+    "profile",
+    "auto",
+    "debug",
 )
 
 
@@ -89,7 +89,7 @@ def help_text(name: str = "") -> str:
 
     Raises: UsageError for what is no command.
     """
-    from meshbook_extension.cells import MESH_CELL
+    from meshbook_extension.cells.run import MESH_CELL
 
     load_all()
     if name in (MESH_CELL.name, "cell"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from meshbook.wording import format_sizes
+from meshbook.formatting import format_sizes
 from meshbook_extension.commands import command
-from meshbook_extension.options import Arguments, Grammar
-from meshbook_extension.session import Session
-from meshbook_extension.targets import FORMS
+from meshbook_extension.notebook.grammar import Arguments, Grammar
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.targets import FORMS
 
 
 @command(
@@ -25,7 +25,7 @@ from meshbook_extension.targets import FORMS
 def actors(session: Session, arguments: Arguments) -> None:
     """A table; ranks whose actors do the same share a row. Without a current mesh: one for each of this process."""
     from meshbook.actor.listing import actor_table
-    from meshbook.mesh import own_meshes
+    from meshbook.mesh.host_mesh import own_meshes
 
     if session.current is None and not arguments.words and not arguments.pairs and (meshes := own_meshes()):
         for procs in meshes:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 
 from meshbook.errors import CallInterrupted, MeshError
-from meshbook.wording import name_ranks
+from meshbook.formatting import name_ranks
+from meshbook_extension.cells.jobs import Job, Jobs
+from meshbook_extension.cells.running import interrupted, show_as
 from meshbook_extension.commands import command
-from meshbook_extension.jobs import Job, Jobs
-from meshbook_extension.labels import format_seconds
-from meshbook_extension.options import Arguments, Grammar, Option
-from meshbook_extension.running_cell import interrupted, show_as
-from meshbook_extension.session import Session
-from meshbook_extension.targets import FORMS
-from meshbook_extension.waiting import wait_until_done
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.targets import FORMS
+from meshbook_extension.notebook.waiting import wait_until_done
+from meshbook_extension.output.labels import format_seconds
 
 
 @command(Grammar(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",)))
@@ -59,7 +59,7 @@ def _wait_for(job: Job, timeout_s: float | None) -> bool:
 
     def tell_of_stops() -> None:
         nonlocal told
-        if not told and (stopped := job.cell.procs.stops.of(job.cell.ranks)):
+        if not told and (stopped := job.cell.procs.stopped_ranks.of(job.cell.ranks)):
             told = True
             print(f"{name_ranks(stopped)} stopped at a prompt: interrupt this wait, then look: %mesh pdb")
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from meshbook.output_events import StreamText
-from meshbook.wording import format_bytes, name_ranks
-from meshbook_extension.cell_output import CellOutput
-from meshbook_extension.collapse import grouping_for
+from meshbook.calls.output import StreamText
+from meshbook.formatting import format_bytes, name_ranks
+from meshbook_extension.cells.output import CellOutput
 from meshbook_extension.commands import command
-from meshbook_extension.durations import format_duration, parse_duration
-from meshbook_extension.labels import label
-from meshbook_extension.options import Arguments, Grammar, Option
-from meshbook_extension.publish import sink_for
-from meshbook_extension.session import Session
-from meshbook_extension.targets import FORMS
-from meshbook_extension.waiting import pause
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.targets import FORMS
+from meshbook_extension.notebook.waiting import pause
+from meshbook_extension.output.durations import format_duration, parse_duration
+from meshbook_extension.output.labels import label
+from meshbook_extension.output.line_merging import grouping_for
+from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
-    from meshbook.logs import LogFollower
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.controller.logs import LogFollower
+    from meshbook.mesh.proc_mesh import ProcMesh
 
 LINES = 20
 LINES_BEFORE = 5

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
-from meshbook.wording import did_you_mean, format_sizes
+from meshbook.formatting import did_you_mean, format_sizes
+from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import command
-from meshbook_extension.commands.persistence import describe_others
-from meshbook_extension.jobs import Jobs
-from meshbook_extension.labels import count, format_seconds
-from meshbook_extension.options import Arguments, Grammar, Option
-from meshbook_extension.running_cell import interrupted
-from meshbook_extension.session import DEFAULT_NAME, Session, check_identifier
-from meshbook_extension.targets import RANK
+from meshbook_extension.commands.attach import describe_others
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
+from meshbook_extension.notebook.targets import RANK
+from meshbook_extension.output.labels import count, format_seconds
 
 if TYPE_CHECKING:
-    from meshbook.mesh import HostMesh
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.mesh.host_mesh import HostMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
 
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
@@ -120,8 +120,8 @@ def _read_sizes(pairs: Mapping[str, str]) -> dict[str, int]:
 
 
 def _hosts(engine: str, count: int | None, rest: tuple[str, ...]) -> HostMesh:
-    from meshbook.local_launcher import LocalLauncher
-    from meshbook.mesh import start_hosts, this_host
+    from meshbook.launchers.local import LocalLauncher
+    from meshbook.mesh.host_mesh import start_hosts, this_host
 
     engines = ("local",)
     if engine not in engines:
@@ -175,7 +175,7 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
 )
 def use(session: Session, arguments: Arguments) -> None:
     """Switch meshes."""
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
 
     (name,) = arguments.words
     out = arguments.text("--out")

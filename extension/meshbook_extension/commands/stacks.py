@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from meshbook.wording import format_bytes, format_some_ranks, name_ranks
+from meshbook.formatting import format_bytes, format_some_ranks, name_ranks
 from meshbook_extension.commands import command
-from meshbook_extension.error_log import LoggedError
-from meshbook_extension.labels import label
-from meshbook_extension.options import Arguments, Grammar, Option
-from meshbook_extension.session import Session
-from meshbook_extension.targets import FORMS
+from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.targets import FORMS
+from meshbook_extension.output.labels import label
 
 if TYPE_CHECKING:
-    from meshbook.kept_memory import Freed
+    from meshbook.shell.postmortem_memory import Freed
 
 READ_S, NATIVE_S = 3.0, 20.0
 """What reading stacks from outside may take; native ones need the symbols of all libraries."""

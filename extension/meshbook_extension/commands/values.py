@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.errors import CallFailed
-from meshbook.wording import name_ranks
+from meshbook.formatting import name_ranks
+from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import command
-from meshbook_extension.labels import label_block
-from meshbook_extension.options import Arguments, Grammar, Option
-from meshbook_extension.running_cell import brief, show_as
-from meshbook_extension.session import Session, check_identifier
-from meshbook_extension.targets import FORMS, RANK, parse_selector
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.session import Session, check_identifier
+from meshbook_extension.notebook.targets import FORMS, RANK, parse_selector
+from meshbook_extension.output.labels import label_block
 
 if TYPE_CHECKING:
-    from meshbook.future import Future
-    from meshbook.proc_mesh import ProcMesh
-    from meshbook.value_mesh import ValueMesh
+    from meshbook.concurrency.future import Future
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape.value_mesh import ValueMesh
 
 T = TypeVar("T")
 AXIS, DIM = "axis", "dim"

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
-from meshbook.wording import format_sizes, name_ranks
+from meshbook.formatting import format_sizes, name_ranks
 from meshbook_extension.commands import command
-from meshbook_extension.options import Arguments, Grammar
-from meshbook_extension.session import NamedSlice, Session, check_identifier
-from meshbook_extension.targets import FORMS, RANK
+from meshbook_extension.notebook.grammar import Arguments, Grammar
+from meshbook_extension.notebook.session import NamedSlice, Session, check_identifier
+from meshbook_extension.notebook.targets import FORMS, RANK
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
 
 SPLIT = Grammar(
     name="%mesh split",

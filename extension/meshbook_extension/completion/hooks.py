@@ -12,16 +12,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshbook_extension.completion.busy import BusyCompletion
+from meshbook_extension.completion.completer import Completer, Found
 from meshbook_extension.completion.replies import complete_reply, inspect_reply
-from meshbook_extension.completion.typist import Found, Typist
+from meshbook_extension.completion.while_busy import BusyCompletion
 
 
 class Hooks:
     """The methods that were replaced on one shell."""
 
-    def __init__(self, shell: Any, typist: Typist) -> None:
-        self._typist = typist
+    def __init__(self, shell: Any, completer: Completer) -> None:
+        self._completer = completer
         self._replaced: list[tuple[Any, str]] = []
         self._busy: BusyCompletion | None = None
         kernel = getattr(shell, "kernel", None)
@@ -30,7 +30,7 @@ class Hooks:
         else:
             self._replace(kernel, "do_complete", self._complete)
             self._replace(kernel, "do_inspect", self._inspect)
-            self._busy = BusyCompletion(shell, typist)
+            self._busy = BusyCompletion(shell, completer)
 
     def uninstall(self) -> None:
         """As it was before."""
@@ -49,14 +49,14 @@ class Hooks:
     def _complete(self, original: Any) -> Any:
         async def do_complete(code: str, cursor_pos: int | None) -> Any:
             cursor = len(code) if cursor_pos is None else cursor_pos
-            found = await asyncio.to_thread(self._typist.complete, code, cursor)
+            found = await asyncio.to_thread(self._completer.complete, code, cursor)
             return await _own(original(code, cursor_pos)) if found is None else complete_reply(found, cursor)
 
         return do_complete
 
     def _inspect(self, original: Any) -> Any:
         async def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, *args: Any, **options: Any) -> Any:
-            text = await asyncio.to_thread(self._typist.inspect, code, cursor_pos, detail_level)
+            text = await asyncio.to_thread(self._completer.inspect, code, cursor_pos, detail_level)
             if text is None:
                 return await _own(original(code, cursor_pos, detail_level, *args, **options))
             return inspect_reply(text)
@@ -65,7 +65,7 @@ class Hooks:
 
     def _in_terminal(self, original: Any) -> Any:
         def completions(text: str, offset: int) -> Iterator[Any]:
-            found = self._typist.complete(text, offset)
+            found = self._completer.complete(text, offset)
             return original(text, offset) if found is None else _as_completions(found)
 
         return completions

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from meshbook.errors import MeshError
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
-    from meshbook_extension.session import Session
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook_extension.notebook.session import Session
 
 PATIENCE_S = 0.06
 """After so long another rank is asked too: native code may hold the first one's GIL."""
@@ -39,7 +39,7 @@ class LivingRanks:
         self._silent_until: dict[tuple[str, int], float] = {}
 
     def complete(self, view: ProcMesh, code: str, cursor: int) -> Mapping[str, Any] | None:
-        """The answer of `meshbook.typing_help.complete`, with positions in ``code``; None: nobody answers."""
+        """The answer of `meshbook.worker.completion.complete`, with positions in ``code``; None: nobody answers."""
         skipped, code, cursor = _around(code, cursor)
         found = self._ask(view, "complete", code, cursor)
         if found is None:

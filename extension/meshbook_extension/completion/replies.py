@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshbook_extension.completion.typist import Found
+from meshbook_extension.completion.completer import Found
 
 TYPES = "_jupyter_types_experimental"
 """Where front ends look for the kinds of completions."""

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshbook.debug_messages import Message, answer
-from meshbook.debug_tunnel import DebugTunnel
+from meshbook.debug.dap_client import DebugTunnel
+from meshbook.debug.dap_messages import Message, answer
 from meshbook.errors import DebugError, MeshError
 from meshbook_extension.visual_debugger.cell_paths import panel_folder, panel_path, to_panel, to_rank
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
 
 ANSWER_TIMEOUT_S = 60.0
 NAMES_TIMEOUT_S = 2.0

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshbook.debug_messages import Message
+from meshbook.debug.dap_messages import Message
 from meshbook_extension.visual_debugger.panel import RankPanel
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
 
 
 class DebuggerSwitch:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from meshbook_extension.waiting import WHILE_WAITING
+from meshbook_extension.notebook.waiting import WHILE_WAITING
 
 _LOG = logging.getLogger(__name__)
 

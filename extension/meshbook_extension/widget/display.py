@@ -7,13 +7,13 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from meshbook_extension.publish import KernelSink, sink_for
+from meshbook_extension.output.publisher import KernelSink, sink_for
 from meshbook_extension.widget.fallback import as_html
 from meshbook_extension.widget.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh
-    from meshbook_extension.session import Session
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook_extension.notebook.session import Session
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 PLACES = 4
@@ -24,7 +24,7 @@ class HealthBoard:
     """The widgets of a session."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[str, tuple[int, ...]], Shown] = {}
+        self._shown: dict[tuple[str, tuple[int, ...]], ShownWidget] = {}
 
     def show(self, session: Session, procs: ProcMesh) -> bool:
         """Show the widget for ``procs`` if the output goes to a front end; else False, and the caller shows text.
@@ -39,12 +39,12 @@ class HealthBoard:
         if shown is None or not shown.follows(procs):
             if shown is not None:
                 shown.close()
-            shown = self._shown[key] = Shown(session, procs)
+            shown = self._shown[key] = ShownWidget(session, procs)
         shown.add_place(sink)
         return True
 
 
-class Shown:
+class ShownWidget:
     """One widget, and the outputs that show it."""
 
     def __init__(self, session: Session, procs: ProcMesh) -> None:

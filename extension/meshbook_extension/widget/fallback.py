@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshbook.wording import format_bytes, format_ranks, format_sizes
-from meshbook_extension.labels import format_seconds
+from meshbook.formatting import format_bytes, format_ranks, format_sizes
+from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.widget.snapshot import MB, Snapshot
 from meshbook_extension.widget.states import IDLE, NAMES
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import RankStatus
+    from meshbook.mesh.proc_mesh import RankStatus
 
 ROWS = 64
 """Larger meshes get a row per host and state."""
@@ -22,7 +22,7 @@ _TABLE = "border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-n
 _CELL = "text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.25)"
 
 
-class _Row(NamedTuple):
+class _HealthRow(NamedTuple):
     ranks: str
     host: str
     state: str
@@ -33,7 +33,7 @@ class _Row(NamedTuple):
 def as_html(snapshot: Snapshot) -> str:
     """A table of the ranks. No style sheet and no script: viewers of saved notebooks drop both."""
     rows = _rows(snapshot)
-    heads = _Row("rank" if len(rows) == len(snapshot.statuses) else "ranks", "host", "state", "memory", "at")
+    heads = _HealthRow("rank" if len(rows) == len(snapshot.statuses) else "ranks", "host", "state", "memory", "at")
     counts = Counter(snapshot.states)
     summary = ", ".join(f"{count} {NAMES[letter]}" for letter, count in counts.most_common())
     title = f"{snapshot.name}: {format_sizes(snapshot.sizes)}, {snapshot.device}; {summary}"
@@ -52,11 +52,11 @@ def _memory_of(one: RankStatus) -> str:
     return f"{own}; GPU {one.gpu}" if one.gpu is not None else own
 
 
-def _rows(snapshot: Snapshot) -> list[_Row]:
+def _rows(snapshot: Snapshot) -> list[_HealthRow]:
     states = snapshot.states
     if len(states) <= ROWS:
         return [
-            _Row(
+            _HealthRow(
                 str(one.rank),
                 one.host,
                 NAMES[letter] + (f" {format_seconds(one.busy_s)}" if one.busy_s and letter != IDLE else ""),
@@ -70,7 +70,7 @@ def _rows(snapshot: Snapshot) -> list[_Row]:
         groups.setdefault((one.host, letter), []).append(index)
     memory = snapshot.memory_mb
     return [
-        _Row(
+        _HealthRow(
             format_ranks(snapshot.statuses[index].rank for index in indices),
             host,
             NAMES[letter],

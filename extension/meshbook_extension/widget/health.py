@@ -23,7 +23,7 @@ LOOK_S = 30.0
 """So long a view counts as looked at; the browser says it again every 10 s."""
 
 
-class Answer(NamedTuple):
+class ButtonAnswer(NamedTuple):
     """What the widget shows after a button was pressed."""
 
     title: str
@@ -41,7 +41,7 @@ class Source(Protocol):
     def actions(self) -> Sequence[str]:
         """The buttons: of interrupt, stacks, pdb, logs, heal."""
 
-    def act(self, action: str, ranks: Sequence[int]) -> Answer:
+    def act(self, action: str, ranks: Sequence[int]) -> ButtonAnswer:
         """Do what a button says, on ``ranks`` where the person has chosen some. Raises: MeshError."""
 
 
@@ -107,10 +107,10 @@ class HealthWidget(anywidget.AnyWidget):
         try:
             answer = self._source.act(action, ranks)
         except (MeshError, TimeoutError) as error:
-            answer = Answer(f"{action} failed", str(error))
+            answer = ButtonAnswer(f"{action} failed", str(error))
         except Exception as error:
             _LOG.exception("a button of the health widget failed")
-            answer = Answer(f"{action} failed", f"{type(error).__name__}: {error}")
+            answer = ButtonAnswer(f"{action} failed", f"{type(error).__name__}: {error}")
         self.send({"kind": "answer", "action": action} | answer._asdict())
         with self._changed:
             self._changed.notify()  # show what has changed without waiting for the next tick

@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import RankStatus
+    from meshbook.mesh.proc_mesh import RankStatus
     from meshbook_extension.widget.snapshot import Snapshot
 
 POINTS = 120

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
-from meshbook.wording import format_ranks, name_ranks
-from meshbook_extension.jobs import Jobs
-from meshbook_extension.progress_bars import merge_bars
-from meshbook_extension.widget.health import Answer
+from meshbook.formatting import format_ranks, name_ranks
+from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.output.progress_bars import merge_bars
+from meshbook_extension.widget.health import ButtonAnswer
 from meshbook_extension.widget.history import Throughput
 from meshbook_extension.widget.recent_errors import RecentError, describe, shown
 from meshbook_extension.widget.snapshot import CellNow, Snapshot
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh, RankStatus
-    from meshbook_extension.running_cell import RunningCell
-    from meshbook_extension.session import Session
+    from meshbook.mesh.proc_mesh import ProcMesh, RankStatus
+    from meshbook_extension.cells.running import RunningCell
+    from meshbook_extension.notebook.session import Session
 
 LOG_LINES = 20
 LOG_RANKS = 16
@@ -73,7 +73,7 @@ class MeshSource:
         """The buttons, from left to right."""
         return ("interrupt", "stacks", "pdb", "logs", "heal")
 
-    def act(self, action: str, ranks: Sequence[int]) -> Answer:
+    def act(self, action: str, ranks: Sequence[int]) -> ButtonAnswer:
         """Raises: MeshError."""
         procs = self.procs
         known = [rank for rank in ranks if rank in set(procs.ranks)]
@@ -83,12 +83,12 @@ class MeshSource:
         if action == "heal":
             return self._heal()
         if action == "stacks":
-            return Answer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks()))
+            return ButtonAnswer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks()))
         if action == "pdb":
             return self._pdb(chosen, bool(known))
         return _logs(chosen)
 
-    def _interrupt(self) -> Answer:
+    def _interrupt(self) -> ButtonAnswer:
         """What the notebook's stop button does, and jobs too; without a cell that waits, all that runs on the ranks."""
         cells = self._cells()
         foreground = [cell for cell in cells if cell in self._session.part(Jobs).foreground]
@@ -97,15 +97,17 @@ class MeshSource:
                 cell.output.hide_interrupts = True
             report = self.procs.base().interrupt()
             touched = report.obeyed or report.stuck or report.skipping
-            return Answer("Interrupt", str(report) if touched else "nothing runs on the ranks")
+            return ButtonAnswer("Interrupt", str(report) if touched else "nothing runs on the ranks")
         for cell in cells:
             if cell not in foreground:
                 cell.run.cancel()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         names = ", ".join(cell.what for cell in cells)
-        return Answer("Interrupt", f"{names} interrupted on {name_ranks(r for cell in cells for r in cell.waiting)}")
+        return ButtonAnswer(
+            "Interrupt", f"{names} interrupted on {name_ranks(r for cell in cells for r in cell.waiting)}"
+        )
 
-    def _pdb(self, procs: ProcMesh, is_chosen: bool) -> Answer:
+    def _pdb(self, procs: ProcMesh, is_chosen: bool) -> ButtonAnswer:
         """A cell that waits for the ranks opens the prompt itself; else what to type is said, and can be copied."""
         stopped = procs.stopped()
         ranks = stopped or procs.busy
@@ -121,18 +123,18 @@ class MeshSource:
             if len(ranks) > 1 and not is_chosen:
                 raise UsageError("choose the rank that is to stop first. A breakpoint() in a cell stops ranks there.")
             if not waiting:
-                return Answer("pdb", f"{_stop(ranks)} at the next line of your code by\n\n    {typed}", typed)
-            procs.stops.left.difference_update(ranks)
+                return ButtonAnswer("pdb", f"{_stop(ranks)} at the next line of your code by\n\n    {typed}", typed)
+            procs.stopped_ranks.left.difference_update(ranks)
             procs.select(ranks).ask("pdb_break_in")
             where = f"; the prompt opens below {waiting[0].what}"
-            return Answer("pdb", f"{_stop(ranks)} at the next line of your code{where}")
+            return ButtonAnswer("pdb", f"{_stop(ranks)} at the next line of your code{where}")
         places = {place: None for one in procs.select(stopped).status() if (place := one.where)}
         told = f"{name_ranks(stopped)} stopped at {', '.join(places)}"
-        if waiting and procs.stops.left.isdisjoint(stopped):
-            return Answer("pdb", f"{told}; the prompt is open below {waiting[0].what}")
-        return Answer("pdb", f"{told}. The prompt opens by\n\n    {typed}", typed)
+        if waiting and procs.stopped_ranks.left.isdisjoint(stopped):
+            return ButtonAnswer("pdb", f"{told}; the prompt is open below {waiting[0].what}")
+        return ButtonAnswer("pdb", f"{told}. The prompt opens by\n\n    {typed}", typed)
 
-    def _heal(self) -> Answer:
+    def _heal(self) -> ButtonAnswer:
         """As ``%mesh heal``, but for the setup cells: those write to the notebook, and need its main thread."""
         notes: list[str] = []
         repaired = self.procs.base().heal(note=notes.append)
@@ -142,7 +144,7 @@ class MeshSource:
         elif repaired.ranks:
             whose = "its" if len(repaired.ranks) == 1 else "their"
             notes.append(f"{name_ranks(repaired.ranks)} lost {whose} variables; run the cells that make them there")
-        return Answer("Heal", "\n  ".join([str(repaired), *notes]))
+        return ButtonAnswer("Heal", "\n  ".join([str(repaired), *notes]))
 
 
 def _stop(ranks: Sequence[int]) -> str:
@@ -168,8 +170,8 @@ def _deaths(mesh: str, statuses: Sequence[RankStatus]) -> list[RecentError]:
     return [RecentError(mesh, "", format_ranks(ranks), f"ended: {cause}", "", 0.0) for cause, ranks in causes.items()]
 
 
-def _logs(procs: ProcMesh) -> Answer:
+def _logs(procs: ProcMesh) -> ButtonAnswer:
     if len(procs) > LOG_RANKS:
         raise UsageError(f"choose a rank first: logs of {len(procs)} ranks are too many. Or: %mesh logs rank=0-3")
     blocks = [f"rank {rank}\n{text.rstrip()}\n" for rank, text in sorted(procs.logs(LOG_LINES).items()) if text.strip()]
-    return Answer(f"Logs of {name_ranks(procs.ranks)}", "\n".join(blocks) or "nothing written yet")
+    return ButtonAnswer(f"Logs of {name_ranks(procs.ranks)}", "\n".join(blocks) or "nothing written yet")

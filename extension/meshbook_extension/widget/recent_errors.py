@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshbook.errors import Failure, group_failures
-from meshbook.wording import format_ranks
-from meshbook_extension.error_log import LoggedError
-from meshbook_extension.failure_view import INTERRUPT, LOST
+from meshbook.formatting import format_ranks
+from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.output.failures import INTERRUPT, LOST
 
 LONGEST = 300
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshbook_extension.progress_bars import Progress
+from meshbook_extension.output.progress_bars import BarProgress
 from meshbook_extension.widget.recent_errors import RecentError
 from meshbook_extension.widget.states import letter_of
 
 if TYPE_CHECKING:
-    from meshbook.gpu_use import GpuUse
-    from meshbook.proc_mesh import RankStatus
+    from meshbook.mesh.proc_mesh import RankStatus
+    from meshbook.system.gpu import GpuUse
 
 ERRORS = 6
 """The newest errors that travel."""
@@ -33,7 +33,7 @@ class CellNow:
     ranks: int
     ended: int
     """Ranks that have ended it."""
-    progress: Progress | None = None
+    progress: BarProgress | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Snapshot:
         }
 
 
-def _fields(progress: Progress | None) -> dict[str, Any] | None:
+def _fields(progress: BarProgress | None) -> dict[str, Any] | None:
     return progress._asdict() if progress is not None else None
 
 

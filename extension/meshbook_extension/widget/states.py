@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import RankStatus
+    from meshbook.mesh.proc_mesh import RankStatus
 
 STARTING, IDLE, BUSY, COLLECTIVE, INTERRUPTED, PDB, STOPPED, SILENT, DEAD = "SIBCXPTUD"
 
@@ -28,7 +28,7 @@ _COLLECTIVES = re.compile(
     r"all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_gather_tensor|"
     r"(?:all_gather|broadcast|gather|scatter|send|recv|broadcast)_object(?:_list)?)(?: \(|$)"
 )
-"""What `meshbook.whereabouts` says of a thread inside of torch.distributed."""
+"""What `meshbook.source.location` says of a thread inside of torch.distributed."""
 
 _NAMED = {"idle": IDLE, "stopped": STOPPED, "pdb": PDB, "silent": SILENT}
 

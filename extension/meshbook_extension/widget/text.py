@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshbook.wording import format_bytes, format_ranks, format_sizes
-from meshbook_extension.jobs import Jobs
-from meshbook_extension.labels import count, format_seconds
-from meshbook_extension.session import Session
+from meshbook.formatting import format_bytes, format_ranks, format_sizes
+from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.output.labels import count, format_seconds
 
 if TYPE_CHECKING:
-    from meshbook.proc_mesh import ProcMesh, RankStatus
+    from meshbook.mesh.proc_mesh import ProcMesh, RankStatus
 
 
 ROWS = 64

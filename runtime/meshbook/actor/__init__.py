@@ -22,8 +22,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.buffers.rdma_buffer import RDMABuffer
 from meshbook.actor.context import Context, context, current_actor_name, current_rank, current_size
-from meshbook.actor.endpoints import Actor, Endpoint, concurrent_endpoint, endpoint
+from meshbook.actor.decorators import Actor, Endpoint, concurrent_endpoint, endpoint
+from meshbook.actor.endpoint import Accumulator, as_endpoint, send
 from meshbook.actor.errors import (
     ActorError,
     ActorLostError,
@@ -41,18 +43,16 @@ from meshbook.actor.errors import (
 )
 from meshbook.actor.ports import Channel, Port, PortReceiver
 from meshbook.actor.proc_ref import this_proc
-from meshbook.actor.rdma_buffer import RDMABuffer
-from meshbook.actor.sending import Accumulator, as_endpoint, send
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
-from meshbook.future import Future
-from meshbook.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
-from meshbook.shape import Extent, Point
-from meshbook.value_mesh import ValueMesh
+from meshbook.concurrency.future import Future
+from meshbook.shape.members import Extent, Point
+from meshbook.shape.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
+from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
-    from meshbook.actor.hosts import get_or_spawn_controller, shutdown_context
-    from meshbook.mesh import HostMesh, this_host
-    from meshbook.proc_mesh import ProcMesh
+    from meshbook.mesh.actor_hosts import get_or_spawn_controller, shutdown_context
+    from meshbook.mesh.host_mesh import HostMesh, this_host
+    from meshbook.mesh.proc_mesh import ProcMesh
 
 __all__ = [
     "Accumulator",
@@ -106,10 +106,10 @@ __all__ = [
 
 _LATER = {
     "HostMesh": "meshbook.mesh",
-    "ProcMesh": "meshbook.proc_mesh",
-    "get_or_spawn_controller": "meshbook.actor.hosts",
-    "shutdown_context": "meshbook.actor.hosts",
-    "this_host": "meshbook.actor.hosts",
+    "ProcMesh": "meshbook.mesh.proc_mesh",
+    "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
+    "shutdown_context": "meshbook.mesh.actor_hosts",
+    "this_host": "meshbook.mesh.actor_hosts",
 }
 """What stands above this package, which those modules import themselves."""
 

@@ -10,18 +10,18 @@ import contextlib
 import functools
 from typing import Any, Generic, TypeVar
 
-from meshbook.actor.actor_endpoint import ActorEndpoint, NotAnEndpoint
-from meshbook.actor.actor_group import ActorGroup, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.context import context
-from meshbook.actor.described import check_construction, describe_class
+from meshbook.actor.endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.errors import ActorError, ActorLostError, NoEndpointError, SupervisionError
-from meshbook.actor.notebook_sources import sources_of
+from meshbook.actor.futures import ActorFuture
+from meshbook.actor.identity import ActorIdentity, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.ports import Port
-from meshbook.actor.reloading import RELOAD, newest_class, refusal
-from meshbook.actor.results import ActorFuture
-from meshbook.actor.roads import DESK, READY, STOP, WATCH, Address, Road
+from meshbook.actor.reload import RELOAD, newest_class, refusal
+from meshbook.actor.router import DESK, READY, STOP, WATCH, Address, Router
+from meshbook.actor.signatures import check_construction, describe_class
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
-from meshbook.arranged import Arranged
+from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.future import Future
 from meshbook.errors import (
     Failure,
     MailboxClosed,
@@ -31,19 +31,19 @@ from meshbook.errors import (
     UsageError,
     WorkerLost,
 )
-from meshbook.future import Future
-from meshbook.pickling import dumps
-from meshbook.shape import Members
-from meshbook.side_threads import run_aside
-from meshbook.wording import format_sizes
+from meshbook.formatting import format_sizes
+from meshbook.shape.members import Members
+from meshbook.shape.view import MeshView
+from meshbook.source.functions import sources_of
+from meshbook.values.pickling import dumps
 
 TActor = TypeVar("TActor")
 
 
-class ActorMesh(Arranged, Generic[TActor]):
+class ActorMesh(MeshView, Generic[TActor]):
     """Actors, arranged as the processes in which they live; views cost nothing. Attributes are their endpoints."""
 
-    def __init__(self, group: ActorGroup, members: Members) -> None:
+    def __init__(self, group: ActorIdentity, members: Members) -> None:
         super().__init__(members)
         self._group = group
 
@@ -177,7 +177,7 @@ RESERVED = frozenset(name for name in dir(ActorMesh) if not name.startswith("__"
 
 
 def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
-    road: Road,
+    router: Router,
     mesh: int,
     mesh_name: str,
     members: Members,
@@ -196,23 +196,23 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     check_construction(cls, name, args, kwargs)
     if not isinstance(name, str) or not name:
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
-    members, generation, _ = road.find(mesh, members, generation)
-    group = ActorGroup(road.session, mesh, mesh_name, road.new_mailbox(), name, described, members, generation)
+    members, generation, _ = router.find(mesh, members, generation)
+    group = ActorIdentity(router.session, mesh, mesh_name, router.new_mailbox(), name, described, members, generation)
     actors: ActorMesh[Any] = ActorMesh(group, members)
-    payload = ((name_view(members), actors, road.supervisor, sources_of(cls), cls, *args), kwargs)
+    payload = ((name_view(members), actors, router.supervisor, sources_of(cls), cls, *args), kwargs)
     try:
         pickled = dumps(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was
         pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
-    owner = road.supervisor
-    spawned = road.call(
-        mesh, members, DESK, f"{group.mailbox}:{road.session}:{name}", pickled,
+    owner = router.supervisor
+    spawned = router.call(
+        mesh, members, DESK, f"{group.mailbox}:{router.session}:{name}", pickled,
         what=f"{cls.__qualname__}()", fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
         generation=generation,
     )  # fmt: skip
     group.initialized = ActorFuture(spawned, _nothing, name, INIT)
     keep_group(group)
-    if road.place.mesh and owner is not None:  # an actor: nobody else tells it
+    if router.place.mesh and owner is not None:  # an actor: nobody else tells it
         watch(actors, owner)
     if (belongings := context().belongings) is not None:
         belongings.add(actors)
@@ -232,7 +232,7 @@ def _on_made(
     if ok or failure is None or failure.ename in _NO_FAULTS:
         return
     told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)])
-    run_aside(functools.partial(_tell, owner, told))
+    run_in_background(functools.partial(_tell, owner, told))
 
 
 _NO_FAULTS = frozenset(error.__name__ for error in (WorkerLost, KeyboardInterrupt, MailboxClosed))

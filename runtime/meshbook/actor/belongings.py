@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Protocol
 
+from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError
-from meshbook.future import Future
 
 WAIT_S = 6.0
 """How long an actor that ends waits for what it owns; longer than one that does not heed an interrupt is waited for."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshbook.shape import Extent, Point
+from meshbook.shape.members import Extent, Point
 
 if TYPE_CHECKING:
     from meshbook.actor.belongings import Belongings

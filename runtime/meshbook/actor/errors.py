@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshbook.errors import CallFailed, Failure, MeshError, MeshStoppedError, UsageError, WorkerLost
-from meshbook.wording import did_you_mean, name_ranks
+from meshbook.formatting import did_you_mean, name_ranks
 
 
 class ActorError(CallFailed):

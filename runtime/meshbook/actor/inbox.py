@@ -10,22 +10,22 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from meshbook import wire
-from meshbook.answers import Answer
-from meshbook.mailboxes import LoadArgs, Reply
+from meshbook.calls.answer import Outcome
+from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.wire import messages as wire
 
 
-class Message(NamedTuple):
+class InboxMessage(NamedTuple):
     """A call on its way to an actor. serial: never used twice in a process."""
 
     serial: int
     call: wire.Call
     load: LoadArgs
-    reply: Reply
+    reply: ReplyTo
     came_at: float
 
 
-_Item: TypeAlias = "Message | None"
+_Item: TypeAlias = "InboxMessage | None"
 
 
 class Inbox:
@@ -36,16 +36,16 @@ class Inbox:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_queue: asyncio.Queue[_Item] | None = None
-        self._aside: Callable[[Message], bool] = lambda message: False
+        self._aside: Callable[[InboxMessage], bool] = lambda message: False
         self._serial = 0
-        self._waiting: dict[int, Message] = {}
+        self._waiting: dict[int, InboxMessage] = {}
         """Those that the actor has not begun, by serial."""
 
-    def put(self, call: wire.Call, load: LoadArgs, reply: Reply) -> None:
+    def put(self, call: wire.Call, load: LoadArgs, reply: ReplyTo) -> None:
         """A message has come."""
         with self._lock:
             self._serial += 1
-            message = Message(self._serial, call, load, reply, time.monotonic())
+            message = InboxMessage(self._serial, call, load, reply, time.monotonic())
             self._waiting[message.serial] = message
             self._pass_on(message)
 
@@ -74,10 +74,10 @@ class Inbox:
             if found is None:
                 return False
             del self._waiting[found.serial]
-        found.reply(Answer(wire.DROPPED))
+        found.reply(Outcome(wire.DROPPED))
         return True
 
-    def clear(self, answer: Answer) -> None:
+    def clear(self, answer: Outcome) -> None:
         """Nobody will handle what waits: it gets this answer."""
         with self._lock:
             dropped = list(self._waiting.values())
@@ -85,7 +85,7 @@ class Inbox:
         for message in dropped:
             message.reply(answer)
 
-    def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Answer]) -> None:
+    def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Outcome]) -> None:
         """Answer messages that wait, and must not."""
         with self._lock:
             refused = [message for message in self._waiting.values() if is_meant(message.call)]
@@ -108,7 +108,7 @@ class Inbox:
             if message is None or self.begin(message):
                 return message
 
-    def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[Message], bool]) -> None:
+    def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[InboxMessage], bool]) -> None:
         """From now on `get_async`, in ``loop``, is used.
 
         aside: asked in the loop about each message as it comes; True: it does not wait for those before it.
@@ -126,7 +126,7 @@ class Inbox:
             if message is None or self.begin(message):
                 return message
 
-    def begin(self, message: Message) -> bool:
+    def begin(self, message: InboxMessage) -> bool:
         """Whether the message still waits; from now on it does not."""
         with self._lock:
             return self._waiting.pop(message.serial, None) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshbook.wording import format_some_ranks
+from meshbook.formatting import format_some_ranks
 
 ROWS = 12
 """Rows for one mesh of actors; its other ranks are counted."""

@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from meshbook import wire
-from meshbook.actor.roads import Place, Road, own_road, road_of
-from meshbook.answers import Answer
-from meshbook.future import Future
-from meshbook.joined_futures import MappedFuture
-from meshbook.mailboxes import LoadArgs, Reply
-from meshbook.pickling import dumps, loads
-from meshbook.shape import Members, Region
+from meshbook.actor.router import Place, Router, current_router, router_for
+from meshbook.calls.answer import Outcome
+from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.concurrency.future import Future, MappedFuture
+from meshbook.shape.members import Members, Region
+from meshbook.values.pickling import dumps, loads
+from meshbook.wire import messages as wire
 
 R = TypeVar("R")
 
@@ -44,16 +43,16 @@ class Port(Generic[R]):
 
     def post(self, endpoint: str, value: object) -> None:
         """Send a value under another name than ``send``, for mailboxes that tell them apart."""
-        road = road_of(self._session)
+        router = router_for(self._session)
         pickled = dumps(((value,), {}), what="the value")
-        if self._place == road.place:
+        if self._place == router.place:
             head, buffers = pickled.head, [bytearray(buffer) for buffer in pickled.buffers]
-            mailbox = road.mailboxes.find(self._mailbox, self._place.rank)
+            mailbox = router.mailboxes.find(self._mailbox, self._place.rank)
             call = wire.Call(0, self._place.mesh, endpoint, (), mailbox=self._mailbox, reply=False)
             mailbox.handler(call, lambda: loads(head, buffers), _drop)
         else:
-            to = road.find(self._place.mesh, one_member(self._place.rank), self._place.generation)
-            road.post(self._place.mesh, to.members, self._mailbox, endpoint, pickled, generation=to.generation)
+            to = router.find(self._place.mesh, one_member(self._place.rank), self._place.generation)
+            router.post(self._place.mesh, to.members, self._mailbox, endpoint, pickled, generation=to.generation)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Port, (self._session, tuple(self._place), self._mailbox)
@@ -67,7 +66,7 @@ def one_member(rank: int) -> Members:
     return Region.build(rank, [])
 
 
-def _drop(answer: Answer) -> None:
+def _drop(answer: Outcome) -> None:
     """Nobody waits for an answer."""
 
 
@@ -113,29 +112,29 @@ class Channel(Generic[R]):
 
         It closes when its receiver is let go of.
         """
-        road = own_road()
+        router = current_router()
         receiver: PortReceiver[Any] = PortReceiver()
-        return make_port(road, receiver, once=once), receiver
+        return make_port(router, receiver, once=once), receiver
 
 
-def make_port(road: Road, receiver: PortReceiver[Any], *, once: bool = False) -> Port[Any]:
+def make_port(router: Router, receiver: PortReceiver[Any], *, once: bool = False) -> Port[Any]:
     """A port whose messages ``receiver`` gets."""
-    id = road.new_mailbox()
+    id = router.new_mailbox()
     wanted = weakref.ref(receiver)
-    mailboxes = road.mailboxes
+    mailboxes = router.mailboxes
 
-    def on_message(call: wire.Call, load_args: LoadArgs, reply: Reply) -> None:
+    def on_message(call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         to = wanted()
         if to is not None:
             to.take(_loader(call.endpoint, load_args))
         if once:
             mailboxes.close(id, "the port was for one message")
         if call.reply or to is None:  # nobody will load it: it is let go of
-            reply(Answer(wire.OK, None, has_value=True))
+            reply(Outcome(wire.OK, None, has_value=True))
 
     mailboxes.open(id, on_message)
     weakref.finalize(receiver, mailboxes.close, id, "its receiver is gone").atexit = False
-    return Port(road.session, road.place, id)
+    return Port(router.session, router.place, id)
 
 
 def _loader(endpoint: str, load_args: LoadArgs) -> Callable[[], Any]:
@@ -157,13 +156,13 @@ def _loader(endpoint: str, load_args: LoadArgs) -> Callable[[], Any]:
 class ResponsePort(Port[R]):
     """The port of an explicit response: what is sent on it is the answer to the call. Can be passed on."""
 
-    def __init__(self, reply: Reply, fail: Callable[[BaseException], Answer]) -> None:
+    def __init__(self, reply: ReplyTo, fail: Callable[[BaseException], Outcome]) -> None:
         self._reply, self._fail = reply, fail
         self.passed_on = False
         """Whether others may answer, whatever becomes of the actor."""
 
     def send(self, obj: R) -> None:
-        self._reply(Answer(wire.OK, obj, has_value=True, what="the response"))
+        self._reply(Outcome(wire.OK, obj, has_value=True, what="the response"))
 
     def exception(self, error: BaseException) -> None:
         self._reply(self._fail(error))
@@ -171,9 +170,9 @@ class ResponsePort(Port[R]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Passed on, it is a port of this process that passes on what it gets."""
         self.passed_on = True
-        road = own_road()
+        router = current_router()
         receiver = _Forwarder(self)
-        return make_port(road, receiver, once=True).__reduce__()
+        return make_port(router, receiver, once=True).__reduce__()
 
     def __repr__(self) -> str:
         return "Port(the caller)"
@@ -191,7 +190,9 @@ class _Forwarder(PortReceiver[R]):
         self._kept.add(self)
 
     def take(self, load: Callable[[], R]) -> None:
-        from meshbook.side_threads import run_aside  # what loads runs the user's code: not on the thread of the mail
+        from meshbook.concurrency.background import (
+            run_in_background,  # what loads runs the user's code: not on the thread of the mail
+        )
 
         self._kept.discard(self)
         port = self._port
@@ -204,4 +205,4 @@ class _Forwarder(PortReceiver[R]):
             else:
                 port.send(value)
 
-        run_aside(pass_on)
+        run_in_background(pass_on)

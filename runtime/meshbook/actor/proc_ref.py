@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
-from meshbook.actor.roads import own_road, road_of
-from meshbook.arranged import Arranged
+from meshbook.actor.router import current_router, router_for
+from meshbook.actor.this_worker import this_worker
+from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
-from meshbook.future import Future
-from meshbook.shape import Members, Region
-from meshbook.this_worker import this_worker
-from meshbook.wording import format_sizes
+from meshbook.formatting import format_sizes
+from meshbook.shape.members import Members, Region
+from meshbook.shape.view import MeshView
 
 TActor = TypeVar("TActor")
 
 
-class ProcRef(Arranged):
+class ProcRef(MeshView):
     """A `ProcMesh` that was sent to a rank. Sent back to whoever drives the mesh, it is a ProcMesh again."""
 
     def __init__(self, session: str, mesh: int, name: str, members: Members, generation: int) -> None:
-        """generation: in which ``members`` have their numbers (`meshbook.generations`)."""
+        """generation: in which ``members`` have their numbers (`meshbook.shape.generations`)."""
         super().__init__(members)
         self.session, self.id, self.name, self._generation = session, mesh, name, generation
         self._stopped = False
@@ -30,8 +30,8 @@ class ProcRef(Arranged):
 
     def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
         """Make an actor in every process, as `ProcMesh.spawn` does; the actor that runs now is their owner."""
-        road = road_of(self.session)
-        actors: Any = spawn_actors(road, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
+        router = router_for(self.session)
+        actors: Any = spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
         return actors  # type: ignore[no-any-return]
 
     @property
@@ -42,7 +42,7 @@ class ProcRef(Arranged):
     def stop(self, reason: str = "stopped by an actor") -> Future[None]:
         """End every process of the mesh, views included; done when none is left. Idempotent."""
         self._stopped = True
-        return road_of(self.session).stop_procs(self)
+        return router_for(self.session).stop_procs(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)
@@ -53,7 +53,7 @@ class ProcRef(Arranged):
 
 def find_procs(session: str, mesh: int, name: str, members: Members, generation: int) -> Any:
     """The mesh of processes that a reference means."""
-    return road_of(session).procs(session, mesh, name, members, generation)
+    return router_for(session).procs(session, mesh, name, members, generation)
 
 
 def this_proc() -> ProcRef:
@@ -63,7 +63,7 @@ def this_proc() -> ProcRef:
             "this_proc() is the process of an actor, or of a cell on ranks; this one is no rank of a mesh. "
             'Start one: this_host().spawn_procs(per_host={"procs": 1}).'
         )
-    road = own_road()
-    place = road.place
-    procs: ProcRef = road.procs(road.session, place.mesh, "", Region.build(place.rank, []), place.generation)
+    router = current_router()
+    place = router.place
+    procs: ProcRef = router.procs(router.session, place.mesh, "", Region.build(place.rank, []), place.generation)
     return procs

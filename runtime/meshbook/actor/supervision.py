@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from meshbook.concurrency.background import SerialQueue
 from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
-from meshbook.side_threads import Lane
-from meshbook.wording import name_ranks
+from meshbook.formatting import name_ranks
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
@@ -153,7 +153,7 @@ class FaultJoiner:
     """
 
     def __init__(self) -> None:
-        self._hooks = Lane()
+        self._hooks = SerialQueue()
         self._lock = threading.Lock()
         self._joined: dict[tuple[ActorMesh[Any], str], MeshFailure] = {}
 

@@ -1,0 +1,1 @@
+"""A mesh cell, from its text to its result."""

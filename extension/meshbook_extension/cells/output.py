@@ -1,0 +1,348 @@
+"""The output of one cell: from the ranks' events to a sink, grouped, bounded, and never silently less.
+
+`receive` is called on the runtime's I/O thread and only queues; `pump` is called on the publisher's thread and does the
+rest. Text goes out at most ten times a second, failures at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import NamedTuple
+
+from meshbook.calls.output import DisplayData, Notice, OutputDropped, OutputEvent, RankDone, RankStopped, StreamText
+from meshbook.formatting import name_ranks
+from meshbook_extension.output.budget import Budget
+from meshbook_extension.output.failures import INTERRUPT, FailureView
+from meshbook_extension.output.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
+from meshbook_extension.output.line_merging import Grouping, LinePiece
+from meshbook_extension.output.progress_bars import join_bars
+from meshbook_extension.output.publisher import OutputTarget, Publisher
+
+TEXT_INTERVAL_S = 0.1
+BARS_INTERVAL_S = 0.25
+FIRST_DELAY_S = 0.02
+"""How long a first event waits for its companions."""
+STOP_NOTE_S = 0.3
+"""A rank that stopped at a breakpoint is told of after so long, unless its prompt has opened."""
+COUNT_INTERVAL_S = 5.0
+"""Between counts of what is not shown, once the cell has ended."""
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+RUNS_OF_CELL = 300
+"""So many changes between stdout and stderr are shown in their place: each is an output of its own for a front end."""
+
+
+class _Words(NamedTuple):
+    text: str
+
+
+class _Shown:
+    """Rich output on its way to the front end; updates that come meanwhile change it here."""
+
+    def __init__(self, event: DisplayData) -> None:
+        self.event = event
+
+
+class CellOutput:
+    """Takes the events of one cell and shows them. Made on the main thread; `finish` waits there."""
+
+    def __init__(
+        self,
+        ranks: Collection[int],
+        sink: OutputTarget,
+        grouping: Grouping,
+        publisher: Publisher,
+        log_paths: Callable[[], Mapping[int, str]],
+        name: str = "",
+    ) -> None:
+        self.done: dict[int, RankDone] = {}
+        """The ranks that have ended, known before it is shown."""
+        self.hide_interrupts = False
+        """The person interrupted the cell, so that ranks stopped is no news."""
+        self.progress: list[tuple[tuple[int, ...], str]] = []
+        """The progress bars as they stand, equal ones once, each with its ranks."""
+        self.stops_where = "; look: %mesh pdb"
+        """What is said behind the place at which a rank stopped."""
+        self._stopped_ranks: deque[tuple[float, RankStopped]] = deque()
+        self._ranks = frozenset(ranks)
+        self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
+        self._name = name
+        self._events: deque[tuple[float, OutputEvent | _Words]] = deque()
+        self._labeller = Labeller()
+        self._texts: list[Text] = []
+        self._notes: list[Text] = []
+        self._updates: dict[str, DisplayData] = {}
+        self._on_their_way: dict[str, list[_Shown]] = {}
+        """By display id, as long as they are not shown; a front end drops an update of what it does not have."""
+        self._runs = 0
+        self._failures = FailureView()
+        self._budget = Budget()
+        self._bars: list[str] = []
+        self._bars_shown: list[str] = []
+        self._next_text_at = 0.0
+        self._next_bars_at = 0.0
+        self._next_count_at = 0.0
+        self._told_of_limit = False
+        self._finishing = self._closing = False
+        self._ended = self._unshown = False
+        self._drained = threading.Event()
+        self._error: Exception | None = None
+
+    def receive(self, event: OutputEvent) -> None:
+        """Take an event; on the runtime's I/O thread, so nothing is done here that could wait."""
+        now = time.monotonic()
+        at = max(now + FIRST_DELAY_S, self._next_text_at)
+        if isinstance(event, RankDone):
+            self.done[event.rank] = event
+            at = now + (0 if len(self.done) == len(self._ranks) else FIRST_DELAY_S)
+        self._unshown = True
+        self._events.append((now, event))
+        self._publisher.schedule(self, at)
+
+    def note(self, text: str) -> None:
+        """Say something in the cell's output, on a line of its own; from any thread."""
+        now = time.monotonic()
+        self._events.append((now, Notice(text, 0)))
+        self._publisher.schedule(self, now)
+
+    def say(self, text: str) -> None:
+        """As `note`, but what the person asked for: on stdout."""
+        now = time.monotonic()
+        self._events.append((now, _Words(text)))
+        self._publisher.schedule(self, now)
+
+    def finish(self, timeout_s: float = 5.0) -> None:
+        """Show everything received so far and wait until it is shown. What comes later is shown too.
+
+        Raises: whatever went wrong while showing it.
+        """
+        self._closing = True
+        self.drain(timeout_s)
+
+    def drain(self, timeout_s: float = 5.0) -> None:
+        """As `finish`, while the cell goes on."""
+        self._drained.clear()
+        self._finishing = True
+        self._publisher.schedule(self, time.monotonic())
+        self._drained.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def has_unshown(self) -> bool:
+        """Whether something was received that is not shown yet; from any thread."""
+        return self._unshown
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is shown that the rest is only counted."""
+        return self._budget.exceeded
+
+    # ---- the publisher's thread ------------------------------------------------------------------------------
+
+    def pump(self, now: float) -> float | None:
+        """Take the events in and show what is due; returns when more will be."""
+        finishing, self._finishing = self._finishing, False
+        self._unshown = False
+        self._ended = self._ended or (finishing and self._closing)
+        while self._events:
+            self._take(*self._events.popleft())
+        everything = finishing or len(self.done) == len(self._ranks) or self._failures.is_due(now)
+        if finishing:
+            self._take_skipped(now)
+            self._show(self._grouping.close(now, results=self._ended), now)
+            self._end_line()
+        elif everything or now >= self._next_text_at:
+            self._show(self._grouping.take(now, at_once=everything), now)
+        if everything and self._failures.due_at() is not None:
+            self._end_line()
+            self._failures.show(self._sink)
+        self._note_stops(now)
+        self._show_notes()
+        self._show_updates()
+        self._show_bars(now)
+        if self._ended and (finishing or now >= self._next_count_at):
+            self._show_count(now)
+        if finishing:
+            self._drained.set()
+        due = self._due_at()
+        self._unshown = self._unshown or due is not None
+        return due
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._drained.set()
+
+    def _due_at(self) -> float | None:
+        times = [self._failures.due_at(), *(at for at, _ in self._stopped_ranks)]
+        lines_at = self._grouping.due_at()
+        if lines_at is not None:
+            times.append(max(lines_at, self._next_text_at))
+        if self._bars != self._bars_shown:
+            times.append(self._next_bars_at)
+        if self._ended and self._budget.has_news:
+            times.append(self._next_count_at)
+        return min((at for at in times if at is not None), default=None)
+
+    def _take(self, at: float, event: OutputEvent | _Words) -> None:
+        if isinstance(event, StreamText):
+            self._take_text(event, at)
+        elif isinstance(event, DisplayData):
+            self._take_display(event, at)
+        elif isinstance(event, OutputDropped):
+            self._budget.cut(event.rank, event.size_bytes, event.log_path)
+            self._tell_of_limit()
+        elif isinstance(event, RankDone):
+            self._grouping.end(event.rank, at)
+            failure = event.failure
+            if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
+                self._failures.add(failure, at)
+        elif isinstance(event, RankStopped):
+            self._stopped_ranks.append((at + STOP_NOTE_S, event))
+        else:
+            self._notes.append(Text("stdout" if isinstance(event, _Words) else "stderr", f"{event.text}\n"))
+
+    def _take_text(self, event: StreamText, at: float) -> None:
+        if self._budget.exceeded and "\r" not in event.text:
+            self._budget.skip(event.rank, event.stream, event.text)
+            return
+        self._take_skipped(at)
+        self._grouping.feed(event.rank, event.stream, event.text, at, event.place)
+
+    def _take_skipped(self, now: float) -> None:
+        for rank, stream, text in self._budget.take_skipped():
+            self._grouping.feed(rank, stream, text, now)
+
+    def _take_display(self, event: DisplayData, at: float) -> None:
+        data = dict(event.data)
+        if WIDGET_VIEW in data and "text/plain" in data:
+            del data[WIDGET_VIEW]  # the widget lives on the rank, where no front end can reach it
+        event = event._replace(data=data)
+        display_id = self._display_id(event)
+        if event.update and display_id:
+            self._take_update(display_id, event)
+            return
+        shown = _Shown(event)
+        if display_id:
+            self._show_update(display_id)  # it is of an earlier one
+            self._on_their_way.setdefault(display_id, []).append(shown)
+        poll = tuple(sorted((kind, str(value)) for kind, value in data.items()))
+        key: Hashable = (event.rank, display_id) if display_id else poll
+        self._grouping.feed_display(event.rank, key, shown, at, is_result=event.is_result)
+
+    def _take_update(self, display_id: str, event: DisplayData) -> None:
+        for shown in self._on_their_way.get(display_id, ()):
+            shown.event = shown.event._replace(data=event.data, metadata=event.metadata)
+        self._updates[display_id] = event
+
+    def _display_id(self, event: DisplayData) -> str | None:
+        """Ranks choose their ids without knowing of each other; two may choose the same."""
+        own = (event.transient or {}).get("display_id")
+        return f"{self._name}.{event.rank}.{own}" if own else None
+
+    def _show(self, pieces: list[LinePiece], now: float) -> None:
+        for piece in pieces:
+            if piece.display is not None:
+                self._show_display(piece)
+                continue
+            if self._budget.admit(piece):
+                self._texts += self._labeller.write(piece)
+            else:
+                self._tell_of_limit()
+        if self._texts:
+            self._next_text_at = now + TEXT_INTERVAL_S
+        self._send_texts()
+
+    def _tell_of_limit(self) -> None:
+        if not self._told_of_limit:
+            self._told_of_limit = True
+            more = "more is printed than can be shown here; all of it goes to the logs: %mesh logs -n 100\n"
+            self._notes.append(Text("stderr", more))
+
+    def _say(self, text: Text) -> None:
+        self._texts += [*self._labeller.end_line(), text]
+
+    def _end_line(self) -> None:
+        """What comes next begins on a line of its own."""
+        self._texts += self._labeller.end_line()
+        self._send_texts()
+
+    def _send_texts(self) -> None:
+        texts, self._texts = self._texts, []
+        for stream, text in join_runs(texts, RUNS if self._runs > RUNS_OF_CELL else MANY_RUNS):
+            self._sink.stream(stream, text)
+            self._runs += 1
+
+    def _show_display(self, piece: LinePiece) -> None:
+        shown: _Shown = piece.display
+        event, display_id = shown.event, self._display_id(shown.event)
+        if display_id:
+            self._on_their_way[display_id].remove(shown)
+        if not self._budget.admit_display(piece, sum(len(str(value)) for value in event.data.values())):
+            return
+        self._end_line()
+        if set(event.data) == {"text/plain"}:
+            text = label_block(piece.ranks, str(event.data["text/plain"]))
+            self._sink.display({"text/plain": text}, event.metadata, display_id)
+        else:
+            self._sink.display({"text/plain": label(piece.ranks)}, {})
+            self._sink.display(event.data, event.metadata, display_id)
+
+    def _show_notes(self) -> None:
+        notes, self._notes = self._notes, []
+        for note in notes:
+            self._say(note)
+        self._send_texts()
+
+    def _note_stops(self, now: float) -> None:
+        """Tell of the ranks that stopped and that nobody looks at, those at one place together."""
+        if not self._stopped_ranks or self._stopped_ranks[0][0] > now:
+            return
+        places: dict[str, list[int]] = {}
+        for _, event in self._stopped_ranks:
+            if not event.stop.seen:
+                event.stop.seen = True
+                places.setdefault(event.stop.words, []).append(event.rank)
+        self._stopped_ranks.clear()
+        self._notes += [
+            Text("stderr", f"{name_ranks(ranks)} {words}{self.stops_where}\n") for words, ranks in places.items()
+        ]
+
+    def _show_updates(self) -> None:
+        for display_id in list(self._updates):
+            if not self._on_their_way.get(display_id):
+                self._show_update(display_id)
+
+    def _show_update(self, display_id: str) -> None:
+        if (event := self._updates.pop(display_id, None)) is None:
+            return
+        data = dict(event.data)
+        if set(data) == {"text/plain"}:
+            data["text/plain"] = label_block([event.rank], str(data["text/plain"]))
+        self._sink.display(data, event.metadata, display_id, update=True)
+
+    def _show_bars(self, now: float) -> None:
+        self.progress = self._grouping.bars()
+        bars = join_bars(self.progress) if self._grouping.joins_bars else self.progress
+        self._bars = [f"{label(ranks)} {state}" for ranks, state in bars]
+        if self._bars != self._bars_shown and (now >= self._next_bars_at or not self._bars):
+            self._bars_shown = self._bars
+            self._next_bars_at = now + BARS_INTERVAL_S
+            self._sink.bars(self._bars)
+
+    def _show_count(self, now: float) -> None:
+        if not self._budget.has_news:
+            return
+        self._next_count_at = now + COUNT_INTERVAL_S
+        self._take_skipped(now)
+        self._show(self._grouping.take(now, at_once=True), now)
+        note, last = self._budget.report(self._log_paths())
+        if note:
+            self._say(Text("stderr", note))
+        for piece in last:
+            self._texts += self._labeller.write(piece)
+        self._end_line()

@@ -1,0 +1,128 @@
+"""The prompt of stopped ranks in a notebook: in the cell that waits for them, by Jupyter's stdin or `input()`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshbook.calls.output import StreamText
+from meshbook.debug.prompt import DebugPrompt
+from meshbook.formatting import name_ranks
+from meshbook_extension.cells.call_output import CallOutput
+from meshbook_extension.notebook.targets import choose
+from meshbook_extension.notebook.waiting import run_tasks
+from meshbook_extension.output.publisher import parent_of
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook_extension.cells.output import CellOutput
+    from meshbook_extension.cells.running import RunningCell
+    from meshbook_extension.notebook.session import Session
+
+POLL_S = 0.05
+"""How often a prompt looks whether its rank is still there."""
+
+REOPEN = "%mesh pdb opens the prompt again"
+
+
+class CellLeft(Exception):
+    """The person left the prompt of a cell, whose ranks stay stopped."""
+
+
+class NotebookTerminal:
+    """Shows in the output of a cell, reads in the cell that runs now."""
+
+    def __init__(self, shell: Any, output: CellOutput) -> None:
+        self._shell, self._output = shell, output
+
+    def show(self, texts: Mapping[int, str]) -> None:
+        """See `meshbook.debug.prompt.Terminal`."""
+        for rank, text in texts.items():
+            self._output.receive(StreamText(rank, "stdout", text, 0))
+        self._output.drain()
+
+    def say(self, text: str) -> None:
+        """See `meshbook.debug.prompt.Terminal`."""
+        self._output.say(text)
+        self._output.drain()
+
+    def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
+        """See `meshbook.debug.prompt.Terminal`."""
+        self._output.drain()
+        kernel = getattr(self._shell, "kernel", None)
+        if kernel is None:
+            return input(prompt)
+        if not hasattr(kernel, "stdin_socket") or "shell" not in getattr(kernel, "_parent_ident", ()):
+            return str(kernel.raw_input(prompt))
+        return _read_line(kernel, prompt, is_open)
+
+
+def _read_line(kernel: Any, prompt: str, is_open: Callable[[], bool]) -> str | None:
+    """As ipykernel's own ``_input_request``, but it can be given up. Main thread only."""
+    import zmq
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    socket, session = kernel.stdin_socket, kernel.session
+    while socket.poll(0):
+        socket.recv_multipart(zmq.NOBLOCK)  # answers to a prompt that was given up
+    content = {"prompt": prompt, "password": False}
+    session.send(socket, "input_request", content, kernel.get_parent("shell"), ident=kernel._parent_ident["shell"])
+    while is_open():
+        run_tasks()
+        if socket.poll(POLL_S * 1000):
+            ident, reply = session.recv(socket)
+            if (ident, reply) != (None, None):
+                value = str(reply["content"].get("value", ""))
+                if value == "\x04":
+                    raise EOFError
+                return value
+    return None
+
+
+def why_no_prompt(shell: Any) -> str:
+    """Why nobody could answer a prompt in the cell that runs now; empty where somebody can."""
+    if getattr(shell, "kernel", None) is None:
+        return "" if sys.stdin is not None and sys.stdin.isatty() else "this program has no terminal to type at"
+    if (parent_of(shell).get("content") or {}).get("allow_stdin", True):
+        return ""
+    return "this notebook runs without a person at it (nbclient, papermill), so nobody could type at its prompt"
+
+
+class CellPrompt:
+    """The prompt of a cell that is waited for."""
+
+    def __init__(self, session: Session, cell: RunningCell) -> None:
+        self._cell = cell
+        self._prompt = DebugPrompt(cell.procs, NotebookTerminal(session.shell, cell.output), choose)
+        cell.output.stops_where = ""
+
+    def open_if_wanted(self) -> None:
+        """Have the person type while ranks of the cell are stopped. Raises: KeyboardInterrupt, CellLeft."""
+        if not self._prompt.wanted or threading.current_thread() is not threading.main_thread():
+            return
+        if self._prompt.attend(self._cell.run.future.done):
+            stopped = self._cell.procs.stopped_ranks.of(self._cell.ranks)
+            self._cell.output.stops_where = "; look: %mesh pdb"
+            self._cell.output.note(
+                f"{name_ranks(stopped)} {'stays' if len(stopped) == 1 else 'stay'} stopped; {REOPEN}"
+            )
+            raise CellLeft
+
+
+class CallPromptHandler:
+    """Opens the prompt where a cell waits for a call: ``procs.execute(train).get()``."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def refusal(self) -> str:
+        """See `meshbook.mesh.console.PromptHandler`."""
+        return why_no_prompt(self._session.shell)
+
+    def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
+        """See `meshbook.mesh.console.PromptHandler`."""
+        output = self._session.part(CallOutput).output(procs)
+        return DebugPrompt(procs, NotebookTerminal(self._session.shell, output), choose).attend(is_over)

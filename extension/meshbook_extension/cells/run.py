@@ -1,0 +1,290 @@
+"""``%%mesh``: run the cell on every rank of a target."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from typing import TYPE_CHECKING, Any
+
+from meshbook.errors import CallError, CallFailed, MeshError, UsageError
+from meshbook.formatting import name_ranks
+from meshbook_extension.cells.hang_watch import HangWatch
+from meshbook_extension.cells.jobs import Job, Jobs
+from meshbook_extension.cells.output import CellOutput
+from meshbook_extension.cells.profile import TRACE, CellProfile
+from meshbook_extension.cells.prompt import CellLeft, CellPrompt
+from meshbook_extension.cells.running import RunningCell, verdict
+from meshbook_extension.cells.syntax import check_syntax
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
+from meshbook_extension.notebook.session import Session, check_identifier
+from meshbook_extension.notebook.setup_cells import Setup
+from meshbook_extension.notebook.targets import FORMS
+from meshbook_extension.output.labels import format_seconds
+from meshbook_extension.output.line_merging import grouping_for
+from meshbook_extension.output.publisher import parent_of, sink_for
+from meshbook_extension.output.rank_times import chart, headline, times_of
+from meshbook_extension.output.rank_times_html import chart_html
+
+if TYPE_CHECKING:
+    from meshbook.mesh.cell_run import CellRun
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+GROUPS = ("rank", "equal", "none")
+
+MESH_CELL = Grammar(
+    name="%%mesh",
+    summary="Run the cell on every rank of the target: Python, IPython magics, !commands, top-level await, plots.",
+    words="[SLICE]",
+    count=(0, 1),
+    pairs="[AXIS=.. ...]",
+    options=(
+        Option("--async", "go on with the notebook while it runs; see %mesh jobs"),
+        Option("--out", "bind the result, a ValueMesh, to this name too", str, "VAR"),
+        Option("--group", "merge equal lines of ranks (equal), a block per rank, or nothing", str, choices=GROUPS),
+        Option("--timeout", "interrupt the ranks after so many seconds", float, "S"),
+        Option("--no-collective", "a collective in the cell raises, rather than wait for ranks outside of the target"),
+        Option("--time", "show how long the ranks took, and what of it they worked or waited in collectives"),
+        Option("--profile", "run it under torch.profiler: a table, and one trace of all ranks for Perfetto"),
+        TRACE,
+        Option("--setup", "%mesh heal runs it again on ranks that it starts, in the order of these cells"),
+    ),
+    examples=(
+        "%%mesh",
+        "%%mesh gpus=0",
+        "%%mesh hosts=1 gpus=0:2 --time",
+        "%%mesh rank=0,2 --no-collective",
+        "%%mesh --async --out losses",
+        "%%mesh --timeout 30",
+        "%%mesh --group rank",
+        "%%mesh --profile",
+        "%%mesh --profile --trace traces/",
+        "%%mesh --setup",
+    ),
+    notes=f"""
+{FORMS}
+No target means the whole current mesh.
+
+Ranks see rank, local_rank, world_size, point (their coordinates), mesh (the torch DeviceMesh with the same axes),
+device, dist, torch, and the environment that torchrun would set. Variables stay from cell to cell.
+The last expression is shown, equal ones once, and kept as a ValueMesh in _mesh.
+Interrupt stops the cell on all ranks; their variables stay.""",
+)
+
+
+def run_mesh_cell(session: Session, line: str, code: str) -> None:
+    """Execute ``%%mesh LINE`` over ``code``.
+
+    Raises: what went wrong on the ranks, so that the notebook's cell fails too.
+    """
+    arguments = parse(MESH_CELL, line)
+    if arguments.wants_help:
+        print(MESH_CELL.help())
+        return
+    _check(arguments, code)
+    cell_number = _cell_number(session)
+    whole = _whole_cell(session)
+    line_offset = _lines_above(whole, code)
+    check_syntax(code, cell_number, line_offset)
+    procs = session.target(arguments.words, arguments.pairs)
+    debug_name = session.debug_name(procs, whole)
+    profile = CellProfile(cell_number, arguments.text(TRACE.name)) if _is_profiled(arguments) else None
+    cell = start(
+        session,
+        procs,
+        code,
+        arguments,
+        cell_number=cell_number,
+        line_offset=line_offset,
+        debug_name=debug_name,
+        profile=profile,
+    )
+    if arguments.flag("--async"):
+        _leave_running(session, cell, arguments)
+        return
+    out, timeout_s = arguments.text("--out"), arguments.number("--timeout")
+    try:
+        wait_for(session, cell, out=out, timeout_s=timeout_s, show_time=arguments.flag("--time"), profile=profile)
+    except CellLeft:
+        _leave_running(session, cell, arguments)
+        return
+    if arguments.flag("--setup"):
+        cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
+        session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
+
+
+def _check(arguments: Arguments, code: str) -> None:
+    """Raises: UsageError for what does not go together, or is nothing."""
+    if (out := arguments.text("--out")) is not None:
+        check_identifier(out, "--out")
+    if not code.strip():
+        raise UsageError("the cell is empty: write code below the %%mesh line.")
+    if arguments.flag("--setup") and (arguments.flag("--async") or arguments.words):
+        other = "--async" if arguments.flag("--async") else "the name of a slice; write its axes"
+        raise MESH_CELL.refuse(f"--setup does not go with {other}.", "--setup")
+    if _is_profiled(arguments) and arguments.flag("--async"):
+        raise MESH_CELL.refuse("--profile does not go with --async.", "--profile")
+
+
+def _is_profiled(arguments: Arguments) -> bool:
+    return arguments.flag("--profile") or arguments.text(TRACE.name) is not None
+
+
+def run_profiled(session: Session, procs: ProcMesh, code: str, path: str | None) -> None:
+    """Execute ``%mesh profile CODE``. path: where the trace goes. Raises: as `run_mesh_cell`."""
+    cell_number = _cell_number(session)
+    check_syntax(code, cell_number, 0)
+    profile = CellProfile(cell_number, path)
+    cell = start(session, procs, code, Arguments(), cell_number=cell_number, line_offset=0, profile=profile)
+    wait_for(session, cell, profile=profile)
+
+
+def _cell_number(session: Session) -> int:
+    return int(session.shell.displayhook.prompt_count)  # right in every IPython; execution_count is not
+
+
+def start(
+    session: Session,
+    procs: ProcMesh,
+    code: str,
+    arguments: Arguments,
+    *,
+    cell_number: int,
+    line_offset: int,
+    debug_name: str = "",
+    profile: CellProfile | None = None,
+) -> RunningCell:
+    """Send the cell to the ranks; its output goes where the magic's own would go now."""
+    output = CellOutput(
+        procs.ranks,
+        sink_for(session.shell),
+        grouping_for(arguments.text("--group") or "equal", procs.ranks),
+        session.publisher,
+        procs.log_paths,
+        procs.name,
+    )
+    run: CellRun = procs.start_cell(
+        code,
+        cell_number=cell_number,
+        line_offset=line_offset,
+        on_output=output.receive,
+        forbid_collectives=arguments.flag("--no-collective"),
+        debug_name=debug_name,
+        profile=profile.name if profile is not None else "",
+    )
+    return RunningCell(procs, run, output, f"cell {cell_number}")
+
+
+def wait_for(
+    session: Session,
+    cell: RunningCell,
+    *,
+    out: str | None = None,
+    timeout_s: float | None = None,
+    show_time: bool = False,
+    profile: CellProfile | None = None,
+) -> None:
+    """Wait for a cell and keep its result.
+
+    Raises: see `RunningCell.result`; the results of ranks that succeeded are kept.
+    """
+    session.part(Jobs).foreground.append(cell)
+    session.part(HangWatch).add(cell)
+    cell.prompt = CellPrompt(session, cell)
+    cell.is_current = lambda: session.current == cell.procs.name
+    try:
+        session.keep_result(cell.result(timeout_s), out)
+    except CallError as error:
+        session.keep_result(partial_result(cell.procs, error), out)
+        raise
+    finally:
+        session.part(Jobs).foreground.remove(cell)
+        cell.prompt = None
+        session.errors.note(cell.procs.name, cell.what, cell.failures)
+        if show_time and (times := times_of(cell.run)):
+            sink = sink_for(session.shell)
+            sink.stream("stdout", f"{headline(times)}\n")
+            if len(times) > 1:
+                sink.display({"text/plain": chart(times), "text/html": chart_html(times)}, {})
+        if profile is not None:
+            profile.finish(cell)
+
+
+def partial_result(procs: ProcMesh, error: CallError) -> Any:
+    """The ValueMesh of the ranks that succeeded; None where none did."""
+    from meshbook.shape.value_mesh import ValueMesh
+
+    partial = error.partial
+    ranks = [rank for rank in procs.ranks if rank in partial]
+    if not ranks:
+        return None
+    loaders = [functools.partial(operator.getitem, partial, rank) for rank in ranks]
+    return ValueMesh.lazy(procs.select(ranks).members, loaders)
+
+
+def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:
+    job = session.part(Jobs).add(cell, cell.procs.name)
+    out = arguments.text("--out")
+    timeout_s = arguments.number("--timeout")
+    print(f"job {job.number} runs on {name_ranks(cell.ranks)}; wait for it: %mesh wait {job.number}")
+    follow(session, job, out, show_time=arguments.flag("--time"))
+    for listener in session.on_change:
+        listener()
+    if timeout_s is not None:
+        session.publisher.schedule(_Deadline(job, timeout_s), time.monotonic() + timeout_s)
+
+
+def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
+    """Keep the result of a job and tell of its end, in the output of its cell."""
+    session.part(HangWatch).add(job.cell, f"%mesh cancel {job.number}")
+    job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
+
+
+def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
+    """On the thread that completes the future: nothing here waits."""
+    job.ended = time.monotonic()
+    session.errors.note(job.mesh, job.cell.what, job.cell.failures)
+    future = job.cell.run.future
+    error = future.exception(0)
+    if error is None:
+        session.keep_result(future.result(0), out)
+    why = f": {error}" if isinstance(error, MeshError) and not isinstance(error, CallFailed) else ""
+    freed = [f"\n{line}" for line in verdict(error)] if isinstance(error, CallFailed) else []
+    text = f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}{''.join(freed)}"
+    job.cell.output.note(text)
+    if show_time and (times := times_of(job.cell.run)):
+        job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"))
+
+
+class _Deadline:
+    """Ends a job that takes too long; the publisher's thread is its clock."""
+
+    def __init__(self, job: Job, timeout_s: float) -> None:
+        self._job, self._timeout_s = job, timeout_s
+        self._clock = job.cell.procs.stopped_ranks.clock
+        self._until = self._clock() + timeout_s
+
+    def pump(self, now: float) -> float | None:
+        """Called at the deadline, which time at a prompt puts off."""
+        if self._job.ended is None and (left_s := self._until - self._clock()) > 0.01:
+            return now + max(left_s, 0.1)
+        if self._job.ended is None:
+            self._job.cell.output.note(
+                f"job {self._job.number} took more than {self._timeout_s:g} s and is interrupted"
+            )
+            self._job.cell.run.cancel()
+        return None
+
+    def fail(self, error: Exception) -> None:
+        """Nobody waits for it."""
+
+
+def _whole_cell(session: Session) -> str:
+    content = parent_of(session.shell).get("content") or {}
+    return str(content.get("code") or session.shell.history_manager.input_hist_raw[-1])
+
+
+def _lines_above(whole: str, code: str) -> int:
+    """Lines of the notebook's cell above ``code``: the magic's own, blank ones before it; none in auto mode."""
+    whole, body = whole.rstrip("\n"), code.rstrip("\n")
+    return whole[: len(whole) - len(body)].count("\n") if whole.endswith(body) else 1

@@ -1,0 +1,226 @@
+"""A cell on its ranks, from its start to the error or the result that the notebook gets."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from meshbook.errors import (
+    CallError,
+    CallFailed,
+    CallInterrupted,
+    CallTimeout,
+    WorkerLost,
+    describe_deaths,
+    group_failures,
+    next_steps,
+)
+from meshbook.formatting import name_ranks
+from meshbook_extension.notebook.waiting import wait_until_done
+from meshbook_extension.output.failures import INTERRUPT, headline
+from meshbook_extension.output.labels import format_seconds
+
+if TYPE_CHECKING:
+    from meshbook.errors import Failure
+    from meshbook.mesh.cell_run import CellRun
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape.value_mesh import ValueMesh
+    from meshbook_extension.cells.output import CellOutput
+    from meshbook_extension.cells.prompt import CellPrompt
+
+STILL_RUNNING_S = 2.0
+"""So long after a rank failed, the person is told who still runs."""
+WAITS_S = 1.5
+"""So long after a cell was sent, the person is told what it waits behind."""
+
+
+class CellTimeout(CallTimeout):
+    """The cell took longer than ``--timeout`` and was interrupted."""
+
+    def __init__(
+        self,
+        what: str,
+        timeout_s: float,
+        silent: tuple[int, ...],
+        interrupted: CallInterrupted,
+        partial: Any = None,
+    ) -> None:
+        super().__init__(what, timeout_s, silent, partial=partial)
+        self.args = (what, timeout_s, silent, interrupted)
+        self.interrupted = interrupted
+
+    def __str__(self) -> str:
+        return f"{self.what} took more than {self.timeout_s:g} s on {name_ranks(self.silent)}; {self.interrupted}"
+
+
+class RunningCell:
+    """What a magic waits for, and what a job is."""
+
+    def __init__(self, procs: ProcMesh, run: CellRun, output: CellOutput, what: str) -> None:
+        self.procs, self.run, self.output, self.what = procs, run, output, what
+        self.ranks = procs.ranks
+        self._tell_at: float | None = None
+        self._told = False
+        self._awaits_return = False
+        self._tell_ahead_at: float | None = None
+        self.is_current: Callable[[], bool] = lambda: True
+        """Whether commands without the name of a mesh mean that of this cell."""
+        self.prompt: CellPrompt | None = None
+        """Where the person answers ranks that stop at breakpoints; None while the cell runs beside the notebook."""
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The ranks that have not ended."""
+        return tuple(rank for rank in self.ranks if rank not in self.output.done)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What ranks raised so far."""
+        return [done.failure for done in list(self.output.done.values()) if done.failure is not None]
+
+    def result(self, timeout_s: float | None = None) -> ValueMesh[Any]:
+        """Wait for all ranks, with their output shown, and return the values of their last expressions.
+
+        Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
+        cancelled; their ``partial`` has the results of the ranks that succeeded. CellLeft if the person has left ranks
+        at their prompts.
+        """
+        error: CallError
+        try:
+            if wait_until_done(self.run.future, timeout_s, self._look_after, self.procs.stopped_ranks.clock):
+                return self.outcome()
+            error = self._stop_late(timeout_s or 0.0)
+        except KeyboardInterrupt:
+            error = self.interrupt()
+        self.output.finish()
+        raise error from None
+
+    def outcome(self) -> ValueMesh[Any]:
+        """What `result` returns or raises, once the future is done."""
+        error = self.run.future.exception(0)
+        self.output.finish()
+        if error is None:
+            return self.run.future.result(0)
+        raise self._presentable(error) from None
+
+    def interrupt(self) -> CallInterrupted:
+        """Interrupt the ranks; returns who obeyed within a moment, and where the others are and why."""
+        self.output.hide_interrupts = True
+        pressed = time.monotonic()
+        report = self.run.interrupt()
+        if report.stuck and not self._awaits_return:
+            self._awaits_return = True
+            self.run.future.add_done_callback(lambda _future: self._tell_who_is_back(report.stuck, pressed))
+        return report
+
+    def _tell_who_is_back(self, stuck: Collection[int], since: float) -> None:
+        """On the thread that completes the future."""
+        if isinstance(self.run.future.exception(0), CallFailed):
+            after = format_seconds(time.monotonic() - since)
+            self.output.note(f"{name_ranks(stuck)} came back {after} after the interrupt; usable again")
+
+    def _stop_late(self, timeout_s: float) -> CellTimeout:
+        silent = self.waiting
+        interrupted = self.interrupt()
+        return CellTimeout(self.what, timeout_s, silent, interrupted, partial=interrupted.partial)
+
+    def _look_after(self) -> None:
+        """While the person waits."""
+        if self.prompt is not None:
+            self.prompt.open_if_wanted()
+        self._tell_who_is_ahead()
+        self._tell_who_still_runs()
+
+    def _tell_who_is_ahead(self) -> None:
+        """The cell waits behind another one: say so, once."""
+        now = time.monotonic()
+        if self._tell_ahead_at is None:
+            self._tell_ahead_at = now + WAITS_S
+        elif now >= self._tell_ahead_at:
+            self._tell_ahead_at = math.inf
+            if ahead := self.run.describe_wait():
+                self.output.note(f"{ahead}\n  {self.what} waits for that; an interrupt drops it")
+
+    def _tell_who_still_runs(self) -> None:
+        """A rank failed and others go on, perhaps for ever: say where they are, once."""
+        failed = any(not done.ok for done in list(self.output.done.values()))
+        now = time.monotonic()
+        if not failed or self._told:
+            return
+        if self._tell_at is None:
+            self._tell_at = now + STILL_RUNNING_S
+        elif now >= self._tell_at:
+            self._told = True
+            waiting = self.waiting
+            if waiting:
+                self.output.note(f"{self._describe(waiting)}\n  stop them: interrupt the cell")
+
+    def _describe(self, waiting: tuple[int, ...]) -> str:
+        places: dict[str, list[int]] = {}
+        for rank, place in self.procs.select(waiting).where().items():
+            places.setdefault(place, []).append(rank)
+        return "\n".join(
+            f"{name_ranks(ranks)} still run{'s' if len(ranks) == 1 else ''}: {place}" for place, ranks in places.items()
+        )
+
+    def _survivors(self) -> list[int]:
+        """The living ranks of the mesh that the cell's ranks are of."""
+        mesh = self.procs.base()
+        return [rank for rank in mesh.ranks if rank not in mesh.lost]
+
+    def _presentable(self, error: BaseException) -> BaseException:
+        """The error as the notebook should get it: what was shown already is not shown again."""
+        if isinstance(error, CallFailed):
+            if all(failure.ename == INTERRUPT for failure in error.failures):
+                dropped = self.run.dropped
+                stopped = {*error.ranks, *error.freed} - dropped
+                interrupted = CallInterrupted(stopped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial)
+                interrupted.groups, interrupted.torn = error.groups, error.torn
+                return interrupted
+            show_as(error, [*brief(error), *_others(error), *verdict(error)])
+        elif isinstance(error, WorkerLost):
+            steps = next_steps(error.ranks, self._survivors())
+            if not self.is_current():
+                steps.append(f"  it is not the current mesh; first: %mesh use {self.procs.name}")
+            show_as(error, [*_brief_deaths(error), *verdict(error, again=False), *steps, *_others(error)])
+        return error
+
+
+def brief(error: CallFailed) -> list[str]:
+    """One line per cause; the tracebacks stand above."""
+    lines = [
+        headline(group[0], [failure.rank for failure in group], brief=True) for group in group_failures(error.failures)
+    ]
+    shown = lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
+    return [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
+
+
+def verdict(error: CallError, *, again: bool = True) -> list[str]:
+    """Who was freed, and on the process groups where they are not back; nothing where there is nothing to say."""
+    lines = [f"  {line}" for line in error.verdict()]
+    return lines + (["  again: run the cell again"] if again and error.freed and not error.groups else [])
+
+
+def _brief_deaths(error: WorkerLost) -> list[str]:
+    """Who ended and why; the last lines stand above."""
+    first, *further = describe_deaths(death._replace(log_tail="") for death in error.deaths)
+    return [f"{type(error).__name__}: {first}", *(f"  {line}" for line in further)]
+
+
+def _others(error: CallError) -> list[str]:
+    finished = tuple(error.partial)
+    return [f"  {name_ranks(finished)} finished; results in _mesh"] if finished else []
+
+
+def interrupted(text: str) -> CallInterrupted:
+    """The person pressed interrupt while no cell was waited for; ``text`` says what goes on."""
+    error = CallInterrupted((), {})
+    show_as(error, [f"KeyboardInterrupt: {text}"])
+    return error
+
+
+def show_as(error: BaseException, lines: list[str]) -> None:
+    """IPython asks the exception itself how to show it."""
+    vars(error)["_render_traceback_"] = lambda: lines

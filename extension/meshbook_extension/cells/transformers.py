@@ -1,0 +1,117 @@
+"""What is changed in a cell's text before IPython reads it: ``%mesh spawn?``, ``%%local``, and auto mode.
+
+IPython's cleanup transformers get the lines of a cell and return others. Ours come in the order
+
+    auto mode (only while it is on)   x = 1          ->  %%mesh
+                                                         x = 1
+    help and %%local (always)         %mesh spawn?   ->  %mesh help spawn
+                                      %mesh eval x?  ->  %%mesh
+                                                         x?
+                                      %%local        ->  (an empty line)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from meshbook_extension.output.publisher import parent_of
+
+_COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
+_EVAL_HELP = re.compile(r"\s*%mesh\s+eval\s+((?:\S+\s+)*)(%{0,2}[^\W\d][\w.]*\?{1,2})\s*")
+_CELL_LINE = re.compile(r"\s*%%mesh(?![\w?])(?!\s*\?)")
+_CELL_HELP = re.compile(r"\s(--help|-h)\s*$")
+_LOCAL = re.compile(r"%%local\s*")
+_OWN_LINE = re.compile(r"\s*%mesh\b")
+
+
+def answer_help(lines: list[str]) -> list[str]:
+    """``?`` behind a command of ``%mesh``: IPython would look for a variable of that name."""
+    if len(lines) != 1:
+        return lines
+    if found := _COMMAND_HELP.fullmatch(lines[0]):
+        return [f"%mesh help {found[1]}\n"]
+    if found := _EVAL_HELP.fullmatch(lines[0]):
+        target = re.sub(r"--at(=|\s+)", "", found[1]).strip()
+        return [f"%%mesh {target}".rstrip() + "\n", f"{found[2]}\n"]
+    return lines
+
+
+def take_empty_cell(lines: list[str]) -> list[str]:
+    """``%%mesh`` with nothing below it: IPython would answer with words of its own, to ``%%mesh --help`` too."""
+    if len(lines) != 1 or not _CELL_LINE.match(lines[0]):
+        return lines
+    return ["%mesh help cell\n"] if _CELL_HELP.search(lines[0]) else [*lines, "\n"]
+
+
+# a console that asks whether the cell is complete wants to hear that it is not
+take_empty_cell.has_side_effects = True  # type: ignore[attr-defined]
+
+
+def drop_local(lines: list[str]) -> list[str]:
+    """``%%local``: the cell runs here. An empty line stays, so that line numbers hold."""
+    first = _first_code_line(lines)
+    if first is not None and _LOCAL.fullmatch(lines[first]):
+        return [*lines[:first], "\n", *lines[first + 1 :]]
+    return lines
+
+
+class AutoMode:
+    """Sends every cell of a shell to the mesh while it is on. One per shell; it lives in the shell's transformers."""
+
+    # completeness checks of consoles would take the cell for a magic that waits for an empty line
+    has_side_effects = True
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+
+    @classmethod
+    def of(cls, shell: Any) -> AutoMode:
+        """The shell's auto mode: the one that is on, or a new one that is off."""
+        for transformer in shell.input_transformers_cleanup:
+            if isinstance(transformer, cls):
+                return transformer
+        return cls(shell)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether cells go to the mesh."""
+        return self in self._shell.input_transformers_cleanup
+
+    def switch_on(self) -> None:
+        """Every later cell goes to the mesh."""
+        if not self.is_on:
+            self._shell.input_transformers_cleanup.insert(0, self)
+
+    def switch_off(self) -> None:
+        """Every later cell stays here."""
+        if self.is_on:
+            self._shell.input_transformers_cleanup.remove(self)
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        if not goes_to_mesh(lines) or self._is_front_ends_own():
+            return lines
+        return ["%%mesh\n", *lines]
+
+    def _is_front_ends_own(self) -> bool:
+        """Front ends run code of their own (variable inspectors, completers), which leaves no history."""
+        content = parent_of(self._shell).get("content") or {}
+        return bool(content.get("silent", False)) or content.get("store_history", True) is False
+
+
+TRANSFORMERS: tuple[Callable[[list[str]], list[str]], ...] = (answer_help, take_empty_cell, drop_local)
+
+
+def goes_to_mesh(lines: list[str]) -> bool:
+    """Whether auto mode sends this cell to the ranks."""
+    first = _first_code_line(lines)
+    return first is not None and not lines[first].lstrip().startswith("%%") and not _OWN_LINE.match(lines[first])
+
+
+def _first_code_line(lines: list[str]) -> int | None:
+    """The first line that is neither empty nor a comment."""
+    for number, line in enumerate(lines):
+        if line.strip() and not line.lstrip().startswith("#"):
+            return number
+    return None

@@ -1,0 +1,161 @@
+"""Meshes outlive their notebook: detach, attach, and what others have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshbook.errors import AttachError, UsageError
+from meshbook.formatting import did_you_mean
+from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.cells.running import interrupted
+from meshbook_extension.commands import command
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.output.durations import format_duration, parse_duration
+from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
+
+if TYPE_CHECKING:
+    from meshbook.sessions.listing import SavedSession
+
+
+@command(
+    Grammar(
+        name="%mesh detach",
+        summary="Let all meshes live on without this notebook, for the lease; cells on them run on.",
+        options=(Option("--lease", "how long they wait to be attached (10m)", str, "TIME"),),
+        examples=("%mesh detach", "%mesh detach --lease 2h"),
+        notes="""
+A kernel that is restarted or dies leaves its meshes for the lease anyway; this is for shutting it down, or for going
+on elsewhere. The next kernel of this notebook attaches them by itself.""",
+    )
+)
+def detach(session: Session, arguments: Arguments) -> None:
+    """Leave them, and say how to come back."""
+    from meshbook.agent.lease import default_lease_s
+    from meshbook.mesh.host_mesh import detach, own_sessions
+
+    text = arguments.text("--lease")
+    lease_s = default_lease_s() if text is None else parse_duration(text, "--lease")
+    session.part(StateWriter).save()
+    names = [mesh.name for folder in own_sessions() for mesh in folder.state.meshes.values()]
+    if not names:
+        print("no mesh to detach. Start one: %mesh spawn gpus=4")
+        return
+    running = len(session.part(Jobs).running())
+    detach(lease_s)
+    for name in list(session.meshes):
+        session.forget(name)
+    for name in names:
+        print(f'mesh "{name}" lives on for {format_duration(lease_s)} without this notebook')
+    jobs = f"; {running} job{'s run' if running > 1 else ' runs'} on" if running else ""
+    print(f"  back to it: %mesh attach {names[0]}{jobs}")
+
+
+@command(
+    Grammar(
+        name="%mesh attach",
+        names="waiting",
+        summary="Go on with a mesh that was detached, or whose kernel has died; with all of its session.",
+        words="[NAME]",
+        count=(0, 1),
+        examples=("%mesh attach", "%mesh attach trainers"),
+        notes="See %mesh list for what waits.",
+    )
+)
+def attach(session: Session, arguments: Arguments) -> None:
+    """Find it, attach it, restore names and jobs."""
+    from meshbook.mesh.host_mesh import attach
+    from meshbook_extension.reattach.restore import restore
+
+    found = _find(session, arguments.words[0] if arguments.words else None)
+    for mesh in found.meshes:
+        session.check_name_is_free(mesh.name)
+    try:
+        attachment = attach(found)
+    except KeyboardInterrupt:
+        raise interrupted("nothing was attached") from None
+    restore(session, attachment, again=False)
+
+
+def _find(session: Session, name: str | None) -> SavedSession:
+    """The session that a person means. Raises: UsageError, AttachError."""
+    from meshbook.mesh.host_mesh import sessions
+
+    known = sessions()
+    if name is None:
+        found = [each for each in known if each.owner_pid is None]
+        if not found:
+            raise UsageError("no mesh waits to be attached." + _list_others(known))
+    else:
+        found = [each for each in known if name == each.id or name in names_of(each)]
+    waiting = [each for each in found if each.owner_pid is None]
+    if len(waiting) > 1:
+        waiting = [each for each in waiting if _left_by(each, session.notebook)] or waiting
+    if len(waiting) == 1:
+        return waiting[0]
+    if waiting:
+        lines = "".join(f"\n  %mesh attach {each.id}    {describe(each)}" for each in waiting)
+        called = f' that are called "{name}"' if name else ""
+        raise UsageError(f"several meshes{called} wait; say which:{lines}")
+    if not found:
+        near = did_you_mean(name or "", [known_name for each in known for known_name in names_of(each)])
+        raise UsageError(f'no mesh "{name}" waits to be attached.{near}{_list_others(known)}')
+    if found[0].is_ours:
+        raise UsageError(f'mesh "{name}" is attached here already. Make it current: %mesh use {names_of(found[0])[0]}')
+    owner = owner_of(found[0])
+    raise AttachError(
+        f'mesh "{name}" belongs to {owner}.\n'
+        f"  take it over: run %mesh detach there, or end that kernel; then %mesh attach {name}"
+    )
+
+
+def _left_by(saved: SavedSession, notebook: str) -> bool:
+    """Whether this notebook, or an earlier kernel of it, has left it."""
+    notebook_state = decode(saved.recall(KEY))
+    return notebook_state is not None and notebook_state.notebook == notebook != ""
+
+
+def names_of(saved: SavedSession) -> list[str]:
+    """Its meshes."""
+    return [mesh.name for mesh in saved.meshes]
+
+
+def owner_of(saved: SavedSession) -> str:
+    """``train.ipynb (process 4711)``"""
+    notebook_state = decode(saved.recall(KEY))
+    notebook = describe_notebook(notebook_state.notebook) if notebook_state else ""
+    return f"{notebook} (process {saved.owner_pid})" if notebook else f"process {saved.owner_pid}"
+
+
+def describe(saved: SavedSession) -> str:
+    """Its meshes, whose it is, and how long it waits: for lists."""
+    from meshbook.formatting import format_sizes
+
+    meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}" for mesh in saved.meshes)
+    if saved.owner_pid is not None:
+        return f"{meshes}; belongs to {owner_of(saved)}"
+    notebook_state = decode(saved.recall(KEY))
+    notebook = describe_notebook(notebook_state.notebook) if notebook_state else ""
+    left = f"left by {notebook}" if notebook else "left by its notebook"
+    if saved.waits_s is None:
+        return f"{meshes}; {left}, waits for at most {format_duration(saved.lease_s)}"
+    return f"{meshes}; {left}, waits for {format_duration(saved.lease_s - saved.waits_s)} more"
+
+
+def describe_others() -> list[str]:
+    """Lines for ``%mesh list``: what other kernels have, and what waits."""
+    from meshbook.mesh.host_mesh import sessions
+
+    others = [each for each in sessions() if not each.is_ours]
+    lines = []
+    for each in others:
+        names = names_of(each)
+        unique = sum(names[0] in names_of(other) for other in others) == 1
+        how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
+        lines.append(f"  {describe(each)}{how}")
+    return ["elsewhere:", *lines] if lines else []
+
+
+def _list_others(known: list[SavedSession]) -> str:
+    elsewhere = [each for each in known if not each.is_ours]
+    return "".join(f"\n  {describe(each)}" for each in elsewhere) or "\n  start one: %mesh spawn gpus=4"

@@ -1,0 +1,199 @@
+"""Ranks that come back, come and go: heal, respawn, grow, shrink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from meshbook.errors import CallError
+from meshbook.formatting import name_ranks
+from meshbook_extension.cells.run import start, wait_for
+from meshbook_extension.cells.running import interrupted
+from meshbook_extension.commands import command
+from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.setup_cells import Setup, follow_ranks, view_after
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.mesh.repair import Repaired
+    from meshbook.mesh.resize import Change
+
+T = TypeVar("T")
+
+FORCE = Option("--force", "also a rank that ends again and again, and ranks whose host is silent")
+REPLAY = Option("--replay", "run the cells marked %%mesh --setup on the new ranks")
+
+HEAL = Grammar(
+    name="%mesh heal",
+    summary="Start the ranks that ended again, in their places; %%mesh --setup cells run there again.",
+    options=(FORCE,),
+    examples=("%mesh heal", "%mesh heal --force"),
+    notes="""
+The other ranks keep their variables. Hosts whose agent is lost are started again too.
+A rank that ended more than 3 times within 60 s is left alone, unless --force is given.
+A host that is silent but not known to have ended keeps its ranks; --force gives it up and starts another.""",
+)
+RESPAWN = Grammar(
+    name="%mesh respawn",
+    summary="End ranks, busy or not, and start them again in their places, without their variables.",
+    words="[SLICE]",
+    count=(0, 1),
+    pairs="AXIS=.. [AXIS=.. ...]",
+    options=(REPLAY, FORCE),
+    examples=("%mesh respawn rank=3", "%mesh respawn rank=3 --replay", "%mesh respawn gpus=0:2"),
+)
+GROW = Grammar(
+    name="%mesh grow",
+    summary="Add indices to axes of the mesh; its ranks keep their processes and variables.",
+    pairs="AXIS=N [AXIS=N ...]",
+    options=(REPLAY,),
+    examples=("%mesh grow gpus=2", "%mesh grow hosts=1", "%mesh grow gpus=2 --replay"),
+    notes="""
+Ranks are numbered anew, by the axes; new ranks have no variables. hosts can grow where the mesh has its own.""",
+)
+SHRINK = Grammar(
+    name="%mesh shrink",
+    summary="Remove indices of axes: those of ranks that ended first, then from the end.",
+    pairs="[AXIS=N ...]",
+    examples=("%mesh shrink gpus=2", "%mesh shrink"),
+    notes="""
+Without an axis: go on without the ranks that ended, with as few of the others as must go too.""",
+)
+
+
+@command(HEAL)
+def heal(session: Session, arguments: Arguments) -> None:
+    """Repair, then the setup cells."""
+    procs = session.mesh()
+    repaired = _repair(lambda: procs.base().heal(force=arguments.flag("--force"), note=_note))
+    print(repaired)
+    _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
+
+
+@command(RESPAWN)
+def respawn(session: Session, arguments: Arguments) -> None:
+    """Repair of chosen ranks."""
+    if not arguments.words and not arguments.pairs:
+        raise RESPAWN.refuse("say which ranks.")
+    procs = session.mesh()
+    ranks = session.target(arguments.words, arguments.pairs).ranks
+
+    def act() -> Repaired:
+        return procs.base().respawn(ranks, force=arguments.flag("--force"), note=_note)
+
+    repaired = _repair(act)
+    print(repaired)
+    if arguments.flag("--replay"):
+        _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
+    else:
+        print(_describe_loss(session, procs, repaired.ranks, f"{RESPAWN.name} {_write(arguments)} --replay"))
+
+
+@command(GROW)
+def grow(session: Session, arguments: Arguments) -> None:
+    """More ranks."""
+    more = _read(GROW, arguments.pairs)
+    if not more:
+        raise GROW.refuse("say along which axis, and by how much.")
+    procs = session.mesh()
+    change = _repair(lambda: procs.change(grow=more, note=_note))
+    _take_over(session, procs, change)
+    if arguments.flag("--replay"):
+        _replay_after(session, change.procs, session.setups.owe(procs.name, change.new))
+    else:
+        print(_describe_loss(session, change.procs, change.new, ""))
+
+
+@command(SHRINK)
+def shrink(session: Session, arguments: Arguments) -> None:
+    """Fewer ranks."""
+    fewer = _read(SHRINK, arguments.pairs)
+    procs = session.mesh()
+    change = _repair(lambda: procs.change(shrink=fewer, note=_note))
+    _take_over(session, procs, change)
+
+
+def _repair(act: Callable[[], T]) -> T:
+    try:
+        return act()
+    except KeyboardInterrupt:
+        raise interrupted("stopped halfway; look: %mesh    bring back what is dead: %mesh heal") from None
+
+
+def _note(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def _read(grammar: Grammar, pairs: Mapping[str, str]) -> dict[str, int]:
+    for axis, text in pairs.items():
+        if not text.isdigit() or int(text) < 1:
+            raise grammar.refuse(f"{axis}={text}: say by how many, a whole number of at least 1.")
+    return {axis: int(text) for axis, text in pairs.items()}
+
+
+def _write(arguments: Arguments) -> str:
+    return " ".join([*arguments.words, *(f"{axis}={text}" for axis, text in arguments.pairs.items())])
+
+
+# ---- after it ------------------------------------------------------------------------------------------------------
+
+
+def _take_over(session: Session, before: ProcMesh, change: Change) -> None:
+    """The session's names for the mesh and its parts follow."""
+    session.meshes[change.procs.name] = change.procs
+    print(change)
+    for name, named in tuple(session.slices.items()):
+        if named.mesh != change.procs.name:
+            continue
+        view = view_after(named.view, named.pairs, before, change)
+        if isinstance(view, str):
+            del session.slices[name]
+            print(f'  slice "{name}" is gone: {view}')
+        else:
+            pairs = None if named.pairs is None else follow_ranks(named.pairs, before, change)
+            session.slices[name] = named._replace(view=view, pairs=pairs)
+    session.setups.follow(change.procs.name, before, change)
+
+
+def _describe_loss(session: Session, procs: ProcMesh, ranks: Collection[int], again: str) -> str:
+    cells = list(session.setups.of(procs.name))
+    text = f"  {name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} no variables"
+    if cells and again:
+        return f"{text}; the setup cells give {'it' if len(ranks) == 1 else 'them'} theirs: {again}"
+    return f"{text}; run the cells that make them there, as in %%mesh rank={min(ranks)}"
+
+
+def _replay_after(session: Session, procs: ProcMesh, ranks: tuple[int, ...]) -> None:
+    """Run the setup cells on new ranks, and say what these have and have not.
+
+    Raises: what a setup cell raises; then the ranks still owe it, and the next ``%mesh heal`` runs it again.
+    """
+    if not ranks:
+        return
+    names, pronoun = name_ranks(ranks), "its" if len(ranks) == 1 else "their"
+    ran: list[str] = []
+    for setup in session.setups.of(procs.name):
+        try:
+            if _replay(session, procs, setup, ranks):
+                ran.append(str(setup.cell_number))
+        except (CallError, KeyboardInterrupt):
+            print(f"  setup cell {setup.cell_number} did not end well on {names}; mend it, then: %mesh heal")
+            raise
+    session.setups.settle(procs.name)
+    if ran:
+        noun = "setup cell" if len(ran) == 1 else "setup cells"
+        print(f"  {names} lost {pronoun} variables; {noun} {', '.join(ran)} ran there again")
+    else:
+        print(f"  {names} lost {pronoun} variables; mark cells that make them %%mesh --setup, and heal runs them again")
+
+
+def _replay(session: Session, procs: ProcMesh, setup: Setup, ranks: tuple[int, ...]) -> bool:
+    """Run one on those of ``ranks`` that it is for; whether there are any."""
+    target = setup.ranks(procs)
+    chosen = [rank for rank in target if rank in ranks]
+    if chosen:
+        alone = Arguments(options={"--no-collective": len(chosen) < len(target)})
+        part, number, offset = procs.base().select(chosen), setup.cell_number, setup.line_offset
+        wait_for(session, start(session, part, setup.code, alone, cell_number=number, line_offset=offset))
+    return bool(chosen)

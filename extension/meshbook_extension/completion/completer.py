@@ -1,0 +1,203 @@
+"""Helps whoever types: what may follow at the cursor, and what the name there is. Replies of Jupyter's protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.cells.run import MESH_CELL
+from meshbook_extension.cells.transformers import AutoMode
+from meshbook_extension.commands import COMMANDS, load_all
+from meshbook_extension.completion.grammar import Follow, Word, follow
+from meshbook_extension.completion.locate import MagicLine, RankCode, locate
+from meshbook_extension.completion.ranks import LivingRanks
+from meshbook_extension.notebook.grammar import PAIR, Grammar, expression_start
+
+if TYPE_CHECKING:
+    from meshbook_extension.notebook.session import Session
+
+NAMES_MAX = 2000
+
+_LOG = logging.getLogger(__name__)
+
+
+class CompletionMatch(NamedTuple):
+    """One completion; ``signature`` where it is known."""
+
+    text: str
+    kind: str
+    signature: str = ""
+
+
+class Found(NamedTuple):
+    """What may stand in place of ``cell[start:end]``."""
+
+    start: int
+    end: int
+    matches: list[CompletionMatch]
+
+
+class Completer:
+    """One per session. Its methods may be called on any thread, and take at most a quarter of a second."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._living = LivingRanks(session)
+
+    def is_ours(self, cell: str, cursor: int) -> bool:
+        """Whether what stands at ``cursor`` is for the ranks, or a line of ours."""
+        return self._locate(cell, cursor) is not None
+
+    def complete(self, cell: str, cursor: int) -> Found | None:
+        """Completions at ``cursor``, in code points; None: that is IPython's own matter, or no rank answers."""
+        try:
+            place = self._locate(cell, cursor)
+            if isinstance(place, RankCode):
+                return self._complete_code(place)
+            if isinstance(place, MagicLine):
+                return self._complete_line(place, cursor)
+        except Exception:  # a mesh may be ending; whoever types has no use for a traceback
+            _LOG.debug("no completion", exc_info=True)
+        return None
+
+    def inspect(self, cell: str, cursor: int, detail: int = 0) -> str | None:
+        """The text about what stands at ``cursor``; empty: there is none; None: IPython's own matter, as above."""
+        try:
+            return self._inspect(self._locate(cell, cursor), detail)
+        except Exception:
+            _LOG.debug("no inspection", exc_info=True)
+            return None
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _inspect(self, place: RankCode | MagicLine | None, detail: int) -> str | None:
+        if isinstance(place, MagicLine):
+            code = self._expression(place)
+            if code is None:
+                grammar, _ = _grammar_of(place)
+                return f"{grammar.help()}\n" if grammar is not None and grammar.name else None
+            place = code
+        if place is None:
+            return None
+        view = self._view(place.arguments)
+        return None if view is None else self._living.inspect(view, place.code, place.cursor, detail)
+
+    def _locate(self, cell: str, cursor: int) -> RankCode | MagicLine | None:
+        return locate(cell, cursor, auto=AutoMode.of(self._session.shell).is_on)
+
+    def _complete_code(self, place: RankCode) -> Found | None:
+        view = self._view(place.arguments)
+        found = None if view is None else self._living.complete(view, place.code, place.cursor)
+        if found is None:
+            return None
+        matches = [CompletionMatch(*item) for item in found["items"]]
+        return Found(found["start"] + place.start, found["end"] + place.start, matches)
+
+    def _complete_line(self, line: MagicLine, cursor: int) -> Found | None:
+        grammar, text = _grammar_of(line)
+        if grammar is None:
+            words = [Word(name, "magic") for name in (*COMMANDS, "help") if name.startswith(text.lstrip())]
+            return _found(Follow(len(text.lstrip()), words), cursor)
+        following = follow(grammar, text, _Names(self._session, self._living))
+        if following.expression is None:
+            return _found(following, cursor)
+        code = self._expression(line)
+        live = self._complete_code(code) if code is not None else None
+        if live is None or not live.matches:
+            return _found(following, cursor) if following.words else live
+        own = [CompletionMatch(*word) for word in following.words] if live.start == cursor - following.replaced else []
+        return live._replace(matches=[*own, *live.matches])
+
+    def _expression(self, line: MagicLine) -> RankCode | None:
+        """The code in a line of ours, of ``%mesh eval`` say, if the cursor stands in it."""
+        grammar, text = _grammar_of(line)
+        if grammar is None or not grammar.tail:
+            return None
+        start = expression_start(grammar, text)
+        if start is None:
+            return None
+        return RankCode(
+            text[start:] + line.after, len(text) - start, line.start + len(line.text) - len(text) + start, text[:start]
+        )
+
+    def _view(self, arguments: str) -> Any:
+        """The ranks of a target as far as it is written; options that take names of slices count."""
+        pairs: dict[str, str] = {}
+        words: list[str] = []
+        known = {*self._session.slices, *self._session.meshes}
+        for part in arguments.split():
+            if (pair := PAIR.fullmatch(part)) and pair[2]:
+                pairs[pair[1]] = pair[2]
+            elif part in known:
+                words = [part]
+        return self._living.view(words, pairs)
+
+
+@dataclasses.dataclass
+class _Names:
+    """What `meshbook_extension.completion.grammar.Known` asks for."""
+
+    session: Session
+    living: LivingRanks
+
+    def sizes(self) -> Mapping[str, int]:
+        view = self.living.view((), {})
+        return view.sizes if view is not None else {}
+
+    def ranks(self) -> Sequence[int]:
+        view = self.living.view((), {})
+        return view.ranks if view is not None else ()
+
+    def names(self, kind: str, prefix: str) -> Iterable[str]:
+        match kind:
+            case "SLICE":
+                return [*self.session.slices, *self.session.meshes]
+            case "meshes":
+                return list(self.session.meshes)
+            case "ID":
+                return [str(job.number) for job in self.session.part(Jobs).all()]
+            case "notebook":
+                return self._notebook_names(prefix)
+            case "ranks":
+                view = self.living.view((), {})
+                return self.living.names(view, prefix) if view is not None else ()
+            case "waiting":
+                from meshbook.mesh.host_mesh import sessions
+
+                return [mesh.name for saved in sessions() if saved.owner_pid is None for mesh in saved.meshes]
+            case "MOD,..":
+                from meshbook.shell.imports import top_level
+
+                return [name for name in top_level() if name.startswith(prefix)]
+        return ()
+
+    def _notebook_names(self, prefix: str) -> list[str]:
+        shell = self.session.shell
+        names = [name for name in dict(shell.user_ns) if name.startswith(prefix) and name not in shell.user_ns_hidden]
+        return sorted(name for name in names if prefix.startswith("_") or not name.startswith("_"))[:NAMES_MAX]
+
+
+def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:
+    """The grammar of a line and the arguments that are typed; none while the command itself is being typed."""
+    if line.is_cell:
+        return MESH_CELL, line.text
+    load_all()
+    found = re.match(r"\s*(\S+)(?=\s)", line.text)
+    if found is None:
+        return None, line.text
+    if found[1] == "help":
+        return None, line.text[found.end() :]
+    command = COMMANDS.get(found[1])
+    return (command.grammar, line.text[found.end() :]) if command else (_NOTHING_KNOWN, line.text[found.end() :])
+
+
+def _found(following: Follow, cursor: int) -> Found:
+    matches = [CompletionMatch(*word) for word in following.words]
+    return Found(cursor - following.replaced, cursor, matches)
+
+
+_NOTHING_KNOWN = Grammar(name="", summary="", examples=("",))

@@ -1,0 +1,137 @@
+"""What may follow in a line of ours, by the grammar of its command.
+
+The grammar says where names stand and how they are called there (``SLICE``, ``ID``, ``AXIS=..``); `Known` says which
+there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from meshbook_extension.notebook.grammar import PAIR, Grammar, Option, expression_start
+from meshbook_extension.notebook.targets import RANK
+
+INDICES_MAX = 256
+"""Indices of an axis that are listed."""
+
+_PLACEHOLDER = re.compile(r"\w+")
+_PAIR_FORM = re.compile(r"(\w+)=(\w+|\.\.)")
+_EXAMPLE_AXIS = re.compile(r"(?<=\s)([a-z]\w*)=\d")
+AXIS = "AXIS"
+
+
+class Word(NamedTuple):
+    """One thing that may follow, and its kind, as IPython calls kinds."""
+
+    text: str
+    kind: str
+
+
+class Follow(NamedTuple):
+    """What may stand in place of the last ``replaced`` characters. expression: so many of them are Python for ranks."""
+
+    replaced: int
+    words: list[Word]
+    expression: int | None = None
+
+
+class Known(Protocol):
+    """The names that there are now."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """The axes of the current mesh."""
+
+    def ranks(self) -> Sequence[int]:
+        """Its ranks."""
+
+    def names(self, kind: str, prefix: str) -> Iterable[str]:
+        """Names of a kind (`Grammar.names`), or of a placeholder such as ``SLICE``."""
+
+
+def follow(grammar: Grammar, text: str, known: Known) -> Follow:
+    """Complete the end of ``text``, the arguments of the command as far as they are typed."""
+    start = expression_start(grammar, text)
+    expression = None if start is None else len(text) - start
+    if start is not None and re.search(r"\W", text[start:]):
+        return Follow(0, [], expression)
+    *before, current = re.split(r"\s+", text.lstrip())
+    if "--" in before:
+        return Follow(0, [])
+    options = {option.name: option for option in grammar.options}
+    asking = options.get(before[-1]) if before else None
+    if asking is not None and asking.value is not bool:
+        return _starting(current, _values(asking, current, known))
+    name, equals, value = current.partition("=")
+    if equals and name in options:
+        return _starting(value, _values(options[name], value, known))
+    if current.startswith("-"):
+        unused = [name for name in (*options, "--help") if name not in before]
+        return _starting(current, [Word(name, "param") for name in unused])
+    if pair := PAIR.fullmatch(current):
+        return _pair_values(grammar, pair[1], pair[2], known)
+    found = _starting(current, [*_words(grammar, current, known), *_pairs(grammar, before, known)])
+    return found._replace(expression=expression)
+
+
+def _starting(typed: str, words: Iterable[Word]) -> Follow:
+    return Follow(len(typed), [word for word in dict.fromkeys(words) if word.text.startswith(typed)])
+
+
+def _values(option: Option, typed: str, known: Known) -> list[Word]:
+    """What may be the value of an option."""
+    if option.choices:
+        return [Word(choice, "keyword") for choice in option.choices]
+    if option.metavar == f"{RANK}=R":
+        return [Word(f"{RANK}={rank}", "value") for rank in known.ranks()[:INDICES_MAX]]
+    done, comma, last = typed.rpartition(",")
+    return [Word(f"{done}{comma}{name}", "instance") for name in known.names(option.metavar, last)]
+
+
+def _words(grammar: Grammar, typed: str, known: Known) -> list[Word]:
+    """What may be a plain word."""
+    found: list[Word] = []
+    for placeholder in dict.fromkeys(_PLACEHOLDER.findall(grammar.words)):
+        if not placeholder.isupper():
+            found.append(Word(placeholder, "keyword"))
+        elif placeholder == "RANK":
+            found += [Word(str(rank), "value") for rank in known.ranks()[:INDICES_MAX]]
+        else:
+            kind = grammar.names if placeholder == "NAME" else placeholder
+            found += [Word(name, "instance") for name in known.names(kind, typed)]
+    return found
+
+
+def _pairs(grammar: Grammar, before: Sequence[str], known: Known) -> list[Word]:
+    """What may stand on the left of an equals sign, and does not yet."""
+    axes: list[str] = []
+    for left, right in _PAIR_FORM.findall(grammar.pairs):
+        if left != AXIS:
+            axes += [] if left.isupper() else [left]  # NEW is the person's to name
+            continue
+        new = [axis for example in grammar.examples for axis in _EXAMPLE_AXIS.findall(example)]
+        axes += new if _makes_axes(grammar) else known.sizes()
+        axes += [RANK] if right == ".." else []
+    used = {word.partition("=")[0] for word in before}
+    return [Word(f"{axis}=", "param") for axis in dict.fromkeys(axes) if axis not in used]
+
+
+def _makes_axes(grammar: Grammar) -> bool:
+    """Whether the axes are the person's to name; those of the examples are as good as any."""
+    return "--on" in {option.name for option in grammar.options}
+
+
+def _pair_values(grammar: Grammar, axis: str, typed: str, known: Known) -> Follow:
+    """What may stand on the right of an equals sign."""
+    forms = dict(_PAIR_FORM.findall(grammar.pairs))
+    sizes = known.sizes()
+    if forms.get(axis) == AXIS:
+        return _starting(typed, [Word(name, "param") for name in sizes])
+    if axis in forms or forms.get(AXIS) != "..":
+        return Follow(0, [])
+    last = re.split("[,:-]", typed)[-1]
+    ends_slice = ":" in typed.rpartition(",")[2]
+    indices: Sequence[int] = known.ranks() if axis == RANK else range(sizes.get(axis, 0) + ends_slice)
+    words = [Word(str(index), "value") for index in indices[:INDICES_MAX]]
+    return _starting(last, words if typed else [*words, Word(":", "value")])

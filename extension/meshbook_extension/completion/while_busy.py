@@ -1,0 +1,98 @@
+"""Completion while a cell blocks the kernel's main thread.
+
+ipykernel answers requests one after the other, so a Tab pressed while a cell runs would wait for its end. Requests
+about code for ranks, and about our own lines, need nothing of the main thread: they are taken out of the queue
+(`meshbook_extension.widget.busy_comms`) and answered at once. Others wait, as they always did. Front ends take any
+``idle`` for the end of the running cell, so its ``busy`` is said again afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from meshbook_extension.completion.completer import Completer
+from meshbook_extension.completion.replies import complete_reply, inspect_reply
+from meshbook_extension.output.publisher import parent_of
+from meshbook_extension.widget.busy_comms import BusyComms
+
+_KINDS = {"complete_request": "complete_reply", "inspect_request": "inspect_reply"}
+
+
+class BusyCompletion:
+    """Answers for one kernel, while a cell runs."""
+
+    def __init__(self, shell: Any, completer: Completer) -> None:
+        self._shell, self._kernel, self._completer = shell, shell.kernel, completer
+        self._running: Mapping[str, Any] = {}
+        """The request of the cell that runs; empty: none does."""
+        self._ending = threading.Lock()
+        """Held to say that the cell still runs, so that its own end comes after that."""
+        self._answers: set[asyncio.Task[None]] = set()
+        shell.events.register("pre_execute", self._begin)
+        shell.events.register("post_execute", self._end)
+
+    def uninstall(self) -> None:
+        """As it was before."""
+        self._shell.events.unregister("pre_execute", self._begin)
+        self._shell.events.unregister("post_execute", self._end)
+        BusyComms.of(self._kernel).take_with(None)
+
+    def _begin(self) -> None:
+        """At the first cell the kernel has all of its sockets."""
+        self._running = parent_of(self._shell)
+        BusyComms.of(self._kernel).take_with(self._take)
+
+    def _end(self) -> None:
+        with self._ending:
+            self._running = {}
+
+    def _take(self, message: list[Any]) -> bool:
+        """Whether ``message``, as it came from the socket, is answered here."""
+        if not self._running:
+            return False
+        session = self._kernel.session
+        idents, frames = session.feed_identities(message, copy=False)
+        if not any(kind.encode() in bytes(frames[1].bytes) for kind in _KINDS):
+            return False
+        request = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace
+        content = session.unpack(bytes(frames[4].bytes))
+        if request["msg_type"] not in _KINDS or request["header"].get("subshell_id"):
+            return False
+        if not self._completer.is_ours(content["code"], content["cursor_pos"]):
+            return False
+        request = session.deserialize(frames, content=True, copy=False)
+        if threading.current_thread() is threading.main_thread():  # ipykernel 6, in the wait loop of a magic
+            self._send(idents, request, self._reply(request), self._kernel.shell_stream.socket)
+        else:
+            task = asyncio.get_running_loop().create_task(self._answer_aside(idents, request))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+        return True
+
+    async def _answer_aside(self, idents: Any, request: Mapping[str, Any]) -> None:
+        reply = await asyncio.to_thread(self._reply, request)
+        self._send(idents, request, reply, self._kernel.shell_stream)
+
+    def _reply(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        content = request["content"]
+        code, cursor = content["code"], content["cursor_pos"]
+        if request["msg_type"] == "inspect_request":
+            return inspect_reply(self._completer.inspect(code, cursor, content.get("detail_level", 0)) or "")
+        return complete_reply(self._completer.complete(code, cursor), cursor)
+
+    def _send(self, idents: Any, request: Mapping[str, Any], reply: Mapping[str, Any], stream: Any) -> None:
+        self._status("busy", request)
+        self._kernel.session.send(stream, _KINDS[request["msg_type"]], reply, parent=request, ident=idents)
+        self._status("idle", request)
+        with self._ending:
+            if self._running:
+                self._status("busy", self._running)
+
+    def _status(self, state: str, parent: Mapping[str, Any]) -> None:
+        kernel = self._kernel
+        kernel.session.send(
+            kernel.iopub_socket, "status", {"execution_state": state}, parent=parent, ident=kernel._topic("status")
+        )

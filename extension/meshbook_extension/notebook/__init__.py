@@ -1,0 +1,1 @@
+"""What the notebook knows: its session, targets, options, setup cells, errors."""

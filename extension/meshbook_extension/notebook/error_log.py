@@ -1,0 +1,141 @@
+"""The last failures of a session's ranks, as text: cells and their values may be forgotten meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshbook.errors import CallFailed, Failure, UsageError, WorkerLost, group_failures
+from meshbook.formatting import name_ranks
+from meshbook_extension.output.failures import INTERRUPT, LOST
+
+if TYPE_CHECKING:
+    from meshbook.actor import MeshFailure
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+KEPT = 50
+TRACEBACK_CHARS = 60_000
+
+
+class LoggedError(NamedTuple):
+    """Equal failures of some ranks in one cell."""
+
+    number: int
+    """What the person calls it; newer ones have higher numbers."""
+    mesh: str
+    what: str
+    """``cell 7``; empty for a rank that ended while it was idle."""
+    ranks: tuple[int, ...]
+    ename: str
+    """The exception's class; ``KeyboardInterrupt`` for ranks that were interrupted, `LOST` for those that ended."""
+    evalue: str
+    """Its text; of ranks that ended, the cause."""
+    where: str
+    traceback: str
+    """With ANSI colours; of ranks that ended, the last lines of their log."""
+    at: float
+    """Seconds since the epoch."""
+
+    @property
+    def headline(self) -> str:
+        """``ValueError: bad shard``, on one line."""
+        first_line = self.evalue.splitlines()[0] if self.evalue else ""
+        if self.ename == LOST:
+            return f"ended: {first_line}"
+        if self.ename == INTERRUPT:
+            return f"interrupted {first_line}".rstrip()
+        return f"{self.ename}: {first_line}" if first_line else self.ename
+
+
+class ErrorLog:
+    """Oldest first. Noting and reading are safe from any thread."""
+
+    def __init__(self) -> None:
+        self._errors: deque[LoggedError] = deque(maxlen=KEPT)
+        self._noted: deque[list[Failure]] = deque(maxlen=4 * KEPT)
+        """So that a failure that is raised again, by ``%mesh wait`` say, is not noted again."""
+        self._dead: set[tuple[str, int]] = set()
+        self._next = 1
+        self._lock = threading.Lock()
+
+    def note(self, mesh: str, what: str, failures: Iterable[Failure]) -> None:
+        """Keep the failures of a cell that has ended, equal ones once."""
+        with self._lock:
+            known = {id(old) for batch in self._noted for old in batch}  # alive, so their ids are theirs alone
+            fresh = [failure for failure in failures if id(failure) not in known]
+            if fresh:
+                self._noted.append(fresh)
+            for group in group_failures(_merge_interrupts(fresh)):
+                first, ranks = group[0], tuple(failure.rank for failure in group)
+                if first.ename == LOST:
+                    self._dead.update((mesh, rank) for rank in ranks)
+                traceback = _cut("\n".join(first.traceback))
+                self._errors.append(
+                    LoggedError(
+                        self._next, mesh, what, ranks, first.ename, first.evalue, first.where, traceback, time.time()
+                    )
+                )
+                self._next += 1
+
+    def note_raised(self, mesh: str, what: str, error: BaseException | None) -> None:
+        """Keep the failures in an error that a call of the notebook's own code raised."""
+        if isinstance(error, CallFailed):
+            self.note(mesh, what, error.failures)
+        elif isinstance(error, WorkerLost):
+            self._note_deaths(mesh, what, [d for d in error.deaths if (mesh, d.rank) not in self._dead])
+
+    def note_unhandled(self, failure: MeshFailure) -> None:
+        """Keep what actors raised for which nobody waited, and which no owner of theirs has handled."""
+        raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]  # `note_lost` knows of the ends
+        self.note(failure.procs_name, failure.what, raised)
+
+    def note_lost(self, meshes: Iterable[ProcMesh]) -> None:
+        """Keep the ends of ranks that ran nothing then, so that no cell has told of them."""
+        deaths = {procs.name: procs.deaths for procs in meshes}
+        self._dead &= {(mesh, death.rank) for mesh, each in deaths.items() for death in each}
+        for mesh, each in deaths.items():
+            self._note_deaths(mesh, "", [death for death in each if (mesh, death.rank) not in self._dead])
+
+    def _note_deaths(self, mesh: str, what: str, deaths: Sequence[Any]) -> None:
+        lines = [(death, tuple(death.log_tail.splitlines())) for death in deaths]
+        self.note(mesh, what, [Failure(d.rank, d.host, LOST, d.cause, tail, "") for d, tail in lines])
+
+    def all(self) -> list[LoggedError]:
+        """Those that are kept."""
+        return list(self._errors)
+
+    def of(self, mesh: str) -> list[LoggedError]:
+        """Those of one mesh."""
+        return [error for error in self.all() if error.mesh == mesh]
+
+    def find(self, number: int) -> LoggedError:
+        """The one of this number. Raises: UsageError."""
+        kept = self.all()
+        for error in kept:
+            if error.number == number:
+                return error
+        known = f"{kept[0].number} to {kept[-1].number} are kept" if kept else "no rank has failed yet"
+        raise UsageError(f"there is no error {number}: {known}. List them: %mesh errors")
+
+
+def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
+    """Interrupted ranks are one entry, which says where each was."""
+    interrupted = [failure for failure in failures if failure.ename == INTERRUPT]
+    places: dict[str, list[int]] = {}
+    for failure in sorted(interrupted, key=lambda failure: failure.rank):
+        places.setdefault(failure.where or "before its first line", []).append(failure.rank)
+    told = [place if len(places) == 1 else f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
+    text = f"at {told[0]}" if len(told) == 1 else f"({'; '.join(told)})"
+    merged = [failure._replace(evalue=text, where="", traceback=()) for failure in interrupted]
+    return [*(failure for failure in failures if failure.ename != INTERRUPT), *merged]
+
+
+def _cut(text: str) -> str:
+    """The beginning and the end of what is too long."""
+    half = TRACEBACK_CHARS // 2
+    return (
+        text if len(text) <= 2 * half else f"{text[:half]}\n... {len(text) - 2 * half:,} characters ...\n{text[-half:]}"
+    )

@@ -1,0 +1,302 @@
+"""The grammar of the magics: words, ``axis=value`` pairs and typed options, all taken literally.
+
+A line is split as a shell would split it. What a command accepts is its `Grammar`, from which both the parser and the
+help text are made, so that they cannot disagree. Nothing is evaluated: ``--timeout 2*3`` is an error, not 6.
+
+    %mesh spawn hosts=2 gpus=4 --on slurm -- --partition a100
+          |     |               |            |
+          name  pairs           option       rest
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshbook.errors import UsageError
+from meshbook.formatting import did_you_mean
+
+PAIR = re.compile(r"([^\W\d]\w*)=(?!=)(.*)", re.DOTALL)
+"""``axis=value``; ``rank==0`` is an expression, not a pair."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command, with the text that its help shows.
+
+    value: the type of its value: bool (a switch, takes none), str, int or float.
+    metavar: how the help writes the value; choices: the only values allowed.
+    """
+
+    name: str
+    help: str
+    value: type = bool
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def usage(self) -> str:
+        """``--timeout S``, ``--group rank|equal|none``."""
+        return " ".join(filter(None, [self.name, "|".join(self.choices) or self.metavar]))
+
+    def convert(self, text: str) -> Any:
+        """The value that ``text`` stands for.
+
+        Raises: ValueError, saying what would be one.
+        """
+        if self.choices and text not in self.choices:
+            raise ValueError(f'takes {_either(self.choices)}, not "{text}".{did_you_mean(text, self.choices)}')
+        if self.value is str:
+            return text
+        try:
+            number = self.value(text)
+        except ValueError:
+            kind = "a whole number" if self.value is int else "a number"
+            raise ValueError(f'takes {kind}, not "{text}".') from None
+        if number < 0 or number != number:
+            raise ValueError(f"takes a number of at least 0, not {text}.")
+        return number
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What one command accepts.
+
+    name: as typed, ``%mesh spawn`` or ``%%mesh``.
+    words: how the help writes the plain words, with the least and most that are allowed (None: any number).
+    names: what ``NAME`` among them names, for completion: ``meshes``, ``waiting`` (to be attached), ``notebook`` or
+        ``ranks`` (variables there); empty: something new.
+    pairs: how it writes ``axis=value`` pairs; empty where there are none.
+    tail: the first plain word begins a text that is taken raw to the end of the line (an expression).
+    rest: whatever follows ``--`` belongs to somebody else.
+    """
+
+    name: str
+    summary: str
+    examples: tuple[str, ...]
+    words: str = ""
+    count: tuple[int, int | None] = (0, 0)
+    pairs: str = ""
+    options: tuple[Option, ...] = ()
+    tail: str = ""
+    rest: str = ""
+    notes: str = ""
+    names: str = ""
+
+    @property
+    def usage(self) -> str:
+        """The command's form in one line."""
+        options = [f"[{option.usage}]" for option in self.options] if len(self.options) < 4 else ["[OPTIONS]"]
+        parts = [self.name, self.words, self.pairs, *options, self.tail, self.rest and f"[-- {self.rest}]"]
+        return " ".join(filter(None, parts))
+
+    def help(self) -> str:
+        """The text that ``--help`` and ``?`` show."""
+        lines = [self.summary, "", f"  {self.usage}"]
+        if self.options:
+            width = max(len(option.usage) for option in self.options)
+            lines += ["", *(f"  {option.usage:{width}}  {option.help}" for option in self.options)]
+        if self.notes:
+            lines += ["", self.notes.strip("\n")]
+        lines += ["", "Examples:", *(f"  {example}" for example in self.examples)]
+        return "\n".join(lines)
+
+    def refuse(self, problem: str, near: str = "") -> UsageError:
+        """The error for a line that makes no sense: the problem, an example (one that shows ``near``), the way on."""
+        with_near = [example for example in self.examples if near and near in example]
+        example = (with_near or list(self.examples))[0]
+        return UsageError(f"{problem}\n  for example: {example}\n  all of it:   {self.name} --help")
+
+
+class Arguments:
+    """What a line said, as its grammar understands it. Getters are typed and give None where nothing was said."""
+
+    def __init__(
+        self,
+        words: Iterable[str] = (),
+        pairs: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        tail: str = "",
+        rest: Iterable[str] = (),
+    ) -> None:
+        self.words = tuple(words)
+        self.pairs = dict(pairs or {})
+        self.tail = tail
+        self.rest = tuple(rest)
+        self._options = dict(options or {})
+
+    def flag(self, name: str) -> bool:
+        """Whether the switch ``name`` was given."""
+        return bool(self._options.get(name, False))
+
+    def text(self, name: str) -> str | None:
+        """The value of a text option."""
+        value = self._options.get(name)
+        return None if value is None else str(value)
+
+    def number(self, name: str) -> float | None:
+        """The value of a numeric option."""
+        value = self._options.get(name)
+        return None if value is None else float(value)
+
+    def whole(self, name: str) -> int | None:
+        """The value of an option that takes a whole number."""
+        value = self._options.get(name)
+        return None if value is None else int(value)
+
+    @property
+    def wants_help(self) -> bool:
+        """Whether ``--help`` was given; nothing else of the line was looked at then."""
+        return self.flag("--help")
+
+
+def parse(grammar: Grammar, line: str) -> Arguments:
+    """Read ``line`` as ``grammar`` says.
+
+    Raises: UsageError naming what is wrong, the near match, and an example.
+    """
+    if grammar.tail:
+        return _parse_with_tail(grammar, line)
+    return _Reader(grammar, split(grammar, line)).read()
+
+
+def split(grammar: Grammar, line: str) -> list[str]:
+    """Split a line into its parts; quotes keep spaces together.
+
+    Raises: UsageError for a quote that is not closed.
+    """
+    try:
+        return shlex.split(line)
+    except ValueError:
+        raise grammar.refuse(f"a quote is not closed in: {line}") from None
+
+
+def expression_start(grammar: Grammar, line: str) -> int | None:
+    """Where the expression of a command with a tail begins; None while what stands before it is being typed."""
+    head, rest = _split_tail(grammar, line.lstrip())
+    is_in_head = not rest and (head[-1:] == [""] or line[-1:].strip())
+    return None if is_in_head or not grammar.tail else len(line) - len(rest)
+
+
+def _parse_with_tail(grammar: Grammar, line: str) -> Arguments:
+    """Options and pairs come first; the expression begins at the first part that is neither."""
+    head, rest = _split_tail(grammar, line.strip())
+    arguments = _Reader(grammar, head).read()
+    if not rest and not arguments.wants_help:
+        raise grammar.refuse(f"{grammar.name} needs {grammar.tail}.")
+    return Arguments(arguments.words, arguments.pairs, arguments._options, tail=rest)
+
+
+def _split_tail(grammar: Grammar, rest: str) -> tuple[list[str], str]:
+    head: list[str] = []
+    takes_value = {option.name: option.value is not bool for option in grammar.options}
+    while rest:
+        part, _, after = rest.partition(" ")
+        if part == "--":
+            rest = after.lstrip()
+            break
+        if not (part in takes_value or part in ("--help", "-h") or _looks_like_option(part) or PAIR.fullmatch(part)):
+            break
+        head.append(part)
+        rest = after.lstrip()
+        if takes_value.get(part):
+            value, _, after = rest.partition(" ")
+            head.append(value)
+            rest = after.lstrip()
+    return head, rest
+
+
+def _looks_like_option(part: str) -> bool:
+    return re.fullmatch(r"--[a-z][a-z-]*(=.*)?", part) is not None
+
+
+class _Reader:
+    """Reads the parts of one line, from left to right."""
+
+    def __init__(self, grammar: Grammar, parts: list[str]) -> None:
+        self._grammar = grammar
+        self._parts = parts
+        self._known = {option.name: option for option in grammar.options}
+
+    def read(self) -> Arguments:
+        before_rest = self._parts[: self._parts.index("--")] if "--" in self._parts else self._parts
+        if "--help" in before_rest or "-h" in before_rest:
+            return Arguments(options={"--help": True})
+        words: list[str] = []
+        pairs: dict[str, str] = {}
+        options: dict[str, Any] = {}
+        rest: list[str] = []
+        parts = iter(self._parts)
+        for part in parts:
+            pair = PAIR.fullmatch(part)
+            if part == "--":
+                rest = list(parts)
+                if not self._grammar.rest:
+                    raise self._grammar.refuse(f'{self._grammar.name} takes nothing after "--".')
+            elif part.startswith("-") and not _is_number(part):
+                option, value = self._option(part, parts)
+                options[option.name] = value
+            elif pair:
+                self._pair(pair[1], pair[2], pairs)
+            else:
+                words.append(part)
+        self._count(words, pairs)
+        return Arguments(words, pairs, options, rest=rest)
+
+    def _option(self, part: str, parts: Iterable[str]) -> tuple[Option, Any]:
+        name, equals, value = part.partition("=")
+        option = self._known.get(name)
+        if option is None:
+            raise self._unknown(name)
+        if option.value is bool:
+            if equals:
+                raise self._grammar.refuse(f"{name} is a switch and takes no value.", name)
+            return option, True
+        if not equals:
+            value = next(iter(parts), "")
+        if not value:
+            raise self._grammar.refuse(f"{name} needs a value: {option.usage}.", name)
+        try:
+            return option, option.convert(value)
+        except ValueError as error:
+            raise self._grammar.refuse(f"{name} {error}", name) from None
+
+    def _unknown(self, name: str) -> UsageError:
+        suggestion = did_you_mean(name, self._known)
+        near = suggestion.split('"')[1] if suggestion else ""
+        problem = f'unknown option "{name}" of {self._grammar.name}.{suggestion}'
+        if not suggestion and not self._known:
+            problem += " It has no options."
+        return self._grammar.refuse(problem, near)
+
+    def _pair(self, axis: str, value: str, pairs: dict[str, str]) -> None:
+        if not self._grammar.pairs:
+            raise self._grammar.refuse(f'{self._grammar.name} takes no axis, but got "{axis}={value}".')
+        if axis in pairs:
+            raise self._grammar.refuse(f"{axis} is given twice: {axis}={pairs[axis]} and {axis}={value}.")
+        if not value:
+            raise self._grammar.refuse(f"{axis}= has no value; write it without spaces.", f"{axis}=")
+        pairs[axis] = value
+
+    def _count(self, words: list[str], pairs: Mapping[str, str]) -> None:
+        least, most = self._grammar.count
+        if "=" in words or any(word.startswith("=") for word in words):
+            raise self._grammar.refuse("write axis=value without spaces around the equals sign.")
+        if len(words) < least:
+            raise self._grammar.refuse(f"{self._grammar.name} needs {self._grammar.words}.")
+        if most is not None and len(words) > most:
+            extra = words[most]
+            meant = [option for option in self._known if option.lstrip("-") == extra]
+            hint = f' Did you mean "{meant[0]}"?' if meant else ""
+            raise self._grammar.refuse(f'"{extra}" is one word too many for {self._grammar.name}.{hint}')
+
+
+def _is_number(part: str) -> bool:
+    return re.fullmatch(r"-\d+(\.\d*)?", part) is not None
+
+
+def _either(choices: tuple[str, ...]) -> str:
+    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))

@@ -1,0 +1,187 @@
+"""What the magics of one notebook know: its meshes, the current one, named slices, jobs."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from meshbook.errors import MeshStoppedError, UsageError
+from meshbook.formatting import did_you_mean, format_sizes
+from meshbook_extension.notebook.error_log import ErrorLog
+from meshbook_extension.notebook.setup_cells import Setups
+from meshbook_extension.notebook.targets import choose
+from meshbook_extension.output.publisher import Publisher
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+P = TypeVar("P")
+
+DEFAULT_NAME = "main"
+LAST_RESULT = "_mesh"
+"""The notebook's name for the ValueMesh of the last mesh cell."""
+
+
+class NamedSlice(NamedTuple):
+    """A view that ``%mesh slice`` gave a name, and the mesh that it is a part of."""
+
+    mesh: str
+    view: ProcMesh
+    pairs: Mapping[str, str] | None = None
+    """How it was cut, so that it can be cut again when the mesh has changed."""
+
+
+class Session:
+    """One per IPython shell; `meshbook_extension.wiring` opens it. The meshes belong to the person, who stops them."""
+
+    def __init__(self, shell: Any, notebook: str = "") -> None:
+        self.shell = shell
+        self.notebook = notebook
+        """Names the notebook to its next kernel; empty where nothing does."""
+        self.publisher = Publisher()
+        self.setups = Setups()
+        self.meshes: dict[str, ProcMesh] = {}
+        """Name to the mesh as it is arranged now: `split`, `rename` and `flatten` put another view here."""
+        self.slices: dict[str, NamedSlice] = {}
+        self.current: str | None = None
+        self.returned: set[str] = set()
+        """Meshes that an earlier kernel of this notebook has spawned."""
+        self.errors = ErrorLog()
+        self.debug_name: Callable[[ProcMesh, str], str] = lambda procs, cell: ""
+        """How ranks shall call the file of a cell, while a debugger looks at one of them."""
+        self.on_change: list[Callable[[], object]] = []
+        """Called when a job has begun."""
+        self.on_forget: list[Callable[[str], object]] = []
+        """Called with the name of a mesh that was stopped."""
+        self._parts: dict[type, Any] = {}
+        self._stopped = ""
+
+    def part(self, kind: type[P]) -> P:
+        """What another room keeps for this session, such as its `Jobs`; made when it is first asked for."""
+        if kind not in self._parts:
+            self._parts[kind] = kind()
+        return self._parts[kind]  # type: ignore[no-any-return]
+
+    def add_part(self, part: object) -> None:
+        """Keep one that is made of more than nothing."""
+        self._parts[type(part)] = part
+
+    def note_error(self, result: Any) -> None:
+        """A cell has ended: keep the failures that its calls have raised."""
+        number = getattr(result, "execution_count", None)
+        self.errors.note_raised(self.current or "", f"cell {number}" if number else "", result.error_in_exec)
+
+    # ---- meshes ----------------------------------------------------------------------------------------------
+
+    def mesh(self, name: str | None = None) -> ProcMesh:
+        """The mesh of this name, or the current one.
+
+        Raises: UsageError when there is none, MeshStoppedError when it was stopped.
+        """
+        name = name or self.current
+        if name is None:
+            if self._stopped:
+                raise MeshStoppedError(self._stopped)
+            raise UsageError("no mesh yet. Start one: %mesh spawn gpus=4")
+        if name not in self.meshes:
+            names = ", ".join(self.meshes)
+            raise UsageError(
+                f'there is no mesh "{name}".{did_you_mean(name, self.meshes)}\n'
+                + (f"  meshes: {names}; make one current: %mesh use {next(iter(self.meshes))}" if names else "")
+                + ("" if names else "  start one: %mesh spawn gpus=4")
+            )
+        procs = self.meshes[name]
+        if not procs.alive:
+            raise MeshStoppedError(name)
+        return procs
+
+    def add(self, procs: ProcMesh) -> None:
+        """Know a mesh and make it the current one."""
+        self._drop_slices(procs.name)
+        self.setups.forget(procs.name)
+        self.meshes[procs.name] = procs
+        self.current = procs.name
+
+    def forget(self, name: str) -> None:
+        """The mesh was stopped. Another one, if there is one, becomes the current one."""
+        for listener in self.on_forget:
+            listener(name)
+        self.meshes.pop(name, None)
+        self._drop_slices(name)
+        self.setups.forget(name)
+        self.returned.discard(name)
+        self._stopped = name
+        if self.current == name:
+            self.current = next(reversed(self.meshes), None)
+
+    def check_name_is_free(self, name: str) -> None:
+        """Raises: UsageError if a living mesh has this name."""
+        taken = self.meshes.get(name)
+        if taken is not None and taken.alive:
+            raise UsageError(
+                f'mesh "{name}" runs already ({format_sizes(taken.sizes)}).\n'
+                f"  go on with it: %mesh use {name}    end it: %mesh stop {name}    another beside it: --name other"
+            )
+
+    def _drop_slices(self, mesh: str) -> None:
+        self.slices = {name: named for name, named in self.slices.items() if named.mesh != mesh}
+
+    # ---- targets ---------------------------------------------------------------------------------------------
+
+    def target(self, words: Sequence[str] = (), pairs: Mapping[str, str] | None = None) -> ProcMesh:
+        """The ranks that a command means; see `targets`.
+
+        words: at most one, the name of a slice or of a mesh. Raises: UsageError, MeshStoppedError, ShapeError.
+        """
+        view = self._named(words[0]) if words else self.mesh()
+        return choose(view, pairs or {})
+
+    def _named(self, word: str) -> ProcMesh:
+        if word in self.slices:
+            self.mesh(self.slices[word].mesh)  # it may have been stopped
+            return self.slices[word].view
+        if word in self.meshes:
+            return self.mesh(word)
+        sizes = self.mesh().sizes
+        if word in sizes or word == "rank":
+            raise UsageError(f"say which: {word}=0, {word}=0:2, {word}=0,2 or {word}=: (all of it).")
+        near = did_you_mean(word, [*self.slices, *self.meshes])
+        known = f"  slices: {', '.join(self.slices)}\n" if self.slices else ""
+        raise UsageError(
+            f'there is no slice "{word}".{near} This mesh has {format_sizes(sizes)}.\n{known}'
+            f"  name one: %mesh slice {word if word.isidentifier() else 'left'} {next(iter(sizes), 'rank')}=0"
+        )
+
+    # ---- the notebook's names --------------------------------------------------------------------------------
+
+    def bind(self, name: str, value: object) -> None:
+        """Give ``value`` a name in the notebook."""
+        self.shell.push({name: value}, interactive=not name.startswith("_"))
+
+    def keep_result(self, value: object, name: str | None = None) -> None:
+        """Bind the result of a cell to ``_mesh``, and to the name that the person chose."""
+        self.bind(LAST_RESULT, value)
+        if name is not None:
+            self.bind(name, value)
+
+    def lookup(self, name: str) -> object:
+        """A value of the notebook by its name.
+
+        Raises: UsageError naming the near match.
+        """
+        if name not in self.shell.user_ns:
+            names = [known for known in self.shell.user_ns if not known.startswith("_")]
+            raise UsageError(f'the notebook has no "{name}".{did_you_mean(name, names)}')
+        value: object = self.shell.user_ns[name]
+        return value
+
+
+def check_identifier(name: str, where: str) -> str:
+    """Return ``name`` if it can name a variable.
+
+    Raises: UsageError.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(f'{where}: "{name}" cannot be the name of a variable.')
+    return name

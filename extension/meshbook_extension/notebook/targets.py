@@ -1,0 +1,120 @@
+"""Which ranks a command means: ``gpus=0``, ``gpus=0:4:2``, ``gpus=0,2``, ``gpus=:``, ``rank=...``, a name, or all.
+
+Axis indices are as in NumPy: negative ones count from the end, slices stop before their end. ``rank=`` takes the same
+forms over base ranks, which members keep in every view. Ranges as the output labels write them (``rank=0-2,5``) are
+understood too, and include their end.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from meshbook.errors import RankError, UnknownAxisError, UsageError
+from meshbook.formatting import format_sizes, name_ranks
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+RANK = "rank"
+FORMS = """\
+AXIS=.. is axis=i, axis=a:b, axis=a:b:c, axis=i,j or axis=: for each axis that you name; rank=.. takes the same forms.
+SLICE is a name given by %mesh slice."""
+
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
+_SPAN = re.compile(r"(\d+)-(\d+)")
+_INDEX = re.compile(r"-?\d+")
+
+
+class UnknownTargetAxis(UnknownAxisError):
+    """A target on an axis that the mesh does not have; suggests what was probably meant."""
+
+    def __init__(self, axis: str, sizes: Mapping[str, int], text: str) -> None:
+        super().__init__(axis, sizes)
+        self.args = (axis, dict(sizes), text)
+        self.text = text
+
+    def __str__(self) -> str:
+        near = difflib.get_close_matches(self.axis, [*self.sizes, RANK], n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]}={self.text}?" if near else ""
+        return f'unknown axis "{self.axis}"; this mesh has {format_sizes(self.sizes)}.{hint}'
+
+
+def parse_selector(axis: str, text: str, size: int) -> int | slice | list[int]:
+    """Read one ``axis=text``.
+
+    size: of the axis, to count from its end and to expand ranges.
+    Returns: an int for a lone index (the axis is dropped), a slice, or a list of distinct indices in order.
+    Raises: UsageError for text that is none of the forms, RankError for an index outside the axis.
+    """
+    parts = text.split(",")
+    if len(parts) == 1:
+        if _INDEX.fullmatch(text):
+            return _index(axis, int(text), size)
+        found = _SLICE.fullmatch(text)
+        if found:
+            return _slice(axis, text, size, found)
+    chosen: list[int] = []
+    for part in parts:
+        found = _SLICE.fullmatch(part)
+        span = _SPAN.fullmatch(part)
+        if found:
+            chosen += range(size)[_slice(axis, part, size, found)]
+        elif span:
+            chosen += range(_index(axis, int(span[1]), size), _index(axis, int(span[2]), size) + 1)
+        elif _INDEX.fullmatch(part):
+            chosen.append(_index(axis, int(part), size))
+        else:
+            raise UsageError(
+                f"{axis}={text} is no index. Write {axis}=0, {axis}=0:2, {axis}=0,2 or {axis}=: (all of it)."
+            )
+    if not chosen:
+        raise RankError(text, axis, size)
+    return sorted(set(chosen))
+
+
+def choose(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
+    """The part of ``view`` that ``axis=value`` pairs name; none name all of it.
+
+    Raises: UnknownAxisError, RankError, UsageError.
+    """
+    sizes = dict(view.sizes)
+    for axis in pairs:
+        if axis not in sizes and axis != RANK:
+            raise UnknownTargetAxis(axis, sizes, pairs[axis])
+    chosen = {axis: parse_selector(axis, text, sizes[axis]) for axis, text in pairs.items() if axis != RANK}
+    part = view.pick(**chosen) if chosen else view
+    if RANK in pairs:
+        part = part.select(base_ranks(part.ranks, view.ranks, pairs[RANK]))
+    return part
+
+
+def base_ranks(members: tuple[int, ...], all_members: tuple[int, ...], text: str) -> list[int]:
+    """The base ranks that ``rank=text`` names; those named singly must be members."""
+    size = max(all_members) + 1
+    selector = parse_selector(RANK, text, size)
+    wanted = list(range(size)[selector]) if isinstance(selector, slice) else selector
+    wanted = [wanted] if isinstance(wanted, int) else wanted
+    inside = [rank for rank in wanted if rank in set(members)]
+    outside = sorted(set(wanted) - set(inside))
+    if outside and not (isinstance(selector, slice) and inside):
+        verb = "is" if len(outside) == 1 else "are"
+        raise UsageError(f"{name_ranks(outside)} {verb} not in this target, which has {name_ranks(members)}.")
+    return inside
+
+
+def _index(axis: str, index: int, size: int) -> int:
+    if not -size <= index < size:
+        raise RankError(index, axis, size)
+    return index % size
+
+
+def _slice(axis: str, text: str, size: int, found: re.Match[str]) -> slice:
+    start, stop, step = (int(part) if part else None for part in found.groups())
+    if step is not None and step < 1:
+        raise UsageError(f"{axis}={text}: the step is at least 1.")
+    if not range(size)[start:stop:step]:
+        raise RankError(text, axis, size)
+    return slice(start, stop, step)

@@ -1,0 +1,1 @@
+"""Output of ranks: merged, bounded, labelled, published."""

@@ -1,0 +1,83 @@
+"""How pieces of output are written: each line behind its ranks, ``[0-3] step 10 loss 2.31``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from meshbook.formatting import format_ranks
+from meshbook_extension.output.line_merging import LinePiece
+
+MANY_RUNS = 40
+"""What changes more often between stdout and stderr, and is shown at once, is sorted by stream."""
+RUNS = 6
+"""The same for a cell that has shown many of them."""
+
+
+class Text(NamedTuple):
+    """Something to append to a stream."""
+
+    stream: str
+    text: str
+
+
+def label(ranks: Iterable[int]) -> str:
+    """``[0-3]``"""
+    return f"[{format_ranks(ranks)}]"
+
+
+def label_block(ranks: Iterable[int], block: str) -> str:
+    """Several lines behind one label; the second and later ones are indented by its width."""
+    head = f"{label(ranks)} "
+    return head + block.replace("\n", "\n" + " " * len(head))
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.34 s``, ``12.3 s``, ``2 min 5 s``, ``3 h 20 min``"""
+    if seconds < 100:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Labeller:
+    """Writes pieces one after the other, and remembers the line that is not ended."""
+
+    def __init__(self) -> None:
+        self._open: LinePiece | None = None
+
+    def write(self, piece: LinePiece) -> list[Text]:
+        """The text for ``piece``: a label, or just the rest of the line that is still open."""
+        rest = (
+            self._open is not None
+            and piece.continues
+            and (piece.ranks, piece.stream) == (self._open.ranks, self._open.stream)
+        )
+        written = [] if rest else self.end_line()
+        self._open = None if piece.text.endswith("\n") else piece
+        separator = "" if piece.text in ("\n", "\r\n") else " "
+        text = piece.text if rest else f"{label(piece.ranks)}{separator}{piece.text}"
+        return [*written, Text(piece.stream, text)]
+
+    def end_line(self) -> list[Text]:
+        """The newline that is missing before something else can be shown."""
+        opened, self._open = self._open, None
+        return [Text(opened.stream, "\n")] if opened else []
+
+
+def join_runs(texts: Sequence[Text], most: int = MANY_RUNS) -> list[Text]:
+    """Neighbours of one stream become one; if that leaves more than ``most``, all of a stream becomes one."""
+    runs: list[tuple[str, list[str]]] = []
+    for stream, text in texts:
+        if not runs or runs[-1][0] != stream:
+            runs.append((stream, []))
+        runs[-1][1].append(text)
+    if len(runs) > most:
+        streams = dict.fromkeys(stream for stream, _ in runs)
+        return [Text(name, "".join(text for stream, text in texts if stream == name)) for name in streams]
+    return [Text(stream, "".join(parts)) for stream, parts in runs]
+
+
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``8 ranks``"""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

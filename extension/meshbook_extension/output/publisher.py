@@ -1,0 +1,189 @@
+"""The way to the front end: a sink per cell, and the one thread that writes to the sinks.
+
+Output of ranks may come at any time, also after its cell has ended, and Jupyter attributes a message to a cell by its
+parent header. So a sink keeps the parent that was there when its cell began, and sends with it itself: what ``print``
+would do from a thread depends on the version of ipykernel and mostly hits another cell. In a terminal, and inside of
+``%%capture``, there is no parent, and a sink writes to sys.stdout.
+
+The publisher's thread is the only one that writes to sinks. Whoever has something to show schedules the moment; the
+runtime's I/O thread, which brings the output, never waits here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+BARS_WIDTH = 160
+"""Columns for progress bars in a terminal, which share one line there."""
+
+
+class OutputTarget(Protocol):
+    """Where the output of one cell goes."""
+
+    def stream(self, name: str, text: str) -> None:
+        """Append to ``stdout`` or ``stderr``."""
+
+    def display(
+        self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
+    ) -> None:
+        """Show rich output, or put other data in the place of an earlier one with this id."""
+
+    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
+        """Show an exception; the lines may have ANSI colours."""
+
+    def bars(self, lines: Sequence[str]) -> None:
+        """Show progress bars in the place of those shown before; none: take them away."""
+
+
+class KernelSink:
+    """Sends to the front ends of an ipykernel (6.17 to 7) as output of the request ``parent``."""
+
+    def __init__(self, kernel: Any, parent: Mapping[str, Any]) -> None:
+        self._kernel = kernel
+        self._parent = dict(parent)
+        self._bars_id = uuid.uuid4().hex
+        self._has_bars = False
+
+    def stream(self, name: str, text: str) -> None:
+        self._send("stream", {"name": name, "text": text}, f"stream.{name}")
+
+    def display(
+        self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
+    ) -> None:
+        transient = {"display_id": display_id} if display_id else {}
+        content = {"data": dict(data), "metadata": dict(metadata), "transient": transient}
+        self._send("update_display_data" if update else "display_data", content, "display_data")
+
+    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
+        self._send("error", {"ename": ename, "evalue": evalue, "traceback": list(traceback)}, "error")
+
+    def bars(self, lines: Sequence[str]) -> None:
+        self.display({"text/plain": "\n".join(lines)}, {}, self._bars_id, update=self._has_bars)
+        self._has_bars = True
+
+    def _send(self, message: str, content: dict[str, Any], topic: str) -> None:
+        kernel = self._kernel
+        kernel.session.send(kernel.iopub_socket, message, content, parent=self._parent, ident=topic.encode())
+
+
+class StreamSink:
+    """Writes to the streams that were there when the cell began: a terminal's, or those of ``%%capture``."""
+
+    def __init__(self, publish_display: Callable[..., None]) -> None:
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._publish_display = publish_display
+        self._has_bars = False
+
+    def stream(self, name: str, text: str) -> None:
+        self._clear_bars()
+        self._streams[name].write(text)
+        self._streams[name].flush()
+
+    def display(
+        self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
+    ) -> None:
+        self._clear_bars()
+        transient = {"display_id": display_id} if display_id else {}
+        self._publish_display(dict(data), dict(metadata), transient=transient, update=update)
+
+    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
+        self.stream("stdout", "\n".join(traceback) + "\n")
+
+    def bars(self, lines: Sequence[str]) -> None:
+        self._clear_bars()
+        stream = self._streams["stdout"]
+        if lines and stream.isatty():
+            stream.write("  ".join(lines)[:BARS_WIDTH])
+            stream.flush()
+            self._has_bars = True
+
+    def _clear_bars(self) -> None:
+        if self._has_bars:
+            self._streams["stdout"].write("\r\x1b[K")
+            self._has_bars = False
+
+
+def sink_for(shell: Any) -> OutputTarget:
+    """The sink for the cell that ``shell`` runs now; to be called on the thread that runs it."""
+    kernel = getattr(shell, "kernel", None)
+    captured = getattr(sys.stdout, "pub_thread", None) is None
+    if kernel is None or captured:
+        return StreamSink(shell.display_pub.publish)
+    return KernelSink(kernel, parent_of(shell))
+
+
+def parent_of(shell: Any) -> dict[str, Any]:
+    """The request that ``shell`` serves now; empty without a kernel."""
+    kernel = getattr(shell, "kernel", None)
+    return dict(kernel.get_parent("shell") or {}) if kernel is not None else {}
+
+
+class Scheduled(Protocol):
+    """What has something to publish from time to time."""
+
+    def pump(self, now: float) -> float | None:
+        """Publish what is due by ``now``; returns when to call again, None: when scheduled anew."""
+
+    def fail(self, error: Exception) -> None:
+        """`pump` raised: whoever waits for it should know."""
+
+
+class Publisher:
+    """The thread that publishes; starts with the first output, ends with `stop`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[Scheduled, float] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def schedule(self, output: Scheduled, at: float) -> None:
+        """Call ``output.pump`` at ``at`` (monotonic clock), or sooner if that was asked for. From any thread."""
+        with self._changed:
+            if self._due.get(output, at + 1) <= at or self._stopping:
+                return
+            self._due[output] = at
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="meshbook.publish", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Publish what is there and end the thread. Idempotent."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (ready := self._wait()) is not None:
+            for output in ready:
+                try:
+                    again = output.pump(time.monotonic())
+                except Exception as error:
+                    traceback.print_exc()
+                    output.fail(error)
+                    continue
+                if again is not None:
+                    self.schedule(output, again)
+
+    def _wait(self) -> list[Scheduled] | None:
+        """What is due, as soon as something is; None when all is published and the end has come."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                ready = [output for output, at in self._due.items() if at <= now or self._stopping]
+                if ready or self._stopping:
+                    for output in ready:
+                        del self._due[output]
+                    return ready or None
+                wait_s = min(self._due.values()) - now if self._due else None
+                self._changed.wait(wait_s)

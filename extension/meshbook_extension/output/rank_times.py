@@ -1,0 +1,175 @@
+"""How long the ranks of a cell took, as text: who is slow, also where all end together since they wait for each other.
+
+    [0-7] 0.98 s (slowest rank 3: 0.97 s of own work, median 0.33 s; up to 0.65 s waiting in collectives)
+      rank 2  0.98 s  █████████░░░░░░░░░░░░░░░░░░░
+      rank 3  0.98 s  ███████████████████████████░  slowest
+
+A rank's time is its own work and its waits in collectives. Many ranks are grouped: the slowest, the
+median, a histogram. Pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from meshbook.formatting import format_some_ranks
+from meshbook_extension.output.labels import format_seconds, label
+
+ROWS = 16
+"""More ranks than this are grouped."""
+WIDTH = 32
+BINS = 8
+SLOWEST = 3
+"""Of many ranks, so many are shown one by one."""
+SLOW_FACTOR, SLOW_S = 1.25, 0.02
+"""A straggler works so many times as long as the median, and so much longer."""
+WAITED_SHARE, WAITED_S = 0.02, 0.002
+"""Shorter waits are not told: a part of the cell's time, seconds."""
+WORK, WAIT = "█", "░"
+
+
+class RankTime(NamedTuple):
+    """One rank's."""
+
+    rank: int
+    total_s: float
+    waited_s: float
+
+    @property
+    def own_s(self) -> float:
+        """Without its waits in collectives."""
+        return max(0.0, self.total_s - self.waited_s)
+
+
+class Bin(NamedTuple):
+    """Ranks that worked about as long."""
+
+    low_s: float
+    high_s: float
+    ranks: tuple[int, ...]
+
+
+class Timed(Protocol):
+    """A cell that ran."""
+
+    durations_s: dict[int, float]
+    waited_s: dict[int, float]
+
+
+def times_of(run: Timed) -> list[RankTime]:
+    """By rank, of those that have ended."""
+    waited_s: Mapping[int, float] = run.waited_s
+    return [RankTime(rank, run.durations_s[rank], waited_s.get(rank, 0.0)) for rank in sorted(run.durations_s)]
+
+
+def has_waits(times: Sequence[RankTime]) -> bool:
+    """Whether ranks waited for each other so long that it matters."""
+    longest_s = max(time.total_s for time in times)
+    return max(time.waited_s for time in times) > max(WAITED_S, WAITED_SHARE * longest_s)
+
+
+def slowest_of(times: Sequence[RankTime]) -> RankTime:
+    """Who worked longest."""
+    return max(times, key=lambda time: (time.own_s, time.total_s))
+
+
+def stragglers(times: Sequence[RankTime]) -> frozenset[int]:
+    """Ranks that work much longer than most."""
+    median_s = statistics.median(time.own_s for time in times)
+    limit_s = max(SLOW_FACTOR * median_s, median_s + SLOW_S)
+    return frozenset(time.rank for time in times if time.own_s > limit_s)
+
+
+def headline(times: Sequence[RankTime]) -> str:
+    """``[0-7] 0.98 s (slowest rank 3: 0.98 s, median 0.41 s)``, in terms of own work where ranks waited."""
+    text = f"{label(time.rank for time in times)} {format_seconds(max(time.total_s for time in times))}"
+    waited = has_waits(times)
+    waited_s = format_seconds(max(time.waited_s for time in times))
+    if len(times) == 1:
+        return f"{text} ({waited_s} of it waiting in collectives)" if waited else text
+    slowest = slowest_of(times)
+    median = format_seconds(statistics.median(time.own_s for time in times))
+    own = f"{format_seconds(slowest.own_s)}{' of own work' if waited else ''}"
+    rest = f"; up to {waited_s} waiting in collectives" if waited else ""
+    return f"{text} (slowest rank {slowest.rank}: {own}, median {median}{rest})"
+
+
+def chart(times: Sequence[RankTime]) -> str:
+    """A bar per rank, or for many ranks the slowest, the median, the fastest and a histogram; nothing for one rank."""
+    if len(times) < 2:
+        return ""
+    lines = _bars(rows_of(times), max(time.total_s for time in times))
+    if len(times) > ROWS:
+        lines += ["", f"ranks by {'own work' if has_waits(times) else 'time'}", *_histogram(times)]
+    if has_waits(times):
+        lines.append(f"{WORK} own work  {WAIT} waiting in collectives")
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def rows_of(times: Sequence[RankTime]) -> list[tuple[RankTime, str]]:
+    """The ranks to show, each with what it is: all in their order, or of many those that stand for them."""
+    slow, slowest = stragglers(times), slowest_of(times)
+    if len(times) <= ROWS:
+        return [(time, "slowest" if slow and time is slowest else "") for time in times]
+    ordered = sorted(times, key=lambda time: time.own_s, reverse=True)
+    middle = ordered[len(ordered) // 2]
+    first = [(time, "slowest" if slow and time is slowest else "") for time in ordered[:SLOWEST]]
+    return [*first, (middle, "median"), (ordered[-1], "fastest")]
+
+
+def _bars(rows: Sequence[tuple[RankTime, str]], longest_s: float) -> list[str]:
+    digits = max(len(str(time.rank)) for time, _ in rows)
+    width = max(len(format_seconds(time.total_s)) for time, _ in rows)
+    return [
+        f"rank {time.rank:{digits}}  {format_seconds(time.total_s):>{width}}  {_bar(time, longest_s):{WIDTH}}  {note}"
+        for time, note in rows
+    ]
+
+
+def _bar(time: RankTime, longest_s: float) -> str:
+    whole = _cells(time.total_s, longest_s)
+    own = min(whole, _cells(time.own_s, longest_s))
+    return WORK * own + WAIT * (whole - own)
+
+
+def _cells(seconds: float, longest_s: float) -> int:
+    return round(WIDTH * seconds / longest_s) if longest_s else 0
+
+
+def bins(times: Sequence[RankTime]) -> list[Bin]:
+    """Equal spans of own work from the fastest to the slowest, with the ranks in each; one where all are alike."""
+    low_s, high_s = min(time.own_s for time in times), max(time.own_s for time in times)
+    if high_s - low_s <= max(0.001, 0.01 * high_s):
+        return [Bin(low_s, high_s, tuple(time.rank for time in times))]
+    step_s = (high_s - low_s) / BINS
+    found: list[list[int]] = [[] for _ in range(BINS)]
+    for time in times:
+        found[min(BINS - 1, int((time.own_s - low_s) / step_s))].append(time.rank)
+    return [
+        Bin(low_s + step_s * index, low_s + step_s * (index + 1), tuple(ranks)) for index, ranks in enumerate(found)
+    ]
+
+
+def _histogram(times: Sequence[RankTime]) -> list[str]:
+    found = bins(times)
+    most = max(len(each.ranks) for each in found)
+    spans = [f"{format_seconds(each.low_s).rpartition(' ')[0]}-{format_seconds(each.high_s)}" for each in found]
+    width = max(map(len, spans))
+    digits = len(str(most))
+    return [
+        f"{span:>{width}}  {len(each.ranks):{digits}}  {_count_bar(len(each.ranks), most):{WIDTH}}  {few_ranks(each)}"
+        for span, each in zip(spans, found, strict=True)
+    ]
+
+
+def _count_bar(count: int, most: int) -> str:
+    return WORK * max(1, round(WIDTH * count / most)) if count else ""
+
+
+def few_ranks(each: Bin) -> str:
+    """Who they are, where they are few: ``rank 17``, ``ranks 3,9``."""
+    if not 0 < len(each.ranks) <= ROWS:
+        return ""
+    return f"rank{'' if len(each.ranks) == 1 else 's'} {format_some_ranks(each.ranks, 30)}"

@@ -1,0 +1,1 @@
+"""The next kernel of a notebook finds its meshes."""

@@ -1,0 +1,205 @@
+"""What a notebook leaves for its next kernel: how its meshes are arranged, slices, setup cells, the numbers of jobs.
+
+It is remembered with the session that the meshes belong to, so it lives exactly as long. A *trace*
+outside of the session tells the next kernel which meshes there were, should they have ended meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from meshbook.formatting import utf8_text
+from meshbook.wire.messages import utf8_data
+from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.notebook.setup_cells import Setup
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook_extension.notebook.session import Session
+
+KEY = "notebook"
+
+
+class View(msgspec.Struct, frozen=True):
+    """Members of a mesh, arranged."""
+
+    sizes: dict[str, int]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, procs: ProcMesh) -> View:
+        return cls(procs.sizes, procs.ranks)
+
+    def restore(self, mesh: ProcMesh) -> ProcMesh | None:
+        """The view of ``mesh``; None if it has other ranks by now."""
+        known = set(mesh.ranks)
+        return mesh.arrange(self.sizes, self.ranks) if known.issuperset(self.ranks) else None
+
+
+class SavedSlice(msgspec.Struct, frozen=True):
+    """A part of a mesh that has a name."""
+
+    mesh: str
+    view: View
+    pairs: dict[str, str] | None
+    """How it was cut."""
+
+
+class NotebookState(msgspec.Struct, frozen=True):
+    """Of one session; a notebook mostly has one."""
+
+    notebook: str
+    """Names the notebook; empty where nothing does."""
+    current: str | None
+    meshes: dict[str, View]
+    slices: dict[str, SavedSlice]
+    setups: tuple[Setup, ...]
+    """Cells for ranks that are started later, in the order in which they were run."""
+    jobs: dict[int, int]
+    """Output id of a cell to its number as a job."""
+    next_job: int
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """That a notebook has a session."""
+
+    session: str
+    meshes: dict[str, dict[str, int]]
+    """Name to sizes."""
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(NotebookState).decode
+_decode_traces = msgspec.json.Decoder(list[Trace]).decode
+
+
+def encode(value: object) -> bytes:
+    """As JSON; a cell or a notebook's name may have text that is not UTF-8."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return _encode(utf8_data(value))
+
+
+def decode(data: bytes | None) -> NotebookState | None:
+    """None for what another version has written."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return _decode(data or b"")
+    return None
+
+
+def notebook_key(shell: Any) -> str:
+    """What the next kernel of the same notebook has in common with this one; empty without a kernel.
+
+    Jupyter's server puts the notebook's path into JPY_SESSION_NAME; elsewhere a restarted kernel keeps its connection
+    file.
+    """
+    if getattr(shell, "kernel", None) is None:
+        return ""
+    if name := os.environ.get("JPY_SESSION_NAME"):
+        return name
+    from ipykernel.connect import get_connection_file
+
+    try:
+        return str(get_connection_file())
+    except RuntimeError:  # embedded: there is no kernel application
+        return ""
+
+
+def describe_notebook(key: str) -> str:
+    """``train.ipynb``; empty where only a connection file names it, which says nothing to anyone."""
+    name = Path(key).name
+    return "" if name.endswith(".json") else name
+
+
+class StateWriter:
+    """Writes the keepsakes of a `Session` when something has changed."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self.notebook = session, session.notebook
+        self._written: dict[str, NotebookState] = {}
+        self._traces: list[Trace] | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """The kernel leaves its meshes to the next one: a cell that ends later must not write that there are none."""
+        self._closed = True
+
+    def save(self, *_: object) -> None:
+        """After each cell, and when a job begins; writes only what is new."""
+        if self._closed:
+            return
+        from meshbook.mesh.host_mesh import own_sessions
+
+        folders = [folder for folder in own_sessions() if folder.state.meshes]
+        for folder in folders:
+            made = self._make(folder.id)
+            if self._written.get(folder.id) != made:
+                folder.remember(KEY, encode(made))
+                self._written[folder.id] = made
+        self._leave_traces(
+            [Trace(folder.id, {mesh.name: mesh.sizes for mesh in folder.state.meshes.values()}) for folder in folders]
+        )
+
+    def drop_traces(self) -> None:
+        """The person ends the meshes with the kernel."""
+        drop_traces(self.notebook)
+
+    def _make(self, id: str) -> NotebookState:
+        session = self._session
+        meshes = {name: procs for name, procs in session.meshes.items() if procs.session == id and procs.alive}
+        slices = {
+            name: SavedSlice(named.mesh, View.of(named.view), None if named.pairs is None else dict(named.pairs))
+            for name, named in session.slices.items()
+            if named.mesh in meshes
+        }
+        return NotebookState(
+            notebook=self.notebook,
+            current=session.current,
+            meshes={name: View.of(procs) for name, procs in meshes.items()},
+            slices=slices,
+            setups=tuple(setup for name in meshes for setup in session.setups.of(name)),
+            jobs={job.cell.run.id: job.number for job in session.part(Jobs).running() if job.mesh in meshes},
+            next_job=session.part(Jobs).next_number,
+        )
+
+    def _leave_traces(self, traces: list[Trace]) -> None:
+        if not self.notebook or traces == self._traces:
+            return
+        from meshbook.system.private_files import write_private
+
+        path = _trace_path(self.notebook)
+        if traces:
+            write_private(path, encode(traces))
+        elif self._traces is not None:
+            path.unlink(missing_ok=True)
+        self._traces = traces
+
+
+def read_traces(notebook: str) -> list[Trace]:
+    """The sessions that the last kernel of the notebook had, living or not."""
+    from meshbook.system.private_files import read_private
+
+    with contextlib.suppress(msgspec.DecodeError):
+        return _decode_traces(read_private(_trace_path(notebook)) or b"")
+    return []
+
+
+def drop_traces(notebook: str) -> None:
+    """All was told."""
+    if notebook:
+        _trace_path(notebook).unlink(missing_ok=True)
+
+
+def _trace_path(notebook: str) -> Path:
+    from meshbook.system.private_files import private_folder
+    from meshbook.system.user_folders import state_base
+
+    name = hashlib.sha256(utf8_text(notebook).encode()).hexdigest()[:16]
+    return private_folder(state_base() / "notebooks") / name

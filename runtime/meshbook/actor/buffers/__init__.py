@@ -1,0 +1,1 @@
+"""One-sided buffers: memory of one process that others read and write."""

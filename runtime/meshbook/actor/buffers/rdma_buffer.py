@@ -1,0 +1,135 @@
+"""`RDMABuffer`: memory of one process that every process of the session can read and write, without the owner's part.
+
+weights = RDMABuffer(tensor.view(-1))             # in the owner; small, to be sent in messages
+weights.read_into(mine.view(-1)).get()            # anywhere, whatever the owner is doing
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshbook.actor.buffers.memory import Memory, memory_of
+from meshbook.actor.buffers.owned import DROP, READ, WRITE, kept_buffers
+from meshbook.actor.buffers.process_vm import RemoteAddress
+from meshbook.actor.buffers.transfer import Transfer, TransferFuture, TransferTarget, ask
+from meshbook.actor.context import context
+from meshbook.actor.errors import BufferDroppedError, BufferKindError, BufferSizeError, SupervisionError
+from meshbook.actor.router import Place, current_router
+from meshbook.concurrency.background import run_in_background
+from meshbook.errors import MeshStoppedError
+from meshbook.formatting import format_bytes
+
+AT_ONCE_MAX_BYTES = 1 << 20
+"""What is not larger is copied by the thread that asks for it, where the owner's memory is within reach."""
+
+
+class RDMABuffer:
+    """Memory of the process that makes it, for all processes of the session. The handle is small and can be sent.
+
+    The owner keeps the memory alive until `drop`, and must not resize it. Reading and writing at the same time is for
+    the program to avoid.
+    """
+
+    def __init__(self, data: Any) -> None:
+        """data: a tensor in host memory, an array, a memoryview or a bytearray; one dim, without gaps.
+
+        Raises: BufferKindError.
+        """
+        memory = memory_of(data, "the memory for the buffer")
+        router = current_router()
+        kept = kept_buffers().add(memory, router)
+        place = router.place
+        instance = context().actor_instance
+        owner = instance.actor_id if instance.mailbox else _process(place)
+        self._set(
+            TransferTarget(router.session, place, kept.mailbox, memory.size_bytes, owner, kept.spot), memory.writable
+        )
+
+    def _set(self, target: TransferTarget, writable: bool) -> None:
+        self._target, self._writable = target, writable
+
+    def size(self) -> int:
+        """In bytes."""
+        return self._target.size_bytes
+
+    @property
+    def owner(self) -> str:
+        """The actor that made it (``main.trainers[3]``), or the process."""
+        return self._target.owner
+
+    def read_into(self, dst: Any, *, timeout: float | None = None) -> TransferFuture:
+        """Copy the whole buffer to the begin of ``dst``: memory as the constructor takes it, at least as large.
+
+        timeout: seconds. Raises: BufferKindError, BufferSizeError, at once; the future: BufferDroppedError,
+        SupervisionError if the owner has ended, CallTimeout.
+        """
+        memory = memory_of(dst, "dst")
+        if not memory.writable:
+            raise BufferKindError("dst is read-only; give memory that can be written, such as a bytearray.")
+        if memory.size_bytes < self.size():
+            self._misfit("dst has", memory, "at least as much")
+        return self._begin(Transfer(self._target, memory, self.size(), READ, timeout))
+
+    def write_from(self, src: Any, *, timeout: float | None = None) -> TransferFuture:
+        """Copy ``src``, which is not larger, to the begin of the buffer. Otherwise as `read_into`."""
+        memory = memory_of(src, "src")
+        if not self._writable:
+            raise BufferKindError(f"{self._target.name} is read-only: its owner has made it of read-only memory.")
+        if memory.size_bytes > self.size():
+            self._misfit("src has", memory, "at most as much")
+        return self._begin(Transfer(self._target, memory, memory.size_bytes, WRITE, timeout))
+
+    def drop(self) -> TransferFuture:
+        """Have the owner let go of the memory, from any process: at once, or when accesses under way have ended.
+
+        Later ones get BufferDroppedError. Dropping it again, or when the owner has ended, does nothing.
+        """
+        future = TransferFuture()
+        target = self._target
+        if target.is_own:
+            if (kept := kept_buffers().find(target.mailbox)) is not None:
+                kept.drop()
+            future.set_result(None)
+            return future
+
+        def work() -> None:
+            try:
+                ask(target, DROP, (), None)
+            except (BufferDroppedError, SupervisionError, MeshStoppedError):
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        run_in_background(work)
+        return future
+
+    def _begin(self, transfer: Transfer) -> TransferFuture:
+        if transfer.size_bytes > AT_ONCE_MAX_BYTES or not transfer.try_at_once():
+            run_in_background(transfer.run)
+        return transfer.future
+
+    def _misfit(self, has: str, memory: Memory, needs: str) -> None:
+        raise BufferSizeError(
+            f"{has} {memory.size_bytes} bytes, the buffer {self.size()}: give {needs}, or a slice of its memory."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        target = self._target
+        return _restore, (*target[:1], tuple(target.place), *target[2:5], tuple(target.spot), self._writable)
+
+    def __repr__(self) -> str:
+        return f"RDMABuffer({format_bytes(self.size())} of {self.owner})"
+
+
+def _restore(
+    session: str, place: tuple[int, int, int], mailbox: int, size_bytes: int, owner: str, spot: Any, writable: bool
+) -> RDMABuffer:
+    buffer = RDMABuffer.__new__(RDMABuffer)
+    buffer._set(TransferTarget(session, Place(*place), mailbox, size_bytes, owner, RemoteAddress(*spot)), writable)
+    return buffer
+
+
+def _process(place: Place) -> str:
+    return "the notebook's process" if place.mesh == 0 else f"rank {place.rank}"

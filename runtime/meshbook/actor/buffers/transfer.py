@@ -1,0 +1,248 @@
+"""A read or a write of a buffer under way: directly where the owner's memory is within reach, else by mail."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from meshbook.actor.buffers.memory import Memory
+from meshbook.actor.buffers.owned import DROPPED, READ, STREAM, WRITE, kept_buffers
+from meshbook.actor.buffers.process_vm import SLICE_BYTES, NotDirect, RemoteAddress, access, copy
+from meshbook.actor.buffers.tcp import BufferListener, StreamError, UnreachableError, receive_all, send_all
+from meshbook.actor.errors import ActorLostError, BufferDroppedError
+from meshbook.actor.ports import one_member
+from meshbook.actor.router import Place, router_for
+from meshbook.calls.call import CallFuture
+from meshbook.concurrency.future import Future
+from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
+from meshbook.formatting import format_bytes
+from meshbook.values.pickling import dumps
+
+PIECE_BYTES = 4 << 20
+UNDER_WAY = 4
+"""So many pieces are asked for ahead: they fill the road between two hosts, and delay nobody else for long."""
+
+
+STREAM_MIN_BYTES = 1 << 16
+"""What is not larger goes by mail, in one piece."""
+
+_unreachable: set[str] = set()
+"""Where connections to have failed: whom they share memory with (`RemoteAddress.memory`)."""
+
+
+class TransferTarget(NamedTuple):
+    """What a handle knows of its buffer."""
+
+    session: str
+    place: Place
+    mailbox: int
+    size_bytes: int
+    owner: str
+    spot: RemoteAddress
+
+    @property
+    def name(self) -> str:
+        return f"the buffer of {format_bytes(self.size_bytes)} of {self.owner}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process owns it."""
+        return self.spot.pid == os.getpid() and router_for(self.session).place == self.place
+
+
+class Cancelled(Exception):
+    """Nobody wants the rest."""
+
+
+class TransferFuture(Future[None]):
+    """An interrupt while waiting ends the copy; await it or `get` it."""
+
+    def get(self, timeout: float | None = None) -> None:
+        """Wait until it is done. Raises: BufferDroppedError, SupervisionError, CallTimeout; KeyboardInterrupt."""
+        try:
+            super().get(timeout)
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
+
+
+class Transfer:
+    """The first ``size_bytes`` of a buffer from or to memory of this process. kind: READ or WRITE."""
+
+    def __init__(
+        self, target: TransferTarget, memory: Memory, size_bytes: int, kind: str, timeout_s: float | None
+    ) -> None:
+        self._target, self._memory, self.size_bytes, self._kind = target, memory, size_bytes, kind
+        self._timeout_s = timeout_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._cancelled = False
+        self.future = TransferFuture(on_cancel=self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+
+    def try_at_once(self) -> bool:
+        """Do it on this thread, if that takes no help of the owner; whether that was so."""
+        try:
+            self._copy()
+        except NotDirect:
+            return False
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+        return True
+
+    def run(self) -> None:
+        """Do it, on this thread. Raises nothing: `future` tells."""
+        try:
+            try:
+                self._copy()
+            except NotDirect:
+                if not self._by_stream():
+                    self._by_mail()
+        except Cancelled:
+            from concurrent.futures import CancelledError
+
+            self.future.set_exception(CancelledError())
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+    def _copy(self) -> None:
+        """Without the owner. Raises: NotDirect."""
+        if self._target.is_own:
+            self._copy_own()
+            return
+        with access(self._target.spot):
+            write = self._kind == WRITE
+            copy(self._target.spot, self._memory.address, self.size_bytes, write=write, check=self._check)
+
+    def _copy_own(self) -> None:
+        kept = kept_buffers().find(self._target.mailbox)
+        memory = kept.memory if kept is not None else None
+        if memory is None:
+            raise BufferDroppedError(self._target.name)
+        here, there = self._memory.address, memory.address
+        source, to = (there, here) if self._kind == READ else (here, there)
+        for offset in range(0, self.size_bytes, SLICE_BYTES):
+            self._check()
+            ctypes.memmove(to + offset, source + offset, min(SLICE_BYTES, self.size_bytes - offset))
+
+    def _check(self) -> None:
+        """Raises: Cancelled, CallTimeout."""
+        if self._cancelled:
+            raise Cancelled
+        self._left_s()
+
+    def _left_s(self) -> float | None:
+        if self._deadline is None:
+            return None
+        if (left := self._deadline - time.monotonic()) <= 0:
+            raise self._late()
+        return left
+
+    def _late(self) -> CallTimeout:
+        return CallTimeout(f"{self._kind} of {self._target.name}", self._timeout_s or 0.0, [self._target.place.rank])
+
+    def _by_stream(self) -> bool:
+        """Over a connection of its own; False where there can be none, or where it is not worth while."""
+        if self.size_bytes <= STREAM_MIN_BYTES or self._target.spot.memory in _unreachable:
+            return False
+        try:
+            listener = BufferListener()
+        except OSError:
+            return False
+        with contextlib.closing(listener):
+            future = begin(self._target, STREAM + self._kind, (tuple(listener.door), self.size_bytes))
+            broken = False
+            try:
+                try:
+                    self._stream(listener, future)
+                except (OSError, StreamError):
+                    broken = True
+                    listener.close()  # and let the owner say what has become of it
+                finish(self._target, future, self._left_s())
+            except CallTimeout:
+                raise self._late() from None
+            except UnreachableError:
+                _unreachable.add(self._target.spot.memory)
+            except StreamError:
+                pass
+            else:
+                return not (broken and self._kind == READ)  # the owner knows what it has sent, not what has come
+        return False
+
+    def _stream(self, listener: BufferListener, future: CallFuture[Any]) -> None:
+        """Raises: OSError, StreamError, and what `finish` does once the owner has failed."""
+
+        def look(done: int) -> None:
+            self._check()
+            if future.done() and future.exception(0) is not None:
+                finish(self._target, future, 0)
+
+        with listener.accept(look) as connection:
+            move = receive_all if self._kind == READ else send_all
+            move(connection, memoryview(self._memory.view(0, self.size_bytes)), look)
+
+    def _by_mail(self) -> None:
+        """In pieces, several under way at once. An empty one asks whether the buffer is there."""
+        pieces = deque(range(0, max(self.size_bytes, 1), PIECE_BYTES))
+        asked: deque[tuple[int, int, CallFuture[Any]]] = deque()
+        while pieces or asked:
+            while pieces and len(asked) < UNDER_WAY:
+                offset = pieces.popleft()
+                size_bytes = min(PIECE_BYTES, self.size_bytes - offset)
+                part = size_bytes if self._kind == READ else self._memory.view(offset, size_bytes)
+                asked.append((offset, size_bytes, begin(self._target, self._kind, (offset, part))))
+            offset, size_bytes, future = asked.popleft()
+            try:
+                value = finish(self._target, future, self._left_s())
+            except CallTimeout:
+                raise self._late() from None
+            self._check()
+            if self._kind == READ:
+                self._memory.view(offset, size_bytes)[:] = value
+
+
+def ask(target: TransferTarget, endpoint: str, args: tuple[Any, ...], timeout_s: float | None) -> Any:
+    """Have the owner do something. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
+    return finish(target, begin(target, endpoint, args), timeout_s)
+
+
+def begin(target: TransferTarget, endpoint: str, args: tuple[Any, ...]) -> CallFuture[Any]:
+    """Ask the owner for something; `finish` waits for it."""
+    what = f"{endpoint} of {target.name}"
+    pickled = dumps((args, {}), what=what)
+    try:
+        router, place = router_for(target.session), target.place
+        to = router.find(place.mesh, one_member(place.rank), place.generation)
+        return router.call(
+            place.mesh, to.members, target.mailbox, endpoint, pickled, what=what, generation=to.generation
+        )
+    except WorkerLost as lost:
+        raise ActorLostError.of_worker(lost, "") from None
+
+
+def finish(target: TransferTarget, future: CallFuture[Any], timeout_s: float | None) -> Any:
+    """Wait for what was asked for. Raises: as `ask`."""
+    try:
+        return future.get(timeout_s).values()[0]
+    except WorkerLost as lost:
+        raise ActorLostError.of_worker(lost, "") from None
+    except CallFailed as failed:
+        failure = failed.failures[0]
+        error = failure.load()
+        if isinstance(error, StreamError):
+            raise error from None
+        if not isinstance(error, MailboxClosed):
+            raise
+        if error.why == DROPPED:
+            raise BufferDroppedError(target.name) from None
+        cause = f"the process of {target.name} ended, and the rank was started again since, without it"
+        raise ActorLostError(failure.rank, failure.host, cause) from None

@@ -1,0 +1,192 @@
+"""Endpoints of a mesh of actors, and the adverbs by which they are called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
+
+from meshbook.actor.decorators import Endpoint
+from meshbook.actor.errors import NoEndpointError
+from meshbook.actor.futures import ActorFuture, Stream, only_value
+from meshbook.actor.identity import ActorIdentity, argument_names, name_view
+from meshbook.actor.ports import Port
+from meshbook.actor.router import Address
+from meshbook.actor.signatures import EndpointInfo
+from meshbook.concurrency.future import Future, MappedFuture
+from meshbook.errors import LayoutError, SerializationError, UsageError
+from meshbook.formatting import format_sizes
+from meshbook.shape.members import Region
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.values.pickling import Pickled, dumps
+
+if TYPE_CHECKING:
+    from meshbook.actor.actor_mesh import ActorMesh
+
+
+class ActorEndpoint:
+    """An endpoint of a mesh of actors; see `meshbook.actor.Endpoint` for the adverbs."""
+
+    def __init__(self, mesh: ActorMesh[Any], group: ActorIdentity, info: EndpointInfo) -> None:
+        self._mesh, self._group, self._members, self._info = mesh, group, mesh.members, info
+        self.__name__, self.__doc__ = info.name, info.doc or None
+        self.__signature__ = info.signature or inspect.Signature()
+
+    def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+        """Call it on every actor; the values of all."""
+        to = self._find()
+        return self._call(to, name_view(to.members), args, kwargs, _same)
+
+    def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call it on the only actor. Raises: LayoutError if there are several."""
+        if len(self._members) != 1:
+            raise LayoutError(
+                f"call_one calls one actor, and {self._group.name} has {format_sizes(self._members.sizes)} here. "
+                f"Slice it first ({self._example()}), or use call or choose."
+            )
+        to = self._find()
+        return self._call(to, name_view(to.members), args, kwargs, only_value)
+
+    def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call it on one actor, chosen at random."""
+        to = self._find()
+        return self._call(_choose(to), to.members, args, kwargs, only_value)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
+        """Call it on every actor; futures of the values in the order in which they come."""
+        to = self._find()
+        pickled = self._pack(name_view(to.members), args, kwargs)
+        stream: Stream[Any] = Stream(len(self._members), self._group.name, self._info.name)
+        stream.begin(self._group.call(to, self._info.name, pickled, on_reply=stream.on_reply, fail_fast=False))
+        return stream
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Call it on every actor without waiting; what fails is told to the owner of the actors."""
+        to = self._find()
+        self._post(to, name_view(to.members), args, kwargs, None)
+
+    def post(self, args: tuple[Any, ...], kwargs: dict[str, Any], port: Port[Any] | None, one: bool) -> None:
+        """Call it on every actor, or on a random one, and have the answers sent to ``port``."""
+        to = self._find()
+        self._post(_choose(to) if one else to, to.members if one else name_view(to.members), args, kwargs, port)
+
+    def _find(self) -> Address:
+        self._group.check_usable()
+        return self._group.find(self._members)
+
+    def _post(self, to: Address, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
+        self._group.post(to, self._info.name, self._pack(view, args, kwargs, port))
+
+    def _call(self, to: Address, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
+        group, name = self._group, self._info.name
+        pickled = self._pack(view, args, kwargs)
+        group.called = True
+        return ActorFuture(group.call(to, name, pickled), make, group.name, name)
+
+    def _pack(self, view: Any, args: Any, kwargs: Any, port: Port[Any] | None = None) -> Pickled:
+        self._info.check(self._group.name, args, kwargs)
+        payload = ((view, port, *args), kwargs)
+        try:
+            return dumps(payload, what=self._what)
+        except SerializationError:  # once more, to say which argument it was
+            return dumps(payload, what=self._what, roots=argument_names(args, kwargs))
+
+    @property
+    def _what(self) -> str:
+        return f"{self._group.name}.{self._info.name}"
+
+    def _example(self) -> str:
+        axes = ", ".join(f"{axis}=0" for axis, size in self._members.sizes.items() if size > 1)
+        return f"{self._group.name}.slice({axes})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self._what
+        raise UsageError(f"{name} is an endpoint of actors: {name}.call(...), .call_one, .broadcast, .choose, .stream")
+
+    def __repr__(self) -> str:
+        signature = self._info.signature or "(...)"
+        return f"<endpoint {self._what}{signature} of {format_sizes(self._members.sizes)}>"
+
+
+class NotAnEndpoint:
+    """A method of the actors that no process but theirs can call, except by `as_endpoint`."""
+
+    def __init__(self, mesh: ActorMesh[Any], group: ActorIdentity, name: str) -> None:
+        self._mesh, self._group, self._name = mesh, group, name
+
+    def as_endpoint(self, explicit_response_port: bool) -> ActorEndpoint:
+        """The method, called as an endpoint would be."""
+        info = EndpointInfo(self._name, False, explicit_response_port, None, "")
+        return ActorEndpoint(self._mesh, self._group, info)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("call", "call_one", "choose", "stream", "broadcast"):
+            raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
+        raise AttributeError(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
+
+
+def _choose(to: Address) -> Address:
+    """One of them, at random."""
+    return to._replace(members=Region.build(random.choice(list(to.members.ranks())), []))
+
+
+def _same(values: ValueMesh[Any]) -> ValueMesh[Any]:
+    return values
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
+
+
+def send(
+    endpoint: Endpoint[Any, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    port: Port[Any] | None = None,
+    selection: Literal["all", "choose"] = "all",
+) -> None:
+    """Call an endpoint without waiting; every answer is sent to ``port``.
+
+    selection: all actors, or one of them, chosen at random. What is raised goes to ``port`` as an exception; without
+    a port it is told to the owner of the actors.
+    """
+    if not isinstance(endpoint, ActorEndpoint):
+        raise UsageError(f"send takes an endpoint of actors, as in send(actors.step, (), {{}}); got {endpoint!r}.")
+    if selection not in ("all", "choose"):
+        raise UsageError(f'selection must be "all" or "choose", not {selection!r}.')
+    endpoint.post(args, kwargs, port, selection == "choose")
+
+
+def as_endpoint(
+    method: Callable[P, R], *, propagate: Any = None, explicit_response_port: bool = False
+) -> Endpoint[P, R]:
+    """Call a method of actors that is not decorated: ``as_endpoint(actors.reset).call()``."""
+    found: Any = method
+    if isinstance(found, ActorEndpoint):
+        return found
+    if not isinstance(found, NotAnEndpoint):
+        raise UsageError(
+            f"as_endpoint takes a method of a mesh of actors, as in as_endpoint(actors.reset); got {found!r}."
+        )
+    return found.as_endpoint(explicit_response_port)
+
+
+class Accumulator(Generic[P, R, A]):
+    """Calls an endpoint on all actors and folds the answers: ``combine(combine(identity, first), second) ...``."""
+
+    def __init__(self, endpoint: Endpoint[P, R], identity: A, combine: Callable[[A, R], A]) -> None:
+        self._endpoint, self._identity, self._combine = endpoint, identity, combine
+
+    def accumulate(self, *args: P.args, **kwargs: P.kwargs) -> Future[A]:
+        """Call, and fold in the order of the ranks. Raises, when asked: what the call raises."""
+
+        def fold(values: ValueMesh[R]) -> A:
+            return functools.reduce(self._combine, values.values(), self._identity)
+
+        return MappedFuture(self._endpoint.call(*args, **kwargs), fold)

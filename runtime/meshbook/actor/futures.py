@@ -1,0 +1,179 @@
+"""What calls to actors give back: futures whose errors speak of actors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Generic, TypeVar
+
+from meshbook.actor.context import context
+from meshbook.actor.errors import ActorError, ActorLostError, ActorStoppedError, ProcsStoppedError, SupervisionError
+from meshbook.calls.call import CallFuture
+from meshbook.concurrency.future import Future
+from meshbook.errors import CallFailed, Failure, MailboxClosed, MeshDetachedError, MeshStoppedError, WorkerLost
+from meshbook.shape.value_mesh import ValueMesh
+
+T = TypeVar("T")
+
+
+def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
+    """The error of a call to a mailbox as one of actors. actor: their name."""
+    if isinstance(error, SupervisionError):
+        return error
+    if isinstance(error, WorkerLost):
+        return ActorLostError.of_worker(error, actor)
+    if isinstance(error, MeshStoppedError) and not isinstance(error, MeshDetachedError):
+        return ProcsStoppedError(error.mesh)
+    if isinstance(error, CallFailed) and not isinstance(error, ActorError):
+        closed = [failure for failure in error.failures if failure.ename == MailboxClosed.__name__]
+        if closed and len(closed) == len(error.failures):
+            return ActorStoppedError(actor, ended_with=_restarted(closed))
+        told = ActorError(error.failures, f"{actor}.{endpoint}", partial=error.partial)
+        told.freed, told.freed_s, told.groups = error.freed, error.freed_s, error.groups
+        told.torn = error.torn
+        return told
+    return error
+
+
+def _restarted(closed: list[Failure]) -> tuple[int, ...]:
+    """The ranks whose processes have never had the actor, none where one of them has: there it was stopped."""
+    errors = [failure.load() for failure in closed]
+    if any(not isinstance(error, MailboxClosed) or error.why for error in errors):
+        return ()
+    return tuple(sorted(failure.rank for failure in closed))
+
+
+class ActorFuture(Future[T], Generic[T]):
+    """The outcome of a call, made of its `CallFuture` by ``make``, on the thread that asks for it."""
+
+    def __init__(
+        self, source: CallFuture[ValueMesh[Any]], make: Callable[[ValueMesh[Any]], T], actor: str, endpoint: str
+    ) -> None:
+        super().__init__(on_cancel=source.cancel)
+        self._source, self._make, self._names = source, make, (actor, endpoint)
+        source.add_done_callback(lambda _: self.set_result(None))  # type: ignore[arg-type]  # a wake-up only
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for all actors that were called.
+
+        timeout: seconds. Raises: ActorError, SupervisionError; CallTimeout, which names the silent
+        ranks; CallInterrupted if the person interrupts, and then the endpoint is interrupted where it runs.
+        """
+        try:
+            with context().waiting_for(self._source.name_in_chain, timeout):
+                return self._make(self._source.get(timeout))
+        except (CallFailed, WorkerLost, MeshStoppedError) as error:
+            told = translate(error, *self._names)
+            raise told from told.__cause__
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        with context().waiting_for(self._source.name_in_chain, timeout):
+            error = self._source.exception(timeout)
+        return None if error is None else translate(error, *self._names)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait without blocking the running asyncio loop; an interrupt reaches the actors, as with `get`."""
+        try:
+            with context().waiting_for(self._source.name_in_chain, None):
+                return self._make((yield from self._source.__await__()))
+        except asyncio.CancelledError:
+            if context().interrupted:  # who has called us does not want it any more
+                self._source.cancel()
+            raise
+        except (CallFailed, WorkerLost, MeshStoppedError) as error:
+            told = translate(error, *self._names)
+            raise told from told.__cause__
+
+
+class Stream(Generic[T]):
+    """Futures of the answers of a call, in the order in which they come: one for each actor."""
+
+    def __init__(self, count: int, actor: str, endpoint: str) -> None:
+        self._names = (actor, endpoint)
+        self._lock = threading.Lock()
+        self._parts: list[_Part[T]] = [_Part(self) for _ in range(count)]
+        self._come = 0
+        self._given = 0
+        self.source: CallFuture[ValueMesh[T]] | None = None
+
+    def begin(self, source: CallFuture[ValueMesh[T]]) -> None:
+        """The call has been made."""
+        self.source = source
+        source.add_done_callback(self._on_end)
+
+    def on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None, waited_s: float) -> None:
+        """A rank has answered. On the thread that serves the sockets."""
+        with self._lock:
+            part = self._parts[self._come]
+            self._come += 1
+        part.rank, part.failure = rank, None if ok else failure
+        part.set_result(None)  # type: ignore[arg-type]  # a wake-up only
+
+    def _on_end(self, source: Future[Any]) -> None:
+        """All have answered; or none will, since the mesh was stopped, say."""
+        with self._lock:
+            left, self._come = self._parts[self._come :], len(self._parts)
+        for part in left:
+            part.error = source.exception(0) or RuntimeError("the call has ended without an answer")
+            part.set_result(None)  # type: ignore[arg-type]
+
+    def value_of(self, part: _Part[T]) -> T:
+        """What `_Part.get` returns. Raises: as `ActorFuture.get`."""
+        assert self.source is not None
+        if part.error is not None:
+            raise translate(part.error, *self._names)
+        call = self.source.call
+        if part.failure is not None:
+            lost = next((lost for lost in call.lost if lost.rank == part.rank), None)
+            raise translate(lost or CallFailed([part.failure]), *self._names)
+        value: T = call.results[part.rank]
+        return value
+
+    def __iter__(self) -> Iterator[Future[T]]:
+        return self
+
+    def __next__(self) -> Future[T]:
+        if self._given == len(self._parts):
+            raise StopIteration
+        self._given += 1
+        return self._parts[self._given - 1]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+class _Part(Future[T], Generic[T]):
+    """One of the answers."""
+
+    def __init__(self, stream: Stream[T]) -> None:
+        super().__init__(on_cancel=lambda: stream.source is not None and stream.source.cancel())
+        self._stream = stream
+        self.rank = -1
+        self.failure: Failure | None = None
+        self.error: BaseException | None = None
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for it. An interrupt reaches all actors that have not answered."""
+        try:
+            super().get(timeout)
+        except KeyboardInterrupt:
+            if self._stream.source is None:
+                raise
+            raise self._stream.source.interrupt() from None
+        return self._stream.value_of(self)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            self.get(timeout)
+        except TimeoutError:
+            if not self.done():
+                raise
+        except Exception as error:
+            return error
+        return None
+
+
+def only_value(values: ValueMesh[Any]) -> Any:
+    """The value of the one member."""
+    return values.values()[0]

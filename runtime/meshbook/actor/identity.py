@@ -1,0 +1,149 @@
+"""What is known in a process of one mesh of actors, shared by all views of it there."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
+from meshbook.actor.router import Address, OnReply, Router, router_for
+from meshbook.actor.signatures import ActorClass
+from meshbook.actor.supervision import MeshFailure, join_failures
+from meshbook.calls.call import CallFuture
+from meshbook.concurrency.future import Future
+from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
+from meshbook.shape.members import Members, Region
+from meshbook.values.pickling import Pickled
+
+
+class ActorIdentity:
+    """What all views of a mesh of actors share in one process."""
+
+    def __init__(
+        self,
+        session: str,
+        mesh: int,
+        mesh_name: str,
+        mailbox: int,
+        name: str,
+        cls: ActorClass,
+        members: Members,
+        generation: int,
+    ) -> None:
+        """members: all of them, by their ranks in ``generation``. mailbox: the same in each of their processes."""
+        self.session, self.mesh, self.mesh_name, self.generation = session, mesh, mesh_name, generation
+        self.mailbox, self.name, self.cls, self.members = mailbox, name, cls, members
+        self.initialized: Future[None] | None = None
+        """Known where they were spawned; elsewhere it is asked for."""
+        self.stopped: str | None = None
+        """Why, once it was stopped from here."""
+        self.called = False
+        """Whether anybody has called an endpoint here."""
+        self.faults: deque[MeshFailure] = deque()
+        """What failed for which nobody waited, to be told at the next use."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)
+        return _find_group, (*own, self.members, self.generation)
+
+    @property
+    def router(self) -> Router:
+        return router_for(self.session)
+
+    def find(self, members: Members, *, partly: bool = False) -> Address:
+        """Where the processes of ``members`` are now. partly: of those that have not left the mesh, unless all have.
+
+        Raises: ActorsLeftError, ProcsStoppedError.
+        """
+        try:
+            return self.router.find(self.mesh, members, self.generation, partly=partly)
+        except RanksLeft as gone:
+            raise ActorsLeftError(self.name, gone.left) from None
+        except MeshDetachedError:
+            raise
+        except MeshStoppedError:
+            raise ProcsStoppedError(self.mesh_name) from None
+
+    def call(
+        self,
+        to: Address,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        on_reply: OnReply | None = None,
+        fail_fast: bool = True,
+    ) -> CallFuture[Any]:
+        """Call an endpoint. Raises: ProcsStoppedError, ActorLostError where a process is known to have ended."""
+        what, info = f"{self.name}.{endpoint}", self.cls.endpoints.get(endpoint)
+        beside = info is None or info.concurrent or info.wants_port
+        try:
+            return self.router.call(
+                self.mesh, to.members, self.mailbox, endpoint, pickled, what=what, on_reply=on_reply,
+                fail_fast=fail_fast, beside=beside, generation=to.generation,
+            )  # fmt: skip
+        except MeshDetachedError:
+            raise
+        except MeshStoppedError:
+            raise ProcsStoppedError(self.mesh_name) from None
+        except WorkerLost as lost:
+            raise ActorLostError.of_worker(lost, self.name) from None
+
+    def post(self, to: Address, endpoint: str, pickled: Pickled) -> None:
+        """Call an endpoint without an answer; what fails is told to the owner. Raises: as `call`."""
+        try:
+            self.router.post(self.mesh, to.members, self.mailbox, endpoint, pickled, generation=to.generation)
+        except MeshDetachedError:
+            raise
+        except MeshStoppedError:
+            raise ProcsStoppedError(self.mesh_name) from None
+        except WorkerLost as lost:
+            raise ActorLostError.of_worker(lost, self.name) from None
+
+    def check_usable(self) -> None:
+        """Raises: ActorStoppedError; UnhandledFault, once for each."""
+        if self.stopped is not None:
+            raise ActorStoppedError(self.name, self.stopped)
+        if self.faults:
+            faults = []
+            while self.faults:
+                faults.append(self.faults.popleft())
+            raise UnhandledFault("\n".join(fault.report() for fault in join_failures(faults)))
+
+
+_groups: dict[tuple[str, int], ActorIdentity] = {}
+"""Those that were spawned here, so that references which come back know what became of them."""
+
+
+def _find_group(session: str, mesh: int, mesh_name: str, mailbox: int, *rest: Any) -> ActorIdentity:
+    return _groups.get((session, mailbox)) or ActorIdentity(session, mesh, mesh_name, mailbox, *rest)
+
+
+def groups_on(session: str, mesh: int) -> list[ActorIdentity]:
+    """Those that were spawned here on a mesh of processes, and not stopped."""
+    return [group for group in list(_groups.values()) if (group.session, group.mesh) == (session, mesh)]
+
+
+def forget_session(session: str) -> None:
+    """This process has left it."""
+    for key in [key for key in _groups if key[0] == session]:
+        del _groups[key]
+
+
+def keep_group(group: ActorIdentity) -> None:
+    """It was spawned here."""
+    _groups[group.session, group.mailbox] = group
+
+
+def forget_group(group: ActorIdentity) -> None:
+    """It was stopped."""
+    _groups.pop((group.session, group.mailbox), None)
+
+
+def argument_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a person calls each argument, for an error that says which one is at fault."""
+    return {**{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
+
+
+def name_view(members: Members) -> str | Members:
+    """How an actor finds its place among those that are called: labels suffice for an affine view."""
+    return ",".join(members.labels) if isinstance(members, Region) else members

@@ -1,0 +1,193 @@
+"""How references find their way: the road from this process to mailboxes, its own and those of others.
+
+A reference (a mesh of actors, a port) that arrives in a process speaks through that process's road: in a worker the
+mail lane of the worker, in the notebook the controller of the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from meshbook.calls.call import CallFuture
+from meshbook.calls.mailboxes import Mailboxes
+from meshbook.concurrency import forks
+from meshbook.concurrency.future import Future
+from meshbook.errors import Failure, RanksLeft, UsageError
+from meshbook.shape.generations import AS_NOW, GONE, Moves, arranged_now, ranks_now
+from meshbook.shape.members import Members
+from meshbook.values.pickling import Pickled
+
+if TYPE_CHECKING:
+    from meshbook.actor.ports import Port
+
+OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
+"""As `meshbook.calls.call.OpenCall.on_reply`."""
+
+WATCH = "__watch__"
+"""The endpoint of every actor that answers when it has ended; unless its process ends, which the caller is told."""
+
+READY = "__ready__"
+"""The endpoint of every actor that answers once it was made, or says why it could not be."""
+
+STOP = "__stop__"
+"""The endpoint of every actor that ends it."""
+
+FIRST_OF_RANKS = 1 << 62
+"""Mailboxes from here on were numbered by ranks."""
+
+DESK = FIRST_OF_RANKS - 1
+"""The mailbox of a process in which actors are spawned (`meshbook.worker.actors`)."""
+
+ROOT = DESK - 1
+"""The mailbox in which the controller's process is asked for processes (`meshbook.mesh.actor_services`)."""
+
+SUPERVISOR = ROOT - 1
+"""The mailbox in which it is told of failures that no actor has handled: the same in each that drives the session."""
+
+
+class Place(NamedTuple):
+    """A process: mesh 0, rank 0 is the controller's."""
+
+    mesh: int
+    rank: int
+    generation: int = AS_NOW
+    """In which the mesh's rank has that number (`meshbook.shape.generations`)."""
+
+
+class Address(NamedTuple):
+    """Where the processes are that a reference means."""
+
+    members: Members
+    """As they are numbered now, arranged as they were."""
+    generation: int
+    """Now."""
+    then: Members
+    """As the reference has them."""
+
+
+def find_now(moves: Moves, members: Members, generation: int, *, partly: bool = False) -> Address:
+    """Where ``members`` of a generation are now. partly: leave out those that have left, unless that is all of them.
+
+    Raises: RanksLeft.
+    """
+    if generation in (AS_NOW, len(moves)):
+        return Address(members, len(moves), members)
+    then = list(members.ranks())
+    now = ranks_now(moves, generation, then)
+    if left := [rank for rank, found in zip(then, now, strict=True) if found == GONE]:
+        if not partly or len(left) == len(then):
+            raise RanksLeft(left)
+        members = members.select([rank for rank in then if rank not in left])
+        now = [rank for rank in now if rank != GONE]
+    return Address(arranged_now(members, now), len(moves), members)
+
+
+class Router(Protocol):
+    """What references need of their process."""
+
+    @property
+    def mailboxes(self) -> Mailboxes:
+        """Those of this process."""
+
+    @property
+    def session(self) -> str:
+        """The id of the session."""
+
+    @property
+    def place(self) -> Place:
+        """Where this process is reached."""
+
+    def new_mailbox(self) -> int:
+        """A number for a mailbox that nobody else has."""
+
+    def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
+        """Where the processes are that are meant (`find_now`). Raises: RanksLeft, MeshStoppedError."""
+
+    def call(
+        self,
+        mesh: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        what: str,
+        on_reply: OnReply | None = None,
+        fail_fast: bool = True,
+        beside: bool = False,
+        generation: int = AS_NOW,
+    ) -> CallFuture[Any]:
+        """Call ``endpoint`` of a mailbox on every member. Raises: MeshStoppedError, WorkerLost.
+
+        beside: other messages may be handled while this one is. generation: of the members' ranks, as `find` gave it;
+        if they get other numbers meanwhile the call fails.
+        """
+
+    def post(
+        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
+    ) -> None:
+        """The same without an answer. Raises: MeshStoppedError, WorkerLost."""
+
+    @property
+    def supervisor(self) -> Port[Any] | None:
+        """Where failures of what is spawned here are told."""
+
+    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """The one actor of this name in the session."""
+
+    def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
+        """Start processes on the host of this process."""
+
+    def stop_procs(self, procs: Any) -> Future[None]:
+        """End the processes that a reference of this process means."""
+
+    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> Any:
+        """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""
+
+
+_routers: dict[str, tuple[Router, int]] = {}
+"""By session, with the `meshbook.concurrency.forks.generation` of the process that made it."""
+_own: Callable[[], Router] | None = None
+_takes_all = False
+_made_in = 0
+"""The generation of a rank."""
+
+
+def set_own_road(own: Callable[[], Router], *, takes_all: bool = False) -> None:
+    """The road on which this process makes ports. takes_all: all references speak through it, as on a rank."""
+    global _own, _takes_all, _made_in
+    _own, _takes_all, _made_in = own, takes_all, forks.generation
+
+
+def add_road(session: str, router: Router) -> None:
+    """References of ``session`` speak through ``router`` here."""
+    _routers[session] = router, forks.generation
+
+
+def remove_road(session: str) -> None:
+    """The session has ended, or was left."""
+    _routers.pop(session, None)
+
+
+def current_router() -> Router:
+    """The process's own. Raises: UsageError in a process that belongs to no session, or was forked by a rank."""
+    if _takes_all:
+        forks.refuse_inherited(_made_in)
+    if _own is None:
+        raise UsageError("this process is neither a rank of a mesh nor the one that drives meshes; spawn a mesh first.")
+    return _own()
+
+
+def router_for(session: str) -> Router:
+    """Where references of ``session`` go through. Raises: UsageError if it is not ours."""
+    if session in _routers:
+        router, made_in = _routers[session]
+        forks.refuse_inherited(made_in)
+        return router
+    if _own is not None and (_takes_all or not session):
+        return current_router()
+    raise UsageError(
+        f"this is a reference into session {session}, which this process does not drive. "
+        f'Attach it: meshbook.attach("{session}").'
+    )

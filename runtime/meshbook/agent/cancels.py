@@ -1,0 +1,75 @@
+"""Cancels at the agent: of calls that have not come yet or wait for their payload; processes that were stopped.
+
+Calls and cancels travel on different lanes, so a cancel may come first. What it names then is answered for here,
+without a worker. Which calls a worker has begun only the worker knows: once a call was passed on, so are its cancels.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+from meshbook.agent.worker import AgentWorker
+from meshbook.system.processes import process_state
+from meshbook.wire import messages as wire
+
+KEPT = 1024
+"""Cancels without a call are remembered up to this number: most name calls that have ended."""
+
+ParkedCall = tuple[wire.Call, list[bytes]]
+
+
+class EarlyCancels:
+    """Cancels of calls that this host does not know (yet)."""
+
+    def __init__(self) -> None:
+        self._targets: OrderedDict[int, wire.Target] = OrderedDict()
+
+    def add(self, cancel: wire.Cancel) -> None:
+        self._targets[cancel.call] = (*self._targets.pop(cancel.call, ()), *cancel.target)
+        if len(self._targets) > KEPT:
+            self._targets.popitem(last=False)
+
+    def take(self, call: int, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` for which ``call``, which has come now, was cancelled."""
+        target = self._targets.pop(call, None) if self._targets else None
+        return {rank for rank in ranks if target is not None and wire.target_has(target, rank)}
+
+
+def dropped_replies(call: int, ranks: Iterable[int]) -> wire.Replies:
+    """What ranks answer that will never begin ``call``."""
+    return wire.Replies(call, tuple(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None) for rank in sorted(ranks)))
+
+
+def take_parked(
+    parked: deque[ParkedCall], cancel: wire.Cancel, ranks: Iterable[int]
+) -> tuple[wire.Call, set[int]] | None:
+    """Take a call that waits for its payload out of the queue, if ``cancel`` names it for all of its members here.
+
+    ranks: those that live here. Returns: the call, and its members among them.
+    """
+    for index, (call, _) in enumerate(parked):
+        if call.id == cancel.call:
+            members = {rank for rank in ranks if wire.target_has(call.target, rank)}
+            if all(wire.target_has(cancel.target, rank) for rank in members):
+                del parked[index]
+                return call, members
+    return None
+
+
+def wake_stopped(workers: Iterable[AgentWorker]) -> None:
+    """SIGCONT to those that a signal has stopped; what a debugger has stopped is left to it."""
+    for worker in workers:
+        if worker.pid and process_state(worker.pid) == "T":
+            os.kill(worker.pid, signal.SIGCONT)
+
+
+def states_of(workers: Iterable[AgentWorker], target: wire.Target) -> dict[int, str]:
+    """Rank to process state, of the members of ``target``."""
+    return {
+        worker.rank: process_state(worker.pid)
+        for worker in workers
+        if worker.pid and wire.target_has(target, worker.rank)
+    }

@@ -1,0 +1,173 @@
+"""What an agent remembers of a mesh so that the next controller can know it: arrangement, dead ranks, calls, answers.
+
+A call matters to the next controller while a rank is at it, or while an answer has not been acknowledged, on any host.
+Answers that were acknowledged are kept as well, within bounds: the call may still be open elsewhere, and its earlier
+answers have gone with the controller that got them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+
+from meshbook.formatting import format_bytes
+from meshbook.shape.generations import Moves
+from meshbook.wire import messages as wire
+
+KEPT_ENDED_CALLS = 256
+KEPT_REPLY_BYTES = 1 << 20
+"""A larger answer is not kept once it was acknowledged."""
+KEPT_BYTES = 16 << 20
+LABEL_CHARS = 80
+
+
+class RememberedCall:
+    """A call that came to this host."""
+
+    __slots__ = ("id", "label", "mailbox", "output", "replies", "size_bytes", "target", "waiting")
+
+    def __init__(self, call: wire.Call, waiting: set[int]) -> None:
+        self.id, self.label, self.target, self.output = call.id, call.label[:LABEL_CHARS], call.target, call.output
+        self.mailbox = call.mailbox
+        self.waiting = waiting
+        """The ranks here that have not answered; kept up to date by its owner."""
+        self.replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
+        self.size_bytes = 0
+
+    def keep(self, reply: wire.RankReply, frames: Sequence[bytes]) -> None:
+        size = len(reply.inline) + sum(map(len, frames))
+        if reply.bulk is None and size <= KEPT_REPLY_BYTES:
+            self.size_bytes += size
+            self.replies[reply.rank] = (reply, frames)
+        else:
+            gone = f"its value ({format_bytes(size)}) had gone to the controller that ended"
+            self.replies[reply.rank] = (without_value(reply, gone), ())
+
+
+def without_value(reply: wire.RankReply, why: str) -> wire.RankReply:
+    """The reply that says that a value was not kept."""
+    return wire.RankReply(reply.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode())
+
+
+class CallJournal:
+    """Of one mesh on one host."""
+
+    def __init__(self, id: int, name: str) -> None:
+        self.id, self.name = id, name
+        self.spawn: wire.Spawn | None = None
+        """The last one: how workers are started."""
+        self.arrangement: wire.Arrangement | None = None
+        self.moves: Moves = ()
+        """How its ranks got other numbers."""
+        self._lost: dict[int, tuple[wire.WorkerExited, wire.WorkerStarted]] = {}
+        self._open: dict[int, RememberedCall] = {}
+        self._ended: OrderedDict[int, RememberedCall] = OrderedDict()
+        self._ended_bytes = 0
+
+    def on_spawn(self, spawn: wire.Spawn) -> None:
+        """Workers are asked for."""
+        self.spawn = spawn
+        if self.arrangement is None or all(seat.known_as == seat.rank for seat in spawn.seats):
+            self.arrangement = spawn.arrangement  # else it is one that the mesh is to have, if all goes well
+        for seat in spawn.seats:
+            self._lost.pop(seat.known_as, None)
+
+    def on_renumber(self, renumber: wire.Renumber) -> None:
+        """Ranks have other numbers; no call is open."""
+        self.arrangement, self.moves = renumber.arrangement, renumber.moves
+        seats = [seat for seat in renumber.seats if seat.known_as in self._lost]
+        self._lost = {
+            seat.rank: (exited, worker._replace(rank=seat.rank))
+            for seat in seats
+            for exited, worker in [self._lost[seat.known_as]]
+        }
+        self._open.clear()
+        self._ended.clear()
+        self._ended_bytes = 0
+
+    def on_retire(self, ranks: Collection[int]) -> None:
+        """Ranks were told to leave."""
+        for rank in ranks:
+            self._lost.pop(rank, None)
+
+    def on_lost(self, exited: wire.WorkerExited, device: str, log_path: str) -> None:
+        """A worker ended without being told to."""
+        self._lost[exited.rank] = (exited, wire.WorkerStarted(exited.rank, exited.pid, device, log_path))
+
+    def on_call(self, call: wire.Call, waiting: set[int]) -> None:
+        """A call has come; ``waiting`` shrinks as ranks answer."""
+        self._open[call.id] = RememberedCall(call, waiting)
+
+    def on_replies(self, replies: wire.Replies, frames: Sequence[bytes]) -> None:
+        """Answers are sent."""
+        call = self._open.get(replies.id)
+        if call is None:
+            return
+        at = 0
+        for reply in replies.replies:
+            call.keep(reply, frames[at : at + reply.frames])
+            at += reply.frames
+
+    def on_ended(self, id: int) -> None:
+        """Every rank here has answered, or is gone."""
+        call = self._open.pop(id, None)
+        if call is None:
+            return
+        self._ended[id] = call
+        self._ended_bytes += call.size_bytes
+        while len(self._ended) > KEPT_ENDED_CALLS or self._ended_bytes > KEPT_BYTES:
+            self._ended_bytes -= self._ended.popitem(last=False)[1].size_bytes
+
+    def exit_of(self, rank: int) -> wire.WorkerExited | None:
+        """How a rank ended that has not been started again."""
+        return self._lost[rank][0] if rank in self._lost else None
+
+    # ---- for the next controller --------------------------------------------------------------------------------
+
+    @property
+    def dead(self) -> tuple[wire.WorkerStarted, ...]:
+        """The workers that had the dead ranks."""
+        return tuple(worker for _, worker in self._lost.values())
+
+    def lost(self, still_to_be_told: Collection[int]) -> tuple[wire.LostRank, ...]:
+        """The dead ranks whose end was acknowledged. still_to_be_told: pids of those whose end was not."""
+        return tuple(
+            wire.LostRank(rank, exited.cause, exited.log_tail)
+            for rank, (exited, _) in self._lost.items()
+            if exited.pid not in still_to_be_told
+        )
+
+    def calls(self, unacknowledged: Collection[tuple[int, int]]) -> tuple[wire.CallState, ...]:
+        """The calls that may matter. unacknowledged: (call, rank) of answers that are sent again anyway."""
+        states = []
+        for call in (*self._ended.values(), *self._open.values()):
+            unsure = any((call.id, rank) in unacknowledged for rank in call.replies)
+            if call.waiting or unsure or self._spans_hosts:
+                states.append(
+                    wire.CallState(
+                        call.id, call.label, call.target, call.output, tuple(call.waiting), tuple(call.replies),
+                        bool(call.waiting) or unsure, call.mailbox,
+                    )
+                )  # fmt: skip
+        return tuple(states)
+
+    def acknowledged_replies(
+        self, unacknowledged: Collection[tuple[int, int]], lent: Collection[tuple[int, int]]
+    ) -> Iterator[tuple[wire.Replies, Sequence[bytes]]]:
+        """Answers to send once more, since the controller that acknowledged them has ended.
+
+        lent: (pid, segment) of payloads in shared memory that still hold what they held.
+        """
+        told = {call.id for call in self.calls(unacknowledged)}
+        for call in (*self._ended.values(), *self._open.values()):
+            for rank, (reply, frames) in call.replies.items() if call.id in told else ():
+                if (call.id, rank) in unacknowledged:
+                    continue
+                segment = reply.segment
+                if segment is not None and (segment.pid, segment.segment) not in lent:
+                    reply, frames = without_value(reply, "its value had been freed by the controller that ended"), ()
+                yield wire.Replies(call.id, (reply,)), frames
+
+    @property
+    def _spans_hosts(self) -> bool:
+        return self.arrangement is not None and self.arrangement.hosts > 1

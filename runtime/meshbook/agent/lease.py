@@ -1,0 +1,138 @@
+"""Whether the agent's controller is there, and how long the agent waits for the next one.
+
+A controller on our machine is watched by its pidfd, or by the pipe at our stdin before we know its pid; one elsewhere
+by the connection, while its machine answers there (`meshbook.wire.answering`). While it runs it may be silent for long
+(native code, a stopped process, a laptop asleep). Once it has ended, has taken its leave, or cannot be reached, silence
+counts against the lease.
+
+    controller           the agent waits, with meshes                     without
+    runs                 10 min of silence                                the same
+    has ended, has left  the lease: 10 min, or what it said on leaving    5 s
+    is out of reach      the lease, counted from the last sign of life    5 s, if the pipe at stdin has ended
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from meshbook.errors import UsageError
+from meshbook.system.event_loop import EventLoop, Watch
+from meshbook.system.process_ends import open_end
+from meshbook.system.processes import is_same_process
+
+LEASE_S = 600.0
+"""How long meshes wait for the next controller."""
+
+MAX_SILENCE_S = 600.0
+"""A controller that runs may be busy in native code, stopped, or asleep."""
+
+IDLE_LEASE_S = 5.0
+"""Without meshes there is nothing to wait for."""
+
+STALLED_S = 5.0
+"""An agent that did nothing for so long was stopped itself."""
+
+UNHEARD_S = 4.0
+"""A controller that was not heard of for so long is taken not to listen; what it misses is kept for it."""
+
+
+def default_lease_s() -> float:
+    """What a controller tells its agents: `LEASE_S`, or MESHBOOK_LEASE_S. Raises: UsageError."""
+    text = os.environ.get("MESHBOOK_LEASE_S")
+    if not text:
+        return LEASE_S
+    try:
+        lease_s = float(text)
+    except ValueError:
+        lease_s = -1.0
+    if not lease_s >= 0:
+        raise UsageError(f"MESHBOOK_LEASE_S must be a number of seconds, not {text!r}.")
+    return lease_s
+
+
+class Lease:
+    """Used by the agent's loop."""
+
+    def __init__(self, loop: EventLoop, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._loop = loop
+        self._heard = self._beaten = time.monotonic()
+        self._stdin: Watch | None = None
+        self._process: Watch | None = None
+        self._is_connected = False
+
+    def watch_stdin(self) -> None:
+        """Its end means that our launcher has ended."""
+        os.set_blocking(0, False)
+        self._stdin = self._loop.watch(0, self._on_stdin)
+
+    def watch_process(self, pid: int, started: int) -> None:
+        """Our controller is this process of our machine."""
+        self._forget_process()
+        try:
+            fd = open_end(pid)
+        except OSError:
+            return
+        if is_same_process(pid, started):
+            self._process = self._loop.watch(fd, self._forget_process)
+            self._forget_stdin()
+        else:
+            os.close(fd)
+
+    def leave(self, lease_s: float) -> None:
+        """The controller takes its leave; its process may go on."""
+        self.lease_s = lease_s
+        self._is_connected = False
+        self._forget_process()
+        self._forget_stdin()
+
+    def beat(self, *, is_connected: bool) -> None:
+        """Once a second. is_connected: a connection to a controller elsewhere stands, on which its machine answers."""
+        now = time.monotonic()
+        if now - self._beaten > STALLED_S:  # it was we who did not listen
+            self._heard = now
+        self._beaten, self._is_connected = now, is_connected
+
+    def hear(self) -> None:
+        """The controller has said something."""
+        self._heard = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        return time.monotonic() - self._heard
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody seems to listen."""
+        return self.silence_s < (UNHEARD_S if self.runs else UNHEARD_S / 2)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a controller is known to run."""
+        return self._stdin is not None or self._process is not None or self._is_connected
+
+    def is_over(self, has_meshes: bool) -> bool:
+        """Whether we have waited long enough."""
+        if self.runs:
+            return self.silence_s > MAX_SILENCE_S
+        return self.silence_s > (self.lease_s if has_meshes else min(self.lease_s, IDLE_LEASE_S))
+
+    def _on_stdin(self) -> None:
+        try:
+            ended = not os.read(0, 1 << 12)
+        except BlockingIOError:
+            return
+        if ended:
+            self._forget_stdin()
+
+    def _forget_stdin(self) -> None:
+        if self._stdin is not None:
+            self._loop.forget(self._stdin)
+            self._stdin = None
+
+    def _forget_process(self) -> None:
+        if self._process is not None:
+            self._loop.forget(self._process)
+            os.close(self._process.fd)
+            self._process = None

@@ -1,0 +1,214 @@
+"""Calls of workers, which their agent passes on: to mailboxes of other workers, and answers on the way back.
+
+    worker ──Call──> agent ──Call, with its origin──> members that live here        the controller sees nothing of this
+           <─Replies──    <───────Reply──────────────
+                         ──Call──> the controller, for mailboxes of its process (rank 0 of mesh 0)
+                         ──Call──> agents of other hosts, for their members
+
+A rank that cannot answer is answered for (`wire.LOST`). Who sends more than a member reads is told to wait
+(`wire.MailHold`): its calls, not its answers, and only to that member.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from meshbook.agent.cancels import dropped_replies
+from meshbook.agent.forwarded import ForwardedCalls, ForwardingRoute, lost_reply
+from meshbook.agent.peers import AgentPeers
+from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.worker import AgentWorker
+from meshbook.errors import Failure, MeshError
+from meshbook.shape.generations import AS_NOW, Moves
+from meshbook.shape.slices import group
+from meshbook.values.segments import SegmentPool
+from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer
+
+if TYPE_CHECKING:
+    from meshbook.agent.mesh import AgentMesh
+
+HOLD_BYTES = 8 << 20
+"""With so much waiting for one worker, those who send to it are told to wait until all of it has been sent."""
+
+
+MailAnswer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]
+"""Where the answers to a worker's call go."""
+
+
+class AgentMail:
+    """Of one host. meshes: those that have workers here. controller: the road to its process. pool: the agent's own."""
+
+    def __init__(
+        self,
+        host: str,
+        meshes: Mapping[int, AgentMesh],
+        segment_refs: SegmentRefCounts,
+        controller: ForwardingRoute,
+        pool: SegmentPool,
+        peers: AgentPeers,
+        moves: Mapping[int, Moves],
+    ) -> None:
+        self._host, self._meshes, self._segment_refs, self._pool, self._moves = host, meshes, segment_refs, pool, moves
+        self.controller = self._make_away(controller)
+        """The calls that are the controller's to answer."""
+        self._peers = peers
+        peers.callee, peers.make_away = self, self._make_away
+        peers.resume, peers.give_up = self._resume, self._give_up
+        self._held: dict[AgentWorker, set[AgentWorker]] = {}
+        """Workers that read too slowly, with those who wait for it."""
+        self._held_by_road: dict[ForwardingRoute, dict[AgentWorker, wire.MailHold]] = {}
+        """Who waits for room on a road, and what they were told."""
+
+    def call(self, sender: AgentWorker, mesh_id: int, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Pass on what a worker of mesh ``mesh_id`` has called."""
+        call = msgspec.structs.replace(call, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
+        if call.mesh == 0:
+            self.controller.send(sender, call, payload, (0,))
+            self._hold_if_full(self.controller.router, sender, wire.MailHold(0, (0,), True))
+            return
+        if call.segment is not None:
+            self._segment_refs.lend((call.segment.pid, call.segment.segment))  # until it has been passed on
+        mesh = self._meshes.get(call.mesh)
+        if self._peers.must_wait(call.mesh, is_here=mesh is not None and mesh.is_all_here):
+            self._peers.wait(sender, call, payload)
+        else:
+            self._resume(sender, call, payload)
+
+    def _resume(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Pass a call on to its members, wherever they live."""
+        answer = functools.partial(self._answer, sender)
+        here = call
+        if parts := self._peers.parts(call.mesh, call.target):
+            elsewhere = {rank for part in parts for rank in part.ranks}
+            rest = group(rank for part in call.target for rank in part.ranks() if rank not in elsewhere)
+            here = msgspec.structs.replace(call, target=rest)
+        if here.target:
+            self._hold_if_slow(sender, call.mesh, self.deliver(here, payload, answer))
+        for part in parts:
+            away = self._peers.away(part.host)
+            if isinstance(away, ForwardedCalls):
+                away.send(sender, msgspec.structs.replace(call, target=part.target), payload, part.ranks)
+                self._hold_if_full(away.router, sender, wire.MailHold(call.mesh, part.ranks, True))
+            elif call.reply:
+                answer(lost_replies(call.id, [(rank, away) for rank in part.ranks], call.origin), ())
+        if call.segment is not None:
+            self._segment_refs.end((call.segment.pid, call.segment.segment))
+
+    def _give_up(self, sender: AgentWorker, call: wire.Call, death: wire.DeathCause) -> None:
+        """Answer for a call that was not passed on."""
+        if call.reply:
+            ranks = [rank for part in call.target for rank in part.ranks()]
+            self._answer(sender, lost_replies(call.id, [(rank, death) for rank in ranks], call.origin), ())
+        if call.segment is not None:
+            self._segment_refs.end((call.segment.pid, call.segment.segment))
+
+    def deliver(self, call: wire.Call, payload: Sequence[Buffer], answer: MailAnswer) -> Sequence[AgentWorker]:
+        """Pass on a call all of whose members live here, or lived; returns those that do."""
+        mesh = self._meshes.get(call.mesh)
+        if call.generation not in (AS_NOW, len(self._moves.get(call.mesh, ()))):
+            mesh, dead = None, _MOVING
+        else:
+            dead = _STOPPED
+        if mesh is not None:
+            members = mesh.call(call, payload, answer)
+        else:
+            members = ()
+            if call.segment is not None:
+                self._discard(call.segment)
+        if call.reply and len(members) < sum(part.total for part in call.target):
+            lost = [rank for part in call.target for rank in part.ranks() if mesh is None or rank not in mesh.workers]
+            deaths = [mesh.death(rank) if mesh is not None else dead for rank in lost]
+            answer(lost_replies(call.id, zip(lost, deaths, strict=True), call.origin), ())
+        return members
+
+    def cancel(self, sender: AgentWorker, mesh_id: int, cancel: wire.Cancel) -> None:
+        """Pass on that a worker wants the end of its call."""
+        cancel = msgspec.structs.replace(cancel, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
+        if cancel.mesh == 0:
+            self.controller.cancel(cancel)
+        elif (waiting := self._peers.take_waiting(cancel)) is not None:
+            _, call, _ = waiting
+            if call.segment is not None:
+                self._segment_refs.end((call.segment.pid, call.segment.segment))
+            ranks = {rank for part in call.target for rank in part.ranks()}
+            dropped = dropped_replies(call.id, ranks)
+            self._answer(sender, msgspec.structs.replace(dropped, origin=call.origin), ())
+        else:
+            self.cancel_here(cancel)
+            self._peers.cancel(cancel)
+
+    def cancel_here(self, cancel: wire.Cancel) -> None:
+        """The same for the members that live here."""
+        if (mesh := self._meshes.get(cancel.mesh)) is not None:
+            mesh.cancel(cancel)
+
+    def _make_away(self, router: ForwardingRoute) -> ForwardedCalls:
+        return ForwardedCalls(router, self._pool, self._answer, self._discard, self.explain)
+
+    def _answer(self, sender: AgentWorker, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
+        """Hand answers to the worker that has called."""
+        for reply in replies.replies:
+            if reply.segment is not None and sender.has_ended:
+                self._discard(reply.segment)
+            elif reply.segment is not None:
+                self._segment_refs.lend((reply.segment.pid, reply.segment.segment), [sender])
+        if not sender.has_ended:
+            sender.send_mail([wire.encode(replies), *frames])
+
+    def _discard(self, segment: wire.SegmentRef) -> None:
+        """Nobody wants this payload."""
+        self._segment_refs.lend((segment.pid, segment.segment))
+        self._segment_refs.end((segment.pid, segment.segment))
+
+    def explain(self, rank: int, error: MeshError) -> bytes:
+        """The payload of a reply that says why there is no other."""
+        return explained(rank, self._host, error)
+
+    # ---- back-pressure ------------------------------------------------------------------------------------------
+
+    def _hold_if_slow(self, sender: AgentWorker, mesh: int, members: Sequence[AgentWorker]) -> None:
+        for worker in members:
+            if worker.mail.unsent_bytes > HOLD_BYTES:
+                waiting = self._held.setdefault(worker, set())
+                if sender not in waiting:
+                    waiting.add(sender)
+                    sender.urgent.send([wire.encode(wire.MailHold(mesh, (worker.rank,), True))])
+                    worker.mail.on_sent = functools.partial(self._release, worker, mesh, worker.rank)
+
+    def _release(self, worker: AgentWorker, mesh: int, rank: int) -> None:
+        worker.mail.on_sent = lambda: None
+        for sender in self._held.pop(worker, ()):
+            if not sender.has_ended:
+                sender.urgent.send([wire.encode(wire.MailHold(mesh, (rank,), False))])
+
+    def _hold_if_full(self, router: ForwardingRoute, sender: AgentWorker, hold: wire.MailHold) -> None:
+        if router.is_full and sender not in (waiting := self._held_by_road.setdefault(router, {})):
+            waiting[sender] = hold
+            sender.urgent.send([wire.encode(hold)])
+
+    def settle(self) -> None:
+        """Once per turn of the agent's loop: let go on those for whom there is room again."""
+        for router in [router for router in self._held_by_road if not router.is_full]:
+            for sender, hold in self._held_by_road.pop(router).items():
+                if not sender.has_ended:
+                    sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
+
+
+_MOVING = wire.DeathCause("", "the ranks of its mesh are getting other numbers just now; call again", "")
+_STOPPED = wire.DeathCause("", "its mesh was stopped, or was never on this host", "")
+
+
+def lost_replies(call: int, lost: Iterable[tuple[int, wire.DeathCause]], origin: wire.Origin | None) -> wire.Replies:
+    """The answers in the name of ranks that have none."""
+    return wire.Replies(call, tuple(lost_reply(rank, death) for rank, death in lost), origin)
+
+
+def explained(rank: int, host: str, error: MeshError) -> bytes:
+    """The payload of a reply that says why there is no other."""
+    name, text = type(error).__name__, str(error)
+    return wire.encode(Failure(rank, host, name, text, (f"{name}: {text}",), "")[:6])

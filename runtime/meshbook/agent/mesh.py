@@ -1,0 +1,550 @@
+"""The workers of one mesh on one host, as its agent sees them.
+
+Calls fan out to the workers, answers are combined on the way back (`_OpenCall`), payloads in shared memory are counted
+until the last worker has let go of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from meshbook.agent.cancels import EarlyCancels, dropped_replies, wake_stopped
+from meshbook.agent.forwarded import lost_reply
+from meshbook.agent.journal import CallJournal
+from meshbook.agent.logs import read_on
+from meshbook.agent.mail import AgentMail, MailAnswer, explained
+from meshbook.agent.offline_quota import OfflineQuota
+from meshbook.agent.output import OutputPiece, ShownDisplay
+from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.store import StoreAccess, StoreHome, StoreRoad
+from meshbook.agent.worker import AgentWorker
+from meshbook.agent.worker_pool import WorkerPool
+from meshbook.errors import MeshError
+from meshbook.formatting import format_bytes
+from meshbook.lifecycle import WorkerEvent
+from meshbook.shape.generations import Moves
+from meshbook.system.event_loop import EventLoop
+from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, was_killed
+from meshbook.system.log_tail import log_tail
+from meshbook.system.processes import is_ending
+from meshbook.wire import messages as wire
+from meshbook.wire.bulk import Spans
+from meshbook.wire.frames import Buffer
+
+COMBINE_S = 0.002
+"""Answers of one host wait this long for each other; failures do not wait."""
+
+FLUSH_S = 0.05
+"""How long output may wait for more of it."""
+
+MESSAGE_CHARS = 1 << 20
+"""Of text in one message."""
+
+UNDER_WAY_BYTES = 512 << 20
+"""With so much on its way to the controller what ranks show is counted and left out."""
+
+LOG_TAIL_LINES = 5
+
+
+class Uplink(Protocol):
+    """The agent's road to the controller, and the host's shared memory."""
+
+    oom: OomWatch
+    moves: dict[int, Moves]
+    keeping: OfflineQuota
+    segment_refs: SegmentRefCounts
+    mail: AgentMail
+
+    @property
+    def unacked_bytes(self) -> int: ...
+    def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None: ...
+    def send_urgent(self, message: wire.FromHost) -> None: ...
+    def export(self, segment: wire.SegmentRef) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]: ...
+
+
+CallKey: TypeAlias = int | tuple[wire.Origin, int]
+"""The id of the controller's call, or whose call it is and its id."""
+
+
+class _OpenCall:
+    """A call whose answers are being collected on this host."""
+
+    __slots__ = ("answer", "frames", "is_mail", "names", "prints", "replies", "waiting")
+
+    def __init__(
+        self, waiting: set[int], prints: bool, *, is_mail: bool = False, answer: MailAnswer | None = None
+    ) -> None:
+        self.waiting, self.is_mail = waiting, is_mail
+        """The ranks, as they are called now."""
+        self.names: dict[int, int] | None = None
+        """What the caller calls them, where that is something else."""
+        self.answer = answer
+        """None: they go to the controller."""
+        self.replies: list[wire.RankReply] = []
+        self.frames: list[bytes] = []
+        self.prints = prints
+        """Its output has a listener: everything printed goes before the answer."""
+
+    def name_of(self, rank: int) -> int:
+        """What the caller calls a rank."""
+        return rank if self.names is None else self.names[rank]
+
+    def rename(self, now: Mapping[int, int]) -> None:
+        """Ranks get other numbers: those that wait stay known to the caller as they were."""
+        self.names = {now[rank]: self.name_of(rank) for rank in self.waiting}
+        self.waiting = set(self.names)
+
+
+class AgentMesh:
+    """All workers of a mesh on this host."""
+
+    def __init__(
+        self, id: int, name: str, host_rank: int, loop: EventLoop, uplink: Uplink, host: str, log_dir: Path
+    ) -> None:
+        self.id = id
+        self.memory = CallJournal(id, name)
+        self._loop, self._uplink = loop, uplink
+        self.worker_pool = WorkerPool(loop, self, uplink.send, self._tell_if_stopped, host, log_dir / f"{name}-{id}")
+        self._calls: dict[CallKey, _OpenCall] = {}
+        self._early_cancels = EarlyCancels()
+        self._flushing = self._combining = False
+        self._on_stopped: Callable[[], None] = lambda: None
+        self.store = self._make_store(host_rank)
+
+    @property
+    def oom(self) -> OomWatch:
+        return self._uplink.oom
+
+    @property
+    def workers(self) -> dict[int, AgentWorker]:
+        """By what messages call them: their rank, most often."""
+        return self.worker_pool.workers
+
+    @property
+    def is_all_here(self) -> bool:
+        """Whether no rank of the mesh lives on another host."""
+        arrangement = self.memory.arrangement
+        return arrangement is not None and arrangement.hosts == 1
+
+    # ---- controller to workers ----------------------------------------------------------------------------------
+
+    def call(
+        self, call: wire.Call, payload: Sequence[Buffer], answer: MailAnswer | None = None
+    ) -> Sequence[AgentWorker]:
+        """Pass a call on to its members here, and return them. answer: for a worker's call."""
+        found = members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
+        if call.reply and members:
+            members = self._expect_replies(call, members, answer)
+        if call.segment is not None:
+            self._lend((call.segment.pid, call.segment.segment), members)
+        frames = [wire.encode(call), *payload]
+        for worker in members:
+            if call.mailbox:
+                worker.send_mail(frames)
+            else:
+                worker.calls.send(frames)
+        return found
+
+    def _expect_replies(
+        self, call: wire.Call, members: list[AgentWorker], answer: MailAnswer | None
+    ) -> list[AgentWorker]:
+        """Note an open call; returns the members on which it was not cancelled before it came."""
+        ranks = {worker.rank for worker in members}
+        opened = _OpenCall(ranks, call.output != 0, is_mail=call.mailbox != 0, answer=answer)
+        self._calls[_key(call.origin, call.id)] = opened
+        if answer is not None:
+            return members
+        self.memory.on_call(call, ranks)
+        if dropped := self._early_cancels.take(call.id, ranks):
+            members = [worker for worker in members if worker.rank not in dropped]
+            self._answer_dropped(call.id, dropped)
+        return members
+
+    def refuse(self, call: wire.Call, error: MeshError) -> None:
+        """Answer a call that cannot be passed on, for its members here."""
+        if not call.reply:
+            return
+        ranks = [rank for rank in self.workers if wire.target_has(call.target, rank)]
+        replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
+        self._uplink.send(wire.Replies(call.id, replies), [self._explain(rank, error) for rank in ranks])
+
+    def _explain(self, rank: int, error: MeshError) -> bytes:
+        return explained(rank, self.worker_pool.host, error)
+
+    def query(self, query: wire.Query) -> None:
+        """Pass a query on to the control threads of its members here."""
+        members = [worker for worker in self.workers.values() if wire.target_has(query.target, worker.rank)]
+        self._calls[query.id] = _OpenCall({worker.rank for worker in members}, False)
+        for worker in members:
+            worker.urgent.send([wire.encode(query)])
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
+        call = self._calls.get(_key(cancel.origin, cancel.call))
+        if call is None:
+            if cancel.origin is None:  # else it came behind its call, which has ended
+                self._early_cancels.add(cancel)
+            return
+        members = [
+            worker
+            for worker in self.workers.values()
+            if worker.rank in call.waiting and wire.target_has(cancel.target, call.name_of(worker.rank))
+        ]
+        for worker in members:
+            if call.is_mail:
+                worker.send_mail([wire.encode(cancel)])  # behind the call
+            else:
+                worker.urgent.send([wire.encode(cancel)])
+        if cancel.insist:
+            wake_stopped(members)
+
+    def abort_groups(self, abort: wire.AbortGroups) -> None:
+        """Pass it on to its members here."""
+        for worker in self.workers.values():
+            if wire.target_has(abort.target, worker.rank):
+                worker.urgent.send([wire.encode(abort)])
+
+    def _answer_dropped(self, id: int, ranks: set[int]) -> None:
+        call = self._calls[id]
+        call.waiting -= ranks
+        replies = dropped_replies(id, ranks)
+        self.memory.on_replies(replies, [])
+        self._uplink.send(replies)
+        if not call.waiting:
+            del self._calls[id]
+            self.memory.on_ended(id)
+
+    def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
+        """Send an urgent message to one worker, if it lives here; whether it does."""
+        if (worker := self.workers.get(rank)) is None:
+            return False
+        worker.urgent.send([wire.encode(message)])
+        return True
+
+    @property
+    def unsent_mail_bytes(self) -> int:
+        """Mail that waits for workers to read it."""
+        return sum(worker.mail.unsent_bytes for worker in self.workers.values())
+
+    # ---- workers to controller ----------------------------------------------------------------------------------
+
+    def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None:
+        """A worker said something; what it printed before goes first."""
+        match message:
+            case wire.Reply():
+                self._on_reply(worker, message, payload)
+            case wire.RankDisplay(output, update, is_result, place):
+                worker.drain()  # all that was printed before
+                worker.output.show(
+                    place, ShownDisplay(wire.Display(self.id, worker.rank, output, update, is_result), payload)
+                )
+                self._send_output(worker)
+            case wire.RankPrompted(output, at):
+                self._send_output(worker, final=True)
+                self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
+            case wire.LateText(output, stream, text):
+                if worker.output.is_writing(output):
+                    worker.drain()  # its thread has printed there while its cell still ran
+                worker.output.add_late(OutputPiece(output, stream, text), time.monotonic())
+                self.on_output(worker)
+            case wire.RankStore(request, op):
+                if worker not in self.worker_pool.leaving:
+                    self.store.ask(worker.rank, request, op)
+            case wire.SegmentFree(pid, segment):
+                self._uplink.segment_refs.take_back(worker, (pid, segment))
+            case wire.Call():
+                self._uplink.mail.call(worker, self.id, message, payload)
+            case wire.Cancel():
+                self._uplink.mail.cancel(worker, self.id, message)
+            case wire.Begun(control_thread=thread, dump_fd=fd):
+                worker.control_thread, worker.dump_fd = thread, fd
+                worker.advance(WorkerEvent.BEGUN)
+                for mesh, moves in self._uplink.moves.items():
+                    worker.urgent.send([wire.encode(wire.Moved(mesh, moves))])
+                self.worker_pool.report_ready()
+
+    def _on_reply(self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]) -> None:
+        key = _key(reply.origin, reply.id)
+        call = self._calls.get(key)
+        if call is None or worker in self.worker_pool.leaving or worker.rank not in call.waiting:
+            if reply.segment is not None:
+                worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
+            return
+        if call.prints:
+            self._send_output(worker, final=True)
+            worker.output.renew()
+        if call.answer is None:
+            answer, payload = self._pass_on(worker, reply, payload)
+        else:
+            answer = wire.RankReply(
+                call.name_of(worker.rank), reply.status, len(payload), reply.duration_s, reply.segment, None,
+                reply.inline,
+            )  # fmt: skip
+        call.replies.append(answer)
+        call.frames += payload
+        call.waiting.discard(worker.rank)
+        if not call.waiting or answer.status != wire.OK:
+            self._flush_call(key)
+        elif not self._combining:
+            self._combining = True
+            self._loop.call_later(COMBINE_S, self._flush_partial)
+
+    def _pass_on(
+        self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]
+    ) -> tuple[wire.RankReply, list[bytes]]:
+        """The worker's answer as the controller gets it, and its frames."""
+        size = sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
+        if not self._uplink.keeping.result(size):
+            if reply.segment is not None:
+                self.to_worker(worker.rank, wire.SegmentFree(worker.pid, reply.segment.segment))
+            why = f"its value ({format_bytes(size)}) was not kept: results made while nobody listened were too large"
+            gone = wire.RankReply(
+                worker.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode(), groups=reply.groups
+            )
+            return gone, []
+        status, inline, segment, bulk = reply.status, reply.inline, None, None
+        try:
+            if reply.segment is not None:
+                segment, bulk = self._uplink.export(reply.segment)
+        except MeshError as error:
+            status, inline, payload = wire.RAISED, b"", [self._explain(worker.rank, error)]
+        if segment is not None:
+            worker.lent.add(segment.segment)
+        answer = wire.RankReply(
+            worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline, reply.waited_s, reply.groups
+        )
+        return answer, payload
+
+    def flush_replies(self) -> None:
+        """Send the answers that wait for others, now."""
+        for key in [key for key, call in self._calls.items() if call.replies]:
+            self._flush_call(key)
+
+    def _flush_partial(self) -> None:
+        """Send the answers that have waited for others; one timer serves all calls, and rests when there is none."""
+        self._combining = False
+        self.flush_replies()
+
+    def _flush_call(self, key: CallKey) -> None:
+        call = self._calls.get(key)
+        if call is None:
+            return
+        if not call.waiting:
+            del self._calls[key]
+        origin, id = (None, key) if isinstance(key, int) else key
+        if call.replies:
+            replies, frames = wire.Replies(id, tuple(call.replies), origin), call.frames
+            call.replies, call.frames = [], []
+            if call.answer is not None:
+                call.answer(replies, frames)
+            else:
+                self.memory.on_replies(replies, frames)
+                self._uplink.send(replies, frames)
+        if not call.waiting and origin is None:
+            self.memory.on_ended(id)
+
+    def on_exit(self, worker: AgentWorker, cause: str) -> None:
+        """A worker ended: settle its calls and segments, say why."""
+        worker.output.release()
+        self._send_output(worker, final=True)
+        told = self.worker_pool.left(worker)
+        worker.close()
+        if not told:
+            self.store.drop_client(worker.rank)
+        self._uplink.segment_refs.take_back_all(worker)
+        if not self.worker_pool.ending and not told:
+            tail = last_words(
+                log_tail(worker.output.log.path, CRASH_REPORT_LINES, worker.output.log.begin), LOG_TAIL_LINES
+            )
+            alone = was_killed(cause) and not any(is_ending(other.pid) for other in self.workers.values())
+            exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request, alone)
+            self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
+            self._uplink.send(exited)
+            self._forget_rank(worker.rank, wire.DeathCause(self.worker_pool.host, cause, tail, alone))
+        self._tell_if_stopped()
+
+    def _tell_if_stopped(self) -> None:
+        if self.worker_pool.ending and not self.workers and not self.worker_pool.leaving:
+            self._on_stopped()
+
+    def retire(self, retire: wire.Retire) -> None:
+        """Some workers are to leave; answers that are still due from them will not come."""
+        self.memory.on_retire(retire.ranks)
+        for worker in self.worker_pool.retire(retire):
+            worker.drain()
+            worker.output.release()
+            self._send_output(worker, final=True)
+            self.store.drop_client(worker.rank)
+            self._forget_rank(worker.rank, self.death(worker.rank))
+
+    def _forget_rank(self, rank: int, death: wire.DeathCause) -> None:
+        for key, call in tuple(self._calls.items()):
+            if call.answer is not None and rank in call.waiting:
+                call.replies.append(lost_reply(call.name_of(rank), death))
+            call.waiting.discard(rank)
+            if not call.waiting or (call.answer is not None and call.replies):
+                self._flush_call(key)
+
+    def death(self, rank: int) -> wire.DeathCause:
+        """Why a rank that has no worker here does not answer."""
+        if (exited := self.memory.exit_of(rank)) is not None:
+            return wire.DeathCause(self.worker_pool.host, exited.cause, exited.log_tail)
+        return wire.DeathCause(self.worker_pool.host, "it was told to leave, or its mesh was stopped", "")
+
+    def _give_up_mail(self, cause: str) -> None:
+        """Workers that wait for ranks here will not get an answer."""
+        death = wire.DeathCause(self.worker_pool.host, cause, "")
+        for key, call in tuple(self._calls.items()):
+            if call.answer is not None:
+                call.replies += [lost_reply(call.name_of(rank), death) for rank in sorted(call.waiting)]
+                call.waiting.clear()
+                self._flush_call(key)
+
+    def renumber(self, renumber: wire.Renumber) -> None:
+        """The workers have other ranks from now on; no call of the controller is open, groups will be formed anew."""
+        self._calls = {key: call for key, call in self._calls.items() if call.answer is not None}
+        now = {seat.known_as: seat.rank for seat in renumber.seats}
+        for rank in set().union(*(call.waiting for call in self._calls.values())) - now.keys():
+            self._forget_rank(rank, self.death(rank))
+        for call in self._calls.values():
+            call.rename(now)
+        self.memory.on_renumber(renumber)
+        self.worker_pool.renumber(renumber)
+        self.store = self._make_store(renumber.arrangement.host_rank)
+
+    def _make_store(self, host_rank: int) -> StoreAccess:
+        store = StoreRoad if host_rank else StoreHome
+        return store(self.id, self.to_worker, self._uplink.send_urgent)
+
+    # ---- output -------------------------------------------------------------------------------------------------
+
+    def on_output(self, worker: AgentWorker) -> None:
+        """Something was printed: send it soon, together with what follows."""
+        if not self._flushing and self._uplink.keeping.listening:
+            self._flushing = True
+            self._loop.call_later(FLUSH_S, self._flush_output)
+
+    def flush_output(self) -> None:
+        """Somebody listens again: send what was printed meanwhile."""
+        self._flush_output()
+
+    def _flush_output(self) -> None:
+        self._flushing = False
+        if not self._uplink.keeping.listening:
+            return  # it waits, and what is too much is counted and cut
+        for worker in self.workers.values():
+            self._send_output(worker)
+        if any(worker.output.waiting for worker in self.workers.values()):
+            self._flushing = True
+            self._loop.call_later(FLUSH_S, self._flush_output)
+
+    def _send_output(self, worker: AgentWorker, *, final: bool = False) -> None:
+        if final:
+            worker.drain()
+        parts, cuts = worker.output.take(time.monotonic(), final=final)
+        self._send_cuts(worker, cuts)
+        texts: list[OutputPiece] = []
+        for part in parts:
+            if isinstance(part, OutputPiece):
+                texts.append(part)
+            else:
+                self._send_texts(worker, texts)
+                texts = []
+                self._send_shown(worker, part)
+        self._send_texts(worker, texts)
+
+    def _send_texts(self, worker: AgentWorker, pieces: list[OutputPiece]) -> None:
+        if not pieces:
+            return
+        if self._uplink.keeping.output(sum(len(piece.text) for piece in pieces)):
+            for chunks in _in_messages([wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces)]):
+                self._uplink.send(wire.Outputs(self.id, chunks))
+        else:
+            for piece in pieces:
+                self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
+
+    def _send_shown(self, worker: AgentWorker, shown: ShownDisplay) -> None:
+        is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
+        if not is_much and self._uplink.keeping.output(size):
+            self._uplink.send(shown.message, shown.payload)
+        else:
+            self._send_cuts(worker, worker.output.cut(shown.message.output, size))
+
+    def _send_cuts(self, worker: AgentWorker, cuts: dict[int, int]) -> None:
+        for output, size in cuts.items():
+            self._uplink.send(wire.OutputCut(self.id, worker.rank, output, size))
+
+    def logs(self, asked: wire.ReadLogs) -> dict[int, str]:
+        """The last lines that each member here wrote; also of members that have ended."""
+        ranks = [rank for rank in self.worker_pool.logs if wire.target_has(asked.target, rank)]
+        self._drain(ranks)
+        return {rank: log_tail(self.worker_pool.logs[rank], asked.lines, containing=asked.containing) for rank in ranks}
+
+    def read_on(self, asked: wire.ReadOn) -> tuple[wire.LogPiece, ...]:
+        """What members here wrote since they were asked last."""
+        self._drain(rank for rank, _ in asked.offsets)
+        return read_on(self.worker_pool.logs, asked)
+
+    def _drain(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if (worker := self.workers.get(rank)) is not None:
+                worker.drain()
+                worker.output.log.settle()
+
+    # ---- shared memory ------------------------------------------------------------------------------------------
+
+    def _lend(self, key: tuple[int, int], members: Sequence[AgentWorker]) -> None:
+        self._uplink.segment_refs.lend(key, members)
+        if not members:
+            self._uplink.segment_refs.end(key)
+
+    # ---- stop ---------------------------------------------------------------------------------------------------
+
+    def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
+        """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
+        self.worker_pool.ending = True
+        self._on_stopped = on_stopped
+        self._give_up_mail("its mesh was stopped")
+        self._tell_if_stopped()
+        for worker in self.workers.values():
+            worker.calls.end_writing()
+        if self.workers or self.worker_pool.leaving:
+            self._loop.call_later(grace_s, self.worker_pool.kill_all)
+
+
+def _key(origin: wire.Origin | None, id: int) -> CallKey:
+    return id if origin is None else (origin, id)
+
+
+def _in_messages(chunks: Sequence[wire.OutputChunk]) -> Iterator[tuple[wire.OutputChunk, ...]]:
+    """Cut at `MESSAGE_CHARS` or soon after."""
+    taken: list[wire.OutputChunk] = []
+    size = 0
+    for chunk in chunks:
+        taken.append(chunk)
+        size += len(chunk.text)
+        if size >= MESSAGE_CHARS:
+            yield tuple(taken)
+            taken, size = [], 0
+    if taken:
+        yield tuple(taken)
+
+
+def _join(pieces: list[OutputPiece]) -> list[OutputPiece]:
+    """Join neighbours of one output and stream."""
+    joined: list[OutputPiece] = []
+    texts: list[str] = []
+    for piece in pieces:
+        if joined and joined[-1][:2] == piece[:2]:
+            texts.append(piece.text)
+            continue
+        if len(texts) > 1:
+            joined[-1] = joined[-1]._replace(text="".join(texts))
+        joined.append(piece)
+        texts = [piece.text]
+    if len(texts) > 1:
+        joined[-1] = joined[-1]._replace(text="".join(texts))
+    return joined

@@ -1,0 +1,175 @@
+"""An agent's port for the agents of other hosts: made when the first of them is to call our workers.
+
+To us each of them is a host that dials in, as agents are to the controller: the same socket, links, door and checks.
+Only hosts that the controller has named are let in, by their keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from meshbook.agent.segment_refs import LentSegment, SegmentRefCounts
+from meshbook.concurrency.own_faults import tell
+from meshbook.errors import MeshError, PeerProtocolError
+from meshbook.system.event_loop import EventLoop
+from meshbook.values.segments import SegmentPool, map_segment
+from meshbook.wire import messages as wire
+from meshbook.wire.batches import unbatch
+from meshbook.wire.frames import Buffer, only_frame
+from meshbook.wire.host_link import HostLink, Parked
+from meshbook.wire.transport import ControllerSocket
+
+TURN_MESSAGES = 256
+"""So much is taken in before others have their turn."""
+
+
+class Callee(Protocol):
+    """Who takes in what comes (`meshbook.agent.mail.AgentMail`)."""
+
+    def deliver(
+        self, call: wire.Call, payload: Sequence[Buffer], answer: Callable[[wire.Replies, Sequence[Buffer]], None]
+    ) -> object: ...
+    def cancel_here(self, cancel: wire.Cancel) -> None: ...
+    def explain(self, rank: int, error: MeshError) -> bytes: ...
+
+
+class PeerServer:
+    """Raises: OSError if the system has no sockets for it."""
+
+    def __init__(
+        self,
+        keys: tuple[str, str],
+        ip: str,
+        loop: EventLoop,
+        callee: Callee,
+        segment_refs: SegmentRefCounts,
+        pool: SegmentPool,
+    ) -> None:
+        self._callee, self._segment_refs, self._pool = callee, segment_refs, pool
+        self._sock = ControllerSocket(keys)
+        try:
+            self.endpoint = self._sock.bind(f"tcp://{ip}:*")
+        except OSError:
+            self._sock.close()
+            raise
+        for fd in self._sock.descriptors:
+            loop.watch(fd, lambda: None)
+        self._callers: dict[str, HostLink] = {}
+        self._ended: deque[LentSegment] = deque()
+
+    def admit(self, host_id: str, key: str, epoch: int) -> None:
+        """Let a host in, which starts to count anew."""
+        if (former := self._callers.get(host_id)) is not None:
+            former.lose("it has come anew")
+        host = self._callers[host_id] = HostLink(
+            host_id, epoch, self._sock, lambda message, frames: self._on_whole(host, message, frames)
+        )
+        self._sock.readmit(host_id, key)
+
+    def drop(self, host_id: str) -> None:
+        """A host is lost, or has sent what no host of ours sends: let it in no more."""
+        if (host := self._callers.pop(host_id, None)) is not None:
+            host.lose("it was dropped")
+            self._sock.revoke(host_id)
+
+    def serve(self, *, choked: bool) -> bool:
+        """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""
+        for host in self._callers.values():
+            host.flush()
+        self._sock.look()
+        busy = False
+        for host_id, lane, frames in () if choked else itertools.islice(self._sock.receive(), TURN_MESSAGES):
+            busy = True
+            if (caller := self._callers.get(host_id)) is None:
+                continue
+            try:
+                if (received := caller.receive(lane, frames)) is not None:
+                    for each in unbatch(received[0]):
+                        self._hear(caller, wire.decode_from_host(each), received[1])
+                caller.acknowledge(lane)
+            except (*wire.MALFORMED, PeerProtocolError):
+                self.drop(host_id)
+            except Exception as error:
+                tell(error, "a message of another host's agent")
+        while self._ended:
+            self._segment_refs.end(self._ended.popleft())
+        return busy
+
+    def beat(self) -> None:
+        """Once a second."""
+        for host in self._callers.values():
+            host.beat()
+        self._sock.watch_door()
+
+    def _hear(self, host: HostLink, message: wire.FromHost, frames: list[bytes]) -> None:
+        match message:
+            case wire.Call() | wire.Cancel():
+                if message.origin is None or (isinstance(message, wire.Call) and not message.mailbox):
+                    raise PeerProtocolError("a call that another agent may not make")
+                if not host.park(message, frames):
+                    self._on_whole(host, message, frames)
+            case wire.Bulk():
+                host.bulk_in.receive(message, only_frame(frames))
+            case wire.Heartbeat():
+                pass
+            case other:
+                raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
+
+    def _on_whole(self, host: HostLink, message: Parked, frames: list[bytes]) -> None:
+        """It has come with all of its payload."""
+        if isinstance(message, wire.Cancel):
+            self._callee.cancel_here(message)
+            return
+        assert isinstance(message, wire.Call)
+        call = message
+        if call.bulk is not None:
+            try:
+                segment = self._pool.write(host.bulk_in.take(*call.bulk))
+            except MeshError as error:
+                self._refuse(host, call, error)
+                return
+            call = msgspec.structs.replace(call, segment=segment, bulk=None)
+        self._callee.deliver(call, frames, functools.partial(self._answer, host))
+
+    def _refuse(self, host: HostLink, call: wire.Call, error: MeshError) -> None:
+        if call.reply:
+            ranks = [rank for part in call.target for rank in part.ranks()]
+            replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
+            host.send(
+                wire.Replies(call.id, replies, call.origin), [self._callee.explain(rank, error) for rank in ranks]
+            )
+
+    def _answer(self, host: HostLink, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
+        """Send answers back; their large payloads in pieces, which are not copied before."""
+        sent: list[wire.RankReply] = []
+        mine: list[Buffer] = []
+        at = 0
+        for reply in replies.replies:
+            part, at = list(frames[at : at + reply.frames]), at + reply.frames
+            if reply.segment is not None:
+                reply, part = self._cut(host, reply, reply.segment, part)
+            sent.append(reply)
+            mine += part
+        if not host.lost:
+            host.send(wire.Replies(replies.id, tuple(sent), replies.origin), mine)
+
+    def _cut(
+        self, host: HostLink, reply: wire.RankReply, segment: wire.SegmentRef, frames: list[Buffer]
+    ) -> tuple[wire.RankReply, list[Buffer]]:
+        key = (segment.pid, segment.segment)
+        self._segment_refs.lend(key)
+        if host.lost:
+            self._segment_refs.end(key)
+            return reply._replace(segment=None), frames
+        try:
+            buffers = map_segment(segment, lambda _: self._ended.append(key))
+        except MeshError as error:
+            failed = reply._replace(status=wire.RAISED, frames=1, segment=None, inline=b"")
+            return failed, [self._callee.explain(reply.rank, error)]
+        return reply._replace(segment=None, bulk=host.send_bulk([buffer.data for buffer in buffers])), frames

@@ -1,0 +1,249 @@
+"""The agents of other hosts, as an agent knows them: roads to those that its workers call, a port for those that call.
+
+Where ranks live the controller says (`meshbook.controller.peer_directory`); calls wait for that once, in their order.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from meshbook.agent.forwarded import ForwardedCalls
+from meshbook.agent.peer_client import PeerClient
+from meshbook.agent.peer_server import Callee, PeerServer
+from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.worker import AgentWorker
+from meshbook.shape.slices import group
+from meshbook.system.event_loop import EventLoop
+from meshbook.system.os_errors import explain
+from meshbook.system.processes import family_of, in_endpoint
+from meshbook.values.segments import SegmentPool
+from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer
+from meshbook.wire.ticket import Ticket
+from meshbook.wire.transport import AgentSocket, LaneName
+
+PATIENCE_S = 10.0
+"""Calls wait so long for the controller to say where their ranks live."""
+
+KEPT_PLANS = 256
+
+WaitingCall = tuple[AgentWorker, wire.Call, Sequence[Buffer]]
+
+
+class Part(NamedTuple):
+    """What of a target lies on one other host."""
+
+    ranks: tuple[int, ...]
+    target: wire.Target
+    host: str
+
+
+class AgentPeers:
+    """Of one agent. dial: opens the lanes to the port of a ticket. send: says something urgent to the controller."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        dial: Callable[[Ticket], dict[LaneName, AgentSocket]],
+        ticket: Ticket,
+        segment_refs: SegmentRefCounts,
+        pool: SegmentPool,
+        send: Callable[[wire.FromHost], None],
+    ) -> None:
+        self._loop, self._dial, self._ticket, self._segment_refs, self._pool = loop, dial, ticket, segment_refs, pool
+        self._send = send
+        self.make_away: Callable[[PeerClient], ForwardedCalls]
+        """The calls that go by a road."""
+        self.resume: Callable[[AgentWorker, wire.Call, Sequence[Buffer]], None]
+        """Takes up a call that had to wait."""
+        self.give_up: Callable[[AgentWorker, wire.Call, wire.DeathCause], None]
+        """Answers for a call that has waited in vain."""
+        self.callee: Callee
+        self.is_there: Callable[[], bool] = lambda: False
+        """Whether there is a controller, silent or not."""
+        self._routers: dict[str, tuple[PeerClient, ForwardedCalls]] = {}
+        self._lost: dict[str, wire.DeathCause] = {}
+        """Hosts to which there is no road (any more)."""
+        self._where: dict[int, tuple[wire.Peer, ...]] = {}
+        self._plans: dict[tuple[int, wire.Target], tuple[Part, ...]] = {}
+        self._waiting: dict[int, deque[WaitingCall]] = {}
+        """Calls to meshes of which it is not known where they live."""
+        self._port: PeerServer | None = None
+
+    # ---- calls of our workers -----------------------------------------------------------------------------------
+
+    def must_wait(self, mesh: int, *, is_here: bool) -> bool:
+        """Whether a call has to wait until it is known where the ranks of ``mesh`` live. is_here: all of them."""
+        return mesh in self._waiting or not (is_here or mesh in self._where)
+
+    def wait(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Keep a call until that is known."""
+        queue = self._waiting.get(call.mesh)
+        if queue is None:
+            queue = self._waiting[call.mesh] = deque()
+            self._send(wire.AskPeers(call.mesh, tuple(self._routers)))
+            self._loop.call_later(PATIENCE_S, lambda: self._lose_patience(call.mesh, queue))
+        queue.append((sender, call, payload))
+
+    def take_waiting(self, cancel: wire.Cancel) -> WaitingCall | None:
+        """Take a call that is cancelled out of those that wait."""
+        for waiting in self._waiting.get(cancel.mesh, ()):
+            if (waiting[1].origin, waiting[1].id) == (cancel.origin, cancel.call):
+                self._waiting[cancel.mesh].remove(waiting)
+                return waiting
+        return None
+
+    def parts(self, mesh: int, target: wire.Target) -> tuple[Part, ...]:
+        """What of ``target`` lies on other hosts."""
+        found = self._plans.get((mesh, target))
+        if found is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.clear()
+            found = self._plans[mesh, target] = tuple(self._find_parts(mesh, target))
+        return found
+
+    def _find_parts(self, mesh: int, target: wire.Target) -> list[Part]:
+        ranks = [rank for part in target for rank in part.ranks()]
+        parts = []
+        for peer in self._where.get(mesh, ()):
+            if mine := tuple(rank for rank in ranks if wire.target_has(peer.target, rank)):
+                parts.append(Part(mine, group(mine), peer.host))
+        return parts
+
+    def away(self, host: str) -> ForwardedCalls | wire.DeathCause:
+        """The calls that go to a host, or why none can."""
+        return self._routers[host][1] if host in self._routers else self._lost[host]
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on to wherever its call may have gone."""
+        for _, away in self._routers.values():
+            away.cancel(cancel)
+
+    def _lose_patience(self, mesh: int, queue: deque[WaitingCall]) -> None:
+        if self._waiting.get(mesh) is not queue:
+            return
+        if self.is_there():  # it is stopped, or waits itself, for a host that is suspect
+            self._loop.call_later(PATIENCE_S, lambda: self._lose_patience(mesh, queue))
+        else:
+            del self._waiting[mesh]
+            death = wire.DeathCause("", f"nobody has said within {PATIENCE_S:g} s where it lives", "")
+            for sender, call, _ in queue:
+                self.give_up(sender, call, death)
+
+    # ---- what the controller says -------------------------------------------------------------------------------
+
+    def on_peers(self, message: wire.Peers) -> None:
+        """The ranks of a mesh live there."""
+        self._plans.clear()
+        if message.peers:
+            self._where[message.mesh] = message.peers
+        else:
+            self._where.pop(message.mesh, None)
+        for peer in message.peers:
+            self._meet(peer)
+        waiting = self._waiting.pop(message.mesh, deque())
+        for sender, call, payload in waiting:
+            self.resume(sender, call, payload)
+
+    def _meet(self, peer: wire.Peer) -> None:
+        if peer.meeting.problem:
+            self._lose(peer.host, peer.meeting.problem, peer.name)
+        elif peer.host not in self._routers and peer.meeting.epoch:
+            ticket = msgspec.structs.replace(
+                self._ticket, endpoint=peer.meeting.endpoint, controller_key=peer.key, epoch=peer.meeting.epoch
+            )
+            try:
+                lanes = self._dial(ticket)
+            except OSError as error:
+                self._lose(peer.host, f"this host's agent cannot connect to it: {error}", peer.name)
+                return
+            router = PeerClient(lanes, self._loop, self._segment_refs, peer.pid)
+            away = self.make_away(router)
+            router.on_replies, router.on_whole = away.on_replies, away.serve_parked
+            self._routers[peer.host] = (router, away)
+            self._lost.pop(peer.host, None)
+        elif peer.host not in self._routers:
+            self._lost[peer.host] = wire.DeathCause(peer.name, "the way to its host was lost; call again", "")
+
+    def on_open(self, message: wire.OpenPeerPort) -> None:
+        """Another host's workers are to call ours: let its agent in, and say where."""
+        try:
+            if self._port is None:
+                keys = (self._ticket.public_key, self._ticket.secret_key)
+                self._port = PeerServer(
+                    keys, self._ip(message.ip), self._loop, self.callee, self._segment_refs, self._pool
+                )
+            self._port.admit(message.host, message.key, message.epoch)
+        except OSError as error:
+            self._send(wire.PeerAddress(message.host, "", f"its agent cannot listen: {explain(error)}"))
+            return
+        self._send(wire.PeerAddress(message.host, self._port.endpoint))
+
+    def _ip(self, proposed: str) -> str:
+        """The address by which the controller's network reaches us."""
+        endpoint = self._ticket.endpoint
+        if not endpoint.startswith("tcp://"):
+            return proposed
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing: it only chooses the interface
+            own = str(probe.getsockname()[0])
+        return in_endpoint(own)
+
+    def on_lost(self, message: wire.PeerLost) -> None:
+        """A host is lost."""
+        if self._port is not None:
+            self._port.drop(message.host)
+        if message.host in self._routers:
+            self._lose(message.host, f"its host is lost: {message.reason}")
+
+    def on_succession(self) -> None:
+        """A new controller has come: it does not know yet whom to tell of what."""
+        for mesh in {*self._where, *self._waiting}:
+            self._send(wire.AskPeers(mesh, tuple(self._routers)))
+
+    def _lose(self, host: str, why: str, name: str = "") -> None:
+        name = name or next((peer.name for peers in self._where.values() for peer in peers if peer.host == host), host)
+        death = self._lost[host] = wire.DeathCause(name, why, "")
+        if host in self._routers:
+            router, away = self._routers.pop(host)
+            router.close()
+            away.lose(death)
+
+    # ---- the agent's loop ---------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether there is any to serve."""
+        return bool(self._routers) or self._port is not None
+
+    def serve(self, *, choked: bool) -> bool:
+        """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""
+        busy = self._port is not None and self._port.serve(choked=choked)
+        for host, (router, _) in tuple(self._routers.items()):
+            busy = router.serve() or busy
+            if router.lost:
+                self._lose(host, f"its host is lost: {router.lost}")
+                self._forget(host)
+        if choked:
+            self._loop.call_later(0.01, lambda: None)
+        return busy
+
+    def _forget(self, host: str) -> None:
+        """Ask anew where its ranks live: the way to it may be another one."""
+        for mesh, peers in tuple(self._where.items()):
+            if any(peer.host == host for peer in peers):
+                self._send(wire.AskPeers(mesh, tuple(self._routers), (host,)))
+
+    def beat(self) -> None:
+        """Once a second."""
+        for router, _ in self._routers.values():
+            router.beat()
+        if self._port is not None:
+            self._port.beat()

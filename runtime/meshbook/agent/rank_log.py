@@ -1,0 +1,222 @@
+"""The log file of a rank, written by a thread of the agent: a disk that hangs, as network disks do, holds up no agent.
+
+    the agent's loop ── write ──> queue, at most `QUEUE_BYTES` of each log ──> the thread, one for all logs ──> file
+
+A rank that prints faster than its disk writes waits for the disk: its pipes are not read meanwhile. After `PATIENCE_S`
+the disk counts as hanging and the rank goes on; what is not written then is counted, and the log says what it lacks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from meshbook.formatting import format_bytes
+from meshbook.system.os_errors import explain
+
+LOG_QUOTA_BYTES = 1 << 30
+RETRY_S = 2.0
+"""How often a log that could not be written is tried again."""
+QUEUE_BYTES = 4 << 20
+PATIENCE_S = 5.0
+"""So long a rank waits for its disk."""
+REST_S = 0.01
+SETTLE_S = 0.5
+"""So long a disk is waited for where somebody is to read what was written; it takes far less."""
+
+SLOW = "its disk does not keep up"
+
+_Jobs = queue.SimpleQueue["Callable[[], None] | None"]
+
+
+class _Writer:
+    """The thread, which lives while there are logs. Between jobs it rests, so that much is written at once.
+
+    Else it and the loop would hand the interpreter to each other at every line: that costs ten times the work.
+    """
+
+    def __init__(self) -> None:
+        self.hurry = threading.Event()
+        """Somebody waits for what is written."""
+        self.hangs = False
+        """Somebody has waited in vain, and nothing was written since: nobody waits for any log meanwhile."""
+        self._lock = threading.Lock()
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._logs = 0
+
+    def add_log(self) -> None:
+        with self._lock:
+            self._logs += 1
+            if self._logs == 1:
+                self._jobs = queue.SimpleQueue()
+                work = (self._jobs, self.hurry)
+                threading.Thread(target=_work, args=work, name="meshbook.logs", daemon=True).start()
+
+    def remove_log(self) -> None:
+        with self._lock:
+            self._logs -= 1
+            if not self._logs:
+                self._jobs.put(None)
+                self.hurry.set()
+
+    def do(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+
+def _work(jobs: _Jobs, hurry: threading.Event) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the agent's loop
+    while (job := jobs.get()) is not None:
+        job()
+        if jobs.empty():
+            hurry.wait(REST_S)
+            hurry.clear()
+
+
+_writer = _Writer()
+
+
+def settle_logs(timeout_s: float) -> None:
+    """Wait until all that was written by now is in the logs."""
+    done = threading.Event()
+    _writer.do(done.set)
+    _writer.hurry.set()
+    done.wait(timeout_s)
+
+
+class RankLog:
+    """Everything a rank wrote, up to the quota; a full disk loses the log, not the rank.
+
+    What cannot be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it lacks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError if there can be none."""
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.begin = os.fstat(self._fd).st_size
+        """Where this process's part begins; what stands before is of one that had the rank earlier."""
+        self._lock = threading.Lock()
+        self._queued_bytes = self._skipped_bytes = 0
+        self._queued: list[tuple[int, bytes]] = []
+        """What the thread has not begun with; each piece with how many bytes are missing before it."""
+        self._empty = threading.Event()
+        self._empty.set()
+        self._full_since = math.inf
+        self._note = ""
+        self._told = False
+        self._written = self._missing = 0  # from here on the thread's
+        self._why = ""
+        self._retry_at = 0.0
+        _writer.add_log()
+
+    def write(self, data: bytes, now: float) -> None:
+        """Append ``data``, soon."""
+        if self._queued_bytes + len(data) > QUEUE_BYTES:
+            self.settle()
+        with self._lock:
+            if self._queued_bytes + len(data) > QUEUE_BYTES:
+                self._skipped_bytes += len(data)
+                self._tell(SLOW)
+                return
+            self._queued_bytes += len(data)
+            skipped_bytes, self._skipped_bytes = self._skipped_bytes, 0
+            self._queued.append((skipped_bytes, data))
+            if len(self._queued) > 1:
+                return
+            self._empty.clear()
+        _writer.do(lambda: self._write_queued(now))
+
+    def is_full(self, now: float) -> bool:
+        """Whether the rank should wait for its disk before more of its output is read."""
+        if self._queued_bytes < QUEUE_BYTES // 2:
+            self._full_since = math.inf
+            return False
+        self._full_since = min(self._full_since, now)
+        return now - self._full_since < PATIENCE_S
+
+    def take_note(self) -> str:
+        """What the person should know, once: that the log has become incomplete, and why."""
+        note, self._note = self._note, ""
+        return note
+
+    @property
+    def has_note(self) -> bool:
+        return bool(self._note)
+
+    @property
+    def behind(self) -> bool:
+        """Whether some of what was written has not come to the file."""
+        return not self._empty.is_set()
+
+    def settle(self) -> None:
+        """Wait a moment until all that was written by now is in the file; not again until the disk has caught up."""
+        if _writer.hangs or self._empty.is_set():
+            return
+        _writer.hurry.set()
+        _writer.hangs = not self._empty.wait(SETTLE_S)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        _writer.do(self._end)
+        _writer.remove_log()
+
+    # ---- the thread -----------------------------------------------------------------------------------------------
+
+    def _write_queued(self, now: float) -> None:
+        with self._lock:
+            queued, self._queued = self._queued, []
+        parts: list[bytes] = []
+        for skipped_bytes, data in queued:
+            if skipped_bytes:
+                self._append(b"".join(parts), now)
+                parts.clear()
+                self._missing += skipped_bytes
+                self._why = self._why or SLOW
+            parts.append(data)
+        self._append(b"".join(parts), now)
+        with self._lock:
+            self._queued_bytes -= sum(len(data) for _, data in queued)
+            if not self._queued_bytes:
+                self._empty.set()
+        _writer.hangs = False
+
+    def _append(self, data: bytes, now: float) -> None:
+        if self._why and now < self._retry_at:
+            self._missing += len(data)
+            return
+        if self._written > LOG_QUOTA_BYTES:
+            self._lose(data, f"it holds {format_bytes(LOG_QUOTA_BYTES)}, which is its quota", math.inf)
+            return
+        try:
+            if self._missing:
+                gap = f"\n[meshbook: {self._missing:,} bytes are missing here: {self._why}]\n"
+                data = gap.encode() + data
+                self._missing, self._why = 0, ""
+            while data:
+                count = os.write(self._fd, data)
+                self._written += count
+                data = data[count:]
+        except OSError as error:
+            self._lose(data, explain(error), now + RETRY_S)
+
+    def _lose(self, data: bytes, why: str, retry_at: float) -> None:
+        self._missing += len(data)
+        self._why, self._retry_at = why, retry_at
+        with self._lock:
+            self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            self._note = f"its log is incomplete from here on: {why}\n"
+
+    def _end(self) -> None:
+        if self._skipped_bytes:
+            self._queued.append((self._skipped_bytes, b""))
+            self._write_queued(0.0)
+        os.close(self._fd)

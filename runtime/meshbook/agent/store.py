@@ -1,0 +1,139 @@
+"""The store of a mesh's process groups, on the agents: host 0 keeps it, the other hosts know the road to it.
+
+    worker of host 0 ──> agent 0: StoreHome ── answers at once, also while there is no controller
+    other worker     ──> its agent: StoreRoad ──> controller ──> agent 0 ──> controller ──> StoreRoad ──> worker
+
+A new controller hears all questions without an answer once more, so the home answers a question that it has answered
+already with the same words: a counter never counts twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+from meshbook.wire import messages as wire
+from meshbook.wire.kv_store import DueAnswer, KeyValueStore, StoreOp, StoreResult
+
+REMEMBERED_ANSWERS = 64
+"""Of each rank on another host; far more than a rank has threads that ask at once."""
+
+Deliver = Callable[[int, wire.RankStored], bool]
+"""``deliver(rank, answer)``: give it to that rank if it is a worker of this host; whether it is."""
+
+SendUrgent = Callable[[wire.FromHost], None]
+
+
+class StoreAccess(Protocol):
+    """What the agent of any host of the mesh can do for the store."""
+
+    def ask(self, rank: int, request: int, op: StoreOp) -> None:
+        """A worker of this host asks."""
+
+    def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
+        """A worker of another host asks, by way of the controller."""
+
+    def answer(self, rank: int, request: int, result: StoreResult) -> None:
+        """The home has answered a worker of this host."""
+
+    def drop_client(self, rank: int) -> None:
+        """A rank has ended: forget what it waits for."""
+
+    def drop_keys(self, prefix: str) -> None:
+        """Delete the keys under ``prefix``; whoever waits for one of them is told."""
+
+    def lose(self, reason: str) -> None:
+        """The host of the store is lost."""
+
+    def resend(self) -> None:
+        """A new controller is there, which knows nothing of open questions."""
+
+
+class StoreHome:
+    """On host 0: the store itself."""
+
+    def __init__(self, mesh: int, deliver: Deliver, send_urgent: SendUrgent) -> None:
+        self._mesh, self._deliver, self._send_urgent = mesh, deliver, send_urgent
+        self._store: KeyValueStore[int] = KeyValueStore()
+        self._open: set[tuple[int, int]] = set()
+        """(rank, request) of questions from afar that wait."""
+        self._answered: dict[int, OrderedDict[int, StoreResult]] = {}
+        """The last answers to each rank of another host, by request."""
+
+    def ask(self, rank: int, request: int, op: StoreOp) -> None:
+        self._send(self._store.request(rank, request, op))
+
+    def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
+        known = self._answered.setdefault(rank, OrderedDict()).get(request)
+        if known is not None:
+            self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, known))
+        elif (rank, request) not in self._open:
+            self._open.add((rank, request))
+            self._send(self._store.request(rank, request, op))
+
+    def answer(self, rank: int, request: int, result: StoreResult) -> None:
+        pass  # answers come from here
+
+    def drop_client(self, rank: int) -> None:
+        self._store.drop_client(rank)
+        self._answered.pop(rank, None)
+        self._open = {question for question in self._open if question[0] != rank}
+
+    def drop_keys(self, prefix: str) -> None:
+        self._send(self._store.drop_prefix(prefix))
+
+    def lose(self, reason: str) -> None:
+        pass  # we are the host of the store
+
+    def resend(self) -> None:
+        pass  # those who did not get their answer ask again
+
+    def _send(self, answers: list[DueAnswer[int]]) -> None:
+        for rank, request, result in answers:
+            if self._deliver(rank, wire.RankStored(request, result)):
+                continue
+            self._open.discard((rank, request))
+            if (answered := self._answered.get(rank)) is not None:
+                answered[request] = result
+                if len(answered) > REMEMBERED_ANSWERS:
+                    answered.popitem(last=False)
+            self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, result))
+
+
+class StoreRoad:
+    """On the other hosts: questions on their way to the store."""
+
+    def __init__(self, mesh: int, deliver: Deliver, send_urgent: SendUrgent) -> None:
+        self._mesh, self._deliver, self._send_urgent = mesh, deliver, send_urgent
+        self._open: dict[tuple[int, int], StoreOp] = {}
+        self._lost = ""
+
+    def ask(self, rank: int, request: int, op: StoreOp) -> None:
+        if self._lost:
+            self._deliver(rank, wire.RankStored(request, StoreResult(error=self._lost)))
+            return
+        self._open[rank, request] = op
+        self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))
+
+    def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
+        pass  # the controller sends questions to host 0 only
+
+    def answer(self, rank: int, request: int, result: StoreResult) -> None:
+        if self._open.pop((rank, request), None) is not None:
+            self._deliver(rank, wire.RankStored(request, result))
+
+    def drop_client(self, rank: int) -> None:
+        self._open = {question: op for question, op in self._open.items() if question[0] != rank}
+
+    def drop_keys(self, prefix: str) -> None:
+        pass  # there are none here
+
+    def lose(self, reason: str) -> None:
+        self._lost = f"the store of the process groups is gone: {reason}"
+        for rank, request in list(self._open):
+            self.answer(rank, request, StoreResult(error=self._lost))
+
+    def resend(self) -> None:
+        for (rank, request), op in self._open.items():
+            self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))

@@ -1,0 +1,253 @@
+"""The host agent's side of a template process: start it, ask it for workers, notice its end."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from meshbook.system.event_loop import EventLoop
+from meshbook.system.exits import last_words
+from meshbook.system.os_errors import explain
+from meshbook.system.processes import describe_exit, kill_session
+from meshbook.wire import messages as wire
+from meshbook.wire import template_messages as protocol
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # read at import: any other value starts threads that do not survive a fork
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch.cuda.is_available() calls cuInit and poisons every fork
+    "TORCH_GLOO_LAZY_INIT": "1",
+}
+
+REAP_S = 0.5
+"""So long the agent waits for a template that was killed; in uninterruptible sleep it does not end."""
+
+_KEPT_LINES = 200
+_LAST_LINES = 5
+
+
+class _ForkRequest(NamedTuple):
+    descriptors: Sequence[Sequence[int]]
+    on_forked: Callable[[list[int]], None]
+    on_failed: Callable[[str], None]
+    pids: list[int]
+
+
+class TemplateOutput:
+    """What a template and its forks write: passed on to our own log, and the last of it kept."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._fd, self.theirs = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._fd, False)
+        self._kept = b""
+        self._watch = loop.watch(self._fd, self._read)
+
+    def last_words(self) -> str:
+        """The end of it, indented, below a colon; empty when nothing was said."""
+        self._read()
+        words = last_words(self._kept.decode(errors="backslashreplace"), _LAST_LINES)
+        return "; its last words:\n" + "\n".join(f"  {line}" for line in words.splitlines()) if words else ""
+
+    def close(self) -> None:
+        if self._watch.active:
+            self._loop.forget(self._watch)
+            os.close(self._fd)
+
+    def _read(self) -> None:
+        while self._watch.active:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.close()
+                return
+            self._kept = b"".join((self._kept + data).splitlines(keepends=True)[-_KEPT_LINES:])
+            with contextlib.suppress(OSError):  # a full disk under the log
+                os.write(2, data)
+
+
+class TemplateProcess:
+    """A template process. Fork requests wait until it is ready; they fail when it ends."""
+
+    def __init__(self, loop: EventLoop, sock: socket.socket, voice: TemplateOutput) -> None:
+        self.problem = ""
+        """Why this template must not be forked; then its modules are imported by each worker instead."""
+        self.failure = ""
+        """Why it is unusable: it ended, or an import failed."""
+        self.pid = 0
+        """Of a child of ours; 0 until it is known, and once it was reaped."""
+        self._loop = loop
+        self._sock = sock
+        self._voice = voice
+        self._watch = loop.watch(sock.fileno(), self._on_readable)
+        self._ready = False
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._forks: deque[_ForkRequest] = deque()
+
+    @classmethod
+    def start(cls, loop: EventLoop) -> TemplateProcess:
+        """Start one with the standard modules, in an interpreter of its own.
+
+        Raises: OSError if the system has no process or no descriptors for it.
+        """
+        ours, theirs = _socket_pair()
+        voice = None
+        try:
+            voice = TemplateOutput(loop)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "meshbook.worker.template", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=voice.theirs,
+                stderr=voice.theirs,
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        except OSError:
+            ours.close()
+            if voice is not None:
+                voice.close()
+            raise
+        finally:
+            theirs.close()
+            if voice is not None:
+                os.close(voice.theirs)
+        template = cls(loop, ours, voice)
+        template.pid = process.pid
+        process.returncode = 0  # it is reaped by us, like the others
+        return template
+
+    def fork_template(self, preload: tuple[str, ...], sys_path: tuple[bytes, ...]) -> TemplateProcess:
+        """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready.
+
+        Raises: OSError if the system has no descriptors for it.
+        """
+        ours, theirs = _socket_pair()
+        forked = TemplateProcess(self._loop, ours, self._voice)
+
+        def ask() -> None:
+            with theirs:
+                forked.failure = self.failure
+                try:
+                    self._sock.send(wire.encode(protocol.ForkTemplate(os.getpid(), preload, sys_path)))
+                    self._send_descriptors([theirs.fileno()])
+                except OSError as error:
+                    forked.failure = forked.failure or f"the template could not be forked: {explain(error)}"
+
+        self.when_ready(ask)
+        return forked
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the template is ready or has failed: look at `problem` and `failure`."""
+        if self._ready or self.failure:
+            callback()
+        else:
+            self._waiting.append(callback)
+
+    def fork_workers(
+        self,
+        descriptors: Sequence[Sequence[int]],
+        on_forked: Callable[[list[int]], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        """Fork one worker per entry, each with its call, urgent and mail sockets, stdout and stderr.
+
+        The descriptors are the caller's to close, once either callback has run. Call when ready only.
+        """
+        if self.failure:
+            on_failed(self.failure)
+            return
+        self._forks.append(_ForkRequest(descriptors, on_forked, on_failed, []))
+        try:
+            self._sock.send(wire.encode(protocol.ForkWorkers(os.getpid(), len(descriptors))))
+            for each in descriptors:
+                self._send_descriptors(each)
+        except OSError as error:
+            self._on_end(error)
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        self._loop.forget(self._watch)
+        self._sock.close()
+        self._reap()
+        self._voice.close()
+
+    def _send_descriptors(self, descriptors: Sequence[int]) -> None:
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        self._sock.sendmsg([b"fds"], [rights])
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._sock.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._on_end()
+            return
+        answer = protocol.decode_answer(data)
+        if isinstance(answer, protocol.TemplateForked):
+            self.pid = answer.pid
+        elif isinstance(answer, protocol.TemplateReady):
+            self.problem, self.failure = answer.problem, answer.failure
+            self._ready = True
+            self._serve_waiting()
+        elif isinstance(answer, protocol.ForkFailed):
+            self._fail(self._forks.popleft(), answer.reason)
+        else:
+            fork = self._forks[0]
+            fork.pids.append(answer.pid)
+            if len(fork.pids) == len(fork.descriptors):
+                self._forks.popleft()
+                fork.on_forked(fork.pids)
+
+    def _on_end(self, error: OSError | None = None) -> None:
+        """It ended, or we cannot speak to it (``error``), which comes to the same."""
+        if not self._watch.active:
+            return
+        self._loop.forget(self._watch)
+        self._sock.close()
+        how = self._reap()
+        if not self.failure:
+            why = how if error is None else f"it does not take requests: {explain(error)}"
+            self.failure = f"the template process ended{f' ({why})' if why else ''}{self._voice.last_words()}"
+        self._serve_waiting()
+        while self._forks:
+            self._fail(self._forks.popleft(), self.failure)
+
+    def _reap(self) -> str:
+        """End the process for certain; how it ended, in words, where that is known."""
+        pid, self.pid = self.pid, 0
+        if not pid:
+            return ""
+        os.kill(pid, signal.SIGKILL)  # no news to one that has ended, and still ours, since nobody else reaps it
+        deadline = time.monotonic() + REAP_S
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline:
+                return "it was killed, but waits for a disk"  # `reap_strangers` takes it when it has ended
+            time.sleep(0.001)
+        return describe_exit(os.waitstatus_to_exitcode(ended[1]))
+
+    def _fail(self, fork: _ForkRequest, reason: str) -> None:
+        """Give up a request; the workers that it has forked already are ended."""
+        for pid in fork.pids:
+            kill_session(pid)
+        fork.on_failed(reason)
+
+    def _serve_waiting(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,314 @@
+"""The host agent's side of one worker: its sockets, its pipes, its pidfd."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from meshbook.agent.output import RankOutput
+from meshbook.agent.rank_log import RankLog
+from meshbook.concurrency.own_faults import tell
+from meshbook.errors import PeerProtocolError
+from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
+from meshbook.system.event_loop import EventLoop, Watch
+from meshbook.system.exits import OomWatch, describe_end, reap
+from meshbook.system.process_ends import open_end
+from meshbook.system.processes import kill_session
+from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer, FrameReader, pack
+
+PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
+FULL_LOG_S = 0.02
+"""So often it is looked whether the disk has caught up with a rank."""
+_MAIL_BYTES = 1 << 15
+"""A worker can send mail faster than we pass it on: others have their turn after so much."""
+
+
+class WorkerLane:
+    """A non-blocking message socket to a worker; what does not fit now is sent when it does."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        on_message: Callable[[list[bytes]], None],
+        on_nonsense: Callable[[Exception], None],
+        *,
+        read_bytes: int = _READ_BYTES,
+    ) -> None:
+        """read_bytes: how much is taken in at a time, before others have their turn."""
+        sock.setblocking(False)
+        self._read_bytes = read_bytes
+        self.on_sent: Callable[[], None] = lambda: None
+        """Called when what had to wait for the worker has been sent, or never will be."""
+        self._loop = loop
+        self._sock = sock
+        self._reader = FrameReader()
+        self._on_message, self._on_nonsense = on_message, on_nonsense
+        self._unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        self._watch: Watch | None = loop.watch(sock.fileno(), self._on_readable, self._on_writable)
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Send a message, now or as soon as the worker reads."""
+        data = memoryview(pack(frames))
+        if not self._unsent:
+            data = data[self._write(data) :]
+        if data and self._watch is not None:
+            self._unsent.append(data)
+            self.unsent_bytes += len(data)
+            self._loop.want_writable(self._watch, True)
+
+    def end_writing(self) -> None:
+        """Tell the worker that nothing more comes."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._loop.forget(self._watch)
+            self._watch = None
+            self._sock.close()
+            self.unsent_bytes = 0
+            self.on_sent()
+
+    def read_all(self) -> None:
+        """Deliver every message that is there."""
+        while self._on_readable():
+            pass
+
+    def _on_readable(self) -> bool:
+        """Take in what has come, as far as it is one turn's; whether there may be more."""
+        if self._watch is None:
+            return False
+        try:
+            data = self._sock.recv(self._read_bytes)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return False
+        try:
+            for frames in self._reader.feed(data):
+                self._hand_over(frames)
+        except (*wire.MALFORMED, PeerProtocolError) as error:
+            self.close()  # nothing sensible can follow
+            self._on_nonsense(error)
+            return False
+        return len(data) == self._read_bytes
+
+    def _hand_over(self, frames: list[bytes]) -> None:
+        try:
+            self._on_message(frames)
+        except (*wire.MALFORMED, PeerProtocolError):
+            raise
+        except Exception as error:
+            tell(error, "a message of a worker")  # it costs this message, not the worker
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)  # the worker is gone; its pidfd tells the story
+
+    def _on_writable(self) -> None:
+        while self._unsent:
+            sent = self._write(self._unsent[0])
+            self.unsent_bytes -= sent
+            if sent < len(self._unsent[0]):
+                self._unsent[0] = self._unsent[0][sent:]
+                return
+            self._unsent.popleft()
+        if self._watch is not None:
+            self._loop.want_writable(self._watch, False)
+            self.on_sent()
+
+
+class Owner(Protocol):
+    """Who is told what a worker does (`meshbook.agent.mesh.AgentMesh`)."""
+
+    @property
+    def oom(self) -> OomWatch: ...
+    def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None: ...
+    def on_output(self, worker: AgentWorker) -> None: ...
+    def on_exit(self, worker: AgentWorker, cause: str) -> None: ...
+
+
+class AgentWorker:
+    """One worker process and everything of it that the agent holds open."""
+
+    def __init__(self, loop: EventLoop, owner: Owner, rank: int, device: str, marker: bytes, log: Path, now: float):
+        self.rank, self.device = rank, device
+        self.request = 0
+        """Which `Spawn` asked for it."""
+        self.slot = 0
+        """Which of the mesh's devices on this host it has; other than ``rank`` it never changes."""
+        self.pid = 0
+        self.control_thread, self.dump_fd = 0, -1
+        """As the worker said when it began (`meshbook.stacks.dump`)."""
+        self.phase = WorkerPhase.FORKING
+        self.segments: set[tuple[int, int]] = set()
+        """(owner pid, segment) of payloads that the worker may still have mapped."""
+        self.lent: set[int] = set()
+        """Segments of the worker's own that its controller looks at."""
+        self.output = RankOutput(marker, RankLog(log), now)
+        self._loop, self._owner = loop, owner
+        self._nonsense = ""
+        self._pipes: dict[str, Watch] = {}
+        self._pipe_ends: list[int] = []
+        self._theirs: list[socket.socket] = []
+        self._pidfd: Watch | None = None
+        self._lanes: list[WorkerLane] = []
+        self._reads_mail = False
+        try:
+            self.calls, self.urgent, self.mail = self._open_lane(), self._open_lane(), self._open_lane(_MAIL_BYTES)
+            for stream in ("stdout", "stderr"):
+                self._pipe_ends.append(self._open_pipe(stream))
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The worker's ends, to be sent to the template."""
+        return [*(sock.fileno() for sock in self._theirs), *self._pipe_ends]
+
+    def advance(self, event: WorkerEvent) -> None:
+        """Go on to the next phase of the worker's table."""
+        self.phase = advance(WORKER_NEXT, self.phase, event)
+
+    def started(self, pid: int) -> None:
+        """The template has forked it: watch its end. Raises: OSError if no descriptor is left for that."""
+        self.close_their_ends()
+        self.pid = pid
+        self.advance(WorkerEvent.FORKED)
+        self._pidfd = self._loop.watch(open_end(pid), self._on_end)
+
+    def close_their_ends(self) -> None:
+        for sock in self._theirs:
+            sock.close()
+        while self._pipe_ends:
+            os.close(self._pipe_ends.pop())
+
+    def send_mail(self, frames: Sequence[Buffer]) -> None:
+        """Send a message that does not wait for the worker's main thread."""
+        if not self._reads_mail:
+            self._reads_mail = True
+            self.urgent.send([wire.encode(wire.OpenMail())])
+        self.mail.send(frames)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, or was told to: nothing is for it any more."""
+        return self.phase in (WorkerPhase.LEAVING, WorkerPhase.DEAD)
+
+    def drain(self) -> None:
+        """Read what the worker has written to its pipes so far."""
+        for stream in tuple(self._pipes):
+            self._read_pipe(stream)
+
+    def kill(self) -> None:
+        if self.pid and self.phase is not WorkerPhase.DEAD:  # not reaped yet, so the pid is still its own
+            kill_session(self.pid)
+
+    def close(self) -> None:
+        """Close what is ours; the process must have ended, or end by that."""
+        for lane in self._lanes:
+            lane.close()
+        if self._pidfd is not None:
+            self._loop.forget(self._pidfd)
+            os.close(self._pidfd.fd)
+            self._pidfd = None
+        for stream in tuple(self._pipes):
+            self._close_pipe(stream)
+        self.close_their_ends()
+        self.output.log.close()
+
+    def _open_lane(self, read_bytes: int = _READ_BYTES) -> WorkerLane:
+        ours, theirs = socket.socketpair()
+        self._theirs.append(theirs)
+        lane = WorkerLane(self._loop, ours, self._on_frames, self._on_nonsense, read_bytes=read_bytes)
+        self._lanes.append(lane)
+        return lane
+
+    def _open_pipe(self, stream: str) -> int:
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(ours, False)
+        self._pipes[stream] = self._loop.watch(ours, lambda: self._on_pipe(stream))
+        _enlarge(ours)
+        return theirs
+
+    def _on_pipe(self, stream: str) -> None:
+        if self.output.log.is_full(time.monotonic()):
+            self._loop.rest(self._pipes[stream], FULL_LOG_S)  # the rank waits for its disk; nobody else does
+            return
+        self._read_pipe(stream)
+        if self.output.waits_for_pipes:
+            self.drain()
+        self._owner.on_output(self)
+
+    def _read_pipe(self, stream: str) -> None:
+        fd = self._pipes[stream].fd
+        while True:
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self._close_pipe(stream)
+                return
+            self.output.feed(stream, data, time.monotonic())
+            if len(data) < _READ_BYTES:
+                return
+
+    def _close_pipe(self, stream: str) -> None:
+        watch = self._pipes.pop(stream)
+        self._loop.forget(watch)
+        os.close(watch.fd)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if not frames:
+            raise PeerProtocolError("a message without a header")
+        self._owner.on_message(self, wire.decode_from_worker(frames[0]), frames[1:])
+
+    def _on_nonsense(self, error: Exception) -> None:
+        """What the worker sends makes no sense any more: code on the rank has written to our socket."""
+        self._nonsense = self._nonsense or f"it sent something impossible: {error}"
+        self.kill()
+
+    def _on_end(self) -> None:
+        """The pidfd is readable: take what the worker still said, reap it, end its children."""
+        assert self._pidfd is not None
+        self._loop.forget(self._pidfd)
+        os.close(self._pidfd.fd)
+        self._pidfd = None
+        self.calls.read_all()
+        self.urgent.read_all()
+        self.mail.read_all()
+        self.drain()
+        self.advance(WorkerEvent.EXITED)
+        kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
+        ended = describe_end(reap(self.pid, self._owner.oom))
+        self._owner.on_exit(self, self._nonsense or ended)
+
+
+def _enlarge(fd: int) -> None:
+    """A larger pipe lets a rank print on while we are busy; unprivileged users may be refused."""
+    import fcntl
+
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[attr-defined,unused-ignore]
+    except (OSError, AttributeError):
+        pass

@@ -1,0 +1,293 @@
+"""The workers of one mesh on one host: started, told to leave, numbered anew. Who is asked for what is not known here.
+
+Spawn ──> _Batch: forked together, reported together once all have answered
+Retire ─> leaving: nothing reaches them any more, their ranks are free at once, their ends are awaited
+Renumber  the same processes under other ranks; their logs follow
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from meshbook.agent.template import TemplateProcess
+from meshbook.agent.worker import AgentWorker, Owner
+from meshbook.errors import DeviceError
+from meshbook.lifecycle import WorkerEvent, WorkerPhase
+from meshbook.system.devices import count_cores, plan_devices
+from meshbook.system.event_loop import EventLoop
+from meshbook.system.os_errors import explain
+from meshbook.system.processes import kill_session
+from meshbook.wire import messages as wire
+
+
+class _Batch:
+    """The workers of one `Spawn`."""
+
+    def __init__(self, spawn: wire.Spawn) -> None:
+        self.spawn = spawn
+        self.workers: list[AgentWorker] = []
+        self.reported = False
+
+
+class WorkerPool:
+    """Owned by `meshbook.agent.mesh.AgentMesh`, which reads ``workers``."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        owner: Owner,
+        report: Callable[[wire.FromHost], None],
+        on_gone: Callable[[], None],
+        host: str,
+        log_dir: Path,
+    ) -> None:
+        """on_gone: called when workers that were to be forked were not."""
+        self.workers: dict[int, AgentWorker] = {}
+        """By what messages call them: their rank, most often."""
+        self.leaving: dict[AgentWorker, int] = {}
+        """Workers that were told to leave, with the `Retire` that did."""
+        self.logs: dict[int, Path] = {}
+        """Of everyone who has a rank here, the dead included."""
+        self.ending = False
+        """The mesh is being stopped: whoever comes up now is not wanted any more."""
+        self._loop, self._owner, self._report, self._on_gone, self.host = loop, owner, report, on_gone, host
+        self._log_dir = log_dir
+        self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
+        self._batches: list[_Batch] = []
+        self._replaced = 0
+
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        spawn: wire.Spawn,
+        template: TemplateProcess,
+        import_in_workers: bool,
+        on_template_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Fork the workers of ``spawn`` from a ready template and tell each who it is.
+
+        on_template_lost: called in place of the report when the template ends meanwhile; no worker is left of it then.
+        """
+        slots = self._free_slots(len(spawn.seats))
+        try:
+            plan = plan_devices(max(slots) + 1, spawn.device, self.host)
+        except DeviceError as error:
+            self._report(wire.SpawnFailed(spawn.mesh, str(error), error.wanted, error.found, spawn.request))
+            return
+        batch = _Batch(spawn)
+        self._batches.append(batch)
+        try:
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for seat, slot in zip(spawn.seats, slots, strict=True):
+                worker = self._make_worker(seat.known_as, f"cuda:{slot}" if plan.device == "cuda" else "cpu", slot)
+                worker.request = spawn.request
+                batch.workers.append(worker)
+                begin = self._begin(spawn, seat, worker, plan.environments[slot], import_in_workers)
+                worker.calls.send([wire.encode(begin)])
+        except OSError as error:
+            self._on_not_forked(batch, explain(error))
+            return
+        template.fork_workers(
+            [worker.descriptors for worker in batch.workers],
+            lambda pids: self._on_forked(batch, pids),
+            lambda reason: self._on_not_forked(batch, reason, on_template_lost if template.failure else None),
+        )
+
+    def _free_slots(self, count: int) -> list[int]:
+        """Places for devices that no process of this mesh uses, the lowest first."""
+        taken = {worker.slot for worker in (*self.workers.values(), *self.leaving)}
+        return [slot for slot in range(count + len(taken)) if slot not in taken][:count]
+
+    def _make_worker(self, known_as: int, device: str, slot: int) -> AgentWorker:
+        log = self.logs[known_as] = self._log_dir / f"rank-{known_as}.log"
+        worker = AgentWorker(self._loop, self._owner, known_as, device, self._marker, log, time.monotonic())
+        worker.slot = slot
+        self.workers[known_as] = worker
+        return worker
+
+    def _begin(
+        self,
+        spawn: wire.Spawn,
+        seat: wire.Seat,
+        worker: AgentWorker,
+        environment: dict[str, str],
+        import_in_workers: bool,
+    ) -> wire.Begin:
+        arrangement = spawn.arrangement
+        own = {key.encode(): value.encode() for key, value in environment.items()}
+        own[b"LOCAL_RANK"] = b"%d" % seat.local_rank
+        return wire.Begin(
+            mesh=spawn.mesh,
+            name=spawn.name,
+            rank=seat.rank,
+            world_size=arrangement.world_size,
+            local_rank=seat.local_rank,
+            local_world_size=arrangement.local_world_size,
+            host_rank=arrangement.host_rank,
+            hosts=arrangement.hosts,
+            host=self.host,
+            axes=arrangement.axes,
+            sizes=arrangement.sizes,
+            device=worker.device,
+            threads=_threads_per_rank(arrangement),
+            marker=self._marker,
+            preload=spawn.preload if import_in_workers else (),
+            cwd=spawn.cwd,
+            sys_path=spawn.sys_path,
+            environment={**spawn.environment, **own},
+            generation=spawn.generation,
+        )
+
+    def _on_forked(self, batch: _Batch, pids: list[int]) -> None:
+        try:
+            for worker, pid in zip(batch.workers, pids, strict=True):
+                worker.started(pid)
+        except OSError as error:
+            for pid in pids:
+                kill_session(pid)
+            self._on_not_forked(batch, explain(error))
+            return
+        for worker in batch.workers:
+            if self.ending or worker in self.leaving:
+                worker.kill()
+        self.report_ready()  # a worker's own word may have come first
+
+    def _on_not_forked(self, batch: _Batch, reason: str, retry: Callable[[], None] | None = None) -> None:
+        wanted = batch in self._batches
+        if wanted:
+            self._batches.remove(batch)
+        for worker in batch.workers:
+            worker.close()
+            if self.workers.get(worker.rank) is worker:
+                del self.workers[worker.rank]
+            self.left(worker)
+        if retry is not None and wanted and not self.ending:
+            retry()
+            return
+        self._report(wire.SpawnFailed(batch.spawn.mesh, reason, request=batch.spawn.request))
+        self._on_gone()
+
+    def report_ready(self) -> None:
+        """Tell of the batches whose workers have all answered by now."""
+        for batch in tuple(self._batches):
+            if all(worker.phase is WorkerPhase.READY and worker.pid for worker in batch.workers):
+                self._batches.remove(batch)
+                self._report(
+                    wire.MeshReady(batch.spawn.mesh, tuple(map(_describe, batch.workers)), batch.spawn.request)
+                )
+
+    def describe(self) -> tuple[wire.WorkerStarted, ...]:
+        """Those that have come up."""
+        return tuple(_describe(worker) for worker in self.workers.values() if worker.phase is WorkerPhase.READY)
+
+    def give_up_starting(self) -> None:
+        """Nobody waits any more for those that are still coming up."""
+        for batch in tuple(self._batches):
+            ranks = tuple(worker.rank for worker in batch.workers)
+            self.retire(wire.Retire(0, batch.spawn.mesh, ranks, 0.0))
+
+    # ---- leave --------------------------------------------------------------------------------------------------
+
+    def retire(self, retire: wire.Retire) -> list[AgentWorker]:
+        """Tell workers to leave, and return them. Their end is told to the controller when the last one has gone."""
+        workers = [self.workers.pop(rank) for rank in retire.ranks if rank in self.workers]
+        for worker in workers:
+            worker.advance(WorkerEvent.DISMISSED)
+            self.leaving[worker] = retire.id
+            if retire.grace_s > 0:
+                worker.calls.end_writing()
+            else:
+                worker.kill()
+        if not workers:
+            self._report(wire.Retired(retire.id))
+        elif retire.grace_s > 0:
+            self._loop.call_later(retire.grace_s, lambda: self._kill(workers))
+        for batch in tuple(self._batches):
+            if any(worker in self.leaving for worker in batch.workers):
+                self._batches.remove(batch)  # nobody waits for it any more
+        return workers
+
+    def left(self, worker: AgentWorker) -> bool:
+        """A process has ended: whether it was told to. The last one of a `Retire` answers it."""
+        if self.workers.get(worker.rank) is worker:
+            del self.workers[worker.rank]
+        id = self.leaving.pop(worker, None)
+        if id is not None and id not in self.leaving.values():
+            self._report(wire.Retired(id))
+        return id is not None
+
+    def _kill(self, workers: Iterable[AgentWorker]) -> None:
+        for worker in workers:
+            if worker in self.leaving:
+                worker.kill()
+
+    def kill_all(self) -> None:
+        """SIGKILL to everyone."""
+        for worker in (*self.workers.values(), *self.leaving):
+            worker.kill()
+
+    # ---- other ranks --------------------------------------------------------------------------------------------
+
+    def renumber(self, renumber: wire.Renumber) -> None:
+        """Give the workers here other ranks. Logs of processes that are gone keep their text under another name."""
+        before, self.workers = self.workers, {}
+        logs = {seat.rank: self.logs.pop(seat.known_as) for seat in renumber.seats if seat.known_as in self.logs}
+        for path in self.logs.values():
+            self._replaced += 1
+            _move(path, path.with_name(f"{path.stem}-ended-{self._replaced}.log"))
+        self.logs = self._move_logs(logs)
+        for seat in renumber.seats:
+            worker = before.get(seat.known_as)
+            if worker is None:
+                continue  # it has just ended, and the controller will hear of it
+            self.workers[seat.rank] = worker
+            worker.rank = seat.rank
+            worker.output.log.path = self.logs[seat.rank]
+            worker.calls.send([wire.encode(_renumbered(seat, renumber.arrangement, len(renumber.moves)))])
+
+    def _move_logs(self, logs: dict[int, Path]) -> dict[int, Path]:
+        """Rename by way of names that nobody has, since ranks may change places."""
+        moved = {}
+        for rank, path in logs.items():
+            aside = path.with_name(f"moving-{rank}.log")
+            _move(path, aside)
+            moved[rank] = aside
+        for rank, aside in moved.items():
+            moved[rank] = aside.with_name(f"rank-{rank}.log")
+            _move(aside, moved[rank])
+        return moved
+
+
+def _move(path: Path, to: Path) -> None:
+    try:
+        path.rename(to)
+    except OSError:
+        pass  # a full disk or a removed folder: the log is lost, not the rank
+
+
+def _describe(worker: AgentWorker) -> wire.WorkerStarted:
+    return wire.WorkerStarted(worker.rank, worker.pid, worker.device, str(worker.output.log.path))
+
+
+def _renumbered(seat: wire.Seat, arrangement: wire.Arrangement, generation: int) -> wire.Renumbered:
+    return wire.Renumbered(
+        rank=seat.rank,
+        world_size=arrangement.world_size,
+        local_rank=seat.local_rank,
+        local_world_size=arrangement.local_world_size,
+        host_rank=arrangement.host_rank,
+        hosts=arrangement.hosts,
+        axes=arrangement.axes,
+        sizes=arrangement.sizes,
+        threads=_threads_per_rank(arrangement),
+        generation=generation,
+    )
+
+
+def _threads_per_rank(arrangement: wire.Arrangement) -> int:
+    """The host's cores, divided so that ranks do not crowd each other out."""
+    return max(1, count_cores() // max(1, arrangement.local_world_size))

@@ -1,0 +1,402 @@
+"""A call from its start until every rank has answered, as the controller keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from meshbook.calls.interrupt import Interrupter, describe_wait, interrupt
+from meshbook.concurrency import forks
+from meshbook.concurrency.future import Future
+from meshbook.errors import (
+    CallError,
+    CallFailed,
+    CallInterrupted,
+    CallTimeout,
+    Failure,
+    GroupAborted,
+    WorkerLost,
+    disagreeing,
+)
+from meshbook.shape.members import Members
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.values.pickling import loads
+from meshbook.wire import messages as wire
+
+T = TypeVar("T")
+
+WAIT_NOTE_S = 1.5
+"""A wait that takes longer says what it waits for, when that is a rank that did not stop at an interrupt."""
+
+_decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str]).decode
+_NOTHING = object()
+
+OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
+"""Told as each rank ends: rank, whether all is well, seconds in all, what went wrong, seconds waited in collectives."""
+
+
+class Results(Mapping[int, Any]):
+    """Rank to result, unpickled when it is looked at: by the user's thread, never by ours."""
+
+    def __init__(self) -> None:
+        self._raw: dict[int, tuple[bytes, Sequence[Any]]] = {}
+        self._loaded: dict[int, Any] = {}
+
+    def add(self, rank: int, head: bytes, buffers: Sequence[Any]) -> None:
+        self._raw[rank] = (head, buffers)
+
+    def __getitem__(self, rank: int) -> Any:
+        value = self._loaded.get(rank, _NOTHING)
+        if value is _NOTHING:
+            head, buffers = self._raw[rank]
+            value = self._loaded[rank] = loads(head, buffers)
+            self._raw[rank] = (b"", ())
+        return value
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._raw))
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+
+_NOBODY: Future[Any] = Future()
+
+
+class OpenCall:
+    """Owned by the controller's I/O thread; others read it to tell who is silent."""
+
+    __slots__ = (
+        "_disagree",
+        "_on_end",
+        "aborted",
+        "beside",
+        "cancelled",
+        "dropped",
+        "fail_fast",
+        "failed_at",
+        "failures",
+        "freed",
+        "freed_s",
+        "future",
+        "groups",
+        "hurried",
+        "id",
+        "interrupts",
+        "lost",
+        "mailbox",
+        "members",
+        "mesh",
+        "on_reply",
+        "output",
+        "places",
+        "results",
+        "torn",
+        "waiting",
+        "what",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        mesh: int,
+        what: str,
+        members: Members,
+        future: Future[Any],
+        *,
+        fail_fast: bool,
+        on_reply: OnReply | None,
+        mailbox: int = 0,
+        beside: bool = False,
+    ) -> None:
+        self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
+        self.mailbox = mailbox
+        """0: it runs on the main threads of its members, one after the other with others of that kind."""
+        self.beside = beside
+        """Other messages to the mailbox may be handled while this one is."""
+        self.fail_fast, self.on_reply = fail_fast, on_reply
+        self.waiting = set(members.ranks())
+        self.interrupts = 0
+        """How often it was interrupted (`meshbook.calls.interrupt`)."""
+        self.dropped: set[int] = set()
+        """Ranks that never began it."""
+        self._disagree: set[int] = set()
+        """Ranks that are known to disagree."""
+        self._on_end: deque[Callable[[], object]] | None = None
+        self.results = Results()
+        self.failures: list[Failure] = []
+        self.lost: list[WorkerLost] = []
+        self.output = 0
+        """The id that its output goes to."""
+        self.cancelled = False
+        """Somebody asked for its end."""
+        self.aborted = False
+        """The process groups were aborted under it: `places` says who waited where."""
+        self.places: dict[int, str] = {}
+        self.freed: list[Failure] = []
+        """The ranks that came back from an operation that was aborted."""
+        self.failed_at = self.freed_s = 0.0
+        self.hurried = False
+        """Failures more like those that have come are not to be waited for."""
+        self.torn: dict[str, set[int]] = {}
+        """As in `CallError`."""
+        self.groups = ""
+        """Why the process groups are not back when the call completes."""
+
+    def answer(self, reply: wire.RankReply, frames: Sequence[bytes], buffers: Sequence[Any]) -> None:
+        """Take one rank's answer."""
+        if reply.status == wire.LOST:
+            death = wire.decode_death(reply.inline)
+            self.lose(WorkerLost(reply.rank, death.host, death.cause, death.log_tail), alone=death.alone)
+            return
+        self.waiting.discard(reply.rank)
+        failure = None
+        if reply.status == wire.OK:
+            self.results.add(reply.rank, frames[0] if frames else reply.inline, buffers)
+        else:
+            failure = _failure_of(reply, frames)
+            self.failed_at = self.failed_at or time.monotonic()
+            if self.aborted and failure.ename == GroupAborted.__name__ and self._has_cause:
+                self.freed.append(failure)
+                self.freed_s = time.monotonic() - self.failed_at
+                failure = None  # it did nothing wrong
+            else:
+                self.failures.append(failure)
+            if reply.status == wire.DROPPED:
+                self.dropped.add(reply.rank)
+        if self.on_reply is not None:
+            self.on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure, reply.waited_s)
+
+    def disagree(self, ranks: Collection[int], text: str) -> bool:
+        """Members entered different operations as one, so the call fails. Returns: whether that is news."""
+        news = set(ranks) - self._disagree
+        self.failures += [failure for failure in disagreeing(ranks, text) if failure.rank in news]
+        self._disagree |= news
+        self.freed += [failure for failure in self.failures if failure.ename == GroupAborted.__name__]
+        self.failures = [failure for failure in self.failures if failure.ename != GroupAborted.__name__]
+        self.failed_at = self.failed_at or time.monotonic()
+        return bool(news)
+
+    def lose(self, error: WorkerLost, *, alone: bool = False) -> None:
+        """A member ended; alone: no others are ending for the same cause."""
+        if error.rank in self.waiting:
+            self.hurried = self.hurried or alone
+            self.waiting.discard(error.rank)
+            self.lost.append(error)
+            self.failed_at = self.failed_at or time.monotonic()
+            if self.on_reply is not None:
+                last_lines = tuple(error.log_tail.splitlines())
+                lost = Failure(error.rank, error.host, "WorkerLost", error.cause, last_lines, "")
+                self.on_reply(error.rank, False, 0.0, lost, 0.0)
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether some of its ranks entered different operations as one."""
+        return bool(self._disagree)
+
+    @property
+    def _has_cause(self) -> bool:
+        """Whether it is known why groups were aborted under it."""
+        return bool(self.lost) or self.cancelled or any(f.ename != GroupAborted.__name__ for f in self.failures)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failures or self.lost)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no rank is at it, and its outcome is told: that may wait for process groups to come back."""
+        return self.future is _NOBODY
+
+    def settle(self) -> None:
+        """Complete the future with what has come in."""
+        if self.lost:
+            self._fail(WorkerLost.of(self.lost, partial=self.results))
+        elif self.failures:
+            self._fail(CallFailed(self.failures, partial=self.results))
+        elif self.freed:  # by an interrupt
+            stopped = [freed._replace(ename="KeyboardInterrupt", evalue="", exception=None) for freed in self.freed]
+            self._fail(CallFailed(stopped, partial=self.results))
+        else:
+            loaders = [_loader(self.results, rank) for rank in self.members.ranks()]
+            self.future.set_result(ValueMesh.lazy(self.members, loaders))
+
+    def _fail(self, error: CallError) -> None:
+        if self.failures or self.lost:
+            error.freed = {failure.rank: self.places.get(failure.rank, _some(failure)) for failure in self.freed}
+        error.freed_s, error.groups = self.freed_s, self.groups
+        error.torn = {text: sorted(ranks) for text, ranks in self.torn.items() if ranks}
+        self.future.set_exception(error)
+
+    def give_up(self, error: Exception) -> None:
+        """Complete the future with an error that is not the ranks' own."""
+        if isinstance(error, CallError):
+            error.partial = self.results
+        self.future.set_exception(error)
+        self.end()
+
+    def end(self) -> None:
+        """No rank is at it any more. Lets go of the future, which holds us: the collector need not come for the two."""
+        self.future = _NOBODY
+        self.on_reply = None  # whoever it belongs to may hold us
+        if self._on_end:
+            self._run_on_end()
+
+    def when_ended(self, callback: Callable[[], object]) -> None:
+        """From any thread: call ``callback`` when no rank is at it, which may be later than the future's outcome."""
+        if self._on_end is None:
+            self._on_end = deque()
+        self._on_end.append(callback)
+        if self.has_ended:
+            self._run_on_end()
+
+    def _run_on_end(self) -> None:
+        while self._on_end:
+            with contextlib.suppress(IndexError):  # the other thread was quicker
+                self._on_end.popleft()()
+
+
+def _some(failure: Failure) -> str:
+    """Where a rank was that was not seen waiting."""
+    return f"a collective ({failure.where})" if failure.where else "a collective"
+
+
+def _loader(results: Results, rank: int) -> Callable[[], Any]:
+    return lambda: results[rank]
+
+
+def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
+    if reply.status == wire.GONE:
+        return Failure(reply.rank, "", "ResultLost", reply.inline.decode(errors="replace"), (), "")
+    if reply.status == wire.DROPPED:
+        return Failure(reply.rank, "", "KeyboardInterrupt", "cancelled before it started", (), "")
+    try:
+        return Failure(*_decode_failure(frames[0]), frames[1] if len(frames) > 1 else None)
+    except (*wire.MALFORMED, IndexError) as error:  # the rank's own doing, which is no lie of its host
+        return Failure(reply.rank, "", "PeerProtocolError", f"what it raised cannot be read here: {error}", (), "")
+
+
+class CallControl(Interrupter, Protocol):
+    """What the future of a call needs of the controller."""
+
+    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
+
+    def wants_person(self, call: OpenCall) -> bool:
+        """Whether a rank of the call is stopped at a prompt that this thread could open."""
+
+    def attend(self, call: OpenCall) -> None:
+        """Open it. Raises: KeyboardInterrupt, LeftStopped."""
+
+
+class CallFuture(Future[T], Generic[T]):
+    """The future of a call: an interrupt while waiting reaches the ranks, a timeout names the silent ones."""
+
+    call: OpenCall
+    name_in_chain = 0
+    """As in `wire.Call.chain`."""
+
+    def __init__(self, control: CallControl) -> None:
+        super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
+        self._control = control
+        self._timeout_s: float | None = None
+        """What the caller of `get` asked for; a part of it is waited elsewhere."""
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for all ranks and return their values.
+
+        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout, and CallInterrupted if the person interrupts.
+        """
+        self._timeout_s = timeout
+        try:
+            if not self.done():
+                if self._generation != forks.generation:
+                    forks.refuse_inherited(self._generation)
+                timeout = self._wait_in_turn(timeout)
+            return super().get(timeout)
+        except CallInterrupted:
+            raise
+        except KeyboardInterrupt:
+            raise self.interrupt() from None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait without blocking the running asyncio loop; an interrupt reaches the ranks, as with `get`.
+
+        Other cancellations of the task end the wait, not the work. Raises: as `get`; CancelledError in place of
+        CallInterrupted in a task that is not a notebook's cell.
+        """
+        try:
+            return (yield from super().__await__())
+        except BaseException as error:
+            from meshbook.concurrency.asyncio_interrupts import in_a_cell, pressed_lately
+
+            if type(error).__name__ != "CancelledError" or not pressed_lately():
+                raise
+            interrupted = self.interrupt()
+            if not in_a_cell():
+                raise
+            raise interrupted from None
+
+    def interrupt(self) -> CallInterrupted:
+        """Interrupt the call on its ranks, more insistently each time (`meshbook.calls.interrupt`).
+
+        Returns: who obeyed within the grace time, and where the others are and why; in less than a second.
+        """
+        while True:
+            try:
+                return interrupt(self._control, [self.call])
+            except KeyboardInterrupt:  # pressed again just before or after presses are noticed
+                continue
+
+    def describe_wait(self) -> str:
+        """Whom the call waits behind, ``rank 3 is still in cell 7: ...``; empty when it runs everywhere."""
+        return describe_wait(self._control, self.call)
+
+    def _wait_in_turn(self, timeout: float | None) -> float | None:
+        """Serve the sockets while waiting; returns what is left of the timeout."""
+        started = time.monotonic()
+        if timeout is None or timeout > WAIT_NOTE_S:
+            started += self._drive(WAIT_NOTE_S)
+            if not self.done() and (note := describe_wait(self._control, self.call, only_stuck=True)):
+                print(f"{note}\n  {self.call.what} waits for that; an interrupt drops it", file=sys.stderr)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+        if not self.done():
+            started += self._drive(left)
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+
+    def _drive(self, timeout_s: float | None) -> float:
+        """Serve the sockets, and the prompts of ranks that stop; returns the seconds at those, which do not count."""
+        at_prompts_s = 0.0
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = None if until is None else max(0.0, until + at_prompts_s - time.monotonic())
+            self._control.drive(self._done_or_stopped, left)
+            if self.done() or not self._control.wants_person(self.call):
+                return at_prompts_s
+            opened = time.monotonic()
+            self._control.attend(self.call)
+            at_prompts_s += time.monotonic() - opened
+
+    def _done_or_stopped(self) -> bool:
+        return self.done() or self._control.wants_person(self.call)
+
+    def end_on_ranks(self, timeout_s: float) -> None:
+        """Interrupt the ranks that are still at it, whatever the outcome was, and wait until none is."""
+        ended = threading.Event()
+        self.call.when_ended(ended.set)
+        self._control.cancel(self.call.id)
+        ended.wait(timeout_s)
+
+    def _cancel(self) -> None:
+        self._control.cancel(self.call.id)
+
+    def _timed_out(self, timeout_s: float) -> BaseException:
+        asked_s = timeout_s if self._timeout_s is None else self._timeout_s
+        return CallTimeout(self.call.what, asked_s, self.call.waiting, partial=self.call.results)

@@ -1,0 +1,200 @@
+"""An interrupt as the controller carries it out: in stages, each of which gives the prompt back within a second.
+
+    1  KeyboardInterrupt in the calls, where they run; calls that wait behind others are dropped where they wait
+    2  whoever interrupts again insists: process groups are aborted, stopped processes continued, and KeyboardInterrupt
+       is raised again and again (`meshbook.worker.interrupt_gate`)
+    3  what still does not move is named, with the reason and the ways out
+
+A press while a stage waits begins the next one at once. A rank that obeys later is usable again from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from meshbook.calls.unresponsive import STOPPED
+from meshbook.concurrency.sigint import InterruptCounter, noticed
+from meshbook.errors import CallInterrupted
+from meshbook.formatting import name_ranks
+
+if TYPE_CHECKING:
+    from meshbook.calls.call import OpenCall
+
+GRACE_S = 0.55
+"""How long a stage waits for ranks to obey before it looks where the others are."""
+INSIST_GRACE_S = 0.65
+"""The same for whoever insists."""
+LOOK_S = 0.25
+"""How long it looks; together they stay below a second."""
+
+UNANSWERED = "it was told to stop and has not ended the call yet"
+"""What is known of a call to a mailbox that is stuck."""
+
+
+class Interrupter(Protocol):
+    """What an interruption needs of the controller; all of it may be called on any thread."""
+
+    def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
+        """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them."""
+
+    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
+        """What each rank is doing, and how it takes an interrupt; an answer for every rank."""
+
+    def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
+        """Abort the process groups that ``ranks`` wait in."""
+
+    def open_calls(self, mesh_id: int) -> list[OpenCall]:
+        """The calls that some rank has not answered, oldest first."""
+
+
+def interrupt(control: Interrupter, calls: Sequence[OpenCall], ranks: Collection[int] | None = None) -> CallInterrupted:
+    """Interrupt ``calls``; returns who obeyed within the grace time, and where the others are and why.
+
+    A call that waits behind one that was interrupted before and is still stuck takes that along: the person insists.
+    ranks: only these. Raises: nothing, further presses of interrupt included.
+    """
+    if not calls:
+        return CallInterrupted((), {})
+    with noticed() as interrupt_counter:
+        every = _with_stuck_ahead(control, calls)
+        before = {call.id: _waiting(call, ranks) for call in every}
+        stage = 1 + max(call.interrupts for call in every)
+        while True:
+            pressed = _one_stage(control, every, ranks, stage, interrupt_counter)
+            left = any(_waiting(call, ranks) for call in every)
+            if not left or not pressed or stage >= 3:
+                return _report(control, calls, every, ranks, before, stage)
+            stage += 1
+
+
+def _one_stage(
+    control: Interrupter,
+    calls: Sequence[OpenCall],
+    ranks: Collection[int] | None,
+    stage: int,
+    interrupt_counter: InterruptCounter,
+) -> bool:
+    """Send what the stage sends, and wait; whether another press cut it short."""
+    insist = stage >= 2
+    for call in calls:
+        call.interrupts = stage
+        call.when_ended(interrupt_counter.wake)
+        control.cancel(call.id, insist=insist, ranks=ranks)
+    if insist:
+        control.free_groups(calls[0].mesh, set().union(*(_waiting(call, ranks) for call in calls)))
+    until = time.monotonic() + (INSIST_GRACE_S if insist else GRACE_S)
+    while any(_is_open(call, ranks) for call in calls) and time.monotonic() < until:
+        interrupt_counter.wait(until)
+        if interrupt_counter.take():
+            return True
+    return False
+
+
+def _report(
+    control: Interrupter,
+    calls: Sequence[OpenCall],
+    every: Sequence[OpenCall],
+    ranks: Collection[int] | None,
+    before: Mapping[int, set[int]],
+    stage: int,
+) -> CallInterrupted:
+    mesh = calls[0].mesh
+    obeyed: set[int] = set()
+    stuck: set[int] = set()
+    skipping: set[int] = set()
+    for call in every:
+        left = _waiting(call, ranks)
+        dropped = before[call.id] & call.dropped
+        obeyed |= before[call.id] - left - dropped - {lost.rank for lost in call.lost}
+        running = {rank for rank in left if _runs(control, call, rank)}
+        stuck |= running
+        skipping |= dropped | (left - running)
+    busy = _ahead_of(control, calls, skipping) if skipping else {}
+    if all(call.mailbox for call in every):  # what main threads do says nothing of it
+        places, stopped = dict.fromkeys(stuck | busy.keys(), UNANSWERED), set()
+    else:
+        places = control.reactions(mesh, stuck | busy.keys(), LOOK_S) if stuck or busy else {}
+        stopped = {rank for rank in stuck if places[rank] in (STOPPED, "idle")}
+    stuck -= stopped
+    obeyed = (obeyed | stopped) - stuck
+    skipping -= obeyed
+    names = _ahead_of(control, calls, stuck)
+    return CallInterrupted(
+        obeyed,
+        {rank: _in_call(names.get(rank), places[rank]) for rank in stuck},
+        stage=stage,
+        skipping={rank: _in_call(busy.get(rank), places.get(rank, "")) for rank in skipping},
+        partial=calls[0].results if len(calls) == 1 else None,
+    )
+
+
+def _in_call(call: OpenCall | None, place: str) -> str:
+    return f"{call.what}: {place}" if call is not None else place
+
+
+def _waiting(call: OpenCall, ranks: Collection[int] | None) -> set[int]:
+    waiting = set(call.waiting)
+    return waiting if ranks is None else waiting.intersection(ranks)
+
+
+def _is_open(call: OpenCall, ranks: Collection[int] | None) -> bool:
+    """Whether ranks are to obey, or have and the outcome is not told yet: whoever asks for it next is to find it."""
+    return bool(_waiting(call, ranks)) or (not call.waiting and not call.has_ended)
+
+
+def _runs(control: Interrupter, call: OpenCall, rank: int) -> bool:
+    """Whether ``call`` is the oldest that the rank has not answered, so that it runs there and does not wait."""
+    return next((other for other in _queue(control, [call]) if rank in other.waiting), call) is call
+
+
+def _queue(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
+    """The open calls that wait for each other with ``calls``, oldest first: each mailbox has a queue of its own."""
+    mailboxes = {call.mailbox for call in calls}
+    return [other for other in control.open_calls(calls[0].mesh) if other.mailbox in mailboxes]
+
+
+def _with_stuck_ahead(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
+    """The calls, and those ahead of them that were interrupted before."""
+    mine = {call.id for call in calls}
+    waiting = set().union(*(call.waiting for call in calls))
+    last = max(mine)
+    ahead = [
+        other
+        for other in _queue(control, calls)
+        if other.id not in mine and other.id < last and other.interrupts and waiting & other.waiting
+    ]
+    return [*ahead, *calls]
+
+
+def _ahead_of(control: Interrupter, calls: Sequence[OpenCall], ranks: Iterable[int]) -> dict[int, OpenCall]:
+    """Rank to the call that runs there, where that is none of ``calls``."""
+    mine = {call.id for call in calls}
+    found: dict[int, OpenCall] = {}
+    opened = _queue(control, calls)
+    for rank in ranks:
+        runs = next((other for other in opened if rank in other.waiting), None)
+        if runs is not None and runs.id not in mine:
+            found[rank] = runs
+    return found
+
+
+def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = False) -> str:
+    """Whom a call that is waited for waits behind, a line per place; empty when it runs everywhere.
+
+    only_stuck: tell of calls that were interrupted and did not stop, not of those that take their time.
+    """
+    ahead = _ahead_of(control, [call], set(call.waiting))
+    ahead = {
+        rank: other for rank, other in ahead.items() if other.id < call.id and (other.interrupts or not only_stuck)
+    }
+    if not ahead:
+        return ""
+    places = control.reactions(call.mesh, ahead, LOOK_S)
+    texts: dict[str, list[int]] = {}
+    for rank, other in ahead.items():
+        texts.setdefault(_in_call(other, places[rank]), []).append(rank)
+    return "\n".join(
+        f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still in {text}" for text, ranks in texts.items()
+    )

@@ -1,0 +1,111 @@
+"""What a running cell tells its listener, in the order in which it happened on each rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from meshbook.calls.stopped import Stop
+from meshbook.errors import Failure
+from meshbook.formatting import format_bytes
+
+
+class StreamText(NamedTuple):
+    """Text of stdout or stderr; may end in the middle of a line."""
+
+    rank: int
+    stream: str
+    text: str
+    cell_id: int
+    place: int = 0
+    """Between stdout and stderr of one place nobody knows the order."""
+
+
+class OutputDropped(NamedTuple):
+    """So many characters of the rank's output, up to now, are in its log only: it wrote faster than can be shown."""
+
+    rank: int
+    size_bytes: int
+    log_path: str
+    cell_id: int
+
+
+class DisplayData(NamedTuple):
+    """Rich output; ``is_result`` for the value of a cell's last expression."""
+
+    rank: int
+    data: Mapping[str, object]
+    metadata: Mapping[str, object]
+    transient: Mapping[str, object]
+    update: bool
+    is_result: bool
+    cell_id: int
+
+
+class RankDone(NamedTuple):
+    """The rank has ended the cell; ``failure`` tells why when it was not ``ok``: None for one that was freed."""
+
+    rank: int
+    ok: bool
+    duration_s: float
+    failure: Failure | None
+    cell_id: int
+
+
+class RankStopped(NamedTuple):
+    """The rank waits at a prompt of pdb; ``stop.seen`` once a person knows."""
+
+    rank: int
+    stop: Stop
+    cell_id: int
+
+
+class Notice(NamedTuple):
+    """Something that the controller has to say while the cell runs."""
+
+    text: str
+    cell_id: int
+
+
+OutputEvent: TypeAlias = StreamText | OutputDropped | DisplayData | RankDone | RankStopped | Notice
+OutputListener: TypeAlias = Callable[[OutputEvent], None]
+"""Called on the thread that serves the sockets: it must not block."""
+
+
+class OutputTarget(NamedTuple):
+    """Where the output of calls goes that have no listener of their own."""
+
+    id: int
+    listener: OutputListener
+
+
+class ConsoleOutput:
+    """The default listener: what `ProcMesh.execute` prints in a script. A notebook extension sets its own."""
+
+    def __init__(self) -> None:
+        self._partial: dict[tuple[int, str], str] = {}
+
+    def __call__(self, event: OutputEvent) -> None:
+        """Print whole lines; the start of a line waits for its end."""
+        if isinstance(event, StreamText):
+            key = (event.rank, event.stream)
+            *lines, rest = (self._partial.pop(key, "") + event.text).split("\n")
+            if rest:
+                self._partial[key] = rest
+            self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))
+        elif isinstance(event, OutputDropped):
+            self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}\n")
+        elif isinstance(event, RankStopped) and not event.stop.seen:
+            event.stop.seen = True
+            self._write("stderr", f"rank {event.rank} {event.stop.words}\n")
+        elif isinstance(event, Notice):
+            self._write("stderr", f"{event.text}\n")
+        elif isinstance(event, DisplayData) and not event.is_result and (text := event.data.get("text/plain")):
+            self._write("stdout", f"[{event.rank}] {text}\n")
+
+    def _write(self, stream: str, text: str) -> None:
+        if text:
+            file = sys.stderr if stream == "stderr" else sys.stdout
+            file.write(text)
+            file.flush()

@@ -1,0 +1,182 @@
+"""The open calls and queries of a controller, and the listeners to what calls print. I/O thread only."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from meshbook.calls.call import OpenCall
+from meshbook.calls.output import ConsoleOutput, OutputEvent, OutputListener, OutputTarget
+from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
+from meshbook.wire import messages as wire
+
+KEPT_LISTENERS = 1024
+"""Outputs without an open call whose late text still finds its listener."""
+LOOKED_AT_ONCE = 256
+"""So many more are kept before one looks which of them open calls have: that takes a walk over all calls."""
+
+
+FAILURE_GRACE_S = 0.02
+"""A call that fails fast waits so long for other ranks to fail in the same way, so that one error tells of them all."""
+
+_decode_answer = msgspec.msgpack.Decoder().decode
+
+
+class CallTable:
+    """Routes answers and output by id."""
+
+    def __init__(self) -> None:
+        self.default_listener: OutputListener = ConsoleOutput()
+        """Gets what belongs to no cell."""
+        self.watch: Callable[[OpenCall], bool] = lambda call: False
+        """Told of each answer to a call; True when a call that has ended everywhere is to wait for `complete`."""
+        self.on_told: Callable[[OpenCall, int, bytes], None] = lambda call, rank, told: None
+        """Handed what came with an answer of the rank's process groups, before ``watch``."""
+        self._calls: dict[int, OpenCall] = {}
+        self._failing: dict[int, float] = {}
+        self._queries: dict[int, Callable[[int, Any], None]] = {}
+        self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
+        """Those whose last call was opened longest ago come first."""
+        self._look_at = KEPT_LISTENERS + LOOKED_AT_ONCE
+
+    def open(self, call: OpenCall, output: OutputTarget | None) -> None:
+        """Expect answers to ``call``."""
+        self._calls[call.id] = call
+        if output is not None:
+            call.output = output.id
+            self._listeners[output.id] = output.listener
+            self._listeners.move_to_end(output.id)
+            if len(self._listeners) >= self._look_at:
+                self._drop_listeners()
+
+    def _drop_listeners(self) -> None:
+        """Forget the oldest listeners, except for those to which an open call may still print."""
+        open_outputs = {call.output for call in self._calls.values()}
+        unused = [output for output in self._listeners if output not in open_outputs]
+        for output in unused[: max(0, len(unused) - KEPT_LISTENERS)]:
+            del self._listeners[output]
+        self._look_at = len(self._listeners) + LOOKED_AT_ONCE
+
+    def find(self, id: int) -> OpenCall | None:
+        return self._calls.get(id)
+
+    def all(self) -> list[OpenCall]:
+        """Those that some rank has not answered, oldest first; from any thread."""
+        return list(self._calls.values())
+
+    def busy_on(self, mesh: int) -> set[int]:
+        """The ranks of ``mesh`` that have a call to answer."""
+        return {rank for call in self._calls.values() if call.mesh == mesh for rank in call.waiting}
+
+    def ask(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
+        """Expect answers to a query: ``on_answer(rank, value)``, plain data as msgpack has it."""
+        self._queries[id] = on_answer
+
+    def end_query(self, id: int) -> None:
+        self._queries.pop(id, None)
+
+    def answer(self, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[Any]]) -> None:
+        """Hand out combined replies. ``buffers``: the large buffers of each reply."""
+        call, query = self._calls.get(message.id), self._queries.get(message.id)
+        at = 0
+        for reply, large in zip(message.replies, buffers, strict=True):
+            mine, at = frames[at : at + reply.frames], at + reply.frames
+            if call is not None:
+                if reply.rank not in call.waiting:
+                    continue  # it was not asked, or has answered, or was taken for dead meanwhile
+                call.answer(reply, mine, large)
+                if reply.groups:
+                    self.on_told(call, reply.rank, reply.groups)
+            elif query is not None and reply.status == wire.OK:
+                try:
+                    value = _decode_answer(mine[0] if mine else reply.inline)  # no pickle: this is the I/O thread
+                except wire.MALFORMED:  # the rank's own doing: it has not answered
+                    continue
+                query(reply.rank, value)
+        if call is not None:
+            self.settle_if_done(call)
+
+    def answer_query(self, id: int, host: int, value: Any) -> None:
+        """Hand out an agent's own answer."""
+        if (on_answer := self._queries.get(id)) is not None:
+            on_answer(host, value)
+
+    def settle_if_done(self, call: OpenCall) -> None:
+        """Complete the call's future as soon as its policy allows; forget the call when all have answered."""
+        later = self.watch(call)
+        if not call.waiting:
+            if not later:
+                self.complete(call)
+        elif call.fail_fast and call.failed and not call.future.done():
+            grace_s = 0.0 if call.hurried else FAILURE_GRACE_S
+            self._failing.setdefault(call.id, time.monotonic() + grace_s)
+
+    def complete(self, call: OpenCall) -> None:
+        """All ranks have answered: hand out the outcome, and forget the call."""
+        if self._calls.pop(call.id, None) is not None:
+            self._failing.pop(call.id, None)
+            call.settle()
+            call.end()
+
+    def running(self, mesh: int) -> list[OpenCall]:
+        """The calls to main threads that some rank of the mesh has not answered."""
+        return [call for call in self._calls.values() if call.mesh == mesh and call.waiting and not call.mailbox]
+
+    def next_deadline(self) -> float:
+        """When `expire` wants to be called, on the monotonic clock; infinity if never."""
+        return min(self._failing.values(), default=math.inf)
+
+    def expire(self) -> None:
+        """Fail the calls whose first failure has waited long enough for more like it."""
+        now = time.monotonic()
+        for id in [id for id, deadline in self._failing.items() if deadline <= now]:
+            del self._failing[id]
+            self._calls[id].settle()
+
+    def lose(self, mesh: int, error: WorkerLost, *, alone: bool = False) -> None:
+        """A worker of ``mesh`` ended: the calls that wait for it learn it now."""
+        for call in [call for call in self._calls.values() if call.mesh == mesh]:
+            call.lose(error, alone=alone)
+            self.settle_if_done(call)
+
+    def adopt(self, call: OpenCall, listener: OutputListener | None, output: int) -> None:
+        """Expect answers to a call of a former controller, and output of it."""
+        self._calls[call.id] = call
+        if listener is not None:
+            call.output = output
+            self._listeners.setdefault(output, listener)
+
+    def listener_of(self, output: int) -> OutputListener | None:
+        """Who listens to an output."""
+        return self._listeners.get(output)
+
+    def disown(self, call: OpenCall) -> None:
+        """A call of a former controller which that one had seen to the end."""
+        self._calls.pop(call.id, None)
+        self._failing.pop(call.id, None)
+
+    def leave(self, mesh: int, error: MeshError) -> None:
+        """The mesh goes on without us: its calls have no outcome here."""
+        for call in [call for call in self._calls.values() if call.mesh == mesh]:
+            self.disown(call)
+            call.give_up(error)
+
+    def give_up(self, mesh: int, name: str) -> None:
+        """The mesh is being stopped: fail its calls."""
+        for call in [call for call in self._calls.values() if call.mesh == mesh]:
+            del self._calls[call.id]
+            self._failing.pop(call.id, None)
+            call.give_up(MeshStoppedError(name))
+
+    def tell(self, output: int, event: OutputEvent) -> None:
+        """Hand an output event to whom it belongs."""
+        try:
+            self._listeners.get(output, self.default_listener)(event)
+        except Exception:
+            traceback.print_exc()  # a listener's fault must not stop the mesh

@@ -1,0 +1,1 @@
+"""Futures, background threads, forks, and interrupts of threads and coroutines."""

@@ -1,0 +1,74 @@
+"""Forks by user code: DataLoader workers, process pools, ``os.fork()``. What our parts do about them.
+
+A forked child has one thread, and a copy of all else: sockets whose other end takes it for its parent, locks of threads
+that it lacks, counters that will give the same names again. So
+
+    what speaks for a process    notes the `generation` that made it, and refuses in any other (`refuse_inherited`)
+    what acts by itself          registers what makes it harmless (`at_fork`)
+    memory of others             is given back when no child sees it any more (`meshbook.values.lent_memory`)
+
+A process that is started afresh (`subprocess`, multiprocessing's ``spawn``) inherits nothing, and runs none of this.
+Neither does one that C code forks without telling Python.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from meshbook.errors import UsageError
+
+generation = 0
+"""How many forks lie between this process and the one that has imported us."""
+
+_pids = [os.getpid()]
+"""The processes of those generations; the last is this one."""
+
+_before: list[Callable[[], object]] = []
+_in_parent: list[Callable[[], object]] = []
+_in_child: list[Callable[[], object]] = []
+
+
+def at_fork(
+    *,
+    before: Callable[[], object] | None = None,
+    in_parent: Callable[[], object] | None = None,
+    in_child: Callable[[], object] | None = None,
+) -> None:
+    """Have these called at each fork from now on, on the thread that forks, in the order of registration.
+
+    in_parent: also when the fork has failed. in_child: `generation` has changed by then.
+    """
+    for actions, action in ((_before, before), (_in_parent, in_parent), (_in_child, in_child)):
+        if action is not None:
+            actions.append(action)
+
+
+def refuse_inherited(made_in: int) -> None:
+    """Raises: UsageError where what was made in generation ``made_in`` belongs to a process that forked this one."""
+    if made_in != generation:
+        raise UsageError(
+            f"process {os.getpid()} was forked from process {_pids[made_in]}, and cannot use its meshes, actors, ports "
+            f"and process groups. Use them in process {_pids[made_in]} and hand the values to its children: a "
+            "DataLoader whose dataset calls actors needs num_workers=0."
+        )
+
+
+def _run(actions: list[Callable[[], object]]) -> None:
+    for action in actions:
+        try:
+            action()
+        except Exception:  # the others count too
+            traceback.print_exc(file=sys.__stderr__)
+
+
+def _be_another() -> None:
+    global generation
+    generation += 1
+    _pids.append(os.getpid())
+    _run(_in_child)
+
+
+os.register_at_fork(before=lambda: _run(_before), after_in_parent=lambda: _run(_in_parent), after_in_child=_be_another)

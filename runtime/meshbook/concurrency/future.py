@@ -1,0 +1,272 @@
+"""The answer of a call that is still under way, for scripts, notebooks and coroutines alike.
+
+A future is completed once, by any thread. Waiting for it blocks on a lock that exists only while somebody waits:
+no event loop is needed, and one that runs in this thread (every notebook has one) is no hindrance. ``await``
+works in any running asyncio loop.
+
+There is no lock around the state, so that signal handlers and finalisers may complete futures too. Three steps
+that the interpreter never splits stand in for it: the outcome is whatever `dict.setdefault` stored first; waiters
+and callbacks are appended before they look for an outcome, and the outcome is stored before they are popped;
+``popleft`` gives each of them to one thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from meshbook.concurrency import forks
+from meshbook.concurrency.thread_interrupts import waiting_lock
+
+if TYPE_CHECKING:
+    import asyncio
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_log = logging.getLogger(__name__)
+
+
+class _Outcome(NamedTuple):
+    value: Any
+    error: BaseException | None
+    traceback: TracebackType | None
+    """That of ``error`` when it was set; each raise starts from it."""
+
+
+class Future(Generic[T]):
+    """A result that is there or will be.
+
+    on_cancel: called by `cancel` while there is no outcome; it brings about the end of the work.
+    on_timeout: makes the error that a wait raises after ``timeout_s``; it may say who is silent.
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_final", "_generation", "_on_cancel", "_on_timeout", "_waiters")
+
+    def __init__(
+        self,
+        *,
+        on_cancel: Callable[[], object] | None = None,
+        on_timeout: Callable[[float], BaseException] | None = None,
+    ) -> None:
+        self._final: dict[int, _Outcome] = {}
+        self._waiters: deque[Any] = deque()
+        self._callbacks: deque[Callable[[Future[T]], object]] = deque()
+        self._on_cancel, self._on_timeout = on_cancel, on_timeout
+        self._generation = forks.generation
+
+    # ---- for whoever has the answer ------------------------------------------------------------------------
+
+    def set_result(self, value: T) -> bool:
+        """Complete with ``value``; False, and nothing happens, if there is an outcome already."""
+        return self._finish(_Outcome(value, None, None))
+
+    def set_exception(self, error: BaseException) -> bool:
+        """Complete with ``error``; False, and nothing happens, if there is an outcome already."""
+        return self._finish(_Outcome(None, error, error.__traceback__))
+
+    # ---- for whoever wants it ------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether there is an outcome."""
+        return bool(self._final)
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for the result, at most ``timeout`` seconds.
+
+        Raises: the error with which the future was completed; at the timeout what ``on_timeout`` makes, else
+        TimeoutError (the work goes on); KeyboardInterrupt at once, on the main thread; UsageError in a process that was
+        forked before there was an outcome, since there will be none.
+        """
+        outcome = self._final.get(0) or self._wait(timeout)
+        error = outcome.error
+        if error is None:
+            return outcome.value  # type: ignore[no-any-return]
+        try:
+            raise error.with_traceback(outcome.traceback)
+        finally:
+            del self, outcome, error  # else the traceback of the error would keep the future, and it the error
+
+    def result(self, timeout: float | None = None) -> T:
+        """The same as `get`."""
+        return self.get(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait as `get` does; return the error, or None if there is a result."""
+        return (self._final.get(0) or self._wait(timeout)).error
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait without blocking the running asyncio loop. Cancelling the task ends the wait, not the work."""
+        if not self._final:
+            forks.refuse_inherited(self._generation)
+            import asyncio  # only here: who awaits has it, workers and agents start faster without
+
+            from meshbook.concurrency.asyncio_interrupts import interruptible
+
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+
+            def wake(_: Future[T]) -> None:
+                try:
+                    loop.call_soon_threadsafe(_wake, waiter)
+                except RuntimeError:  # the loop was closed: nobody waits any more
+                    pass
+
+            self.add_done_callback(wake)
+            try:
+                with interruptible():
+                    yield from waiter
+            finally:
+                _discard(self._callbacks, wake)
+        return self.get()
+
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
+        """Call ``callback(self)`` once there is an outcome: on the completing thread, or now if there is one.
+
+        What it raises is logged.
+        """
+        self._callbacks.append(callback)
+        if self._final:
+            self._run_callbacks()
+
+    def then(self, function: Callable[[T], U]) -> Future[U]:
+        """Return a future of ``function(result)``, called on the completing thread; errors pass through.
+
+        Cancelling it cancels this one.
+        """
+        following: Future[U] = Future(on_cancel=self.cancel, on_timeout=self._on_timeout)
+
+        def follow(done: Future[T]) -> None:
+            outcome = done._final[0]
+            if outcome.error is not None:
+                following._finish(outcome)
+                return
+            try:
+                following.set_result(function(outcome.value))
+            except BaseException as error:
+                following.set_exception(error)
+
+        self.add_done_callback(follow)
+        return following
+
+    def cancel(self) -> bool:
+        """Ask for the end of the work; False if there is an outcome already.
+
+        The future completes when the work has ended; without ``on_cancel`` at once, with CancelledError.
+        """
+        on_cancel = self._on_cancel
+        if self._final:
+            return False
+        if on_cancel is None:
+            from concurrent.futures import CancelledError
+
+            return self.set_exception(CancelledError())
+        on_cancel()
+        return True
+
+    def __repr__(self) -> str:
+        outcome = self._final.get(0)
+        if outcome is None:
+            return "<Future: waiting; .get() gives the result>"
+        return f"<Future: {'done' if outcome.error is None else f'failed with {type(outcome.error).__name__}'}>"
+
+    # ---- within --------------------------------------------------------------------------------------------
+
+    def _wait(self, timeout: float | None) -> _Outcome:
+        forks.refuse_inherited(self._generation)
+        lock = waiting_lock()
+        lock.acquire()
+        self._waiters.append(lock)
+        if not self._final:
+            try:
+                lock.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
+            finally:
+                _discard(self._waiters, lock)
+        outcome = self._final.get(0)
+        if outcome is not None:
+            return outcome
+        assert timeout is not None
+        on_timeout = self._on_timeout
+        raise on_timeout(timeout) if on_timeout else TimeoutError(f"no result within {timeout:g} s")
+
+    def _finish(self, outcome: _Outcome) -> bool:
+        if self._final.setdefault(0, outcome) is not outcome:
+            return False
+        while self._waiters:
+            try:
+                self._waiters.popleft().release()
+            except IndexError:  # the last one has just given up
+                break
+        if self._callbacks:
+            self._run_callbacks()
+        self._on_cancel = self._on_timeout = None  # they may hold much
+        return True
+
+    def _run_callbacks(self) -> None:
+        while True:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
+            try:
+                callback(self)
+            except Exception:
+                _log.exception("a callback of a future failed")
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _discard(queue: deque[Any], item: object) -> None:
+    try:
+        queue.remove(item)
+    except (ValueError, IndexError):  # it was popped already, or something else was meanwhile
+        pass
+
+
+class MappedFuture(Future[U], Generic[T, U]):
+    """``function`` of another future's result, computed by the thread that asks for it (unpickling belongs there)."""
+
+    def __init__(self, source: Future[T], function: Callable[[T], U]) -> None:
+        super().__init__(on_cancel=source.cancel)
+        self._source, self._function = source, function
+        source.add_done_callback(lambda _: self.set_result(None))  # type: ignore[arg-type]  # a wake-up only
+
+    def get(self, timeout: float | None = None) -> U:
+        """Wait for the source, then compute. Raises: what the source or the function raises."""
+        return self._function(self._source.get(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The source's error, if it has one."""
+        return self._source.exception(timeout)
+
+
+def join_futures(futures: Sequence[Future[T]]) -> Future[list[T]]:
+    """A future of all results, in order; the first error becomes its error."""
+
+    def cancel_all() -> None:
+        for future in futures:
+            future.cancel()
+
+    joined: Future[list[T]] = Future(on_cancel=cancel_all)
+    left = set(range(len(futures)))
+
+    def on_done(index: int, future: Future[T]) -> None:
+        left.discard(index)
+        if (error := future.exception(0)) is not None:
+            joined.set_exception(error)
+        elif not left and not joined.done():
+            joined.set_result([each.get(0) for each in futures])
+
+    for index, future in enumerate(futures):
+        future.add_done_callback(functools.partial(on_done, index))
+    if not futures:
+        joined.set_result([])
+    return joined

@@ -1,0 +1,188 @@
+"""KeyboardInterrupt on a thread other than the main one.
+
+Python can have an exception raised in another thread, at its next line of Python; it cannot wake that thread from a
+sleep or a lock. So in threads that have a `ThreadGate`, `time.sleep` and `threading.Condition` (which events, queues,
+semaphores and barriers are made of) wait in short steps, and so do our futures. What waits in native code notices when
+it returns.
+
+    control thread    gate.interrupt(call)     raises it now, or at the end of a section that must not be torn
+    the thread        gate.open(call) ... gate.close()    nothing is raised outside of the two
+
+The order of bytecode matters here: an exception that is due comes at calls of Python functions and at jumps backwards,
+never between the entry of a ``with`` on a C lock and its body.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import Any
+
+from meshbook.concurrency.forks import at_fork
+
+STEP_S = 0.05
+"""How long a wait may not notice an interrupt."""
+
+_set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_gates: dict[int, ThreadGate] = {}
+"""By thread."""
+
+
+def gate_of_this_thread() -> ThreadGate | None:
+    """The gate of the calling thread, if it has one."""
+    return _gates.get(threading.get_ident())
+
+
+def task_of_this_thread() -> int:
+    """What runs between `ThreadGate.open` and `close`; 0 in threads without a gate."""
+    gate = _gates.get(threading.get_ident())
+    return gate.running if gate is not None else 0
+
+
+class ThreadGate:
+    """Owns KeyboardInterrupt on the thread that makes it.
+
+    ``with gate:`` one that arrives inside is raised at the end.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self.running = 0
+        """What was opened; 0 when nothing is."""
+        self._depth = 0
+        self._is_due = False
+        self._held_back = False
+        self.meant = 0
+        """The last call that was interrupted."""
+        _gates[self._thread] = self
+        _make_waits_interruptible()
+
+    def end(self) -> None:
+        """The thread ends."""
+        _gates.pop(self._thread, None)
+
+    # ---- any other thread ---------------------------------------------------------------------------------------
+
+    def interrupt(self, call: int) -> bool:
+        """Raise KeyboardInterrupt in ``call`` if it runs; whether it does."""
+        with self._lock:
+            if not call or self.running != call:
+                return False
+            self.meant = call
+            if self._depth:
+                self._held_back = True
+            else:
+                self._is_due = True
+                _set_async_exc(ctypes.c_ulong(self._thread), ctypes.py_object(KeyboardInterrupt))
+        return True
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def open(self, call: int) -> None:
+        """User code of ``call`` runs from here."""
+        with self._lock:
+            self._held_back = self._is_due = False
+            self.running = call
+
+    def close(self) -> None:
+        """No user code runs any more: nothing is raised, once this has returned."""
+        while True:
+            try:
+                with self._lock:
+                    self.running = 0
+                    _set_async_exc(ctypes.c_ulong(self._thread), None)
+                    self._is_due = self._held_back = False
+                return
+            except KeyboardInterrupt:  # it came at the last moment
+                continue
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._is_due:
+                _nothing()  # what is due comes here, before we count
+                self._is_due = False
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        raises = False
+        with self._lock:
+            self._depth -= 1
+            if not self._depth and self._held_back:
+                self._held_back = False
+                raises = self.running != 0
+        if raises:
+            raise KeyboardInterrupt
+
+
+def _nothing() -> None:
+    """A call, at which exceptions that are due are raised."""
+
+
+# ---- waits that notice ---------------------------------------------------------------------------------------------
+
+_sleep = time.sleep
+
+
+def _sleep_in_steps(seconds: float) -> None:
+    if threading.get_ident() not in _gates:
+        return _sleep(seconds)
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > STEP_S:
+        _sleep(STEP_S)
+    return _sleep(max(left, 0.0) if seconds >= 0 else seconds)
+
+
+class _SteppedLock:
+    """A lock of which whoever waits is awake now and then."""
+
+    __slots__ = ("_at_fork_reinit", "_lock", "locked", "release")
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.release, self.locked, self._at_fork_reinit = lock.release, lock.locked, lock._at_fork_reinit
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not blocking:
+            return bool(self._lock.acquire(False))
+        until = None if timeout < 0 else time.monotonic() + timeout
+        while True:
+            left = STEP_S if until is None else min(STEP_S, until - time.monotonic())
+            if left <= 0:
+                return bool(self._lock.acquire(False))
+            if self._lock.acquire(True, left):
+                return True
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+_allocate_lock: Any = threading.Lock
+
+
+def waiting_lock() -> Any:
+    """A lock to wait with: one that notices interrupts, in threads that have a gate."""
+    lock = _allocate_lock()
+    return _SteppedLock(lock) if threading.get_ident() in _gates else lock
+
+
+def _forget_threads() -> None:
+    """In a forked child: interrupts are signals there, and a gate's lock may be held by a thread that it lacks."""
+    for gate in _gates.values():
+        gate._lock = threading.Lock()
+    _gates.clear()
+
+
+at_fork(in_child=_forget_threads)
+
+
+def _make_waits_interruptible() -> None:
+    """From now on, in threads that have a gate."""
+    if time.sleep is _sleep:
+        time.sleep = _sleep_in_steps  # type: ignore[assignment]
+        if hasattr(threading, "_allocate_lock"):  # what Condition.wait makes its waiter with, on every Python so far
+            threading._allocate_lock = waiting_lock

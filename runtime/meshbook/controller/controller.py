@@ -1,0 +1,641 @@
+"""The controller: what any thread may ask of the hosts, and the thread that speaks with them.
+
+The state (`meshbook.controller.dispatcher`) belongs to whoever has the turn (`meshbook.controller.io_turns`). User
+threads hand closures over (`submit`) and wait on futures; they pickle payloads before and unpickle results after.
+
+    user thread ── submit(closure), eventfd ──> I/O thread ──> ROUTER ──> agents
+    user thread <── Future ────────────────────      │    <── ROUTER <── agents
+    listeners   <── output events ─────────────────--┘
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from meshbook.calls.call import CallFuture, OnReply, OpenCall
+from meshbook.calls.mailboxes import Mailboxes
+from meshbook.calls.output import OutputTarget
+from meshbook.concurrency import forks
+from meshbook.concurrency.future import Future
+from meshbook.concurrency.own_faults import attempt
+from meshbook.controller.dispatcher import Dispatcher
+from meshbook.controller.group_recovery import forming_call
+from meshbook.controller.host_state import HostState
+from meshbook.controller.io_turns import SocketTurn
+from meshbook.controller.mesh_state import MeshState, stale_view
+from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.controller.posting import post
+from meshbook.controller.queries import look
+from meshbook.controller.reattach import Reattach
+from meshbook.controller.stacks import StackQuestion, collect_stacks
+from meshbook.errors import WorkerLost
+from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.local import FoundHost
+from meshbook.lifecycle import MeshPhase
+from meshbook.sessions.folder import SavedHost, SavedMesh, SessionFolder
+from meshbook.shape.members import Members, Region
+from meshbook.stacks.mesh_stacks import MeshStacks
+from meshbook.system.processes import in_endpoint, loopback_address
+from meshbook.values.pickling import Pickled
+from meshbook.wire import messages as wire
+from meshbook.wire.link import check_message
+from meshbook.wire.ticket import Ticket
+from meshbook.wire.transport import HEARTBEAT_S, ControllerSocket
+
+T = TypeVar("T")
+
+WHAT_MAX_CHARS = 200
+"""Of what a person calls a call, which may be an expression of any length."""
+
+ACK_IDLE_S = 0.02
+"""When nothing has come for so long, what has come is acknowledged."""
+
+OutputSource: TypeAlias = Callable[[Any], OutputTarget | None]
+"""Takes the ProcMesh that is called, on the thread of the caller."""
+
+
+class Controller:
+    """One per session; `meshbook.mesh` holds it."""
+
+    def __init__(self, folder: SessionFolder) -> None:
+        """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
+        self.folder, self.epoch = folder, folder.state.epoch
+        self._inbox: deque[tuple[Callable[[], object], Callable[[Exception], object] | None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._save_lock = threading.Lock()
+        self._linger_ms = 0
+        """How long to wait, at the end, for what is still to be sent."""
+        self._asleep = False
+        self._closing = False
+        self._generation = forks.generation
+        self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
+        self._dispatcher = Dispatcher(self._wake, self.next_id)
+        self._dispatcher.mail.submit = self.submit
+        self._dispatcher.peer_directory.key_of = lambda host: self._socket.key_of(host)
+        self._dispatcher.peer_directory.ip = self._ip
+        self.output_source: OutputSource | None = None
+        """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
+        self.refusal: Callable[[], str] = str
+        """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
+        self.prompt_for_call: Callable[[MeshState, OpenCall], None] | None = None
+        """Opens the prompt of ranks that have stopped in a call that the main thread waits for."""
+        self._tick_at = 0.0
+        self._heard: set[str] = set()
+        """Hosts to which we may owe acknowledgements."""
+        self._ack_at = math.inf
+        self._socket_turn = SocketTurn(self._serve, self._wake)
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="meshbook.io", daemon=True)
+        self._thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+        self._thread.start()
+        try:
+            started.get()
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
+
+    # ---- any thread ---------------------------------------------------------------------------------------------
+
+    def submit(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None:
+        """Have the I/O thread run ``action``; actions run in the order of submission.
+
+        fail: takes what it raises, for whoever waits for it. Without one that is told as a fault of ours.
+        Raises: UsageError in a process that was forked from ours: it has no such thread.
+        """
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
+        self._inbox.append((action, fail))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._asleep and not self._closing:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def expect_host(self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool) -> HostState:
+        """Know a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in."""
+        host = HostState(ticket.host_id, ticket.epoch, launched, self._socket, self._dispatcher.on_whole)
+        host.shares_environment = shares_environment
+        self._dispatcher.hosts[host.id] = host
+        if launched.pid:
+            self.submit(lambda: self._socket.watch_end(launched.pid))
+        return host
+
+    @property
+    def hosts(self) -> list[HostState]:
+        """All hosts, lost ones included."""
+        return list(self._dispatcher.hosts.values())
+
+    def endpoint(self, address: str) -> str:
+        """Listen at ``address`` as well, once; return what to dial."""
+        endpoints = self.folder.state.endpoints
+        if address not in endpoints:
+            endpoints[address] = self.ask(lambda: self._socket.bind(address))
+        return endpoints[address]
+
+    # ---- the session, for the next controller -------------------------------------------------------------------
+
+    def save_hosts(self, hosts: Mapping[str, SavedHost]) -> None:
+        """Note hosts that were started."""
+        with self._save_lock:
+            self.folder.state.hosts.update(hosts)
+            self.folder.save()
+
+    def save_mesh(self, mesh: MeshState) -> None:
+        """Note a mesh that has come up, or has changed: without this the next controller does not want it."""
+        with self._save_lock:
+            ids = [host.id for host in mesh.hosts]
+            self.folder.state.meshes[mesh.id] = SavedMesh(
+                mesh.name, dict(mesh.extent), ids, mesh.owns_hosts, mesh.grouped, list(mesh.host_axes)
+            )
+            self.folder.save()
+
+    def _forget_saved(self, meshes: Iterable[int] = (), hosts: Iterable[str] = ()) -> None:
+        with self._save_lock:
+            for mesh in meshes:
+                self.folder.state.meshes.pop(mesh, None)
+            for host in hosts:
+                self.folder.state.hosts.pop(host, None)
+            self.folder.save()
+
+    def _ip(self) -> str:
+        """Where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
+        tcp = [end for end in self.folder.state.endpoints.values() if end.startswith("tcp://")]
+        return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else in_endpoint(loopback_address())
+
+    def bind_again(self, address: str, endpoint: str) -> None:
+        """Listen where the former controller did. Raises: OSError."""
+        self.ask(lambda: self._socket.bind(endpoint))
+        self.folder.state.endpoints[address] = endpoint
+
+    def find_host(self, id: str, saved: SavedHost) -> HostState:
+        """Expect a host of the former controller."""
+        host = HostState(id, self.epoch, FoundHost(saved.pid, saved.started), self._socket, self._dispatcher.on_whole)
+        host.shares_environment, host.is_found = saved.shares_environment, True
+
+        def readmit() -> None:
+            self._socket.readmit(id, saved.key)
+            self._dispatcher.hosts[id] = host
+            if saved.pid:
+                self._socket.watch_end(saved.pid)
+
+        self.ask(readmit)
+        return host
+
+    def adopt(self, hosts: Mapping[str, HostState]) -> Reattach:
+        """Expect the reports of ``hosts``."""
+        return self.ask(lambda: Reattach(self._dispatcher, hosts, self.folder.state.meshes, self._new_future))
+
+    def leave(self, lease_s: float, timeout_s: float) -> None:
+        """Go, and let everything live on; agents wait ``lease_s`` for the next controller.
+
+        timeout_s: for the hosts to acknowledge what they were sent. Calls that are open end with MeshDetachedError.
+        """
+        if self._closing:
+            return
+        deadline = time.monotonic() + timeout_s
+
+        def is_settled() -> bool:
+            return all(host.has_all for host in self.hosts if not host.lost and host.hello is not None)
+
+        def say() -> None:
+            for host in self.hosts:
+                if not host.lost:
+                    host.send(wire.Leave(lease_s))
+
+        def go() -> None:
+            for host in self.hosts:
+                if not host.lost:
+                    host.knock()  # what has come has come; what comes now is for the next controller
+            self._closing, self._linger_ms = True, 200
+
+        if timeout_s > 0:
+            self.ask(say)
+            while not self.ask(is_settled) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        self.ask(go)
+        self._end_thread()
+        for host in self.hosts:
+            host.launched.release()
+        self._dispatcher.leave(self.folder.id)
+        self._dispatcher.payloads.close()
+        self.folder.state.lease_s = lease_s
+        self.folder.leave()
+
+    # ---- hosts and calls ----------------------------------------------------------------------------------------
+
+    def accept(self, host_id: str) -> tuple[str, str]:
+        """A key pair (public, secret) for one host."""
+        return self.ask(lambda: self._socket.accept(host_id))
+
+    def ask(self, action: Callable[[], T]) -> T:
+        """Have the I/O thread run ``action`` and return its result."""
+        future: Future[T] = Future()
+
+        self.submit(lambda: future.set_result(action()), future.set_exception)
+        return future.get(10.0)
+
+    def ask_dispatcher(self, action: Callable[[Dispatcher], T]) -> T:
+        """Have the I/O thread look at, or change, what the controller knows, and return what ``action`` finds."""
+        return self.ask(lambda: action(self._dispatcher))
+
+    def tell_board(self, action: Callable[[Dispatcher], object]) -> None:
+        """The same without waiting for it."""
+        self.submit(lambda: action(self._dispatcher))
+
+    def find_mesh(self, id: int) -> MeshState | None:
+        """The mesh with this number, unless it has ended."""
+        return self._dispatcher.meshes.get(id)
+
+    def known_meshes(self) -> list[MeshState]:
+        """Those that have not ended, in the order in which they were made."""
+        return sorted(self._dispatcher.meshes.copy().values(), key=lambda mesh: mesh.id)
+
+    def next_id(self) -> int:
+        """A number that this controller never uses twice."""
+        return next(self._ids)
+
+    def recruit(self, mesh: MeshState) -> PendingWorkers:
+        """Have the hosts of a new mesh start its workers."""
+        pending_workers = PendingWorkers(self.next_id(), mesh.seats_of(range(mesh.extent.nelements)))
+
+        def ask() -> None:
+            self._dispatcher.meshes[mesh.id] = mesh
+            mesh.ask_for(pending_workers)
+
+        self.submit(ask, pending_workers.give_up)
+        return pending_workers
+
+    def call(
+        self,
+        mesh: MeshState,
+        endpoint: str,
+        members: Members,
+        pickled: Pickled,
+        *,
+        what: str,
+        output: OutputTarget | None = None,
+        on_reply: OnReply | None = None,
+        fail_fast: bool = True,
+        mailbox: int = 0,
+        beside: bool = False,
+    ) -> CallFuture[Any]:
+        """Start a call on ``members``; the future's value is a ValueMesh over them.
+
+        output: where to send what the call prints; our own stdout by default. fail_fast: complete at the first failure
+        rather than when every rank has ended. mailbox: as in `wire.Call`. beside: as in `OpenCall`.
+        Raises: MeshStoppedError, WorkerLost if a member has ended.
+        """
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
+        mesh.check_usable()
+        generation, what = mesh.generation, str(what)[:WHAT_MAX_CHARS]
+        self.wait_for_room()
+        future = self._new_future()
+        call = OpenCall(
+            self.next_id(),
+            mesh.id,
+            what,
+            members,
+            future,
+            fail_fast=fail_fast,
+            on_reply=on_reply,
+            mailbox=mailbox,
+            beside=beside,
+        )
+        future.call = call
+        if lost := call.waiting & mesh.lost.keys():
+            raise WorkerLost.of(mesh.lost[rank] for rank in lost)
+        head, buffers = pickled
+        small = len(head) <= wire.INLINE_MAX_BYTES
+        message = wire.Call(
+            call.id, mesh.id, endpoint, members.encode(), output.id if output else 0,
+            inline=head if small else b"", label=what, no_prompt=self.refusal(),
+mailbox=mailbox,
+        )  # fmt: skip
+        payload = [] if small else [head]
+
+        def send() -> None:
+            if mesh.generation != generation:
+                call.give_up(stale_view(mesh))
+            elif (hosts := self._dispatcher.open(mesh, call, output)) is None:
+                return
+            elif mailbox:
+                self._dispatcher.mail_rescue_of(mesh).send(mailbox, members, lambda: transmit(hosts), call)
+            else:
+                self._dispatcher.groups_of(mesh).send(call, lambda: transmit_later(hosts))
+
+        def transmit(hosts: list[HostState]) -> None:
+            if mesh.generation != generation:  # it queued while ranks got other numbers
+                self._dispatcher.calls.disown(call)
+                call.give_up(stale_view(mesh))
+                return
+            self._dispatcher.send_payload(hosts, message, payload, segment)
+
+        def transmit_later(hosts: list[HostState]) -> None:  # in the midst of something else, if it has queued
+            attempt(lambda: transmit(hosts), what, fail)
+
+        def fail(error: Exception) -> None:
+            self._dispatcher.calls.disown(call)
+            call.give_up(error)
+
+        segment = self.write_payload(buffers)
+        if segment is not None:
+            call.when_ended(functools.partial(self._dispatcher.payloads.drop, segment))  # unless it was sent
+        self.submit(send, fail)
+        return future
+
+    def post(self, mesh: MeshState, endpoint: str, members: Members, pickled: Pickled, mailbox: int) -> None:
+        """Send a message that nobody answers (`meshbook.controller.posting`). Raises: MeshStoppedError, WorkerLost."""
+        post(self, mesh, members, mailbox, endpoint, pickled)
+
+    @property
+    def mailboxes(self) -> Mailboxes:
+        """Those of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)."""
+        return self._dispatcher.mail.boxes
+
+    def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
+        """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
+        return self._dispatcher.payloads.write(buffers) if buffers else None
+
+    def _new_future(self) -> CallFuture[Any]:
+        return CallFuture(self)
+
+    def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
+        """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them.
+
+        insist: see `meshbook.calls.interrupt`.
+        """
+
+        def send() -> None:
+            call = self._dispatcher.calls.find(id)
+            mesh = self._dispatcher.meshes.get(call.mesh) if call is not None else None
+            if call is None or mesh is None:
+                return
+            if call.mailbox:
+                if self._dispatcher.mail_rescue_of(mesh).cancel(call):
+                    return
+            elif self._dispatcher.groups_of(mesh).cancel(call):
+                return
+            meant = call.members
+            if ranks is not None:
+                meant = Region.of(mesh.extent).select(sorted(call.waiting.intersection(ranks)))
+            for host in mesh.hosts:
+                host.send_urgent(wire.Cancel(mesh.id, id, meant.encode(), insist))
+
+        self.submit(send)
+
+    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Serve the sockets while the main thread waits (`meshbook.controller.io_turns`)."""
+        self._socket_turn.drive(done, timeout_s)
+
+    def wants_person(self, call: OpenCall) -> bool:
+        """Whether a rank of the call is stopped at a prompt that this thread, the main one, could open."""
+        mesh = self._dispatcher.meshes.get(call.mesh)
+        if mesh is None or not mesh.stopped_ranks or self.prompt_for_call is None:
+            return False
+        stopped = mesh.stopped_ranks.of(call.waiting).keys() - mesh.stopped_ranks.left
+        return bool(stopped) and threading.current_thread() is threading.main_thread()
+
+    def attend(self, call: OpenCall) -> None:
+        """Open it. Raises: KeyboardInterrupt, LeftStopped."""
+        if self.prompt_for_call is not None:
+            self.prompt_for_call(self._dispatcher.meshes[call.mesh], call)
+
+    def open_calls(self, mesh_id: int) -> list[OpenCall]:
+        """The calls that some rank has not answered, oldest first."""
+        return [call for call in self._dispatcher.calls.all() if call.mesh == mesh_id]
+
+    def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
+        """Abort the process groups that ``ranks`` wait in; ranks that are busy otherwise keep theirs for now."""
+        wanted = set(ranks)
+
+        def abort() -> None:
+            if (mesh := self._dispatcher.meshes.get(mesh_id)) is not None:
+                self._dispatcher.groups_of(mesh).abort("the person insisted on an interrupt", wanted)
+
+        self.submit(abort)
+
+    def query(
+        self, mesh_id: int, endpoint: str, members: Members, timeout_s: float, args: Sequence[object] = ()
+    ) -> dict[int, Any]:
+        """Ask the control threads of ``members``; returns what came in time.
+
+        args: plain data, as msgpack has it. Raises: MessageTooLarge.
+        """
+        answers: dict[int, Any] = {}
+        wanted = len(members)
+        done: Future[None] = Future()
+        id = self.next_id()
+        message = wire.Query(id, mesh_id, endpoint, members.encode(), wire.encode(args) if args else b"")
+        check_message(wire.encode(message), ())
+
+        def on_answer(rank: int, value: Any) -> None:
+            answers[rank] = value
+            if len(answers) >= wanted:
+                done.set_result(None)
+
+        def send() -> None:
+            if (mesh := self._dispatcher.meshes.get(mesh_id)) is None:
+                done.set_result(None)
+                return
+            self._dispatcher.calls.ask(id, on_answer)
+            for host in mesh.hosts:
+                host.send_urgent(message)
+
+        self.submit(send, done.set_exception)
+        try:
+            done.get(timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            self.submit(lambda: self._dispatcher.calls.end_query(id))
+        return dict(answers)
+
+    def tell_ranks(self, mesh: MeshState, endpoint: str, ranks: Collection[int], args: Sequence[object]) -> None:
+        """Put a question whose answers nobody waits for. Raises: MessageTooLarge."""
+        members = Region.of(mesh.extent).select(sorted(ranks)).encode()
+        query = wire.Query(self.next_id(), mesh.id, endpoint, members, wire.encode(args))
+        check_message(wire.encode(query), ())
+
+        def send() -> None:
+            for host in mesh.hosts:
+                if not host.lost:
+                    host.send_urgent(query)
+
+        self.submit(send)
+
+    def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
+        """What the main threads of ``ranks`` are doing; of those that cannot answer, why."""
+        return self._look(mesh_id, ranks, "where", 0.5)
+
+    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
+        """The same, and how each rank takes the interrupt that was sent to it."""
+        return self._look(mesh_id, ranks, "reaction", timeout_s)
+
+    def _look(self, mesh_id: int, ranks: Iterable[int], endpoint: str, timeout_s: float) -> dict[int, str]:
+        mesh = self._dispatcher.meshes.get(mesh_id)
+        if mesh is None:
+            return dict.fromkeys(ranks, "its mesh was stopped")
+        return look(self, mesh, ranks, endpoint, timeout_s)
+
+    def statuses(self, mesh: MeshState, ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
+        """What each rank tells of itself; where it does not answer, a text that says why."""
+        return look(self, mesh, ranks, "status", timeout_s)
+
+    def stacks(self, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
+        """The stacks of ``members``, and who of the mesh holds others up."""
+        return collect_stacks(self, mesh, members, ask)
+
+    def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
+        """Under the turn: have answers to question ``id`` handed to ``on_answer``, until `end_query`."""
+        self._dispatcher.calls.ask(id, on_answer)
+
+    def end_query(self, id: int) -> None:
+        """Under the turn: later answers are dropped."""
+        self._dispatcher.calls.end_query(id)
+
+    def drop_keys(self, mesh: MeshState, prefix: str) -> None:
+        """Delete the keys under ``prefix`` in the mesh's store, which its agent on host 0 keeps."""
+        self.submit(lambda: self._dispatcher.drop_keys(mesh, prefix))
+
+    def form_groups(self, mesh: MeshState) -> CallFuture[Any]:
+        """Form the process groups of a mesh, anew and in place if there are some."""
+        mesh.check_usable()
+        future = self._new_future()
+        members = Region.of(mesh.extent)
+        future.call = call = forming_call(self.next_id(), mesh.id, members, future)
+        self.submit(lambda: self._dispatcher.groups_of(mesh).form(call), call.give_up)
+        return future
+
+    def abort_groups(self, mesh: MeshState, reason: str) -> None:
+        """Free all ranks that wait in operations of the mesh's process groups, which are formed again after."""
+        mesh.check_usable()
+        self.submit(lambda: self._dispatcher.groups_of(mesh).abort(reason))
+
+    def stop_mesh(self, mesh: MeshState, grace_s: float) -> None:
+        """Begin to end a mesh: its open calls fail at once; `MeshState.stopped` completes when no process is left."""
+        if mesh.detached:
+            return
+        self._forget_saved(meshes=[mesh.id])
+
+        def stop() -> None:
+            if mesh.phase is MeshPhase.STOPPED:
+                return
+            mesh.stop()
+            self._dispatcher.end_rescues(mesh)
+            self._dispatcher.calls.give_up(mesh.id, mesh.name)
+            for host in mesh.hosts:
+                if host.lost:
+                    mesh.on_stopped(host, lambda: self._dispatcher.forget(mesh))
+                else:
+                    host.send(wire.StopMesh(mesh.id, grace_s))
+
+        self.submit(stop, mesh.stopped.set_exception)
+
+    def stop_hosts(self, hosts: Sequence[HostState], timeout_s: float) -> None:
+        """End host agents, and with them all that still runs on their hosts; returns when they have ended."""
+
+        def say_goodbye() -> None:
+            for host in hosts:
+                self._dispatcher.dismiss(host)
+                self._socket.revoke(host.id)
+
+        deadline = time.monotonic() + timeout_s
+        self.submit(say_goodbye)
+        for host in hosts:
+            host.launched.close(max(0.1, deadline - time.monotonic()))
+        self._forget_saved(hosts=[host.id for host in hosts])
+
+    def close(self, timeout_s: float) -> None:
+        """End all hosts and the I/O thread. Idempotent."""
+        if self._closing:
+            return
+        deadline = time.monotonic() + timeout_s
+        self.submit(self._dispatcher.say_goodbye)
+        for host in list(self._dispatcher.hosts.values()):
+            host.launched.close(max(0.1, deadline - time.monotonic()))
+        self._closing = True
+        self._end_thread()
+        self._dispatcher.payloads.close()
+        self.folder.close()
+
+    def _end_thread(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(timeout=5)
+        os.close(self._wake_fd)
+
+    # ---- I/O thread: the loop -----------------------------------------------------------------------------------
+
+    def _run(self, started: Future[None]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
+        state = self.folder.state
+        try:
+            sock = ControllerSocket((state.public_key, state.secret_key))
+        except Exception as error:  # no descriptors, no memory: whoever makes us must not wait for ever
+            started.set_exception(error)
+            return
+        self._socket = sock
+        started.set_result(None)
+        try:
+            self._socket_turn.serve_until(lambda: self._closing)
+        finally:
+            sock.close(self._linger_ms)
+
+    def _serve(self, timeout_s: float | None) -> None:
+        """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""
+        self._serve_inbox()
+        if self._closing:
+            return
+        self._sleep(timeout_s)
+        if self._socket.has_ended():
+            self._tick_at = 0.0
+        heard = self._heard
+        for host_id, lane, frames in self._socket.receive():
+            self._dispatcher.on_frames(host_id, lane, frames)
+            heard.add(host_id)
+            self._ack_at = math.inf
+        if heard and self._ack_at == math.inf:
+            self._ack_at = time.monotonic() + ACK_IDLE_S
+        elif heard and time.monotonic() >= self._ack_at:
+            self._dispatcher.acknowledge(heard)
+            heard.clear()
+            self._ack_at = math.inf
+        self._dispatcher.expire()
+        if time.monotonic() >= self._tick_at:
+            self._tick_at = time.monotonic() + HEARTBEAT_S
+            self._dispatcher.tick()
+            self._socket.watch_door()
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        self._asleep = True  # from here on `submit` wakes us
+        next_at = min(self._tick_at, self._ack_at, self._dispatcher.next_deadline)
+        left = max(0.0, next_at - time.monotonic())
+        self._socket.poll(self._wake_fd, 0 if self._inbox else left if timeout_s is None else min(left, timeout_s))
+        self._asleep = False
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+
+    def _serve_inbox(self) -> None:
+        while self._inbox:
+            action, fail = self._inbox.popleft()
+            attempt(action, "something that was asked of the thread of the hosts", fail)
+        self._dispatcher.flush()
+        self._dispatcher.payloads.tell_freed()
+
+    def wait_for_room(self) -> None:
+        """Wait while too much waits for slow hosts."""
+        while not self._dispatcher.room.wait(timeout=1.0):
+            pass

@@ -1,0 +1,527 @@
+"""What the controller does with the messages of its hosts, and what it knows: hosts, meshes, open calls.
+
+Nothing here waits or locks: all of it runs under the turn of `meshbook.controller.io_turns`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from typing_extensions import assert_never
+
+from meshbook.calls.answer import Unavailable
+from meshbook.calls.call import OpenCall
+from meshbook.calls.output import DisplayData, OutputDropped, OutputTarget, RankStopped, StreamText
+from meshbook.calls.table import CallTable
+from meshbook.concurrency.future import Future
+from meshbook.concurrency.own_faults import attempt, tell
+from meshbook.controller.actor_recovery import ActorRecovery
+from meshbook.controller.group_recovery import GroupRecovery
+from meshbook.controller.host_checks import check, check_ranks, check_replies
+from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState
+from meshbook.controller.mail import ControllerMail
+from meshbook.controller.mesh_state import MeshState, stale_view
+from meshbook.controller.payloads import Payloads
+from meshbook.controller.peer_directory import PeerDirectory
+from meshbook.errors import (
+    HostLost,
+    LocalProtocolError,
+    MeshDetachedError,
+    MeshError,
+    MeshStoppedError,
+    PeerProtocolError,
+    SpawnError,
+    WorkerLost,
+)
+from meshbook.groups.agreements import decode_told
+from meshbook.lifecycle import MeshPhase
+from meshbook.shape.members import Region
+from meshbook.system.processes import machine_id, start_time
+from meshbook.wire import messages as wire
+from meshbook.wire.batches import unbatch
+from meshbook.wire.frames import only_frame
+from meshbook.wire.host_link import Parked
+from meshbook.wire.transport import LaneName
+
+MAX_BACKLOG = 50_000
+"""Messages that may wait for slow hosts before new calls wait too."""
+
+
+FAULT_REST_S = 0.1
+
+
+class Dispatcher:
+    """Hosts, meshes and calls; `on_frames` is fed from the socket, `tick` by the clock."""
+
+    def __init__(self, wake: Callable[[], None], next_id: Callable[[], int]) -> None:
+        self._next_id = next_id
+        self.machine = machine_id()
+        self.hosts: dict[str, HostState] = {}
+        self.meshes: dict[int, MeshState] = {}
+        self.calls = CallTable()
+        self.calls.watch = self._watch
+        self.calls.on_told = self._on_told
+        self._rescues: dict[int, GroupRecovery] = {}
+        self._mail_rescues: dict[int, ActorRecovery] = {}
+        self.payloads = Payloads(wake)
+        self.mail = ControllerMail(self.payloads)
+        self.peer_directory = PeerDirectory(self.hosts, self.meshes)
+        self.on_worker_lost: list[Callable[[MeshState, WorkerLost], None]] = []
+        """Told of every worker that ends without being told to."""
+        self.room = threading.Event()
+        """Cleared while so much waits for slow hosts that new calls should wait too."""
+        self.room.set()
+        self._rests_until = 0.0
+        """Timers wait until then, since one of them has met a fault of ours."""
+        self.on_hosted: Callable[[HostState, wire.Hosted], None] = lambda host, message: None
+        """Called with what a host has of a former controller."""
+        self._ticked = time.monotonic()
+        self.impossible = 0
+        """Messages that no host of ours sends; each cost its host."""
+
+    def flush(self) -> None:
+        """Let go what was sent to hosts in this turn."""
+        self.peer_directory.settle()
+        for host in self.hosts.values():
+            try:
+                host.flush()
+            except Exception as error:
+                tell(error, f"what was to be sent to host {host.name}")
+
+    def acknowledge(self, hosts: Iterable[str]) -> None:
+        """Tell hosts what we have of theirs."""
+        for id in hosts:
+            if (host := self.hosts.get(id)) is not None and not host.lost:
+                host.acknowledge_rest()
+
+    def tick(self) -> None:
+        """Once per heartbeat: beat, and look for hosts that are gone."""
+        now = time.monotonic()
+        stalled, self._ticked = now - self._ticked > SUSPECT_S, now
+        for host in self.hosts.values():
+            if stalled:  # it was we who did not listen
+                host.heard = now
+            if not host.lost:
+                attempt(functools.partial(self._tick_host, host), f"the heartbeat of host {host.name}")
+        self.payloads.settle_lost()
+
+    def _tick_host(self, host: HostState) -> None:
+        if host.hello is not None:
+            host.beat()
+            host.look()
+            if host.is_overdue:
+                self._lose(
+                    host, f"no sign of life for {MAX_SILENCE_S:g} s, and no connection by which its machine answers"
+                )
+        if not host.lost and (reason := host.launched.failure()):
+            self._lose(host, reason)
+
+    def groups_of(self, mesh: MeshState) -> GroupRecovery:
+        """Who looks after the process groups of a mesh."""
+        if mesh.id not in self._rescues:
+            drop_keys = functools.partial(self.drop_keys, mesh)
+            self._rescues[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
+        return self._rescues[mesh.id]
+
+    def mail_rescue_of(self, mesh: MeshState) -> ActorRecovery:
+        """Who frees actors of a mesh that wait in its process groups."""
+        if mesh.id not in self._mail_rescues:
+            groups = self.groups_of(mesh)
+            self._mail_rescues[mesh.id] = ActorRecovery(mesh, self.calls, self._next_id, groups)
+        return self._mail_rescues[mesh.id]
+
+    def end_rescues(self, mesh: MeshState) -> None:
+        """The mesh is being stopped, or left."""
+        self.groups_of(mesh).stop()
+        self.mail_rescue_of(mesh).stop()
+
+    def _on_told(self, call: OpenCall, rank: int, told: bytes) -> None:
+        if (mesh := self.meshes.get(call.mesh)) is not None:
+            news = decode_told(told)
+            self.groups_of(mesh).on_told(call, rank, news)
+            if news.broken and call.mailbox:
+                self.mail_rescue_of(mesh).note_uneven()
+
+    def _watch(self, call: OpenCall) -> bool:
+        mesh = self.meshes.get(call.mesh)
+        if mesh is None:
+            return False
+        if not call.mailbox:
+            return self.groups_of(mesh).watch(call)
+        if call.failed or call.cancelled:
+            self.mail_rescue_of(mesh).watch(call)
+        return not call.waiting and self.mail_rescue_of(mesh).holds(call)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `expire` wants to be called, on the monotonic clock; infinity if never."""
+        due = min([self.calls.next_deadline(), *(recovery.due for recovery in self._all_rescues())])
+        return max(due, self._rests_until)
+
+    def expire(self) -> None:
+        """Do what is due by now."""
+        now = time.monotonic()
+        if now < self._rests_until:
+            return
+        well = attempt(self.calls.expire, "failing calls")
+        for recovery in self._all_rescues():
+            if recovery.due <= now:
+                well = attempt(functools.partial(recovery.expire, now), "the care for process groups") and well
+        if not well:  # it may be due still
+            self._rests_until = now + FAULT_REST_S
+
+    def _all_rescues(self) -> list[GroupRecovery | ActorRecovery]:
+        return [*self._rescues.values(), *self._mail_rescues.values()]
+
+    # ---- messages -----------------------------------------------------------------------------------
+
+    def on_frames(self, host_id: str, lane: LaneName, frames: list[bytes]) -> None:
+        host = self.hosts.get(host_id)
+        if host is None or host.lost:
+            return
+        try:
+            if (message := host.receive(lane, frames)) is not None:
+                for each in unbatch(message[0]):
+                    self._on_message(host, wire.decode_from_host(each), message[1])
+            host.acknowledge(lane)
+            if host.usurper:
+                self._lose(host, "another controller has taken over its meshes; what runs there is that one's now")
+        except (*wire.MALFORMED, PeerProtocolError) as error:
+            self.impossible += 1
+            self._lose(host, f"it sent something impossible: {error}")
+        except Exception as error:
+            tell(error, f"what host {host.name} has acknowledged")
+        if not self.room.is_set() and host.backlog < MAX_BACKLOG // 2:
+            self.room.set()
+
+    def _on_message(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
+        check(host, message, self.meshes)
+        try:
+            self._dispatch(host, message, payload)
+        except (*wire.MALFORMED, PeerProtocolError):
+            raise
+        except Exception as error:
+            tell(error, f"a message of host {host.name}")  # it costs this message, not the meshes, nor the host
+
+    def _dispatch(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
+        match message:
+            case wire.Replies() | wire.Call() | wire.Cancel():
+                if not host.park(message, payload):
+                    self.on_whole(host, message, payload)
+            case wire.AskPeers():
+                self.peer_directory.on_ask(host, message)
+            case wire.PeerAddress():
+                self.peer_directory.on_port(host, message)
+            case wire.Outputs(mesh_id, chunks):
+                for rank, output, stream, text, place in chunks:
+                    self.calls.tell(output, StreamText(rank, stream, text, output, place))
+            case wire.OutputCut(mesh_id, rank, output, size_bytes):
+                self.calls.tell(output, OutputDropped(rank, size_bytes, self._log_path(mesh_id, rank), output))
+            case wire.Display():
+                self._on_display(message, only_frame(payload))
+            case wire.Prompted(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    self._on_prompted(mesh, message)
+            case wire.StoreRequest(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
+                    self._to_store(mesh, message)
+            case wire.StoreAnswer(mesh_id, rank):
+                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole and not mesh.host_of(rank).lost:
+                    mesh.host_of(rank).send_urgent(message)
+            case wire.SegmentFree(pid, segment):
+                if host.shares_memory and pid == os.getpid():  # else it was a former controller's
+                    self.payloads.on_free(host, segment)
+            case wire.Bulk():
+                host.bulk_in.receive(message, only_frame(payload))
+            case wire.Hosted():
+                self.on_hosted(host, message)
+            case wire.Hello():
+                self._on_hello(host, message)
+            case wire.MeshReady():
+                if (mesh := self.meshes.get(message.mesh)) is not None:
+                    mesh.on_ready(host, message)
+                    if mesh.stopped_ranks:
+                        self._hold_deadlines(mesh)  # on the new ranks too
+            case wire.SpawnFailed():
+                if (mesh := self.meshes.get(message.mesh)) is not None:
+                    mesh.on_spawn_failed(host.name, message)
+            case wire.WorkerExited():
+                self._on_exited(host, message)
+            case wire.Retired(id):
+                self.calls.answer_query(id, 0, host)
+            case wire.MeshStopped(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    mesh.on_stopped(host, lambda: self.forget(mesh))
+            case wire.Processes(id, states):
+                self.calls.answer_query(id, 0, states)
+            case wire.Stacks(id, dumps):
+                self.calls.answer_query(id, 0, dumps)
+            case wire.Logs(id, answer) | wire.LogPieces(id, answer):
+                self.calls.answer_query(id, 0, answer)
+            case wire.Heartbeat():
+                pass
+            case wire.Unread():
+                self._on_unread(host, message)
+            case _:
+                assert_never(message)
+
+    def _on_unread(self, host: HostState, unread: wire.Unread) -> None:
+        """A host can do nothing with what we sent: that is our fault, and costs who waits for an answer to it."""
+        error = LocalProtocolError(f"host {host.name} cannot read {unread.kind or 'a message'!r}: {unread.reason}")
+        call = self.calls.find(unread.id) if unread.kind == "call" else None
+        pending_workers = [mesh.pending_workers for mesh in self.meshes.values() if mesh.pending_workers is not None]
+        asked = [each for each in pending_workers if unread.kind == "spawn" and each.id == unread.id]
+        if call is not None:
+            self.calls.disown(call)
+            call.give_up(error)
+        for each in asked:
+            each.give_up(error)
+        if call is None and not asked:
+            tell(error, f"what was sent to host {host.name}")
+
+    def _on_display(self, message: wire.Display, frame: bytes) -> None:
+        try:
+            content = wire.decode_bundle(frame)
+        except wire.MALFORMED as error:  # the rank's own doing, which is no lie of its host
+            text = f"rank {message.rank} has shown something that cannot be read here: {error}\n"
+            self.calls.tell(message.output, StreamText(message.rank, "stderr", text, message.output))
+            return
+        event = DisplayData(
+            message.rank, content.data, content.metadata, content.transient,
+            message.update, message.is_result, message.output,
+        )  # fmt: skip
+        self.calls.tell(message.output, event)
+
+    def _on_hello(self, host: HostState, hello: wire.Hello) -> None:
+        if hello.version != wire.PROTOCOL_VERSION:
+            reason = f"it speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}; install one version"
+            if not host.is_found:  # a controller of its own version may come for what it holds
+                host.send_urgent(wire.Refused(reason))
+            self._lose(host, reason)
+            return
+        host.hello, host.name = hello, hello.name
+        host.shares_memory = hello.machine == self.machine
+        me = os.getpid()
+        host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, me, start_time(me) or 0))
+        for mesh in self.meshes.values():
+            self._tell_moves(host, mesh)
+        host.ready.set_result(host)
+
+    def on_renumbered(self, mesh: MeshState) -> None:
+        """Ranks have other numbers: hosts whose workers may have references to them are told."""
+        for host in self.hosts.values():
+            self._tell_moves(host, mesh)
+
+    def _tell_moves(self, host: HostState, mesh: MeshState) -> None:
+        if mesh.moves and host.is_up and host not in mesh.hosts:  # those learn it with their new numbers
+            host.send(wire.Moved(mesh.id, mesh.moves))
+
+    def on_whole(self, host: HostState, message: Parked, frames: list[bytes]) -> None:
+        """It has come with all of its payload."""
+        if isinstance(message, wire.Replies):
+            self._on_replies(host, message, frames)
+        elif isinstance(message, wire.Cancel):
+            self.mail.on_cancel(message)
+        else:
+            self.mail.on_call(host, message, frames)
+
+    def _on_replies(self, host: HostState, message: wire.Replies, frames: list[bytes]) -> None:
+        check_replies(host, message, frames)
+        call = self.calls.find(message.id)
+        if call is not None and (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
+            check_ranks(host, mesh, [reply.rank for reply in message.replies])
+        self.calls.answer(message, frames, [self._buffers(host, reply) for reply in message.replies])
+
+    def _buffers(self, host: HostState, reply: wire.RankReply) -> Sequence[Any]:
+        """The large buffers of a reply; what stands in the way of having them is told to whoever wants the value."""
+        try:
+            return self.payloads.receive(host, reply)
+        except PeerProtocolError:
+            raise
+        except MeshError as error:
+            return Unavailable(error)
+
+    def _to_store(self, mesh: MeshState, message: wire.StoreRequest | wire.DropClient | wire.DropKeys) -> None:
+        if not mesh.store_host.lost:
+            mesh.store_host.send_urgent(message)
+
+    def drop_keys(self, mesh: MeshState, prefix: str) -> None:
+        """Delete what process groups have left in the mesh's store under ``prefix``."""
+        self._to_store(mesh, wire.DropKeys(mesh.id, prefix))
+
+    # ---- prompts ------------------------------------------------------------------------------------
+
+    def _on_prompted(self, mesh: MeshState, message: wire.Prompted) -> None:
+        with self._holding_deadlines(mesh):
+            stop = mesh.stopped_ranks.take(message.rank, message.at, message.output)
+        if stop is not None:
+            event = RankStopped(message.rank, stop, message.output)
+            self.calls.tell(message.output, event)
+
+    @contextlib.contextmanager
+    def _holding_deadlines(self, mesh: MeshState) -> Iterator[None]:
+        """If ranks are stopped after the block that were not before, or the other way round, tell all ranks."""
+        before = bool(mesh.stopped_ranks)
+        yield
+        if bool(mesh.stopped_ranks) != before:
+            self._hold_deadlines(mesh)
+
+    def _hold_deadlines(self, mesh: MeshState) -> None:
+        held = msgspec.msgpack.encode([bool(mesh.stopped_ranks)])
+        query = wire.Query(self._next_id(), mesh.id, "hold_deadlines", Region.of(mesh.extent).encode(), held)
+        for host in mesh.hosts:
+            if not host.lost:
+                host.send_urgent(query)
+
+    def merge_prompts(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
+        """Take in what ranks answered when asked for their prompts; a former controller may have held deadlines."""
+        for rank, at in prompts.items():
+            mesh.stopped_ranks.take(rank, at, 0)
+        self._hold_deadlines(mesh)
+
+    # ---- calls and payloads -------------------------------------------------------------------------
+
+    def open(self, mesh: MeshState, call: OpenCall, output: OutputTarget | None) -> list[HostState] | None:
+        """Expect the answers to a call; returns the hosts to send it to, or None when it was answered already."""
+        if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+            call.give_up(MeshStoppedError(mesh.name))
+            return None
+        if call.waiting and (min(call.waiting) < 0 or max(call.waiting) >= mesh.extent.nelements):
+            call.give_up(stale_view(mesh))
+            return None
+        self.calls.open(call, output)
+        addressed = {mesh.host_of(rank).id for rank in call.waiting} if len(mesh.hosts) > 1 else None
+        for rank in call.waiting & mesh.lost.keys():  # ended between the caller's check and now
+            call.lose(mesh.lost[rank])
+        self.calls.settle_if_done(call)
+        return [host for host in mesh.hosts if not host.lost and (addressed is None or host.id in addressed)]
+
+    def send_payload(
+        self,
+        hosts: Sequence[HostState],
+        message: wire.Call,
+        payload: Sequence[bytes],
+        segment: wire.SegmentRef | None,
+    ) -> None:
+        """Send a call and its payload to ``hosts``; note when too much waits for one of them."""
+        self.payloads.send(hosts, message, payload, segment)
+        if any(host.backlog > MAX_BACKLOG for host in hosts):
+            self.room.clear()
+
+    def _log_path(self, mesh_id: int, rank: int) -> str:
+        mesh = self.meshes.get(mesh_id)
+        worker = mesh.workers.get(rank) if mesh else None
+        return worker.log_path if worker else ""
+
+    # ---- loss and end -------------------------------------------------------------------------------
+
+    def retire(
+        self, mesh: MeshState, leaving: Mapping[HostState, Sequence[int]], grace_s: float, id: int
+    ) -> Future[None]:
+        """End processes, by what messages call them. Done when none is left; nothing else is told of them any more."""
+        with self._holding_deadlines(mesh):
+            for rank in itertools.chain.from_iterable(leaving.values()):
+                mesh.stopped_ranks.lose(rank)
+        gone: Future[None] = Future()
+        waiting = {host for host in leaving if not host.lost}
+
+        def on_answer(_: int, host: HostState | None) -> None:
+            waiting.difference_update({host, *(host for host in waiting if host.lost)})
+            if not waiting:
+                self.calls.end_query(id)
+                gone.set_result(None)
+
+        self.calls.ask(id, on_answer)
+        for host in waiting:
+            host.send(wire.Retire(id, mesh.id, tuple(leaving[host]), grace_s))
+        on_answer(0, None)
+        return gone
+
+    def _on_exited(self, host: HostState, exited: wire.WorkerExited) -> None:
+        if (mesh := self.meshes.get(exited.mesh)) is None:
+            return
+        rank = mesh.rank_of(host, exited.pid)
+        if rank is not None and rank not in mesh.lost:
+            mesh.crash_loops.record(rank, time.monotonic())
+            self.lose_worker(mesh, WorkerLost(rank, host.name, exited.cause, exited.log_tail), alone=exited.alone)
+        elif rank is None:
+            lost = WorkerLost(exited.rank, host.name, exited.cause, exited.log_tail)
+            mesh.on_recruit_lost(exited.request, lost, time.monotonic())
+
+    def lose_worker(self, mesh: MeshState, error: WorkerLost, *, alone: bool = False) -> None:
+        mesh.on_lost(error)
+        with self._holding_deadlines(mesh):
+            mesh.stopped_ranks.lose(error.rank)
+        if mesh.host_of(error.rank) is not mesh.store_host:
+            self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
+        if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):
+            self.groups_of(mesh).on_lost(error)
+        self.calls.lose(mesh.id, error, alone=alone)
+        for listener in self.on_worker_lost:
+            listener(mesh, error)
+
+    def _lose(self, host: HostState, reason: str) -> None:
+        if host.lost:
+            return
+        host.lose(reason)
+        host.ready.set_exception(HostLost(host.name, reason))
+        self.peer_directory.lose(host)
+        for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
+            for rank in mesh.ranks_on(host):
+                if rank not in mesh.lost:
+                    self.lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
+            if host is mesh.store_host:
+                for other in mesh.hosts:
+                    if not other.lost:
+                        other.send_urgent(wire.StoreLost(mesh.id, f"host {host.name} is lost"))
+            mesh.fail_recruits(SpawnError(f"host {host.name} was lost meanwhile: {reason}"))
+            if mesh.phase is MeshPhase.STOPPING:
+                mesh.on_stopped(host, functools.partial(self.forget, mesh))
+
+    def forget(self, mesh: MeshState) -> None:
+        mesh.stopped_ranks.clear()
+        self.meshes.pop(mesh.id, None)
+        self._rescues.pop(mesh.id, None)
+        self._mail_rescues.pop(mesh.id, None)
+
+    def dismiss(self, host: HostState) -> None:
+        """Tell a host to end, and forget it: what is still open on it counts as lost."""
+        if not host.lost:
+            host.send_urgent(wire.Goodbye())
+            self._lose(host, "it was stopped")
+        self.hosts.pop(host.id, None)
+
+    def give_up(self, host: HostState) -> None:
+        """Count a host as lost that is only suspect, since a person says so: should it come back it ends."""
+        if suspicion := host.suspicion:
+            host.send_urgent(wire.Goodbye())
+            self._lose(host, f"given up: it was {suspicion}")
+
+    def lose(self, host: HostState, reason: str) -> None:
+        """Nothing more is expected of a host."""
+        self._lose(host, reason)
+
+    def leave(self, session: str) -> None:
+        """The meshes live on without us."""
+        for mesh in self.meshes.values():
+            self.end_rescues(mesh)
+            mesh.detach(session)
+            self.calls.leave(mesh.id, MeshDetachedError(mesh.name, session))
+        self.meshes.clear()
+
+    def say_goodbye(self) -> None:
+        for mesh in list(self.meshes.values()):
+            mesh.stop()
+            self.groups_of(mesh).stop()
+            self.calls.give_up(mesh.id, mesh.name)
+        for host in self.hosts.values():
+            if not host.lost:
+                host.send_urgent(wire.Goodbye())

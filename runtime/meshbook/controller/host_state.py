@@ -1,0 +1,102 @@
+"""A host as the controller knows it: how it came to be, what it said of itself, whether it is heard of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from meshbook.concurrency.future import Future
+from meshbook.errors import HostLost, SpawnError
+from meshbook.launchers.base import LaunchedHost
+from meshbook.wire import messages as wire
+from meshbook.wire.host_link import HostLink, Parked
+from meshbook.wire.transport import ControllerSocket
+
+SUSPECT_S = 3.0
+"""A host that was not heard of for so long is suspect."""
+MAX_SILENCE_S = 10.0
+"""It is lost when its machine has not answered for so long either (`meshbook.wire.answering`), or no connection came
+back; on our own machine when its process has ended, which we see."""
+
+
+class HostState(HostLink):
+    """Used by the I/O thread only, but for the plain fields. on_whole: see `HostLink`."""
+
+    def __init__(
+        self,
+        id: str,
+        epoch: int,
+        launched: LaunchedHost,
+        sock: ControllerSocket,
+        on_whole: Callable[[HostState, Parked, list[bytes]], None],
+    ) -> None:
+        super().__init__(id, epoch, sock, lambda message, frames: on_whole(self, message, frames))
+        self.name = id
+        self.launched = launched
+        self.shares_environment = True
+        self.launch_another: Callable[[], HostState] | None = None
+        """Start one more host of the same kind."""
+        self._successor: HostState | None = None
+        self.ready: Future[HostState] = Future()
+        self.hello: wire.Hello | None = None
+        self.shares_memory = False
+        self.answered = self.heard
+        """When its machine was last known to be there, while it is silent."""
+        self.is_found = False
+        """It was started by a former controller."""
+
+    def present(self) -> HostState:
+        """This host, or the one that has taken its place."""
+        return self if self._successor is None else self._successor.present()
+
+    def replace(self) -> HostState:
+        """The host in the place of this one, started if there is none that lives; it may not have dialled in yet.
+
+        Raises: SpawnError.
+        """
+        last = self.present()
+        if not last.lost:
+            return last
+        if last.launch_another is None:
+            raise SpawnError(f"host {last.name} is lost ({last.lost}), and nobody here knows how to start it again.")
+        last._successor = last.launch_another()
+        return last._successor
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it has dialled in. Raises: SpawnError."""
+        try:
+            self.ready.get(timeout_s)
+        except HostLost as error:
+            raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
+        except TimeoutError:
+            raise SpawnError(f"host {self.name} did not dial in within {timeout_s:g} s.") from None
+
+    @property
+    def suspicion(self) -> str:
+        """What makes it suspect, as in ``silent for 7 s: ...``; empty while it is heard of, and once it is lost."""
+        now = time.monotonic()
+        if not self.is_up or now - self.heard <= SUSPECT_S:
+            return ""
+        is_there = self._is_watched or now - self.answered <= SUSPECT_S
+        why = "its agent is stopped or its machine is busy" if is_there else "its connection has broken"
+        return f"silent for {now - self.heard:.0f} s: {why}"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has dialled in and is not lost."""
+        return self.hello is not None and not self.lost
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its silence is as good as its end."""
+        return not self._is_watched and time.monotonic() - max(self.heard, self.answered) > MAX_SILENCE_S
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether we see its process."""
+        return self.shares_memory and self.launched.pid != 0
+
+    def look(self) -> None:
+        """Once per heartbeat: if it is silent, look whether its machine is there."""
+        if time.monotonic() - self.heard > SUSPECT_S / 2:
+            self.answered = self._sock.answered(self.id, max(self.heard, self.answered))

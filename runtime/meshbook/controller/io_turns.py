@@ -1,0 +1,108 @@
+"""Whose turn it is to serve the controller's sockets: the I/O thread's, or the main thread's while it waits.
+
+A wake-up of a thread costs tens of microseconds, as much as all our work for a call. So the main thread, while it waits
+for an answer, takes the turn and reads the sockets itself; the I/O thread stays away until the main thread has stopped
+coming back for a moment. The turn is a lock: whoever holds it uses the sockets and the state behind them, nobody else.
+
+SIGINT would raise in the midst of our bookkeeping. During its turn the main thread therefore only notes it, and raises
+when the turn is over.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from meshbook.concurrency.own_faults import tell
+
+_plain_signals: Any = vars(signal)["_signal"]
+
+REST_S = 0.003
+"""The I/O thread takes over again when the main thread has not come back for so long."""
+
+_SIGINT = int(signal.SIGINT)
+
+_LOOK_S = 0.005
+"""How often the resting I/O thread looks."""
+
+
+class SocketTurn:
+    """``serve(timeout_s)`` waits for events and handles them; ``wake()`` makes a waiting ``serve`` return."""
+
+    def __init__(self, serve: Callable[[float | None], None], wake: Callable[[], None]) -> None:
+        self._serve, self._wake = serve, wake
+        self._turn = threading.Lock()
+        self._driving = False
+        self._rest_until = 0.0
+        self._rest = threading.Event()
+        self._interrupted = False
+
+    def serve_until(self, ended: Callable[[], bool]) -> None:
+        """The I/O thread's life."""
+        while not ended():
+            if self._driving or time.monotonic() < self._rest_until:
+                self._rest.wait(_LOOK_S)
+                continue
+            with self._turn:
+                self._go_on(None)
+
+    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """On the main thread: serve until ``done()``, the timeout, or an interrupt, which is raised afterwards.
+
+        On any other thread, or when the main thread has the turn already, nothing happens: wait as usual.
+        """
+        if self._driving or threading.current_thread() is not threading.main_thread():
+            return
+        signals = _signals()
+        handler = signals.getsignal(_SIGINT)
+        if not callable(handler):  # ignored, default, or another language's: it raises nothing in our midst
+            self._drive(done, timeout_s)
+            return
+        self._interrupted = False
+        signals.signal(_SIGINT, self._note)
+        try:
+            self._drive(done, timeout_s)
+        finally:
+            signals.signal(_SIGINT, handler)
+            if self._interrupted:
+                self._interrupted = False
+                handler(signal.SIGINT, None)
+
+    def _drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._driving = True
+        try:
+            self._wake()
+            with self._turn:
+                while not done() and not self._interrupted:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        break
+                    self._go_on(left)
+        finally:
+            self._rest_until = time.monotonic() + REST_S
+            self._driving = False
+
+    def _go_on(self, timeout_s: float | None) -> None:
+        """Serve once; a fault of ours costs what was served just then, not the thread."""
+        try:
+            self._serve(timeout_s)
+        except Exception as error:
+            tell(error, "the thread of the hosts")
+            time.sleep(_LOOK_S)  # it may be met again at once
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        self._wake()
+
+
+def _signals() -> Any:
+    """Where `signal` and `getsignal` are: those without enumerations, which take as long as a call's other work here.
+
+    Where somebody has put functions in their place, as ranks have (`meshbook.worker.interrupt_gate`), these.
+    """
+    return _plain_signals if signal.signal.__module__ == "signal" else signal

@@ -1,0 +1,353 @@
+"""A mesh as the controller knows it: where its ranks live, and which are dead."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from meshbook.calls.stopped import StoppedRanks
+from meshbook.concurrency.future import Future
+from meshbook.controller.crash_loops import CrashLoops
+from meshbook.controller.host_state import HostState
+from meshbook.controller.pending_workers import PendingWorkers, WorkerRecord
+from meshbook.errors import (
+    DeviceError,
+    LayoutError,
+    MeshDetachedError,
+    MeshStoppedError,
+    SpawnError,
+    UsageError,
+    WorkerLost,
+)
+from meshbook.formatting import utf8_text
+from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
+from meshbook.shape.generations import Moves, step_of
+from meshbook.shape.members import Extent
+from meshbook.wire import messages as wire
+
+
+class WorkerSpec(NamedTuple):
+    """How workers of a mesh are started, whenever one is."""
+
+    device: str | None
+    """``cpu``, ``cuda``, or None for CUDA where there is any."""
+    preload: tuple[str, ...]
+    cwd: bytes
+    sys_path: tuple[bytes, ...]
+    environment: Mapping[bytes, bytes]
+
+    @classmethod
+    def here(cls, device: str | None = None, preload: tuple[str, ...] = ()) -> WorkerSpec:
+        """With the folder, the path and the environment of this process as they are now."""
+        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb))
+
+
+def _search_path() -> tuple[bytes, ...]:
+    """``sys.path`` as the system has it, which need not be UTF-8; without what is no path, which imports ignore too."""
+    entries: tuple[object, ...] = tuple(sys.path)
+    return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
+
+
+def _path_bytes(path: str) -> bytes:
+    try:
+        return os.fsencode(path)
+    except UnicodeEncodeError:  # no system gave us that
+        return utf8_text(path).encode()
+
+
+class MeshState:
+    """Written by the I/O thread; its plain fields may be read by any."""
+
+    def __init__(self, id: int, name: str, extent: Extent, placement: Sequence[HostState], recipe: WorkerSpec) -> None:
+        """placement: the host of each rank."""
+        self.id, self.name, self.extent, self.recipe = id, name, extent, recipe
+        self.phase = MeshPhase.STARTING
+        self._given: dict[HostState, set[int]] = {}
+        self.store_hosts: set[HostState] = set()
+        """Those that keep the store of the process groups, or did."""
+        self.hosts: list[HostState] = []
+        """Those of the placement, by host rank."""
+        self.place(placement)
+        self.set_moves(())
+        self.changed = ""
+        """How it went up last: ``grew to gpus=6``."""
+        self.workers: dict[int, WorkerRecord] = {}
+        self.lost: dict[int, WorkerLost] = {}
+        self.stopped: Future[None] = Future()
+        self.owns_hosts = False
+        """Whether the hosts were started for this mesh alone, and end with it."""
+        self.detached = ""
+        """The session in which it lives on without us."""
+        self.is_whole = True
+        """False while a former controller's mesh is being taken over, and not all of its hosts have told of it."""
+        self.host_axes: tuple[str, ...] = ()
+        """The axes that count hosts, by the names that they had at first."""
+        self.pending_workers: PendingWorkers | None = None
+        self.crash_loops = CrashLoops()
+        self.grouped = True
+        """Whether its ranks form a process group, rather than make their own."""
+        self.joined = False
+        """Whether all ranks have met since the last one came or went: form_group or prepare_group has ended well."""
+        self.axes: dict[str, int] = dict(extent)
+        """As `mesh` and `point` on the ranks have them: those of the extent, until they are split or renamed."""
+        self.stopped_ranks = StoppedRanks()
+        self.sources: set[str] = set()
+        """Names of the files of functions that were sent; those that only this process has were made known to ranks."""
+        self._repairer: threading.Thread | None = None
+        self._hosts_stopping: set[HostState] = set()
+
+    def set_moves(self, moves: Moves) -> None:
+        """moves: how ranks got other numbers, each time."""
+        self.moves = moves
+        self.generation = len(moves)
+        """Goes up when ranks get other numbers: views made before name other processes, or none."""
+
+    # ---- arrangement ------------------------------------------------------------------------------------------
+
+    def place(self, placement: Sequence[HostState]) -> None:
+        """The ranks live on these hosts from now on."""
+        self.placement = tuple(placement)
+        self.hosts = list(dict.fromkeys(placement))
+        self.store_hosts.add(self.store_host)
+        for rank, host in enumerate(placement):
+            self._given.setdefault(host, set()).add(rank)
+
+    def ever_gave(self, host: HostState, rank: int) -> bool:
+        """Whether ``host`` may speak of ``rank``: what it says can be older than the ranks are now."""
+        return rank in self._given.get(host, ())
+
+    def host_of(self, rank: int) -> HostState:
+        return self.placement[rank]
+
+    def ranks_on(self, host: HostState) -> list[int]:
+        """The ranks that live on ``host``, in order; a rank's place among them is its local rank."""
+        return [rank for rank, here in enumerate(self.placement) if here is host]
+
+    def arrangement_on(self, host: HostState) -> wire.Arrangement:
+        """What ``host`` needs to know of all ranks."""
+        return arrangement_of(self.extent, self.placement, host)
+
+    @property
+    def store_host(self) -> HostState:
+        """The host whose agent keeps the store of the process groups."""
+        return self.hosts[0]
+
+    def advance(self, event: MeshEvent) -> None:
+        """Go on to the next phase of the mesh's table."""
+        self.phase = advance(MESH_NEXT, self.phase, event)
+
+    def check_usable(self) -> None:
+        """Raises: MeshStoppedError once the mesh was stopped, MeshDetachedError once it was detached."""
+        if self.detached:
+            raise MeshDetachedError(self.name, self.detached)
+        if self.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+            raise MeshStoppedError(self.name)
+
+    # ---- repair -------------------------------------------------------------------------------------------------
+
+    def begin_repair(self, who: threading.Thread) -> None:
+        """Nobody but ``who`` repairs it until `end_repair`. Raises: UsageError, MeshStoppedError."""
+        self.check_usable()
+        other = self._repairer
+        if other is not None and other is not who and other.is_alive():  # our own was interrupted before its end
+            raise UsageError(f'mesh "{self.name}" is {self.phase.value} already; wait until that has ended.')
+        self._repairer = who
+        if self.phase is not MeshPhase.REPAIRING:
+            self.advance(MeshEvent.REPAIR)
+
+    def end_repair(self, who: threading.Thread) -> None:
+        """Well or not."""
+        if self._repairer is who:
+            self._repairer = None
+            self.advance(MeshEvent.REPAIRED)
+
+    def replace_host(self, lost: HostState, host: HostState) -> None:
+        """``host`` has taken the place of ``lost``, without any worker yet."""
+        if host in self.hosts:
+            return
+        was_store_host = self.store_host is lost
+        self.place([host if here is lost else here for here in self.placement])
+        if was_store_host:  # an identical arrangement, for them to find the new one
+            for other in self.hosts:
+                if other is not host and not other.lost:
+                    other.send(wire.Renumber(self.id, self.seats_on(other), self.arrangement_on(other), self.moves))
+
+    def by_host(self, ranks: Iterable[int]) -> dict[HostState, list[int]]:
+        """The ranks, put together by where they live."""
+        here: dict[HostState, list[int]] = {}
+        for rank in sorted(ranks):
+            here.setdefault(self.placement[rank], []).append(rank)
+        return here
+
+    def seats_on(self, host: HostState) -> tuple[wire.Seat, ...]:
+        """Who the ranks of ``host`` are."""
+        return seats_on(self.placement, host, {})
+
+    def renumber(
+        self,
+        extent: Extent,
+        placement: Sequence[HostState],
+        moved: Mapping[int, int],
+        pending_workers: PendingWorkers | None,
+        why: str,
+    ) -> None:
+        """Ranks have other numbers, on the hosts too; who is not in ``moved`` has left. No call is open.
+
+        recruits: get the ranks of their seats. why: as in ``it grew to gpus=6``, for views that are of no use any more.
+        """
+        known_as = {after: before for before, after in moved.items()}
+        workers = {moved[rank]: worker for rank, worker in self.workers.items() if rank in moved}
+        if pending_workers is not None:
+            self.pending_workers, pending_workers.adopted = None, True
+            for seat in (seat for here in pending_workers.seats.values() for seat in here):
+                known_as[seat.rank] = seat.known_as
+                workers[seat.rank] = pending_workers.workers[seat.known_as]
+        self.set_moves((*self.moves, step_of(moved, self.extent.nelements)))
+        self.extent, self.axes = extent, dict(extent)
+        self.place(placement)
+        self.workers = {rank: worker.become(rank) for rank, worker in workers.items()}
+        self.lost = {moved[rank]: error for rank, error in self.lost.items() if rank in moved}
+        self.crash_loops.renumber(moved)
+        self.changed, self.joined = why, False
+        for host in self.hosts:
+            if not host.lost:
+                seats = seats_on(self.placement, host, known_as)
+                host.send(wire.Renumber(self.id, seats, self.arrangement_on(host), self.moves))
+
+    # ---- workers come up ----------------------------------------------------------------------------------------
+
+    def ask_for(
+        self, pending_workers: PendingWorkers, arrangements: Mapping[HostState, wire.Arrangement] | None = None
+    ) -> None:
+        """Ask hosts for workers. arrangements: for those that are to be numbered anew; else as the ranks are now."""
+        self.pending_workers = pending_workers
+        device, preload, cwd, sys_path, environment = self.recipe
+        for host, seats in pending_workers.seats.items():
+            self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
+            here = host.shares_environment
+            host.send(
+                wire.Spawn(
+                    request=pending_workers.id,
+                    mesh=self.id,
+                    name=self.name,
+                    seats=seats,
+                    arrangement=arrangements[host] if arrangements else self.arrangement_on(host),
+                    device=device,
+                    preload=preload,
+                    cwd=cwd if here else None,
+                    sys_path=sys_path if here else (),
+                    environment=dict(environment) if here else {},
+                    generation=self.generation,
+                )
+            )
+
+    def seats_of(self, ranks: Iterable[int]) -> dict[HostState, list[wire.Seat]]:
+        """Who ``ranks`` are, by host."""
+        wanted = set(ranks)
+        return {host: [seat for seat in self.seats_on(host) if seat.rank in wanted] for host in self.hosts}
+
+    def on_ready(self, host: HostState, ready: wire.MeshReady) -> None:
+        """Workers of one host answered."""
+        pending_workers = self.pending_workers
+        if pending_workers is None or pending_workers.id != ready.request:
+            return  # those that were given up meanwhile
+        for worker in ready.workers:
+            pending_workers.come(host, worker)
+        if not pending_workers.waiting:
+            if not pending_workers.apart:
+                self.adopt(pending_workers, pending_workers.workers)
+            pending_workers.done.set_result(None)
+
+    def adopt(self, pending_workers: PendingWorkers, workers: Mapping[int, WorkerRecord]) -> None:
+        """They are ``workers`` of these ranks from now on."""
+        self.pending_workers, pending_workers.adopted = None, True
+        self.workers.update(workers)
+        for rank in workers:
+            self.lost.pop(rank, None)
+        if self.phase in (MeshPhase.STARTING, MeshPhase.STOPPING):
+            self.advance(MeshEvent.STARTED)
+
+    def on_spawn_failed(self, host: str, failed: wire.SpawnFailed) -> None:
+        """A host could not start its workers."""
+        if self.pending_workers is None or self.pending_workers.id != failed.request:
+            return
+        if failed.found_devices >= 0:
+            self.fail_recruits(DeviceError(failed.wanted_devices, failed.found_devices, host))
+        else:
+            self.fail_recruits(SpawnError(f"no workers on {host}: {failed.reason}"))
+
+    def fail_recruits(self, error: SpawnError) -> None:
+        """Those that were asked for will not all come."""
+        if self.pending_workers is not None:
+            self.pending_workers.fail(error)
+
+    def on_recruit_lost(self, request: int, error: WorkerLost, now: float) -> None:
+        """One that was asked for ended before all had answered."""
+        if self.pending_workers is None or self.pending_workers.id != request:
+            return
+        self.crash_loops.record(error.rank, now)
+        if error.rank in self.lost:
+            self.lost[error.rank] = error
+        self.fail_recruits(SpawnError(f"a worker ended while it was starting: {error}"))
+
+    # ---- workers end --------------------------------------------------------------------------------------------
+
+    def rank_of(self, host: HostState, pid: int) -> int | None:
+        """Whose process it is, or was."""
+        return next((rank for rank, worker in self.workers.items() if worker.pid == pid and worker.host is host), None)
+
+    def on_lost(self, error: WorkerLost) -> None:
+        """A worker ended without being told to."""
+        self.lost[error.rank] = error
+        self.joined = False
+
+    def detach(self, session: str) -> None:
+        """It lives on without us; for us it is as good as stopped."""
+        self.detached = session
+        self.stop()
+        self.advance(MeshEvent.ENDED)
+        self.stopped.set_result(None)
+
+    def stop(self) -> None:
+        """Its hosts are being told to end it."""
+        self.advance(MeshEvent.STOP)
+        self._hosts_stopping = set(self.hosts)
+        self.fail_recruits(SpawnError("the mesh was stopped meanwhile"))
+
+    def on_stopped(self, host: HostState, forget: Callable[[], None]) -> None:
+        """One host has no process of this mesh left."""
+        self._hosts_stopping.discard(host)
+        if not self._hosts_stopping and self.phase is MeshPhase.STOPPING:
+            self.advance(MeshEvent.ENDED)
+            forget()
+            self.stopped.set_result(None)
+
+
+def stale_view(mesh: MeshState) -> LayoutError:
+    """For a view that was made before ranks got other numbers."""
+    return LayoutError(
+        f'mesh "{mesh.name}" {mesh.changed} since this view of it was made, and its ranks have other numbers now. '
+        "Take the mesh as it is, by base() of any view of it, and slice that; or: %mesh use NAME --out VAR"
+    )
+
+
+def seats_on(placement: Sequence[HostState], host: HostState, known_as: Mapping[int, int]) -> tuple[wire.Seat, ...]:
+    """Who the ranks of ``host`` are. known_as: what messages call some of them until they hear of it."""
+    ranks = [rank for rank, here in enumerate(placement) if here is host]
+    return tuple(wire.Seat(known_as.get(rank, rank), rank, index) for index, rank in enumerate(ranks))
+
+
+def arrangement_of(extent: Extent, placement: Sequence[HostState], host: HostState) -> wire.Arrangement:
+    """What ``host`` needs to know of ranks that are placed like this."""
+    hosts = list(dict.fromkeys(placement))
+    return wire.Arrangement(
+        axes=extent.names,
+        sizes=extent.shape,
+        world_size=extent.nelements,
+        host_rank=hosts.index(host),
+        hosts=len(hosts),
+        local_world_size=sum(here is host for here in placement),
+    )

@@ -1,0 +1,162 @@
+"""Large payloads of the controller: written once into shared memory, lent to hosts, mapped when they come back.
+
+    write, on the thread of the caller ──> segment ──> send: hosts on this machine map it, until they say they are done
+                                              │              others get views of it, in pieces (`meshbook.wire.bulk`)
+                                              └──────> drop: the message will not be sent
+
+A segment goes back to the pool when the last of those that it was sent to is done with it, or is gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from meshbook.controller.host_state import HostState
+from meshbook.errors import PeerProtocolError
+from meshbook.values import lent_memory
+from meshbook.values.segments import SegmentPool, map_segment
+from meshbook.wire import messages as wire
+
+_PIECES: Literal["pieces"] = "pieces"
+
+Holder: TypeAlias = HostState | Literal["pieces"]
+"""Who looks at a segment of ours: a host on this machine, or our own views, while pieces of it are under way."""
+
+
+class Payloads:
+    """`write` and `drop` may be called by any thread, the rest by the I/O thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._pool = SegmentPool()
+        self._unsent: set[int] = set()
+        self._lent: dict[int, set[Holder]] = {}
+        self._gone: deque[int] = deque()
+        """Segments of which all pieces have arrived, or never will."""
+        self._freed: deque[tuple[HostState, int, int]] = deque()
+
+    def write(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
+        """Copy buffers into a segment; None when there are none. Somebody must `send` or `drop` it."""
+        if not buffers:
+            return None
+        segment = self._pool.write(buffers)
+        self._unsent.add(segment.segment)
+        return segment
+
+    def drop(self, segment: wire.SegmentRef) -> None:
+        """Free a payload that was not sent, and will not be; one that was sent is left alone."""
+        if segment.segment in self._unsent:
+            self._unsent.discard(segment.segment)
+            self._pool.release(segment.segment)
+
+    def send(
+        self,
+        hosts: Sequence[HostState],
+        message: wire.Call,
+        payload: Sequence[bytes],
+        segment: wire.SegmentRef | None,
+    ) -> None:
+        """Send a call and its payload to every host in the way that the host can take it."""
+        hosts = [host for host in hosts if not host.lost]
+        if segment is None:
+            for host in hosts:
+                host.send(message, payload)
+            return
+        shared, views = self._lend(segment, hosts)
+        for host in hosts:
+            if host in shared:
+                host.send(msgspec.structs.replace(message, segment=segment), payload)
+            else:
+                host.send(msgspec.structs.replace(message, bulk=host.send_bulk(views)), payload)
+
+    def _lend(
+        self, segment: wire.SegmentRef, hosts: Sequence[HostState]
+    ) -> tuple[Sequence[HostState], Sequence[memoryview]]:
+        """It is being sent to ``hosts``: returns those that map it, and what the others get in pieces."""
+        assert segment.segment in self._unsent, "a payload is sent once, and not after it was dropped"
+        self._unsent.discard(segment.segment)
+        shared = [host for host in hosts if host.shares_memory]
+        holders = self._lent[segment.segment] = {*shared}
+        views: Sequence[memoryview] = ()
+        if len(shared) < len(hosts):
+            holders.add(_PIECES)
+            views = self._pool.look_at(segment, self._note_gone)
+        if not holders:
+            self._end(segment.segment, _PIECES)
+        return shared, views
+
+    def _note_gone(self, segment: int) -> None:
+        """Runs wherever the last view dies."""
+        self._gone.append(segment)
+        self._wake()
+
+    def on_free(self, host: HostState, segment: int) -> None:
+        """A host has let go of one of our segments."""
+        self._end(segment, host)
+
+    def _end(self, segment: int, holder: Holder) -> None:
+        """The last holder gives it back to the pool."""
+        if (holders := self._lent.get(segment)) is not None:
+            holders.discard(holder)
+            if not holders:
+                del self._lent[segment]
+                self._pool.release(segment)
+
+    def settle_lost(self) -> None:
+        """Take back what hosts have held whose processes are gone; now and then is enough."""
+        for segment, holders in list(self._lent.items()):
+            for holder in tuple(holders):
+                if isinstance(holder, HostState) and holder.lost and holder.launched.failure():
+                    self._end(segment, holder)
+
+    def send_reply(
+        self,
+        host: HostState,
+        call: int,
+        origin: wire.Origin | None,
+        reply: wire.RankReply,
+        frames: Sequence[bytes],
+        segment: wire.SegmentRef | None,
+    ) -> None:
+        """Answer a call of a worker of ``host``."""
+        if host.lost:
+            if segment is not None:
+                self.drop(segment)
+            return
+        if segment is not None:
+            shared, views = self._lend(segment, [host])
+            reply = reply._replace(segment=segment) if shared else reply._replace(bulk=host.send_bulk(views))
+        host.send(wire.Replies(call, (reply,), origin), frames)
+
+    def receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[Any]:
+        """The large buffers of a reply or a call; its worker is told when the last view of them has died here."""
+        if reply.bulk is not None:
+            if not host.bulk_in.has(reply.bulk[0]):
+                raise PeerProtocolError(f"a reply names payload {reply.bulk[0]}, which was not sent")
+            return host.bulk_in.take(*reply.bulk)
+        if reply.segment is None:
+            return ()
+        pid = reply.segment.pid
+
+        def freed(segment: int) -> None:  # runs wherever the collector runs: it may only leave a note
+            self._freed.append((host, pid, segment))
+            self._wake()
+
+        return map_segment(reply.segment, freed)
+
+    def tell_freed(self) -> None:
+        """Tell the workers whose segments have died here; take back those of ours that have arrived."""
+        lent_memory.settle()
+        while self._gone:
+            self._end(self._gone.popleft(), _PIECES)
+        while self._freed:
+            host, pid, segment = self._freed.popleft()
+            if not host.lost:
+                host.send_urgent(wire.SegmentFree(pid, segment))
+
+    def close(self) -> None:
+        self._pool.close()

@@ -1,0 +1,112 @@
+"""Asking all ranks of a mesh how far their process groups are; one question at a time. Under the turn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from meshbook.calls.call import OpenCall
+from meshbook.calls.table import CallTable
+from meshbook.controller.mesh_state import MeshState
+from meshbook.groups.progress import Collectives
+from meshbook.shape.members import Members, Region
+from meshbook.wire import messages as wire
+
+ANSWER_S = 0.25
+"""How long ranks may take to answer; native code may hold the GIL."""
+
+RECENT, ALL = 16, 1024
+"""Operations of each group that ranks tell of; all that they remember, where it is known that they disagree."""
+
+PATIENCE_S = 2.0
+"""The same on a machine that is slow to answer: the time doubles while answers are missing."""
+
+
+class ProgressSnapshot(NamedTuple):
+    """What was known when the question was sent, and what ranks have answered since."""
+
+    id: int
+    until: float
+    ended: dict[int, frozenset[int]]
+    """Per call that was open then: the ranks that had ended it."""
+    idle: frozenset[int]
+    """Ranks that ran nothing then."""
+    asked: frozenset[int]
+    answers: dict[int, Collectives]
+    recent: int = RECENT
+    """So many operations of each group were asked for."""
+
+    def has_seen_end(self, call: int, members: Members) -> bool:
+        """Whether all ranks had ended ``call`` when they were asked."""
+        return self.ended.get(call, frozenset()) >= {*members.ranks()}
+
+    def missing(self, dead: Collection[int]) -> set[int]:
+        """The living ranks that have not answered."""
+        return {*self.asked} - self.answers.keys() - set(dead)
+
+
+class ProgressPoll:
+    """``on_complete(look)`` is called when all living ranks have answered, or had `ANSWER_S` to."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        calls: CallTable,
+        next_id: Callable[[], int],
+        on_complete: Callable[[ProgressSnapshot], None],
+    ) -> None:
+        self._mesh, self._calls, self._next_id, self._on_complete = mesh, calls, next_id, on_complete
+        self._look: ProgressSnapshot | None = None
+        self._answer_s = ANSWER_S
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers are awaited."""
+        return self._look is not None
+
+    @property
+    def due(self) -> float:
+        """When `expire` wants to be called."""
+        return self._look.until if self._look is not None else math.inf
+
+    def ask(self, calls: list[OpenCall], recent: int = RECENT) -> None:
+        """Ask all living ranks. calls: those that are open, or have just ended. recent: operations of each group."""
+        mesh = self._mesh
+        alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()
+        ended = {call.id: frozenset(call.members.ranks()) - call.waiting for call in calls}
+        idle = alive.difference(*(call.waiting for call in calls))
+        look = self._look = ProgressSnapshot(
+            self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {}, recent
+        )
+        self._calls.ask(look.id, partial(self._on_answer, look))
+        inline = msgspec.msgpack.encode([recent])
+        query = wire.Query(look.id, mesh.id, "collectives", Region.of(mesh.extent).encode(), inline)
+        for host in mesh.hosts:
+            if not host.lost:
+                host.send_urgent(query)
+
+    def expire(self, now: float) -> None:
+        """Go on with what has come in, when the time is over; ``now`` may be infinity."""
+        if self._look is not None and self._look.until <= now:
+            self._complete(self._look)
+
+    def give_up(self) -> None:
+        """The mesh ends."""
+        if self._look is not None:
+            self._calls.end_query(self._look.id)
+            self._look = None
+
+    def _on_answer(self, look: ProgressSnapshot, rank: int, told: Any) -> None:
+        look.answers[rank] = msgspec.convert(told, Collectives)
+        if look is self._look and not look.missing(self._mesh.lost):
+            self._complete(look)
+
+    def _complete(self, look: ProgressSnapshot) -> None:
+        self.give_up()
+        self._answer_s = min(2 * self._answer_s, PATIENCE_S) if look.missing(self._mesh.lost) else ANSWER_S
+        self._on_complete(look)

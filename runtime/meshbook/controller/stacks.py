@@ -1,0 +1,129 @@
+"""Asking the ranks of a mesh for their stacks, and their agents where ranks cannot answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.queries import Asker, explain_silence, read_stacks
+from meshbook.groups.deadlock import place_of
+from meshbook.shape.members import Members, Region
+from meshbook.source.location import RUNTIME, USER, kind_of_file
+from meshbook.stacks.frames import NATIVE, Frame, RankTold, ThreadStack, make_frame
+from meshbook.stacks.mesh_stacks import BUSY, DEAD, IDLE, PDB, SILENT, STOPPED, WAITING, MeshStacks, RankStack
+from meshbook.wire import messages as wire
+
+ANSWER_S = 0.5
+"""Ranks that run Python answer by then."""
+LINES_S = 0.3
+HELPERS = 2
+"""Ranks that are asked for the text of lines in another one's stack."""
+
+
+class StackQuestion(NamedTuple):
+    """See `ProcMesh.stacks`."""
+
+    all_threads: bool = False
+    native: bool = False
+    timeout_s: float = 2.0
+
+
+def collect_stacks(asker: Asker, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
+    """The stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of the verdict."""
+    everyone = Region.of(mesh.extent)
+    wanted = [rank for rank in members.ranks() if rank not in mesh.lost]
+    answers = {
+        rank: msgspec.convert(told, RankTold)
+        for rank, told in asker.query(mesh.id, "stacks", everyone, ANSWER_S, (ask.all_threads,)).items()
+        if not isinstance(told, str)
+    }
+    silent = [rank for rank in everyone.ranks() if rank not in answers and rank not in mesh.lost]
+    reasons = explain_silence(asker, mesh, silent)
+    dumps = read_stacks(asker, mesh, wanted if ask.native else silent, ask.native, ask.timeout_s)
+    threads = _with_lines(asker, mesh, list(answers), dumps, ask.all_threads)
+    found = {
+        rank: _told(rank, answers[rank], threads.get(rank), dumps.get(rank))
+        if rank in answers
+        else _silent(rank, mesh, reasons, threads.get(rank, ()), dumps.get(rank))
+        for rank in everyone.ranks()
+    }
+    chosen = list(members.ranks())
+    return MeshStacks([found.pop(rank) for rank in chosen], list(found.values()))
+
+
+def _told(rank: int, told: RankTold, read: Sequence[ThreadStack] | None, dump: wire.RankDump | None) -> RankStack:
+    """read: what its agent saw, with native frames, where that was asked for."""
+    waiting = told.collectives.waiting
+    state, doing, since_s = IDLE, "idle", 0.0
+    if told.paused:
+        state, doing, since_s = PDB, told.paused, told.busy_s
+    elif waiting:
+        state, doing, since_s = WAITING, place_of(waiting[0]), waiting[0].since_s
+    elif told.where != "idle" or told.busy_s:
+        state, doing, since_s = BUSY, told.where, told.busy_s
+    threads = tuple(read) if read and state != IDLE else told.threads
+    problem = dump.problem if dump is not None and state != IDLE else ""
+    read_by = dump.read_by if read and dump is not None and state != IDLE else ""
+    return RankStack(rank, state, doing, since_s, threads, told.collectives, read_by, problem)
+
+
+def _silent(
+    rank: int,
+    mesh: MeshState,
+    reasons: Mapping[int, str],
+    threads: Sequence[ThreadStack],
+    dump: wire.RankDump | None,
+) -> RankStack:
+    if (lost := mesh.lost.get(rank)) is not None:
+        return RankStack(rank, DEAD, f"ended: {lost.cause}", 0.0, ())
+    reason = reasons.get(rank, "its host does not answer")
+    state = STOPPED if reason.startswith("stopped") else SILENT
+    read_by, problem = (dump.read_by, dump.problem) if dump is not None else ("", "")
+    return RankStack(rank, state, reason, 0.0, tuple(threads), None, read_by, problem)
+
+
+def _with_lines(
+    asker: Asker, mesh: MeshState, helpers: Sequence[int], dumps: Mapping[int, wire.RankDump], all_threads: bool
+) -> dict[int, list[ThreadStack]]:
+    """What agents have read, with the places and texts of lines as other ranks know them."""
+    threads = {
+        rank: [thread for thread in dump.threads if thread.is_main or (all_threads and _is_users(thread))]
+        for rank, dump in dumps.items()
+        if dump.threads
+    }
+    lines = _ask_lines(asker, mesh, helpers, [thread for each in threads.values() for thread in each])
+    return {
+        rank: [ThreadStack(one.name, one.is_main, tuple(_frame(f, lines) for f in one.frames)) for one in each]
+        for rank, each in threads.items()
+    }
+
+
+def _is_users(thread: wire.DumpedThread) -> bool:
+    kinds = {kind_of_file(frame.file) for frame in thread.frames if not frame.native}
+    return USER in kinds or (RUNTIME not in kinds and not thread.name.startswith("meshbook."))
+
+
+def _ask_lines(
+    asker: Asker, mesh: MeshState, helpers: Sequence[int], threads: Iterable[wire.DumpedThread]
+) -> dict[tuple[str, int], Frame]:
+    """(file, line) to what ranks that answer know of it; cells have the same names on all ranks that ran them."""
+    wanted = sorted({(f.file, f.line) for thread in threads for f in thread.frames if not f.native})
+    lines = {place: make_frame("", *place) for place in wanted}
+    users = [place for place, frame in lines.items() if frame.kind == USER]
+    if not users or not helpers:
+        return lines
+    some = Region.of(mesh.extent).select(sorted(helpers)[:HELPERS])
+    for told in asker.query(mesh.id, "source_lines", some, LINES_S, (users,)).values():
+        known: list[Any] = msgspec.convert(told, list[Frame]) if not isinstance(told, str) else []
+        lines.update({place: frame for place, frame in zip(users, known, strict=False) if frame.source})
+    return lines
+
+
+def _frame(frame: wire.DumpedFrame, lines: Mapping[tuple[str, int], Frame]) -> Frame:
+    if frame.native:
+        library = frame.file.rpartition("/")[2]
+        return Frame(frame.function, frame.file, frame.line, library, NATIVE)
+    return lines[frame.file, frame.line]._replace(function=frame.function)

@@ -1,0 +1,107 @@
+"""Calls whose ranks wait for others that never come though nobody failed: said once, and left to the person. Pure.
+
+Such a call has ranks that ended it long before the others, or was never sent to all ranks of the mesh; or all of its
+ranks wait for each other in operations in which they disagree, from which they are freed
+(`meshbook.groups.agreements`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from meshbook.calls.call import OpenCall
+from meshbook.controller.progress_poll import ProgressSnapshot
+from meshbook.formatting import name_ranks
+from meshbook.groups.deadlock import Stuck, find_deadlocked, where_stuck
+
+TELL_S = 2.0
+"""So long a call may take before the ranks are asked."""
+
+NEXT_STEPS = "look: %mesh stacks    stop: interrupt"
+
+SELDOM_S = 30.0
+"""They are asked again less and less often, in the end once in so many seconds."""
+
+
+class UnevenCalls:
+    """The long calls of one mesh."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[OpenCall, float, float]] = {}
+        """With the time of the next question, and the pause before it."""
+        self.due = math.inf
+        """When the ranks should be asked; may be too early, see `is_due`."""
+
+    def suspect(self, call: OpenCall, now: float) -> None:
+        """Ranks of the call may wait in vain from now on; again is no news."""
+        if call.id not in self._calls:
+            self._calls[call.id] = (call, now + TELL_S, TELL_S)
+            self.due = min(self.due, now + TELL_S)
+
+    def forget(self, call: OpenCall) -> None:
+        """It has ended, or failed, which is looked after elsewhere."""
+        self._calls.pop(call.id, None)
+
+    def postpone(self, now: float) -> list[OpenCall]:
+        """The calls for which the ranks are asked now, and again after a longer while."""
+        found = [call for call, due, _ in self._calls.values() if due <= now]
+        for call in found:
+            pause_s = min(2 * self._calls[call.id][2], SELDOM_S)
+            self._calls[call.id] = (call, now + pause_s, pause_s)
+        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+        return found
+
+    def is_due(self, now: float) -> bool:
+        """Whether the ranks should be asked now."""
+        if self.due > now:
+            return False
+        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+        return self.due <= now
+
+    def find(self, look: ProgressSnapshot, dead: Collection[int], now: float) -> list[tuple[OpenCall, str]]:
+        """The calls that have something to be said of; once for each."""
+        found = []
+        for call, due, pause_s in list(self._calls.values()):
+            if due > now or call.id not in look.ended:
+                continue
+            ended = look.ended[call.id]
+            stuck = find_deadlocked(look.answers, ended, dead) or find_deadlocked(look.answers, ended | look.idle, dead)
+            stuck = {rank: each for rank, each in stuck.items() if rank in call.waiting}
+            pause_s = math.inf if stuck else min(2 * pause_s, SELDOM_S)
+            self._calls[call.id] = (call, now + pause_s, pause_s)
+            if stuck:
+                found.append((call, describe(stuck, call, ended)))
+        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+        return found
+
+
+def describe(stuck: Mapping[int, Stuck], call: OpenCall, ended: Collection[int]) -> str:
+    """``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``"""
+    lines = []
+    for (place, absent), ranks in _by_place(stuck):
+        one = len(absent) == 1
+        why = ""
+        if all(rank in ended for rank in absent):
+            why = f": {'it has' if one else 'they have'} ended {call.what}"
+        elif not any(call.members.has(rank) for rank in absent):
+            why = f": {'it does' if one else 'they do'} not run {call.what}"
+        lines.append(_who_waits(ranks, place, absent) + why)
+    return "\n".join([*lines, f"  {NEXT_STEPS}"])
+
+
+def place_and_absent(stuck: Mapping[int, Stuck]) -> list[str]:
+    """``ranks 1-3 wait in barrier (learner.py:7), which rank 0 never entered``, a line for each place."""
+    return [_who_waits(ranks, place, absent) for (place, absent), ranks in _by_place(stuck)]
+
+
+def _who_waits(ranks: Collection[int], place: str, absent: Collection[int]) -> str:
+    verb = "waits" if len(ranks) == 1 else "wait"
+    return f"{name_ranks(ranks)} {verb} in {place}, which {name_ranks(absent)} never entered"
+
+
+def _by_place(stuck: Mapping[int, Stuck]) -> list[tuple[tuple[str, tuple[int, ...]], list[int]]]:
+    by_place: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, place in where_stuck(stuck.items()).items():
+        by_place.setdefault((place, stuck[rank].absent), []).append(rank)
+    return sorted(by_place.items(), key=lambda item: item[1])

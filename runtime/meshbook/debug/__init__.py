@@ -1,0 +1,1 @@
+"""pdb and debugpy on ranks, and the person's end of both."""

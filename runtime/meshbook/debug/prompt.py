@@ -1,0 +1,295 @@
+"""The prompt of stopped ranks: what a person types at it, and where that goes.
+
+One rank is the current one; pdb's commands go to it. What the prompt adds is in `HELP`. Who shows text and reads lines
+is a `Terminal`: a notebook's cell, a script's console, a test. All of it runs on the thread of the person who waits.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Generic, Protocol
+
+from meshbook.debug.ranks import Ranks
+from meshbook.errors import MeshError, UsageError
+from meshbook.formatting import format_ranks, name_ranks
+
+HELP = """\
+Beside pdb's own commands, this prompt knows:
+  rank N             go to another stopped rank; when a rank goes on, the next one comes by itself
+  ranks              who is stopped where, who waits in which collective, who runs
+  cast CMD [TARGET]  CMD on all stopped ranks, or those of TARGET: cast p x    cast c    cast p loss rank=0,2
+  ?prefix            names that begin so: ?lo    ?model.la
+  detach             leave the ranks stopped and have the notebook back; %mesh pdb opens the prompt again
+  q                  end the cell on this rank, quietly; c goes on; interrupt ends the cell on all ranks
+A variable with such a name: !ranks"""
+
+GATHER_S = 0.15
+"""When a prompt opens, ranks that stop a moment later are told of together."""
+STEP_S = 1.0
+"""A rank that steps has so long to stop again before another one's turn comes."""
+LOOK_S = 0.05
+
+_GOES_ON = re.compile(r"(c|cont|continue|q|quit|exit)\s*$")
+_TARGET = re.compile(r"(\w+)=([\w:,-]+)")
+
+Chooser = Callable[[Ranks, Mapping[str, str]], Ranks]
+"""The part of a mesh that ``axis=value`` pairs name; see `meshbook_extension.notebook.targets.choose`."""
+
+
+class Terminal(Protocol):
+    """Where a person reads and types."""
+
+    def show(self, texts: Mapping[int, str]) -> None:
+        """Show what ranks' debuggers have written, each under its rank, equal texts once."""
+
+    def say(self, text: str) -> None:
+        """Show words of the prompt itself."""
+
+    def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
+        """A line; None if it was given up since ``is_open()`` is false. Raises: KeyboardInterrupt, EOFError."""
+
+
+def choose_ranks(view: Ranks, pairs: Mapping[str, str]) -> Ranks:
+    """The chooser without a notebook: ``rank=0,2`` alone."""
+    if set(pairs) != {"rank"} or not re.fullmatch(r"\d+(,\d+)*", pairs["rank"]):
+        raise UsageError("a target is rank=0,2 here.")
+    return view.select([int(rank) for rank in pairs["rank"].split(",")])
+
+
+class DebugPrompt(Generic[Ranks]):
+    """The prompt of some ranks, as long as one person stays with them."""
+
+    def __init__(
+        self, procs: Ranks, terminal: Terminal, choose: Chooser[Ranks] = choose_ranks, *, post_mortem: bool = False
+    ) -> None:
+        self.procs = procs
+        self.current: int | None = None
+        self._terminal, self._choose, self._post_mortem = terminal, choose, post_mortem
+        self._stopped_ranks = procs.stopped_ranks
+        self._line_was_pdbs = False
+        """Whether an empty line repeats something."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a rank is stopped whose prompt nobody has left."""
+        return bool(self._stopped_ranks) and not self._stopped_ranks.left.issuperset(
+            self._stopped_ranks.of(self.procs.ranks)
+        )
+
+    def attend(self, is_over: Callable[[], bool], first: int | None = None) -> bool:
+        """Have the person type for as long as a rank is stopped and not ``is_over()``; whether they detached.
+
+        first: the rank to begin with. Raises: KeyboardInterrupt.
+        """
+        stopped_ranks, ranks = self._stopped_ranks, self.procs.ranks
+        stopped_ranks.wait_for(lambda: len(stopped_ranks.of(ranks)) == len(ranks), GATHER_S)
+        try:
+            while not is_over() and (stopped := stopped_ranks.of(ranks)):
+                self._tell_of_stops()
+                if self.current not in stopped:
+                    self._go_to(first if first in stopped else self._next(stopped))
+                    first = None
+                try:
+                    if self._turn():
+                        stopped_ranks.left.update(stopped_ranks.of(ranks))
+                        return True
+                except MeshError as error:
+                    self._terminal.say(str(error))
+        finally:
+            stopped_ranks.stepping.difference_update(ranks)
+        return False
+
+    # ---- which rank ---------------------------------------------------------------------------------------------
+
+    def _next(self, stopped: Collection[int]) -> int:
+        """The one after the rank that was the current one, round and round."""
+        last = -1 if self.current is None else self.current
+        return min((rank for rank in stopped if rank > last), default=min(stopped))
+
+    def _go_to(self, rank: int) -> None:
+        self.current, self._line_was_pdbs = rank, False
+        self._stopped_ranks.left.discard(rank)
+        if not self._show([rank]) and (stop := self._stopped_ranks.of([rank]).get(rank)) is not None:
+            self._terminal.say(f"rank {rank} {stop.words}")
+
+    def _tell_of_stops(self) -> None:
+        places: dict[str, list[int]] = {}
+        for rank, stop in self._stopped_ranks.of(self.procs.ranks).items():
+            if not stop.seen:
+                stop.seen = True
+                places.setdefault(stop.words, []).append(rank)
+        if places:
+            self._terminal.say("\n".join(f"{name_ranks(ranks)} {words}" for words, ranks in places.items()))
+
+    # ---- a line -------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """Read a line and do as it says; whether it was ``detach``."""
+        assert self.current is not None
+        rank = self.current
+        stop = self._stopped_ranks.of([rank]).get(rank)
+        if stop is None:
+            return False
+        try:
+            line = self._terminal.read(f"[{rank}] {stop.at.prompt}", self._watch(rank))
+        except EOFError:
+            line = "q" if self._post_mortem else "detach"
+        if line is None:
+            self._terminal.say(f"{self._fate(rank)}; its prompt is closed (press Enter in it where it still stands)")
+            return False
+        if rank not in self._stopped_ranks.of([rank]):
+            self._tell_of_end(rank, line)
+            return False
+        return self._obey(rank, line if stop.at.prompt.startswith("...") else line.strip())
+
+    def _watch(self, rank: int) -> Callable[[], bool]:
+        """Whether a line is still wanted: while other ranks are stopped the person gives it, and learns what became."""
+        told = False
+
+        def is_wanted() -> bool:
+            nonlocal told
+            stopped = self._stopped_ranks.of(self.procs.ranks)
+            if stopped and rank not in stopped and not told:
+                told = True
+                next_one = self._next(stopped)
+                self._terminal.say(f"{self._fate(rank)}; Enter goes to rank {next_one}")
+            return bool(stopped)
+
+        return is_wanted
+
+    def _obey(self, rank: int, line: str) -> bool:
+        words = line.split()
+        if found := re.fullmatch(r"rank\s+(\d+)", line):
+            self._switch(int(found[1]))
+        elif line == "ranks":
+            self._terminal.say(self._describe_ranks())
+        elif words[:1] == ["cast"]:
+            self._cast(line[len("cast") :].strip())
+        elif line == "detach":
+            return True
+        elif self._post_mortem and _GOES_ON.match(line):
+            self.end()
+        elif line or self._line_was_pdbs:
+            self._line_was_pdbs = True
+            self._send([rank], line)
+            if line in ("h", "help"):
+                self._terminal.say(HELP)
+        return False
+
+    def _switch(self, rank: int) -> None:
+        stopped = self._stopped_ranks.of(self.procs.ranks)
+        if rank not in stopped:
+            raise UsageError(f"rank {rank} is not stopped; {name_ranks(stopped)} {_are(stopped)}. See them all: ranks")
+        self._stopped_ranks.take_text(rank)
+        self._go_to(rank)
+
+    def _cast(self, rest: str) -> None:
+        command, ranks = self._split_target(rest)
+        if not command:
+            raise UsageError("cast what? For example: cast p x    cast c    cast p loss rank=0,2")
+        stopped = self._stopped_ranks.of(ranks)
+        if not stopped:
+            raise UsageError(f"none of {name_ranks(ranks)} is stopped. See them all: ranks")
+        self.cast(command, stopped)
+
+    def _split_target(self, text: str) -> tuple[str, Collection[int]]:
+        words, pairs = text.split(" "), {}
+        known = {*self.procs.base().sizes, *self.procs.sizes, "rank"}
+        while words and (found := _TARGET.fullmatch(words[-1])) and found[1] in known:
+            pairs[found[1]] = found[2]
+            words.pop()
+        if not pairs:
+            return text, self.procs.ranks
+        return " ".join(words).strip(), self._choose(self.procs, pairs).ranks
+
+    def cast(self, command: str, ranks: Collection[int] | None = None) -> None:
+        """A command on all ranks that are stopped, or on ``ranks``; shows what they answer, equal answers once."""
+        stopped = self._stopped_ranks.of(self.procs.ranks if ranks is None else ranks)
+        for rank in stopped:
+            self._stopped_ranks.take_text(rank)  # how it came here is no answer
+        self._send(stopped, command)
+
+    def end(self) -> None:
+        """Of a post-mortem: on all ranks."""
+        if stopped := self._stopped_ranks.of(self.procs.ranks):
+            for rank in stopped:
+                self._stopped_ranks.take_text(rank)  # where the others stood, nobody has asked
+            self._send(stopped, "q")
+
+    # ---- what ranks do with it ----------------------------------------------------------------------------------
+
+    def _send(self, ranks: Collection[int], line: str) -> None:
+        stopped_ranks = self._stopped_ranks
+        sent = {rank: stop.at.number for rank, stop in stopped_ranks.of(ranks).items()}
+        (stopped_ranks.stepping.difference_update if _GOES_ON.match(line) else stopped_ranks.stepping.update)(sent)
+        self._show(sent)  # what was written before belongs before
+        self.procs.type_line(line, sent)
+        while not stopped_ranks.wait_for(
+            lambda: all(self._has_answered(rank, number) for rank, number in sent.items()), 0.25
+        ):
+            pass  # an interrupt ends it, and so does the end of the rank
+        if not _GOES_ON.match(line):
+            self._await_steps(sent, line)
+        self._show(sent)
+
+    def _has_answered(self, rank: int, number: int) -> bool:
+        gone = rank in self.procs.lost or rank not in self._stopped_ranks.of([rank])
+        return gone or self._stopped_ranks.number(rank) > number
+
+    def _await_steps(self, ranks: Collection[int], line: str) -> None:
+        """Give ranks that went on the time to stop again; say where those are that do not."""
+        deadline = time.monotonic() + STEP_S
+        while True:
+            stopped, busy = self._stopped_ranks.of(ranks), set(self.procs.busy)
+            moving = [rank for rank in ranks if rank not in stopped and rank in busy]
+            if not moving:
+                return
+            if time.monotonic() > deadline:
+                self._terminal.say(
+                    "\n".join(
+                        f"{name_ranks(group)} run{'s' if len(group) == 1 else ''} on: {place}"
+                        for place, group in _by_value(self.procs.base().select(moving).where()).items()
+                    )
+                )
+                return
+            self._stopped_ranks.wait_for(lambda: len(self._stopped_ranks.of(ranks)) == len(ranks), LOOK_S)
+
+    def _show(self, ranks: Collection[int]) -> bool:
+        texts = {rank: text for rank in sorted(ranks) if (text := self._stopped_ranks.take_text(rank))}
+        if texts:
+            self._terminal.show(texts)
+        return bool(texts)
+
+    def _tell_of_end(self, rank: int, line: str) -> None:
+        unsent = f"; not sent: {line.strip()}" if line.strip() else ""
+        if rank in self.procs.lost or unsent:
+            self._terminal.say(f"{self._fate(rank)}{unsent}")
+
+    def _fate(self, rank: int) -> str:
+        return f"rank {rank} {'has ended' if rank in self.procs.lost else 'is not at its prompt any more'}"
+
+    def _describe_ranks(self) -> str:
+        lines: dict[str, list[int]] = {}
+        for one in self.procs.base().status():
+            if one.state == "pdb":
+                what = f"stopped at {one.where}" + ("    <- this prompt" if one.rank == self.current else "")
+            else:
+                what = one.where if one.where != one.state and one.state == "busy" else f"{one.state} {one.where}"
+                what = one.state if one.where == one.state else what
+            lines.setdefault(what, []).append(one.rank)
+        labels = {what: f"[{format_ranks(ranks)}]" for what, ranks in lines.items()}
+        width = max(map(len, labels.values()))
+        return "\n".join(f"  {label:{width}}  {what}" for what, label in labels.items())
+
+
+def _by_value(places: Mapping[int, str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        groups.setdefault(place, []).append(rank)
+    return groups
+
+
+def _are(ranks: Collection[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

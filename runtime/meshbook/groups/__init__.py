@@ -1,0 +1,1 @@
+"""torch.distributed on a rank: groups that can be aborted and formed again, progress, proofs of deadlock."""

@@ -1,0 +1,429 @@
+"""One incarnation of a process group: the C++ group that a `GuardedGroup` speaks through until groups are formed again.
+
+Each gloo group has a device of its own, that is a listening socket and a thread: groups that share one confuse their
+connections when these are made lazily. The device's address is what finds the sockets of a group that was given up.
+
+A group must not be destroyed while an operation is under way: its destructor waits for it. `dispose` ends them first.
+Accepted connections are shut down, which ends what waits for a peer on both sides. What waits for a peer to connect has
+no socket yet: a connection of our own, which greets as that peer would and then ends, takes its place. The listening
+socket is left alone, since gloo ends the process when it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from meshbook.concurrency.background import SerialQueue, run_in_background
+from meshbook.groups import gloo_aborts
+from meshbook.groups.torn import Operands, Torn, settle
+from meshbook.groups.use import Failures, Users
+from meshbook.groups.work import GroupState, PeerWork
+from meshbook.system.processes import own_address
+
+GIVE_UP_AFTER_S = 600.0
+"""Operations that have not ended so long after their group was given up keep it for the life of the process."""
+
+_NUMBERS_ARE_SET = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+"""Later versions of torch begin at 0 by themselves, and warn of whoever sets them."""
+
+_GRACE_S = 2.0
+"""A group that was given up listens so much longer: who connects late to a closed port tries again for half an hour."""
+
+HELD_MAX_S = 24 * 3600.0
+"""C++ cannot be told that a deadline stands still (`meshbook.groups.work.GroupState.hold`): it gets one so much
+later.
+"""
+
+_TOO_MUCH = "a rank has sent more than this one has room for: they disagree on a size"
+
+_LOOK_S = 0.02
+_AGAIN_S = 0.25
+_GREETING = struct.Struct("=q")
+_WATCHED = re.compile(r"^tfd: +(?P<fd>\d+) events: +(?P<events>[0-9a-f]+) .* ino:(?P<inode>[0-9a-f]+) ", re.MULTILINE)
+_EVENTS = 0x0FFF_FFFF
+"""Of what epoll calls events; the other bits say how they are told."""
+_device_lock = threading.Lock()
+
+
+class GroupSpec(NamedTuple):
+    """All that it takes to make a group again, equal on all members but for ``rank``."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks of the members, in group order."""
+    rank: int
+    """Ours, within the group."""
+    backend: str
+    """As given: ``gloo``, ``cpu:gloo,cuda:nccl``."""
+    timeout_s: float
+    description: str
+    tag: str
+    """As given to torch; empty for the default one."""
+
+    @property
+    def devices(self) -> dict[str, str]:
+        """Kind of device to name of backend."""
+        return dict(c10d.BackendConfig(c10d.Backend(self.backend)).get_device_backend_map())
+
+
+class BegunOperation(NamedTuple):
+    """An operation that is under way."""
+
+    operation: str
+    number: int
+    peer: int | None
+    since: float
+    """Monotonic."""
+    operands: Operands | None = None
+
+
+class InnerGroup:
+    """A C++ group with what is under way in it."""
+
+    def __init__(
+        self,
+        recipe: GroupSpec,
+        store: Store,
+        guard: GroupState,
+        options: Any = None,
+        device_id: torch.device | None = None,
+    ) -> None:
+        self.guard = guard
+        self.name, self.timeout_s = recipe.name, recipe.timeout_s
+        self.dead = ""
+        """Why nothing more comes of it."""
+        self.closed = ""
+        """Why operations are not begun in it: it is dead, or being formed."""
+        self.failures, self.users = Failures(guard.note_broken), Users()
+        self.open_peer_works: set[PeerWork] = set()
+        self._size, self._rank = len(recipe.ranks), recipe.rank
+        self._torn: dict[tuple[str, int], Torn] | None = {}
+        """Operations that were given up, by name and number; None when that was taken."""
+        self._begun: deque[tuple[dist.Work, str, int, int | None, float, Operands | None]] = deque()
+        """What is under way, each with what `BegunOperation` has of it: plain, since making those takes longer."""
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[str, int, int], SerialQueue] = {}
+        self._listening: list[tuple[str, int]] = []
+        self._polls: list[int] = []
+        """The epoll descriptors of gloo's threads."""
+        self.is_lost = False
+        """Whether gloo's thread has given it up (`meshbook.groups.gloo_aborts`); it must never be destroyed."""
+        self.group = self._build(recipe, store, options, device_id)
+
+    # ---- making -------------------------------------------------------------------------------------------------
+
+    def _build(self, recipe: GroupSpec, store: Store, options: Any, device_id: torch.device | None) -> Any:
+        devices = recipe.devices
+        kinds = dist.ProcessGroup.BackendType
+        group: Any = dist.ProcessGroup(store, recipe.rank, self._size)
+        group._set_default_backend(kinds.NCCL if "nccl" in devices.values() else kinds.GLOO)
+        if device_id is not None:
+            group.bound_device_id = device_id
+        made: dict[str, Any] = {}
+        for device, name in devices.items():
+            if name not in made:
+                prefixed = PrefixStore(f"{device}/", store)
+                made[name] = self._gloo(recipe, prefixed) if name == "gloo" else self._nccl(recipe, prefixed, options)
+                if _NUMBERS_ARE_SET:
+                    made[name]._set_sequence_number_for_group()
+            group._register_backend(torch.device(device), kinds.GLOO if name == "gloo" else kinds.NCCL, made[name])
+        group._set_group_name(recipe.name)
+        group._set_group_desc(recipe.description)
+        if device_id is not None and "nccl" in made:
+            made["nccl"].eager_connect_single_device(device_id)
+        return group
+
+    def _gloo(self, recipe: GroupSpec, store: Store) -> Any:
+        options = vars(dist.ProcessGroupGloo)["_Options"]()  # its name in all versions of torch
+        with _device_lock:
+            before, threads = _descriptors(), gloo_aborts.threads()
+            options._devices = _gloo_devices()
+            gloo_aborts.park(gloo_aborts.threads() - threads, self)
+            made = _descriptors() - before
+            self._listening = [name for fd in made if (name := _listening_at(fd)) is not None]
+            self._polls = [fd for fd in made if _is_poll(fd)]
+        options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
+        options.global_ranks_in_group = list(recipe.ranks)
+        options.group_name = recipe.name
+        return dist.ProcessGroupGloo(store, recipe.rank, self._size, options)
+
+    def _nccl(self, recipe: GroupSpec, store: Store, options: Any) -> Any:
+        if options is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = False
+        options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
+        options.global_ranks_in_group = list(recipe.ranks)
+        options.group_name = recipe.name
+        return dist.ProcessGroupNCCL(store, recipe.rank, self._size, options)
+
+    # ---- what is under way --------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        work: dist.Work,
+        operation: str,
+        number: int,
+        peer: int | None = None,
+        operands: Operands | None = None,
+    ) -> None:
+        """An operation of C++ is under way."""
+        self._begun.append((work, operation, number, peer, time.monotonic(), operands))
+
+    def note_torn(self, operation: str, number: int, operands: Operands | None, raw: dist.Work, waited: bool) -> str:
+        """An operation is given up, or has failed: what it may have left half done, in words."""
+        noted, key = self._torn, (operation, number)
+        if operands is None or noted is None:
+            return ""
+        if key not in noted:
+            torn = noted[key] = Torn(operation, operands, raw, waited)
+            if torn.text:
+                (self.guard.copied if torn.is_copied else self.guard.torn).append(torn.text)
+        return noted[key].text
+
+    def _note_under_way(self) -> None:
+        """Nobody will see the end of what is under way, but for those who wait for it: they note it themselves.
+
+        Now, while C++ still is at it: works that have failed can be asked for their error only once.
+        """
+        waited = {(work.operation, work.number) for work in list(self.guard.waits.values()) if work.inner is self}
+        with self._lock:
+            left = list(self._begun)
+        for raw, operation, number, _, _, operands in left:
+            if (operation, number) not in waited and not raw.is_completed():
+                self.note_torn(operation, number, operands, raw, False)
+
+    def take_torn(self) -> list[Torn]:
+        """All that was noted."""
+        noted, self._torn = self._torn or {}, None
+        return [each for each in noted.values() if each.text]
+
+    def add_peer_work(self, work: PeerWork, direction: str, peer: int, tag: int) -> None:
+        """Have a side thread run ``work``, after those of the same direction, peer and tag: they match in order."""
+        self.open_peer_works.add(work)
+        lane = self._lanes.get((direction, peer, tag))
+        if lane is None:
+            lane = self._lanes[direction, peer, tag] = SerialQueue()
+        lane.add(work.run)
+
+    def forget_completed(self) -> None:
+        """Let go of operations that have ended: they hold tensors."""
+        if not (begun := self._begun):
+            return
+        with self._lock:
+            while begun and begun[0][0].is_completed():
+                begun.popleft()
+
+    def forget(self, work: dist.Work) -> None:
+        """Let go of one whose end was seen; most often there is no other."""
+        begun = self._begun
+        with self._lock:
+            if begun and begun[0][0] is work:
+                begun.popleft()
+        if begun:
+            self.forget_completed()
+
+    def oldest(self) -> BegunOperation | None:
+        """The first operation that has not ended; from any thread."""
+        self.forget_completed()
+        begun = list(self._begun)
+        return BegunOperation(*begun[0][1:]) if begun else None
+
+    def give_up(self, reason: str) -> None:
+        """End all waits; from any thread. The operations themselves go on until `dispose`."""
+        if not self.dead:
+            self.dead = reason
+            self._note_under_way()
+        self.closed = self.dead
+        for peer_work in list(self.open_peer_works):
+            peer_work.wake()
+        for work in list(self.guard.futures):
+            if work.inner is self:
+                work.fail_future()
+
+    def lose_thread(self) -> None:
+        """gloo's thread has met what it cannot go on from; on that thread."""
+        self.is_lost = True
+        self.give_up(_TOO_MUCH)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it has communicators on CUDA devices."""
+        return any(device.type == "cuda" for device in self.group._device_types)
+
+    def abort_communicators(self) -> None:
+        """Abort what runs on CUDA devices; may block, and frees whoever waits for the device."""
+        for device in self.group._device_types:
+            if device.type == "cuda":
+                with contextlib.suppress(RuntimeError):  # aborted already, or never connected
+                    self.group._get_backend(device).abort()
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether C++ still works on an operation."""
+        self.forget_completed()
+        return bool(self._begun or self.open_peer_works)
+
+    @property
+    def connected(self) -> bool:
+        """Whether gloo's threads still read connections to other ranks."""
+        return any(is_read for poll in self._polls for _, is_read in _connections(poll))
+
+    def end_operations(self, greet: bool) -> None:
+        """Make the operations that are still under way fail. greet: those too that wait for a peer to connect."""
+        for sock, _ in (found for poll in self._polls for found in _connections(poll)):
+            with contextlib.suppress(OSError):  # the peer was quicker
+                sock.shutdown(socket.SHUT_RDWR)
+        for address in self._listening if greet else ():
+            for peer in range(self._size):
+                if peer != self._rank:
+                    _greet_and_leave(address, peer)
+
+
+def dispose(groups: Iterable[InnerGroup]) -> None:
+    """Destroy groups whose waits were all ended, aside, as soon as nothing is under way in them."""
+    left = list(groups)
+    aborted = [group for group in left if group.dead]
+    for group in left:
+        group.give_up("its process group was given up")
+    if left:
+        torn = [(each, group.is_lost) for group in left for each in group.take_torn()]
+        guard = left[0].guard
+        run_in_background(lambda: _dispose(left, aborted))
+        if torn:
+            restored, _ = settle(torn)
+            guard.restored += restored
+
+
+def _dispose(left: list[InnerGroup], aborted: list[InnerGroup]) -> None:
+    _end_operations(aborted, greet=False)  # also of idle ones: peers wait for what comes over their connections
+    lost = [group for group in left if group.is_lost]
+    _kept_for_ever.extend(lost)
+    _end_operations(lost, greet=True)
+    left[:] = [group for group in left if not group.is_lost]
+    begun = again = time.monotonic()
+    while (now := time.monotonic()) < begun + _GRACE_S or (
+        any(group.busy for group in left) and now < begun + GIVE_UP_AFTER_S
+    ):
+        if now >= again:
+            again = now + _AGAIN_S
+            _end_operations([group for group in left if group.busy], greet=now < begun + 2 * _AGAIN_S)
+        time.sleep(_LOOK_S)
+    # gloo's thread ends when it has nothing to read. A connection that ends while its group is destroyed is not closed
+    # any more, only read again and again, and whoever destroys the group waits for that thread: so all end before.
+    _end_operations(left, greet=False)
+    closed = time.monotonic() + _GRACE_S
+    while any(group.connected for group in left) and time.monotonic() < closed:
+        time.sleep(_LOOK_S)
+    _kept_for_ever.extend(group for group in left if group.busy or group.connected)
+    left.clear()
+
+
+def _end_operations(groups: list[InnerGroup], greet: bool) -> None:
+    for group in groups:
+        group.end_operations(greet)
+
+
+_kept_for_ever: list[InnerGroup] = []
+
+
+def connects_at_once() -> bool:
+    """Whether making a gloo group waits for all its ranks, as the user may ask by a variable of torch."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("1", "true", "yes", "y")
+
+
+# ---- gloo's sockets ------------------------------------------------------------------------------------------------
+
+
+def _gloo_devices() -> list[Any]:
+    """A device per interface, as torch chooses them."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names and ":" in (own := own_address()):  # torch's default would fall back to 127.0.0.1
+        return [dist.ProcessGroupGloo.create_device(hostname=own)]
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+
+
+def _descriptors() -> set[int]:
+    return {int(entry) for entry in os.listdir("/proc/self/fd")}
+
+
+def _listening_at(fd: int) -> tuple[str, int] | None:
+    """The address that ``fd`` listens at, if it is a socket that does."""
+    with _internet_socket(fd) as sock:
+        listens = sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return sock.getsockname()[:2] if sock is not None and listens else None
+
+
+def _is_poll(fd: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]"
+    except OSError:  # closed by now
+        return False
+
+
+def _connections(poll: int) -> Iterator[tuple[socket.socket, bool]]:
+    """The connections of an epoll descriptor, each open until the next one is asked for, and whether it is read.
+
+    One that a peer has made and no operation has needed yet is not.
+    """
+    try:
+        watched = Path(f"/proc/self/fdinfo/{poll}").read_text()
+    except OSError:  # closed by now
+        return
+    for found in _WATCHED.finditer(watched):
+        with _internet_socket(int(found["fd"])) as sock:
+            if (
+                sock is not None
+                and os.fstat(sock.fileno()).st_ino == int(found["inode"], 16)  # else another file has got the number
+                and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            ):
+                yield sock, bool(int(found["events"], 16) & _EVENTS)
+
+
+@contextlib.contextmanager
+def _internet_socket(fd: int) -> Iterator[socket.socket | None]:
+    """A second descriptor for ``fd``, if that is an internet socket."""
+    try:
+        copy = os.dup(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else -1
+    except OSError:  # closed by now
+        copy = -1
+    if copy < 0:
+        yield None
+        return
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:  # another file has got the number meanwhile
+        os.close(copy)
+        yield None
+        return
+    with sock:
+        yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def _greet_and_leave(address: tuple[str, int], peer: int) -> None:
+    """Connect as the group's rank ``peer`` would, and end the connection: whoever waits for that peer fails."""
+    try:
+        with socket.create_connection(address, timeout=1.0) as sock:
+            sock.sendall(_GREETING.pack(peer))
+    except OSError:
+        return  # the group is gone already

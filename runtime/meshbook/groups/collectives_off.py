@@ -1,0 +1,98 @@
+"""Cells that promised to do without collectives: ``%%mesh rank=0 --no-collective``.
+
+A collective that only some ranks enter waits for ever. Inside `collectives_off` each one raises at once instead.
+C++ process groups are reached through the dispatcher, where a mode refuses their operations; a process group written in
+Python is called directly and has to ask `refuse_if_off` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from meshbook.concurrency import forks
+from meshbook.errors import UsageError
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+_LOCAL_OPERATIONS = frozenset({"wait_tensor"})
+"""Functional operations that speak to no other rank."""
+
+_PUBLIC_NAMES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "_end_coalescing": "batch of operations",
+    "recv_any_source": "recv",
+}
+"""Names of the dispatcher's operations where they are not those of ``torch.distributed``."""
+
+_depth = 0
+_parent: int | None = None
+
+
+def public_name(operation: str) -> str:
+    """Name an operation of a process group as ``torch.distributed`` does."""
+    return _PUBLIC_NAMES.get(operation, operation)
+
+
+def refuse_if_off(operation: str) -> None:
+    """Raises: UsageError while collectives are off, or in a child of a rank. operation: its name for people."""
+    if _depth:
+        _refuse(operation)
+    if _parent is not None:
+        forks.refuse_inherited(_parent)
+
+
+def leave_to_parent(generation: int) -> None:
+    """In a child that a rank of this `meshbook.concurrency.forks.generation` has forked: its groups are not
+    ours to use.
+    """
+    global _parent
+    _parent = generation
+
+
+@contextlib.contextmanager
+def collectives_off() -> Iterator[None]:
+    """Have each collective of the calling thread, and of its backward passes, raise UsageError inside the block."""
+    global _depth
+    with _refusing_mode()():
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1
+
+
+def _refuse(operation: str) -> NoReturn:
+    raise UsageError(
+        f"collectives are off in this cell (--no-collective): {operation}. "
+        "Run it on all ranks without that option, or take the collective out of the cell."
+    )
+
+
+@lru_cache(maxsize=1)
+def _refusing_mode() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class RefusingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in _NAMESPACES:
+                name = func.overloadpacket.__name__.rstrip("_")
+                if name not in _LOCAL_OPERATIONS:
+                    _refuse(public_name(name))
+            return func(*args, **(kwargs or {}))
+
+    return RefusingMode

@@ -1,0 +1,265 @@
+"""Which ranks wait for something that can never come. Pure: from what the ranks tell of their groups to a proof.
+
+    rank 1 has ended the cell and issued 40 operations of group "0"     it will not issue a 41st
+    rank 0 waits in operation 41 of "0"                                 so it is never served, and issues nothing more
+    rank 2 waits in operation 7 of "tp", of which rank 0 issued 6       so it is never served either
+
+The last two steps are repeated until nothing new follows. Snapshots need not be of one moment: that a rank has ended is
+known before it is asked, so its counters are final, and a rank that is stuck stays so with the counters it had. A rank
+that did not answer proves nothing, neither does one whose groups are of another epoch.
+
+All this is told thread by thread. A rank that has ended a cell may have an actor, or a thread of the user's, at work in
+the same group, which may still do its part; and what such a thread waits in is no matter of the cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from meshbook.groups.progress import ANY_PEER, CellCounts, Collectives, GroupProgress, Waiting
+
+DELIVERED_S = 0.25
+"""What was sent before has arrived after so long; only asked for where receives from anybody blur the counts."""
+
+
+_MAIN = 0
+_NOTHING = CellCounts()
+
+
+class Stuck(NamedTuple):
+    """A rank that is never served."""
+
+    waiting: Waiting
+    absent: tuple[int, ...]
+    """The ranks that will never do their part."""
+
+
+def find_deadlocked(
+    snapshots: Mapping[int, Collectives], ended: Collection[int], dead: Collection[int] = (), mailbox: int = 0
+) -> dict[int, Stuck]:
+    """Return the ranks whose main threads can never be served, with what each waits in.
+
+    snapshots: of the ranks that answered, each taken after ``ended`` was known.
+    ended: ranks whose main threads have ended the call in question, or will issue nothing more for another reason.
+    dead: ranks whose processes are gone; nothing is known of how far they were.
+    mailbox: not the main threads, but the actors of this mailbox, and threads that nobody else owns.
+    """
+    epochs = {snapshot.epoch for snapshot in snapshots.values()} - {-1}
+    if len(epochs) != 1:
+        return {}
+    state = _State(snapshots, set(ended) & snapshots.keys(), set(dead), mailbox)
+    while state.find_more():
+        pass
+    return state.stuck
+
+
+class _State:
+    """What is known so far: who is silent for ever, and how far each was."""
+
+    def __init__(self, snapshots: Mapping[int, Collectives], ended: set[int], dead: set[int], mailbox: int) -> None:
+        self.stuck: dict[int, Stuck] = {}
+        self._snapshots, self._dead, self._mailbox = snapshots, dead, mailbox
+        self._gone = dead | {rank for rank, told in snapshots.items() if told.aborted}
+        """Ranks none of whose threads begins an operation any more."""
+        self._over = {(rank, _MAIN) for rank in ended}
+        """Threads that begin none any more: they have ended, or are stuck."""
+        self._groups = {
+            rank: {group.name: group for group in told.groups} for rank, told in snapshots.items() if rank not in dead
+        }
+
+    def find_more(self) -> bool:
+        """Find threads that are stuck by what is known; whether there were any."""
+        found = []
+        for rank, told in self._snapshots.items():
+            for thread in {waiting.thread for waiting in told.waiting if self._is_meant(told, waiting.thread)}:
+                if not told.aborted and (rank, thread) not in self._over:
+                    stuck = self._look_at(rank, [each for each in told.waiting if each.thread == thread])
+                    found += [(rank, thread, stuck)] if stuck is not None else []
+        for rank, thread, stuck in found:
+            self._over.add((rank, thread))
+            self.stuck.setdefault(rank, stuck)
+        return bool(found)
+
+    def _is_meant(self, told: Collectives, thread: int) -> bool:
+        if not self._mailbox or thread == _MAIN:
+            return not self._mailbox and thread == _MAIN
+        return told.handling.get(thread, self._mailbox) == self._mailbox
+
+    def _look_at(self, rank: int, waits: list[Waiting]) -> Stuck | None:
+        """The proof that a thread is stuck. All that it waits in must be hopeless, else it may go on."""
+        proofs = []
+        for waiting in waits:
+            absent = self._absent(rank, waiting)
+            if not absent:
+                return None
+            proofs.append(Stuck(waiting, absent))
+        return proofs[0]
+
+    def _absent(self, rank: int, waiting: Waiting) -> tuple[int, ...]:
+        group = self._groups[rank].get(waiting.group)
+        if group is None or group.aborted:  # it comes back by itself
+            return ()
+        others = [member for member in group.members if member != rank]
+        if waiting.peer is None:
+            name = waiting.group
+            return tuple(m for m in others if self._is_over(m, name) and self._issued(m, name) < waiting.number)
+        if waiting.peer == ANY_PEER:
+            return self._nobody_sends(rank, waiting, group, others)
+        if not self._is_over(waiting.peer, waiting.group):
+            return ()
+        peers = self._group(waiting.peer, waiting.group)
+        if waiting.operation.endswith("recv"):
+            served = peers.sent.get(rank, 0) if peers else 0
+        else:
+            served = peers.received.get(rank, 0) + peers.received.get(ANY_PEER, 0) if peers else 0
+        return (waiting.peer,) if served < waiting.number else ()
+
+    def _nobody_sends(self, rank: int, waiting: Waiting, group: GroupProgress, others: list[int]) -> tuple[int, ...]:
+        """For a receive from anybody: all others, if none of them can still send and all that they sent was taken."""
+        if not all(self._is_over(member, waiting.group) for member in others):
+            return ()
+        told = [self._group(member, waiting.group) for member in others]
+        sent = sum(each.sent.get(rank, 0) for each in told if each is not None)
+        taken_too = sent < sum(group.received.values()) and waiting.since_s > DELIVERED_S
+        return tuple(others) if sent < waiting.number or taken_too else ()
+
+    def _is_over(self, rank: int, name: str) -> bool:
+        """Whether no thread of the rank begins an operation of the group any more."""
+        if rank in self._gone or rank not in self._snapshots:
+            return rank in self._gone
+        told, group = self._snapshots[rank], self._group(rank, name)
+        if group is not None and group.aborted:
+            return True
+        threads = {_MAIN, *(group.at_work if group is not None else ())}
+        concerned = {self._mailbox, *_mailboxes(self._snapshots, name)}
+        threads |= {thread for thread, mailbox in told.handling.items() if mailbox in concerned}
+        return all((rank, thread) in self._over for thread in threads)
+
+    def _group(self, rank: int, name: str) -> GroupProgress | None:
+        """None where it is known that the rank has not made the group, or is dead."""
+        return self._groups.get(rank, {}).get(name)
+
+    def _issued(self, rank: int, name: str) -> int:
+        group = self._group(rank, name)
+        return group.issued if group is not None else 0
+
+
+class Odd(NamedTuple):
+    """A group that is of no use any more."""
+
+    name: str
+    """Empty where the default one is no more, and all that were made from it."""
+    reason: str
+    is_certain: bool
+    """Else it must be found again, equally far, by another look: who uses it may have begun just now."""
+    counts: tuple[object, ...] = ()
+    """How far each member was."""
+
+
+def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = True) -> list[Odd]:
+    """The groups that are of no use any more, of ranks that have all come to rest.
+
+    Groups with a member that did not answer, or that runs another call, are left out: nothing can be said of them.
+    Where actors or threads are at work in a group, what calls on the main threads have begun is compared: the rest is
+    theirs.
+
+    of_cells: such a call has failed.
+    """
+    found = [
+        Odd("", f"rank {rank} destroyed the process group", True)
+        for rank, told in sorted(snapshots.items())
+        if told.destroyed and not told.call
+    ]
+    names = {group.name: group.members for told in snapshots.values() for group in told.groups}
+    for name, members in sorted(names.items()):
+        groups = {
+            member: next((group for group in snapshots[member].groups if group.name == name), None)
+            for member in members
+            if member in snapshots
+        }
+        why = next((f"rank {rank}: {group.broken}" for rank, group in groups.items() if group and group.broken), "")
+        if why:
+            found.append(Odd(name, why, True))
+        elif all(member in snapshots and not snapshots[member].call for member in members):
+            cells = {rank: group.by_cells if group else _NOTHING for rank, group in groups.items()}
+            cells_differ = of_cells and _differ(cells)
+            at_rest = not is_in_use(snapshots, name)
+            if at_rest and not _differ(groups):
+                continue
+            if cells_differ or at_rest:
+                counts = tuple((group.issued, group.sent, group.received) for group in groups.values() if group)
+                found.append(Odd(name, f"the members of group {name} are not equally far", cells_differ, counts))
+    return found
+
+
+def is_in_use(snapshots: Mapping[int, Collectives], name: str) -> bool:
+    """Whether actors, or threads other than the main one, may be at work in a group, on any of its members."""
+    concerned = _mailboxes(snapshots, name)
+    return any(
+        concerned.intersection(told.handling.values())
+        or any(waiting.group == name for waiting in told.waiting)
+        or any(group.at_work for group in told.groups if group.name == name)
+        for told in snapshots.values()
+    )
+
+
+def are_in_use(snapshots: Mapping[int, Collectives]) -> bool:
+    """Whether actors, or threads other than the main one, may be at work in any group."""
+    return any(is_in_use(snapshots, group.name) for told in snapshots.values() for group in told.groups)
+
+
+def only_where_shared(
+    snapshots: Mapping[int, Collectives], names: Collection[str], mailboxes: Collection[int] = ()
+) -> Collection[str]:
+    """The ``names`` of groups that are of no use, if others go on meanwhile; else none, which stands for all groups.
+
+    mailboxes: of actors whose call has failed; none for calls to main threads.
+    """
+    if "" in names:
+        return ()
+    for told in snapshots.values():
+        ours = {thread for thread, mailbox in told.handling.items() if mailbox in mailboxes}
+        at_work = {thread for group in told.groups for thread in group.at_work}
+        at_work |= {waiting.thread for waiting in told.waiting} | told.handling.keys()
+        if (mailboxes and told.call) or at_work - ours - {_MAIN}:
+            return names
+    return ()
+
+
+def _mailboxes(snapshots: Mapping[int, Collectives], name: str) -> set[int]:
+    """Of the actors that use a group."""
+    groups = [group for told in snapshots.values() for group in told.groups if group.name == name]
+    return {mailbox for group in groups for mailbox in group.mailboxes}
+
+
+def _differ(groups: Mapping[int, GroupProgress | CellCounts | None]) -> bool:
+    if len({group.issued if group else 0 for group in groups.values()}) > 1:
+        return True
+    for receiver, group in groups.items():
+        received = group.received if group else {}
+        if received.get(ANY_PEER, 0):
+            if sum(_sent(other, receiver) for other in groups.values()) != sum(received.values()):
+                return True
+        elif any(_sent(other, receiver) != received.get(sender, 0) for sender, other in groups.items()):
+            return True
+    return False
+
+
+def _sent(group: GroupProgress | CellCounts | None, to: int) -> int:
+    return group.sent.get(to, 0) if group else 0
+
+
+def where_stuck(stuck: Iterable[tuple[int, Stuck]]) -> dict[int, str]:
+    """Rank to ``all_reduce (cell 7, line 5)``."""
+    return {rank: place_of(each.waiting) for rank, each in stuck}
+
+
+def place_of(waiting: Waiting) -> str:
+    """``all_reduce (cell 7, line 5)``, ``recv from rank 3 (cell 7, line 5)``."""
+    peer = ""
+    if waiting.peer is not None:
+        whom = "any rank" if waiting.peer == ANY_PEER else f"rank {waiting.peer}"
+        peer = f" {'to' if waiting.operation.endswith('send') else 'from'} {whom}"
+    place = f" ({waiting.place})" if waiting.place else ""
+    return f"{waiting.operation}{peer}{place}"

@@ -1,0 +1,99 @@
+"""Has torch make `AbortableGroup`s: the one function that makes all its groups is replaced on ranks.
+
+`init_process_group`, `new_group`, DeviceMesh and FSDP come through ``_new_process_group_helper``; what it enters into
+torch's registries is what all of them look up. Backends other than gloo and NCCL are left to torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group
+from torch.distributed import distributed_c10d as c10d
+
+from meshbook.groups.backend_group import GroupSpec, connects_at_once
+from meshbook.groups.group import AbortableGroup
+from meshbook.groups.work import GroupState
+
+_torch_helper: Any = c10d._new_process_group_helper
+
+
+class GroupFactory:
+    """Makes and knows the guarded groups of this rank."""
+
+    def __init__(self, guard: GroupState) -> None:
+        self.guard = guard
+        self.groups: dict[str, AbortableGroup] = {}
+        """Living groups by name. Keeps them: C++ keeps only its half, which has no Python methods."""
+        self.base_store: Store | None = None
+        """Where the keys of the next default group go, instead of where torch would put them."""
+
+    def install(self) -> None:
+        """From now on torch makes guarded groups. Idempotent."""
+        vars(c10d)["_new_process_group_helper"] = self._helper
+
+    def _helper(
+        self,
+        group_size: int,
+        group_rank: int,
+        global_ranks_in_group: list[int],
+        backend: Any,
+        store: Store,
+        group_name: str,
+        backend_options: Any = None,
+        timeout: Any = None,
+        pg_tag: str | None = None,
+        device_id: torch.device | None = None,
+        group_desc: str | None = None,
+        **more: Any,
+    ) -> Any:
+        names = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
+        if any(more.values()) or not names <= {"gloo", "nccl"}:  # newer versions of torch name what they do not use
+            return _torch_helper(
+                group_size, group_rank, global_ranks_in_group, backend, store, group_name, backend_options, timeout,
+                pg_tag, device_id, group_desc, **more,
+            )  # fmt: skip
+        if group_name in c10d._world.pg_names.values():
+            raise ValueError(f'there is a process group with the name "{group_name}" already')
+        if pg_tag and (same := c10d._find_pg_by_ranks_and_tag(pg_tag, global_ranks_in_group)):
+            return same, c10d._world.pg_map[same][1]
+        is_default = not global_ranks_in_group
+        if not is_default and dist.get_rank() not in global_ranks_in_group:
+            return c10d.GroupMember.NON_GROUP_MEMBER, None
+        recipe = GroupSpec(
+            name=group_name,
+            ranks=tuple(range(group_size)) if is_default else tuple(global_ranks_in_group),
+            rank=group_rank,
+            backend=str(backend),
+            timeout_s=timeout.total_seconds(),
+            description=group_desc or "undefined",
+            tag=pg_tag or "",
+        )
+        if is_default and self.base_store is not None:
+            store, self.base_store = self.base_store, None
+        prefixed = PrefixStore(f"{group_name}/", store)
+        group = self.make(recipe, prefixed, backend_options, device_id)
+        if is_default or connects_at_once():
+            group.live  # noqa: B018  # what cannot be made is told now
+        return group, prefixed
+
+    def make(
+        self, recipe: GroupSpec, store: Store, options: Any = None, device_id: torch.device | None = None
+    ) -> AbortableGroup:
+        """Make a group and enter it into torch's registries."""
+        world: Any = c10d._world
+        group = AbortableGroup(recipe, store, self.guard, options, device_id)
+        world.pg_map[group] = (c10d.Backend(recipe.backend), store)
+        world.pg_names[group] = recipe.name
+        world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(recipe.backend)))
+        _register_process_group(world.pg_names[group], group)
+        tag = f"user:{recipe.tag}" if recipe.tag else f"ptd:{recipe.name}"
+        if not recipe.tag:
+            world.tags_to_pg.setdefault("", []).append(group)
+        world.tags_to_pg.setdefault(tag, []).append(group)
+        world.pg_to_tag[group] = tag
+        self.groups[recipe.name] = group
+        group.on_retired = lambda: self.groups.pop(recipe.name, None)
+        return group

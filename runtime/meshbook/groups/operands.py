@@ -1,0 +1,351 @@
+"""What is described of an operation of a process group: all that must be equal on its members.
+
+    all_reduce, broadcast, reduce           the tensor
+    all_gather, reduce_scatter              the list of all parts, so parts of different sizes are fine
+    all_gather_into_tensor, gather          what this rank gives
+    reduce_scatter_tensor, scatter          what it gets
+    all_to_all, barrier                     no shape: each pair of ranks has sizes of its own, see below
+
+Of a message between two ranks its number of elements and dtype are described, equal for the sender and the receiver.
+
+What rank i gives to rank j in an all_to_all must be what j takes from i. So each rank weighs its parts: the sizes that
+it gives, each times a number that belongs to the pair, minus those that it takes, likewise. The weights of all ranks
+add up to 0 where all parts match, and so do their sums over many operations, multiplied before each is added.
+
+Shapes that differ in dims of size 1 only are equal: the numbers come out right. A description is made once for equal
+operations, then found by what is quick to read: this runs for every operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshbook.groups.collectives_off import public_name
+from meshbook.groups.progress import Entered, Messages, Parts
+from meshbook.source.location import USER, kind_of_file, name_place
+
+REMEMBERED = 128
+"""Operations of each group."""
+
+MAX_KNOWN = 4096
+"""Descriptions that are kept; shapes may be new at each step."""
+
+
+class _NoData:
+    """In the place of the dtype of tensors on the meta device: for them torch ends an operation without the others."""
+
+    itemsize = 0
+
+    def __str__(self) -> str:
+        return "no data (meta device)"
+
+
+NO_DATA = _NoData()
+
+_MASK = (1 << 64) - 1
+_FACTOR = 1_000_003
+
+Key: TypeAlias = tuple[Any, ...]
+_Factors: TypeAlias = npt.NDArray[np.int64]
+
+
+class Description(NamedTuple):
+    """An operation with what must be equal on all members of its group."""
+
+    code: int
+    """Equal for equal descriptions, in every process."""
+    operation: str
+    values: tuple[str, ...]
+    """Shape, dtype, reduction, root; in words, empty where it has none."""
+    size_bytes: int
+    """Of the tensors that are described."""
+
+
+class Record:
+    """The operations of one group since it was formed: a digest of all of them, and the last ones."""
+
+    __slots__ = ("_recent", "epoch", "splits", "told")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told = (0, 0)
+        """How many there are, with the digest of these; one tuple, since other threads read it."""
+        self.splits = (0, 0)
+        """Of those how many have parts, with the weight of these; likewise."""
+        self._recent: deque[tuple[int, Description, CodeType, int, Parts | None]] = deque(maxlen=REMEMBERED)
+
+    def add(self, number: int, what: Description, parts: Parts | None = None, rank: int = 0) -> None:
+        """An operation begins on this thread. rank: in its group, for parts."""
+        if parts is not None:
+            count, weight = self.splits
+            self.splits = (count + 1, (weight * _FACTOR + _weigh(parts, rank)) & _MASK)
+        self.told = (number, (self.told[1] * _FACTOR + what.code) & _MASK)
+        frame = sys._getframe(2)
+        while not (users := _is_users.get(frame.f_code.co_filename)):  # as `users_frame`, for files that are known
+            if users is None or (outer := frame.f_back) is None:
+                frame = users_frame(frame)
+                break
+            frame = outer
+        self._recent.append((number, what, frame.f_code, frame.f_lasti, parts))
+
+    def take_back(self, told: tuple[int, int], splits: tuple[int, int]) -> None:
+        """The operation that was added last has not begun. told, splits: as they were."""
+        self.told, self.splits = told, splits
+        self._recent.pop()
+
+    def recent(self, count: int) -> tuple[Entered, ...]:
+        """The last ``count``; from any thread."""
+        return tuple(
+            Entered(number, what.code, what.operation, what.values, place_in(code, instruction), parts)
+            for number, what, code, instruction, parts in list(self._recent)[-count:]
+        )
+
+
+class MessageRecord(Record):
+    """The messages from one member of a group to another, as one of the two has begun them.
+
+    Messages match in order per tag, so both must have begun theirs with the same tags for the order to be the same. The
+    number of a message therefore tells of its tag and of all before it: it is no count.
+    """
+
+    __slots__ = ("name", "receiver", "sender")
+
+    def __init__(self, epoch: int, group: str, sender: int, receiver: int) -> None:
+        """sender, receiver: base ranks."""
+        super().__init__(epoch)
+        self.name = f"{group} {sender}>{receiver}"
+        self.sender, self.receiver = sender, receiver
+
+    def number_after(self, lane: int) -> int:
+        """The number of the next message. lane: messages of each of these match in order, > 0."""
+        return (self.told[0] * _FACTOR + lane) & _MASK
+
+    def messages(self, count: int) -> Messages:
+        """With the last ``count``; from any thread."""
+        return Messages(self.sender, self.receiver, *self.told, self.recent(count))
+
+
+def describe_message(operation: str, tensor: torch.Tensor) -> Description:
+    """What a send or a receive of this tensor is; the code is the same for both."""
+    key = (operation, tensor.numel(), NO_DATA if tensor.is_meta else tensor.dtype)
+    return _known.get(key) or _learn_message(*key)
+
+
+def describe(method: str, args: tuple[Any, ...]) -> Description:
+    """What an operation with these arguments is; ``method`` is torch's name of it within process groups."""
+    try:
+        if method == "allreduce" and len(args[0]) == 1:  # as `_reduced`: by far the most frequent, so kept short
+            tensor = args[0][0]
+            key: Key = (method, tensor.shape, NO_DATA if tensor.is_meta else tensor.dtype, hash(args[1].reduceOp))
+        else:
+            key = _KEYS[method](method, *args)
+    except (IndexError, AttributeError, TypeError, KeyError):  # arguments that torch will refuse, or that are new to us
+        key = (method,)
+    return _known.get(key) or _learn(key)
+
+
+def parts_of(args: tuple[Any, ...], members: int) -> Parts | None:
+    """What an all_to_all with these arguments gives and takes; None for arguments that torch will refuse."""
+    try:
+        if isinstance(args[0], torch.Tensor):
+            parts = Parts(_split(args[1], args[3], members), _split(args[0], args[2], members))
+        else:
+            parts = Parts(tuple([each.numel() for each in args[1]]), tuple([each.numel() for each in args[0]]))
+    except (IndexError, AttributeError, TypeError, OverflowError):
+        return None
+    return parts if len(parts.given) == len(parts.taken) == members else None
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], members: int) -> tuple[int, ...]:
+    if not sizes:
+        return (tensor.numel() // members,) * members
+    row = tensor.numel() // (tensor.shape[0] or 1)
+    return tuple(array("q", sizes if row == 1 else [size * row for size in sizes]))
+
+
+def _weigh(parts: Parts, rank: int) -> int:
+    to, by = _factors(rank, len(parts.given))
+    return int(to @ np.array(parts.given, np.int64)) - int(by @ np.array(parts.taken, np.int64))  # modulo 2 ** 64
+
+
+@functools.lru_cache(64)
+def _factors(rank: int, members: int) -> tuple[_Factors, _Factors]:
+    """The numbers that belong to the pairs of which a rank is the sender, and to those of which it is the receiver."""
+    pairs = [(rank, other) for other in range(members)], [(other, rank) for other in range(members)]
+    to, by = (np.array(list(map(_code_of, each)), np.uint64).view(np.int64) for each in pairs)
+    return to, by
+
+
+_known: dict[Key, Description] = {}
+
+
+def _learn(key: Key) -> Description:
+    missing: list[Any] = [(), None, None, None]
+    method, shapes, dtype, reduction, root = [*key, *missing[len(key) - 1 :]]
+    operation = public_name(method)
+    shapes = (shapes,) if isinstance(shapes, torch.Size) else shapes
+    texts = list(map(str, map(tuple, shapes)))
+    values = (
+        texts[0] if len(set(texts)) == 1 else f"[{', '.join(texts)}]" if texts else "",
+        str(dtype).removeprefix("torch.") if dtype is not None else "",
+        _REDUCTIONS.get(reduction, f"reduction {reduction}") if reduction is not None else "",
+        f"root {root}" if root is not None else "",
+    )
+    if len(texts) > 1 and len(set(texts)) == 1:
+        values = (f"{len(texts)} x {values[0]}", *values[1:])
+    compared = ([[size for size in shape if size != 1] for shape in shapes], *values[1:])
+    size_bytes = sum(shape.numel() for shape in shapes) * (dtype.itemsize if dtype is not None else 0)
+    return _keep(key, Description(_code_of((operation, compared)), operation, values, size_bytes))
+
+
+def _learn_message(operation: str, numel: int, dtype: Any) -> Description:
+    values = (f"{numel} x {str(dtype).removeprefix('torch.')}",)
+    return _keep((operation, numel, dtype), Description(_code_of(values), operation, values, numel * dtype.itemsize))
+
+
+def _code_of(compared: Any) -> int:
+    return int.from_bytes(blake2b(repr(compared).encode(), digest_size=8).digest(), "little")
+
+
+def _keep(key: Key, description: Description) -> Description:
+    if len(_known) >= MAX_KNOWN:
+        _known.clear()
+    _known[key] = description
+    return description
+
+
+def _reduction_names() -> dict[int, str]:
+    kinds = torch.distributed.ReduceOp.RedOpType.__members__.items()
+    return {hash(torch.distributed.ReduceOp(kind)): name.lower() for name, kind in kinds if name != "PREMUL_SUM"}
+
+
+_REDUCTIONS = _reduction_names() if torch.distributed.is_available() else {}
+
+
+# ---- what is read of the arguments, per method: (method, shapes, dtype, reduction, root) ---------------------------
+
+
+def _reduced(method: str, tensors: Any, opts: Any) -> Key:
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        return (method, tensor.shape, NO_DATA if tensor.is_meta else tensor.dtype, hash(opts.reduceOp))
+    return (method, _shapes(tensors), _dtype(tensors[0]), hash(opts.reduceOp))
+
+
+def _rooted(method: str, tensors: Any, opts: Any) -> Key:
+    return (method, _shapes(tensors), _dtype(tensors[0]), None, opts.rootRank)
+
+
+def _reduced_to_root(method: str, tensors: Any, opts: Any) -> Key:
+    return (method, _shapes(tensors), _dtype(tensors[0]), hash(opts.reduceOp), opts.rootRank)
+
+
+def _given_to_root(method: str, _outputs: Any, tensors: Any, opts: Any) -> Key:
+    return _rooted(method, tensors, opts)
+
+
+def _got_from_root(method: str, tensors: Any, _inputs: Any, opts: Any) -> Key:
+    return _rooted(method, tensors, opts)
+
+
+def _gathered(method: str, outputs: Any, *_more: Any) -> Key:
+    return (method, _shapes(outputs[0]), _dtype(outputs[0][0]))
+
+
+def _given(method: str, _output: Any, given: Any, *_more: Any) -> Key:
+    tensors = [given] if isinstance(given, torch.Tensor) else given
+    return (method, _shapes(tensors), _dtype(tensors[0]))
+
+
+def _scattered(method: str, _outputs: Any, inputs: Any, opts: Any) -> Key:
+    return (method, _shapes(inputs[0]), _dtype(inputs[0][0]), hash(opts.reduceOp))
+
+
+def _got_reduced(method: str, got: Any, _given: Any, opts: Any) -> Key:
+    return _reduced(method, [got] if isinstance(got, torch.Tensor) else got, opts)
+
+
+def _typed(method: str, outputs: Any, *_more: Any) -> Key:
+    return (method, (), _dtype(outputs if isinstance(outputs, torch.Tensor) else outputs[0]))
+
+
+def _bare(method: str, *_args: Any) -> Key:
+    return (method,)
+
+
+def _dtype(tensor: Any) -> Any:
+    return NO_DATA if tensor.is_meta else tensor.dtype
+
+
+def _shapes(tensors: Any) -> tuple[torch.Size, ...]:
+    return tuple([tensor.shape for tensor in tensors])
+
+
+_KEYS: dict[str, Callable[..., Key]] = {
+    "allreduce": _reduced,
+    "allreduce_coalesced": _reduced,
+    "broadcast": _rooted,
+    "reduce": _reduced_to_root,
+    "gather": _given_to_root,
+    "scatter": _got_from_root,
+    "allgather": _gathered,
+    "_allgather_base": _given,
+    "all_gather_single": _given,
+    "allgather_coalesced": _given,
+    "allgather_into_tensor_coalesced": _given,
+    "all_gather_single_coalesced": _given,
+    "reduce_scatter": _scattered,
+    "_reduce_scatter_base": _got_reduced,
+    "reduce_scatter_single": _got_reduced,
+    "reduce_scatter_tensor_coalesced": _got_reduced,
+    "reduce_scatter_single_coalesced": _got_reduced,
+    "alltoall": _typed,
+    "alltoall_base": _typed,
+    "all_to_all_single": _typed,
+    "barrier": _bare,
+    "monitored_barrier": _bare,
+    "_end_coalescing": _bare,
+}
+
+
+# ---- where it was begun --------------------------------------------------------------------------------------------
+
+
+_is_users: dict[str, bool] = {}
+
+
+def users_frame(frame: FrameType) -> FrameType:
+    """The innermost frame of the user's own code at or outside ``frame``; the outermost of all where none is."""
+    while True:
+        file = frame.f_code.co_filename
+        users = _is_users.get(file)
+        if users is None:
+            users = _is_users[file] = kind_of_file(file) == USER
+        outer = frame.f_back
+        if users or outer is None:
+            return frame
+        frame = outer
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is of the user's own code."""
+    return users_frame(frame) is frame and bool(_is_users.get(frame.f_code.co_filename))
+
+
+def place_in(code: CodeType, instruction: int) -> str:
+    """``cell 7, line 5`` of an instruction of user code; nothing for other code."""
+    if not _is_users.get(code.co_filename):
+        return ""
+    line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
+    return name_place(code.co_filename, line or code.co_firstlineno)

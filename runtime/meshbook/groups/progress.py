@@ -1,0 +1,132 @@
+"""What a rank tells of its process groups: how far each is, and what it waits in. Pure; read by the controller.
+
+Operations of a group are numbered from 1 on every member, so numbers of different ranks can be compared: a rank that
+waits in operation 41 of a group can only be served by members that issue their 41st.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+ANY_PEER = -1
+"""The peer of a receive that takes from anybody."""
+
+
+class Parts(NamedTuple):
+    """The elements that an all_to_all gives to each member of its group, and takes from each."""
+
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+class Entered(NamedTuple):
+    """A collective, or a send or receive, that a rank has begun."""
+
+    number: int
+    code: int
+    """Equal on all members that have begun the same (`meshbook.groups.operands`)."""
+    operation: str
+    """As in ``torch.distributed``."""
+    values: tuple[str, ...]
+    """What must be equal on all members, in words; as many for each operation of a name: ``(5,)``, ``float32``."""
+    place: str
+    """``cell 7, line 5``."""
+    parts: Parts | None = None
+    """Of an all_to_all."""
+
+
+class Messages(NamedTuple):
+    """What was sent from one member of a group to another, as one of the two tells (`meshbook.groups.operands`)."""
+
+    sender: int
+    receiver: int
+    """Base ranks."""
+    number: int
+    """Of the last one; equal where both have begun as many, with the same tags."""
+    digest: int
+    recent: tuple[Entered, ...]
+
+
+class CellCounts(NamedTuple):
+    """Operations that calls on the main thread have begun, as `GroupProgress` counts them."""
+
+    issued: int = 0
+    sent: Mapping[int, int] = {}
+    received: Mapping[int, int] = {}
+
+
+class GroupProgress(NamedTuple):
+    """How far one group is on one rank. Counters start anew with each epoch."""
+
+    name: str
+    """torch's name of the group, equal on all members."""
+    members: tuple[int, ...]
+    """Base ranks of the mesh."""
+    issued: int
+    """Collectives that this rank has begun, up to the first that failed: it does no more for that one."""
+    sent: Mapping[int, int]
+    """Peer (base rank) to the number of sends that were begun, up to the first that failed."""
+    received: Mapping[int, int]
+    """Peer (base rank, or `ANY_PEER`) to the number of receives, likewise."""
+    epoch: int = -1
+    """Since when it counts."""
+    number: int = 0
+    digest: int = 0
+    """Of the first ``number`` collectives (`meshbook.groups.agreements`)."""
+    recent: tuple[Entered, ...] = ()
+    """The last of them, as many as were asked for."""
+    by_cells: CellCounts = CellCounts()
+    """Those that calls on the main thread have begun, failed ones too."""
+    broken: str = ""
+    """Why it is of no use any more: ``all_reduce failed``; an operation was given up while under way (interrupted)."""
+    at_work: tuple[int, ...] = ()
+    """Threads that have used it and may go on to; neither the main one nor those of actors that are idle."""
+    mailboxes: tuple[int, ...] = ()
+    """Of actors that have used it, idle ones too."""
+    aborted: str = ""
+    """Why it was aborted."""
+    messages: tuple[Messages, ...] = ()
+    """To and from each peer, where recent operations were asked for."""
+
+
+class Waiting(NamedTuple):
+    """An operation that a rank waits in."""
+
+    group: str
+    operation: str
+    """As in ``torch.distributed``: ``all_reduce``, ``send``."""
+    number: int
+    """Which collective of the group; for ``send`` and ``recv`` which one with that peer in that direction."""
+    peer: int | None
+    """Base rank, for ``send`` and ``recv``; None for collectives."""
+    place: str
+    """``cell 7, line 5``."""
+    since_s: float
+    """How long it has waited."""
+    thread: int = 0
+    """Which thread waits; 0: the main one."""
+
+
+class Collectives(NamedTuple):
+    """All groups of one rank at one moment."""
+
+    epoch: int
+    """Of the groups; -1 without groups."""
+    call: int
+    """The call that runs on the main thread; 0 when idle."""
+    groups: tuple[GroupProgress, ...]
+    waiting: tuple[Waiting, ...]
+    aborted: str
+    """Why the groups were aborted; empty while they work."""
+    waited_s: float = 0.0
+    """How long the rank has waited in operations, in all."""
+    under_way: tuple[Waiting, ...] = ()
+    """Of a rank that waits in none: operations that have not ended for a while, asynchronous or on a CUDA stream.
+    Their place is where the main thread is now."""
+    actors: int = 0
+    """Actors that handle messages, or have some waiting."""
+    destroyed: bool = False
+    """A call has destroyed the default group, which belongs to the mesh."""
+    handling: Mapping[int, int] = {}
+    """The threads of those, with their mailboxes."""

@@ -1,0 +1,545 @@
+"""The torch.distributed groups of one rank: formed, proved, used by cells, taken down, formed again.
+
+    store    epoch<E>/want/<rank>, epoch<E>/go/<nonce>     the ranks meet (`LinkStore`,
+    `meshbook.groups.rendezvous.meet`)
+             epoch<E>/<id>/...                             one default group and all groups made from it
+
+Each forming has its own *epoch*, a number that the controller raises, so keys of a former group are never read again
+and can be dropped by prefix. Ranks meet in the store before torch is asked for a group: that wait can be interrupted,
+torch's own cannot. gloo connects lazily, two ranks at their first operation: 64 ranks on 2 cores take 0.45 s, not 1.9,
+and a group that nobody uses costs two threads and no socket pair.
+
+On a rank, `dist.init_process_group` is wrapped (`_init_in_cell`): scripts made for torchrun call it, and the mesh has
+done that already. A call that asks for what is there changes nothing; after `dist.destroy_process_group()` it makes the
+default group again, over the runtime's store instead of a port. If a cell ends without that, as most such scripts do,
+the mesh forms its own again.
+
+Importing this module starts no thread, opens no socket and makes no group: workers are forked with it imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import device_mesh as torch_device_mesh
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshbook.concurrency.background import run_in_background
+from meshbook.errors import LayoutError, SpawnError, UsageError
+from meshbook.formatting import format_sizes
+from meshbook.groups import autograd, rebuild
+from meshbook.groups.agreements import Progress, Splits, Told, encode_told
+from meshbook.groups.backend_group import dispose
+from meshbook.groups.broadcast import broadcast_value
+from meshbook.groups.factory import GroupFactory
+from meshbook.groups.group import AbortableGroup
+from meshbook.groups.modules import repair_modules, watch_modules
+from meshbook.groups.operands import MessageRecord
+from meshbook.groups.operation_log import OperationLog
+from meshbook.groups.progress import Collectives, Waiting
+from meshbook.groups.rebuild import Agreement, Greeting, agree
+from meshbook.groups.rendezvous import RankPlace, choose_master, meet, set_environment
+from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
+from meshbook.groups.use import Handled
+from meshbook.groups.work import GroupState, describe_waits
+from meshbook.source.location import describe_frame, users_place
+from meshbook.source.thread_frames import frame_of
+
+__all__ = [
+    "LinkStore",
+    "RankGroups",
+    "RankPlace",
+    "broadcast_value",
+    "choose_backend",
+    "describe_frame",
+    "warm",
+]
+
+FORM_TIMEOUT_S = 120.0
+"""How long ranks wait for each other when a group is formed."""
+
+LATE_S = 1.0
+"""Operations that are under way for longer are told of."""
+
+_AXIS_GROUP = "mesh_"
+_DESTROYED = "this process group was destroyed: make it again on all its ranks."
+_OUTGROWN = (
+    "this process group was made for {} ranks, and the mesh has {} now. Make again, on all ranks, what uses it: groups "
+    "(dist.new_group), DeviceMeshes, DTensors, DDP and FSDP modules. The name mesh is bound to the new DeviceMesh."
+)
+
+_torch_init = dist.init_process_group
+_torch_destroy = dist.destroy_process_group
+_torch_init_signature = inspect.signature(_torch_init)
+
+
+def warm() -> None:
+    """Do in the template, once, what would otherwise cost each rank a millisecond when its first group is made."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.trace_rules.clear_lru_cache()  # torch does so before each default group; cleared caches are quick
+
+
+def choose_backend(device: str) -> str:
+    """Name the backend for ranks on ``device``: the one place where this is decided."""
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+
+
+class RankGroups:
+    """Owns the default process group of this rank and what is built on it. All calls come on the main thread."""
+
+    def __init__(self) -> None:
+        self._place: RankPlace | None = None
+        self._epoch = -1
+        self._link: LinkStore | None = None
+        self._scope = self._lineage = ""
+        self._master = ("", "")
+        self._world: object = None
+        """The default group that the two caches belong to."""
+        self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
+        self._axis_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._joined: dict[tuple[int, ...], AbortableGroup] = {}
+        """Groups of the mesh's axes that the others had when this rank joined."""
+        self._is_grouped = False
+        """The mesh has formed a default group, and forms it again where cells leave none."""
+        self._guard = GroupState()
+        self._factory = GroupFactory(self._guard)
+
+    # ---- forming and closing ----------------------------------------------------------------------------------
+
+    @property
+    def formed(self) -> bool:
+        """Whether there is a default group, ours or one that a cell made."""
+        return bool(dist.is_initialized())
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether the mesh's default group was destroyed, and there is no other."""
+        return self._is_grouped and not self.formed
+
+    def require(self) -> None:
+        """Raise UsageError if there is no default group."""
+        if not self.formed:
+            raise UsageError(
+                "there is no process group on this rank: the mesh was spawned without one, or a cell destroyed it. "
+                "Run dist.init_process_group() on all ranks to have it again."
+            )
+
+    def form(
+        self,
+        rpc: Rpc,
+        *,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_world_size: int,
+        host_rank: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        device: str,
+        on_one_host: bool,
+        groups: Collection[str] = (),
+        timeout_s: float = FORM_TIMEOUT_S,
+    ) -> None:
+        """Form the default group with all other ranks and prove it with a collective.
+
+        Groups of as many ranks that are there already are formed again in place (`meshbook.groups.rebuild`): handles
+        stay. Others are closed, and their handles say what to make again.
+
+        rpc: how to reach the runtime's store.
+        epoch: the same on all ranks, larger than that of any group before.
+        groups: only these are formed again, by name; others are in use and go on.
+        Raises: SpawnError if not all ranks came or the collective failed; KeyboardInterrupt at any time.
+        """
+        place = RankPlace(
+            rank, world_size, local_rank, local_world_size, host_rank, tuple(axes), tuple(sizes), device, on_one_host
+        )
+        with self._forming():
+            agreement = self._meet(rpc, place, epoch, timeout_s, keep_link=bool(groups))
+            if device.startswith("cuda"):
+                index = torch.device(device).index  # which need not be the local rank once ranks have come and gone
+                torch.cuda.set_device(min(local_rank if index is None else index, torch.cuda.device_count() - 1))
+            try:
+                renewed: Collection[object] | None = None
+                if rank not in agreement.fresh:
+                    renewed = rebuild.rebuild(self._factory, self._our_link, agreement, rank, groups)
+                else:
+                    self._make_anew(place, agreement)
+                self._lineage = agreement.lineage
+                if renewed is None or dist.group.WORLD in renewed:
+                    self._prove(timeout_s)
+            except BaseException as error:
+                if rank in agreement.fresh:
+                    self.close()
+                else:
+                    self.abort(epoch, f"they could not be formed again: {error}")
+                raise
+            self._is_grouped = self._is_grouped or renewed is None
+            repair_modules(renewed)
+        self.device_mesh(place.axes, place.sizes)
+
+    @contextlib.contextmanager
+    def _forming(self) -> Iterator[None]:
+        """Operations of other threads wait for the end of the block: none of them meets the proof."""
+        self._guard.forming = threading.get_ident()
+        try:
+            yield
+        finally:
+            for group in list(self._factory.groups.values()):
+                if (inner := group.inner) is not None:
+                    inner.closed = inner.dead
+            self._guard.forming = 0
+
+    def prepare(self, rpc: Rpc, place: RankPlace, *, epoch: int, timeout_s: float = FORM_TIMEOUT_S) -> None:
+        """Meet the other ranks and set torchrun's variables, without a group: cells may then make their own.
+
+        Raises: SpawnError if not all ranks came within ``timeout_s``.
+        """
+        self.close()
+        self._meet(rpc, place, epoch, timeout_s)
+
+    def _meet(self, rpc: Rpc, place: RankPlace, epoch: int, timeout_s: float, *, keep_link: bool = False) -> Agreement:
+        """keep_link: there are groups that go on over it."""
+        if epoch <= self._epoch:
+            raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
+        self._guard.renew(epoch)
+        self._place, self._epoch, self._scope = place, epoch, f"epoch{epoch}"
+        former = self._link if not keep_link else None
+        link = self._link if keep_link and self._link is not None else LinkStore(rpc, timeout_s)
+        link.set_timeout(timedelta(seconds=timeout_s))
+        self._link = link
+
+        def decide(greetings: list[str]) -> str:
+            told = [msgspec.json.decode(text, type=Greeting) for text in greetings]
+            prefix = f"{self._scope}/{uuid.uuid4().hex[:12]}"
+            return msgspec.json.encode(agree(told, prefix, choose_master(place.on_one_host))).decode()
+
+        greeting = msgspec.json.encode(Greeting(self._lineage_for(place))).decode()
+        try:
+            agreed = meet(link, self._scope, place.rank, place.world_size, decide, greeting)
+        except dist.DistStoreError as error:
+            raise SpawnError(f"the process group did not form: {error}") from error
+        if former is not None:
+            former.abort("the process groups were formed again")
+        link.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
+        agreement = msgspec.json.decode(agreed, type=Agreement)
+        self._master = (agreement.address, agreement.port)
+        set_environment(place, self._master)
+        self._wrap_init()
+        self._factory.install()
+        watch_modules()
+        autograd.install(self._guard)
+        return agreement
+
+    def _lineage_for(self, place: RankPlace) -> str:
+        """What our groups go back to, if they can be rebuilt at this place."""
+        world = dist.group.WORLD
+        if not isinstance(world, AbortableGroup):
+            return ""
+        same = (world.recipe.rank, len(world.recipe.ranks)) == (place.rank, place.world_size)
+        return self._lineage if same else ""
+
+    def _make_anew(self, place: RankPlace, agreement: Agreement) -> None:
+        """Make the default group, or join those that the others have."""
+        link = self._our_link
+        former = dist.get_world_size() if self.formed else place.world_size
+        self.close(_OUTGROWN.format(former, place.world_size) if former != place.world_size else "", keep_link=True)
+        if len(agreement.fresh) == place.world_size:
+            self._create(choose_backend(place.device), PrefixStore(agreement.prefix, link))
+        else:
+            rank, size = place.rank, place.world_size
+            joined = rebuild.join(self._factory, link, agreement, rank, size, self._create)
+            self._joined = {group.recipe.ranks: group for group in joined if group.group_desc.startswith(_AXIS_GROUP)}
+
+    @property
+    def _our_link(self) -> LinkStore:
+        assert self._link is not None
+        return self._link
+
+    def close(self, reason: str = "", *, keep_link: bool = False) -> None:
+        """Destroy the default group and all that is built on it, if there is one.
+
+        reason: what the handles that are left then say.
+        """
+        self._is_grouped = False
+        if self.formed:
+            groups = list(self._factory.groups.values())
+            dispose([inner for group in groups if (inner := group.retire(reason or _DESTROYED)) is not None])
+            dist.destroy_process_group()
+        self._forget_groups()
+        self._joined.clear()
+        self._lineage = ""
+        if self._link is not None and not keep_link:
+            self._link.close()
+            self._link = None
+
+    def _create(self, backend: str, store: Store) -> None:
+        assert self._place is not None
+        hook = sys.excepthook
+        self._factory.base_store = store
+        try:
+            _torch_init(backend, store=store, rank=self._place.rank, world_size=self._place.world_size)
+        finally:
+            sys.excepthook = hook  # torch wraps it once more for every group
+            self._factory.base_store = None
+
+    def prove(self) -> None:
+        """Prove the default group with a collective. Raises: SpawnError, UsageError, GroupAborted."""
+        self.require()
+        self._prove(FORM_TIMEOUT_S)
+
+    def _prove(self, timeout_s: float) -> None:
+        """All-reduce ones: every rank counts every rank, on each device that the group serves."""
+        expected = dist.get_world_size()
+        ones = torch.ones(1, dtype=torch.int64)
+        try:
+            dist.all_reduce(ones, async_op=True).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            late = "Operation timed out" in str(error)
+            why = f"its first collective took more than {timeout_s:g} s" if late else str(error)
+            raise SpawnError(f"the process group did not form: {why}") from None
+        counted = [int(ones.item())]
+        if self._place is not None and self._place.device.startswith("cuda"):
+            on_device = torch.ones(1, dtype=torch.int64, device="cuda")
+            dist.all_reduce(on_device)
+            counted.append(int(on_device.item()))
+        if set(counted) != {expected}:
+            raise SpawnError(f"the process group of {expected} ranks does not work: an all_reduce counted {counted}")
+
+    # ---- abort, and what the controller asks -------------------------------------------------------------------------
+
+    def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
+        """Where it is known which messages actors handle, and on which threads."""
+        self._guard.handled = handled
+
+    def abort(self, epoch: int, reason: str, names: Collection[str] = ()) -> None:
+        """End all waits in groups of up to ``epoch`` with GroupAborted, and later operations; from any thread.
+
+        names: only in these groups.
+        """
+        if epoch < max(self._epoch, self._guard.epoch):  # of the past: they are being formed again already
+            return
+        if not names:
+            self._guard.abort(epoch, reason)
+            if (link := self._link) is not None:
+                link.abort(reason)
+        for name, group in list(self._factory.groups.items()):
+            if names and name not in names:
+                continue
+            group.give_up(reason)
+            if (inner := group.inner) is not None and inner.on_cuda:
+                run_in_background(
+                    inner.abort_communicators
+                )  # who waits for the device hears nothing else; it may block
+
+    def hold_deadlines(self, held: bool) -> None:
+        """Waits do not time out while ``held``; from any thread."""
+        self._guard.hold(held)
+
+    def interrupt_backward(self) -> None:
+        """End what a backward pass waits for in C++, where it hears no signal; from the control thread."""
+        if self._guard.backward:
+            for work in list(self._guard.futures):
+                work.fail_future()
+
+    def tell(self) -> bytes:
+        """What of the groups is news to the controller (`meshbook.groups.agreements.Told`); from any thread."""
+        guard = self._guard
+        if not (guard.used or guard.broken or guard.torn or guard.copied or guard.restored):
+            return b""
+        used, guard.used = guard.used, set()
+        broken, guard.broken = guard.broken, False
+        torn, guard.torn = guard.torn, []
+        copied, guard.copied = guard.copied, []
+        restored, guard.restored = guard.restored, []
+        groups = [group for group in used if isinstance(group, AbortableGroup) and not group.retired]
+        told = [Progress(group.recipe.name, *group.record.told) for group in groups]
+        told += [Progress(each.name, *each.told) for each in used if isinstance(each, MessageRecord)]
+        splits = [
+            Splits(group.recipe.name, *group.record.splits, len(group.recipe.ranks))
+            for group in groups
+            if group.record.splits[0]
+        ]
+        news = Told(guard.epoch, tuple(told), tuple(torn), tuple(copied), tuple(restored), broken, tuple(splits))
+        return encode_told(news)
+
+    def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
+        """How far the groups are and what waits; from any thread. call: what runs on the main thread.
+
+        recent: so many of the last operations of each group are told too.
+        look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
+        """
+        groups = tuple(group.progress(recent) for group in list(self._factory.groups.values()))
+        waiting = describe_waits(self._guard)
+        epoch = self._epoch if groups else -1
+        guard = self._guard
+        waited_s = sum(list(guard.waited_s.values())) + sum(
+            time.monotonic() - w.since for w in list(guard.waits.values())
+        )
+        under_way = self._under_way() if look_deeper and not waiting else ()
+        return Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=self.destroyed)
+
+    def _under_way(self) -> tuple[Waiting, ...]:
+        inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and not inner.dead]
+        begun = [(inner.name, oldest) for inner in inners if (oldest := inner.oldest()) is not None]
+        now = time.monotonic()
+        late = [(name, op) for name, op in begun if now - op.since > LATE_S]
+        if not late:
+            return ()
+        place = users_place(frame_of(threading.main_thread().ident))
+        return tuple(Waiting(name, op.operation, op.number, op.peer, place, now - op.since) for name, op in late)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Payload of all operations of all groups so far; from any thread."""
+        return self._guard.moved_bytes
+
+    def waits_in(self, thread: int) -> str:
+        """The operation that ``thread`` waits in, or nothing."""
+        work = self._guard.waits.get(thread)
+        return work.operation if work is not None else ""
+
+    def waited_s(self, thread: int) -> float:
+        """The seconds that ``thread`` has spent waiting in operations, in all; not those on CUDA streams."""
+        return self._guard.waited_s.get(thread, 0.0)
+
+    def log_operations(self, log: OperationLog | None) -> None:
+        """From now on put what groups do into ``log``; None: into none."""
+        self._guard.log = log
+
+    # ---- device meshes ----------------------------------------------------------------------------------------
+
+    def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
+        """Return the torch DeviceMesh over all ranks with these axes, in C order; to be called on all ranks.
+
+        Equal groups are shared: renamed axes and repeated calls make no new ones, and an axis that spans all ranks uses
+        the default group.
+        Raises: LayoutError if the sizes do not multiply to the number of ranks; UsageError without a group.
+        """
+        self.require()
+        axes, sizes = (tuple(axes), tuple(sizes)) if axes else (("rank",), (1,))
+        world_size = dist.get_world_size()
+        if math.prod(sizes) != world_size:
+            raise LayoutError(f"{format_sizes(dict(zip(axes, sizes, strict=True)))} is no layout of {world_size} ranks")
+        if self._world is not dist.group.WORLD:
+            self._forget_groups()
+            self._world = dist.group.WORLD
+        if (axes, sizes) not in self._meshes:
+            self._meshes[axes, sizes] = self._build_mesh(axes, sizes)
+        return self._meshes[axes, sizes]
+
+    def _build_mesh(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+        device_type = "cuda" if self._place is not None and self._place.device.startswith("cuda") else "cpu"
+        ranks = torch.arange(math.prod(sizes), dtype=torch.int).view(sizes)
+        groups = [self._axis_group(ranks, dim, axes[dim]) for dim in range(len(axes))]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=axes)
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=axes)
+
+    def _axis_group(self, ranks: torch.Tensor, dim: int, axis: str) -> dist.ProcessGroup:
+        """This rank's group along ``dim``. Every rank goes through all of them: torch names groups by counting."""
+        rows = tuple(map(tuple, ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()))
+        if len(rows) == 1:
+            return c10d._get_default_group()
+        if rows not in self._axis_groups:
+            me = dist.get_rank()
+            mine = next(row for row in rows if me in row)
+            if mine in self._joined:
+                self._axis_groups[rows] = self._joined[mine]
+                return self._axis_groups[rows]
+            for row in rows:
+                group = dist.new_group(list(row), group_desc=f"{_AXIS_GROUP}{axis}")
+                if me in row:
+                    self._axis_groups[rows] = group
+        return self._axis_groups[rows]
+
+    def _forget_groups(self) -> None:
+        self._world = None
+        self._meshes.clear()
+        self._axis_groups.clear()
+
+    # ---- init_process_group in cells ----------------------------------------------------------------------------
+
+    def _wrap_init(self) -> None:
+        @functools.wraps(_torch_init)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            self._init_in_cell(_torch_init_signature.bind(*args, **kwargs).arguments)
+
+        @functools.wraps(_torch_destroy)
+        def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+            _torch_destroy(*args, **kwargs)
+            if self.destroyed:
+                _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")
+
+        for module in (dist, c10d, torch_device_mesh):
+            vars(module)["init_process_group"] = init_process_group
+        for module in (dist, c10d):
+            vars(module)["destroy_process_group"] = destroy_process_group
+
+    def _init_in_cell(self, wanted: dict[str, Any]) -> None:
+        """`init_process_group` as cells see it; ``wanted`` has the arguments that were given."""
+        if self.formed:
+            _check_compatible(wanted)
+            ranks = dist.get_world_size()
+            note = f"init_process_group: the process group of this mesh ({ranks} ranks) is used; nothing to do"
+            _print_once(note)
+            return
+        by_variables = wanted.get("store") is None and wanted.get("init_method") in (None, "env://")
+        master_is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == self._master
+        if not by_variables or not master_is_ours or wanted.get("backend") in ("mpi", "fake"):
+            _torch_init(**wanted)
+            return
+        if self._link is None:
+            raise UsageError("this rank has no link to the others any more: stop the mesh and spawn it again")
+        if wanted.get("timeout") is not None:
+            self._link.set_timeout(wanted["timeout"])
+        given = {"rank": wanted.get("rank", -1), "world_size": wanted.get("world_size", -1)}
+        rank, world_size = (number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items())
+        scope = f"{self._scope}/init{world_size}"
+        prefix = meet(self._link, scope, rank, world_size, lambda _: f"{scope}/{uuid.uuid4().hex[:12]}")
+        self._factory.base_store = store = PrefixStore(prefix, self._link)
+        _torch_init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
+        self._lineage = prefix
+
+
+def _check_compatible(wanted: dict[str, Any]) -> None:
+    """Raise UsageError if an `init_process_group` asks for another group than the default one."""
+    have = _backend_names(c10d.get_backend_config(dist.group.WORLD))
+    backend = wanted.get("backend")
+    missing = _backend_names(str(backend)) - have if backend is not None else set()
+    again = "Call dist.destroy_process_group() on all ranks first, in the same cell, to make another."
+    if missing:
+        raise UsageError(
+            f"the default process group is there already and uses {', '.join(sorted(have))}, not "
+            f"{', '.join(sorted(missing))}. {again}"
+        )
+    here = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+    for name, value in here.items():
+        if wanted.get(name, -1) not in (-1, value):
+            raise UsageError(f"the default process group is there already with {name}={value}. {again}")
+
+
+def _backend_names(backend: str) -> set[str]:
+    """``{"gloo", "nccl"}`` for ``cpu:gloo,cuda:nccl``."""
+    return {part.rpartition(":")[2].lower() for part in backend.split(",")} - {"undefined"}
+
+
+@functools.cache
+def _print_once(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,137 @@
+"""Forming groups again where they stood: what ranks tell each other, and what each then does.
+
+Every rank that comes says which groups it has (`Greeting`); rank 0 decides for all (`Agreement`):
+
+    nobody has groups, or they differ        all make new ones, and old handles are of no use
+    some have the same ones                  they *rebuild*: their groups go on over the new epoch's keys
+        the others are fresh processes       they *join*: they make those groups that they belong to, by the same names
+
+Members need nothing of each other to rebuild a group but its name, which is part of its keys, so each group is rebuilt
+at its own first operation. Only the default group is made and proved at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from meshbook.groups.backend_group import GroupSpec, dispose
+from meshbook.groups.factory import GroupFactory
+from meshbook.groups.group import AbortableGroup
+from meshbook.groups.store_client import LinkStore
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What a rank says when it comes to form groups."""
+
+    lineage: str
+    """Names the forming that its groups go back to; empty without groups of this many ranks."""
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """What rank 0 answers."""
+
+    prefix: str
+    """Of the keys of this epoch's groups."""
+    address: str
+    port: str
+    lineage: str
+    fresh: tuple[int, ...]
+    """Ranks without groups, where others have them; all ranks make new groups if all are fresh."""
+
+
+class KnownGroups(msgspec.Struct, frozen=True):
+    """What a rank with groups tells the fresh ones."""
+
+    recipes: list[GroupSpec]
+    """Groups that a fresh rank belongs to, in the order in which they were made."""
+    made: int
+    """How many groups torch has counted; the next one is named by this number."""
+
+
+def agree(greetings: Sequence[Greeting], prefix: str, master: tuple[str, str]) -> Agreement:
+    """On rank 0: decide. greetings: by rank."""
+    lineages = {greeting.lineage for greeting in greetings} - {""}
+    if len(lineages) == 1:
+        fresh = tuple(rank for rank, greeting in enumerate(greetings) if not greeting.lineage)
+        return Agreement(prefix, *master, lineages.pop(), fresh)
+    return Agreement(prefix, *master, prefix, tuple(range(len(greetings))))
+
+
+def rebuild(
+    factory: GroupFactory, link: LinkStore, agreement: Agreement, rank: int, names: Collection[str] = ()
+) -> list[AbortableGroup]:
+    """Keep all groups, over new connections; tell fresh ranks of them. The default group is connected to.
+
+    names: only those groups get new ones, unless ranks are fresh. Returns: the groups that have.
+    """
+    base = PrefixStore(agreement.prefix, link)
+    world = _world_group()
+    groups = [world] + [group for group in factory.groups.values() if group is not world]
+    if names and not agreement.fresh:
+        groups = [group for group in groups if group.recipe.name in names]
+    torch_world: Any = c10d._world
+    former = []
+    for group in groups:
+        store = _store_of(group.recipe, world.recipe, base)
+        former.append(group.renew(store))
+        torch_world.pg_map[group] = (torch_world.pg_map[group][0], store)
+    torch_world.pg_coalesce_state.clear()
+    dispose([inner for inner in former if inner is not None])
+    if agreement.fresh:
+        fresh = set(agreement.fresh)
+        recipes = [group.recipe for group in groups if fresh & set(group.recipe.ranks)]
+        known = KnownGroups(recipes, torch_world.group_count)
+        link.set(f"{agreement.prefix}/known/{rank}", msgspec.json.encode(known))
+    if world in groups:
+        world.live  # noqa: B018  # ranks connect
+    return groups
+
+
+def join(
+    factory: GroupFactory,
+    link: LinkStore,
+    agreement: Agreement,
+    rank: int,
+    world_size: int,
+    make_default: Callable[[str, Store], None],
+) -> list[AbortableGroup]:
+    """On a fresh rank: make the groups that the others have, and that it belongs to; returns those but the default one.
+
+    make_default: makes the default group with a backend, over a store.
+    """
+    survivors = [other for other in range(world_size) if other not in agreement.fresh]
+    told = link.multi_get([f"{agreement.prefix}/known/{other}" for other in survivors])
+    known = [msgspec.json.decode(text, type=KnownGroups) for text in told]
+    recipes = {recipe.name: recipe for one in known for recipe in one.recipes if rank in recipe.ranks}
+    default = known[0].recipes[0]
+    base = PrefixStore(agreement.prefix, link)
+    make_default(default.backend, base)
+    torch_world: Any = c10d._world
+    joined = []
+    for recipe in recipes.values():
+        if recipe.name == default.name:
+            continue
+        mine = recipe._replace(rank=recipe.ranks.index(rank))
+        group = factory.make(mine, _store_of(mine, default, base))
+        torch_world.pg_group_ranks[group] = {member: index for index, member in enumerate(recipe.ranks)}
+        joined.append(group)
+    torch_world.group_count = max(one.made for one in known)
+    return joined
+
+
+def _world_group() -> AbortableGroup:
+    world = dist.group.WORLD
+    assert isinstance(world, AbortableGroup)
+    return world
+
+
+def _store_of(recipe: GroupSpec, default: GroupSpec, base: Store) -> Store:
+    """The store of a group's keys, the same on all its members."""
+    store = PrefixStore(f"{default.name}/", base)
+    return store if recipe.name == default.name else PrefixStore(f"{recipe.name}/", store)

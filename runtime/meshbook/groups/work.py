@@ -1,0 +1,468 @@
+"""Operations of process groups as their callers hold them: waits that a signal or an abort ends.
+
+torch's `Work.wait` blocks in C++, where neither reaches it. `CollectiveWork` waits in short steps instead; gloo closes
+the connection when a step of a send or a receive runs out, so `PeerWork` begins and awaits those on a side thread.
+
+Who waits for the future of an operation (DDP's backward does) blocks in C++ as well. Such futures are ours: they end
+with the operation, or when the groups are aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from meshbook.concurrency.background import run_in_background
+from meshbook.errors import GroupAborted
+from meshbook.groups.operation_log import Operation, OperationLog, Wait
+from meshbook.groups.progress import Waiting
+from meshbook.groups.use import Handled
+from meshbook.source import thread_frames
+from meshbook.source.location import users_place
+
+if TYPE_CHECKING:
+    from meshbook.groups.backend_group import InnerGroup
+    from meshbook.groups.torn import Operands
+
+STEP_S = 0.025
+"""How long a wait may last before it looks for signals and aborts."""
+
+EXPLAIN_S = 0.25
+"""After a lost connection: how long the reason may take to arrive from the controller."""
+
+FORMING_S = 30.0
+"""How long operations of actors and threads wait while the main thread forms the groups."""
+
+BEING_FORMED = "the process groups are being formed again"
+
+_STEP = timedelta(seconds=STEP_S)
+_NO_TIMEOUT = timedelta(0)
+
+
+class GroupState:
+    """What all groups of a rank share: their epoch, whether they were aborted, which thread waits in what."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.reason = ""
+        """Why the groups were aborted; empty while they work."""
+        self.reason_epoch = -1
+        """Groups of up to this epoch are aborted."""
+        self.used: set[object] = set()
+        """Groups with operations that no answer to the controller has told of."""
+        self.main = threading.get_ident()
+        self.forming = 0
+        """The thread that forms the groups, until they are proved: operations of others wait for that."""
+        self.broken = False
+        """A group has become of no use, and no answer to the controller has told of it."""
+        self.handled: Callable[[], Handled] = dict
+        """Asked which messages actors handle."""
+        self.torn: list[str] = []
+        """What operations that were given up may have left half done; told with the next answer
+        (`meshbook.groups.torn`).
+        """
+        self.copied: list[str] = []
+        """The same of what there is a copy of."""
+        self.restored: list[str] = []
+        """What of that is as it was before."""
+        self.moved_bytes = 0
+        """Payload of all operations so far (`meshbook.groups.group`); never set back."""
+        self.waits: dict[int, AbortableWork] = {}
+        """By thread."""
+        self.futures: dict[CollectiveWork, float] = {}
+        """Operations whose future somebody holds and that have not ended, and since when (monotonic)."""
+        self.backward: set[int] = set()
+        """Threads in a backward pass (`meshbook.groups.autograd`)."""
+        self.waited_s: dict[int, float] = {}
+        """By thread: the seconds that it has spent waiting, in all."""
+        self.log: OperationLog | None = None
+        """While the rank is profiled."""
+        self.on_future: Callable[[], object] = lambda: None
+        """Called when somebody has taken the future of an operation, on that thread."""
+        self.told = threading.Event()
+        """Set while ``reason`` is."""
+        self._held_since: float | None = None
+        self._held_s = 0.0
+
+    def add_wait(self, thread: int, since: float, what: str) -> None:
+        """A wait that began at ``since`` (monotonic) is over; on the thread that waited."""
+        now = time.monotonic()
+        self.waited_s[thread] = self.waited_s.get(thread, 0.0) + now - since
+        if self.log is not None:
+            self.log.add_wait(Wait(thread, what, since, now))
+
+    def abort(self, epoch: int, reason: str) -> None:
+        self.reason_epoch = max(self.reason_epoch, epoch)
+        self.reason = self.reason or reason
+        self.told.set()
+
+    def renew(self, epoch: int) -> None:
+        """Groups are about to be formed under ``epoch``. Raises: GroupAborted if that was aborted before it began."""
+        if epoch <= self.reason_epoch:
+            raise GroupAborted(self.reason)
+        self.epoch, self.reason = epoch, ""
+        self.told.clear()
+
+    def note_broken(self) -> None:
+        """A group has become of no use, or is no more."""
+        self.broken = True
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether the calling thread forms the groups."""
+        return self.forming == threading.get_ident()
+
+    def await_formed(self) -> None:
+        """Wait while another thread forms the groups. Raises: GroupAborted when that takes too long."""
+        until = time.monotonic() + FORMING_S
+        while self.forming and not self.is_forming:
+            if time.monotonic() > until:
+                raise GroupAborted(BEING_FORMED)
+            time.sleep(STEP_S)
+        self.check()
+
+    def hold(self, held: bool) -> None:
+        """Have `clock` stand still, or go on: nobody can do their part while a person looks at a stopped rank."""
+        now = time.monotonic()
+        if self._held_since is not None:
+            self._held_s += now - self._held_since
+        self._held_since = now if held else None
+
+    def clock(self) -> float:
+        """Seconds for the deadlines of waits; monotonic, and still while they are held."""
+        now = time.monotonic() if self._held_since is None else self._held_since
+        return now - self._held_s
+
+    def check(self) -> None:
+        """Raises: GroupAborted while the groups are aborted."""
+        if self.reason:
+            raise GroupAborted(self.reason)
+
+
+def describe_waits(guard: GroupState) -> tuple[Waiting, ...]:
+    """What the threads of this process wait in; from any of them.
+
+    A backward pass that has begun operations and not seen their end counts as waiting for them: it will.
+    """
+    now, frames = time.monotonic(), thread_frames.frames()
+    waits = [(thread, work, work.since) for thread, work in list(guard.waits.items())]
+    main = guard.main
+    for thread in list(guard.backward)[:1]:
+        waits += [(thread, work, since) for work, since in list(guard.futures.items())]
+    return tuple(
+        Waiting(
+            work.inner.name, work.operation, work.number, work.peer, users_place(frames.get(thread)), now - since,
+            0 if thread == main else thread,
+        )
+        for thread, work, since in waits
+    )  # fmt: skip
+
+
+class AbortableWork(dist.Work):
+    """One operation. Numbered per group, or per peer and direction."""
+
+    peer: int | None = None
+    since = 0.0
+    """When the wait began, monotonic."""
+    begun = 0.0
+    """When it began, if the rank is profiled."""
+    torn = ""
+    """What it may have left half done, for good."""
+    _given_up = False
+
+    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work | None = None) -> None:
+        """raw: C++'s side of it, where that has begun."""
+        super().__init__()
+        self.inner, self.operation, self.number = inner, operation, number
+        self._raw: Any = raw
+        if inner.guard.log is not None:
+            self.begun = time.monotonic()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the end of the operation.
+
+        Raises: GroupAborted, KeyboardInterrupt; RuntimeError if the operation failed or after ``timeout``.
+        """
+        if self._given_up:
+            raise GroupAborted(self.inner.dead or "this operation was given up")
+        if self._ready():
+            self._finish()
+            self._note_end()
+            return True
+        waits, thread = self.inner.guard.waits, get_ident()
+        self.since = time.monotonic()
+        waits[thread] = self
+        limit_s = 0.0 if timeout is _NO_TIMEOUT else timeout.total_seconds()
+        try:
+            self._wait(limit_s if limit_s > 0 else self.inner.timeout_s)
+        except BaseException as error:
+            if not self.is_completed():
+                self.give_up()
+                self.note_torn()
+            if isinstance(error, GroupAborted):
+                self.inner.users.told()
+                error.torn = self.torn
+            raise
+        finally:
+            waits.pop(thread, None)
+            self.inner.guard.add_wait(thread, self.since, self.operation)
+        if self.begun:
+            self._note_end()
+        return True
+
+    def _note_end(self) -> None:
+        """Its end was seen: put it into the log, once, if it began in it."""
+        guard, begun = self.inner.guard, self.begun
+        if guard.log is not None and begun:
+            self.begun = 0.0
+            where = (guard.epoch, self.inner.name, self.operation, self.number, self.peer is None)
+            guard.log.add_operation(Operation(*where, begun, time.monotonic()))
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more, and it may never end."""
+        if not self._given_up:
+            self._given_up = True
+            self.inner.failures.note_given_up(self.operation)
+
+    def note_torn(self) -> None:
+        """It is given up, or has failed: what it writes may be torn."""
+
+    def _note_failed(self, error: BaseException) -> None:
+        self.note_torn()
+        self.inner.failures.note(self.operation, self.number, self.peer, error)
+
+    def _ready(self) -> bool:
+        return self.is_completed()
+
+    def _wait(self, timeout_s: float) -> None:
+        """timeout_s: on the guard's clock."""
+        raise NotImplementedError
+
+    def _time_out(self, timeout_s: float) -> NoReturn:
+        raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def _raise_failed(self, error: BaseException) -> NoReturn:
+        """Raise for a failed operation: the reason of the abort, if there is or soon will be one."""
+        inner = self.inner
+        self._note_failed(error)
+        if not inner.dead and "onnection" in str(error):
+            inner.guard.told.wait(EXPLAIN_S)
+        if reason := inner.dead or inner.guard.reason:
+            raise GroupAborted(reason) from error
+        raise error
+
+
+class CollectiveWork(AbortableWork):
+    """A collective, under way in a thread of gloo or on a CUDA stream."""
+
+    operands: Operands | None = None
+    on_stream = False
+    """Whether it is one of CUDA's, which the device waits for."""
+    _future: Any = None
+    _gate: Any = None
+
+    def is_completed(self) -> bool:
+        return bool(self._raw.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._raw.is_success())
+
+    def exception(self) -> Any:
+        return self._raw.exception()
+
+    def result(self) -> Any:
+        return self._raw.result()
+
+    def note_torn(self) -> None:
+        operands = self.operands
+        torn = self.inner.note_torn(self.operation, self.number, operands, self._raw, True)
+        self.torn = torn if operands is not None and operands[1] is None else ""
+
+    def block_current_stream(self) -> None:
+        self._raw.block_current_stream()
+
+    def get_future(self) -> Any:
+        """A future of the results that also ends, with an error, when the groups are aborted."""
+        if self.on_stream:
+            return self._raw.get_future()
+        if self._future is None:
+            raw, self._gate = self._raw.get_future(), torch.futures.Future()
+            self._future = self._gate.then(lambda _: self._outcome(raw))
+            self.inner.guard.futures[self] = time.monotonic()
+            self.inner.guard.on_future()
+            raw.add_done_callback(lambda _: self._open_gate())
+            if self.inner.dead:
+                self.fail_future()
+        return self._future
+
+    def fail_future(self) -> None:
+        """The groups were aborted, or the call interrupted: end the future, if the operation has not done it."""
+        if not self.is_completed():
+            self.give_up()
+        self._open_gate()
+
+    def _open_gate(self) -> None:
+        self.inner.guard.futures.pop(self, None)
+        self.inner.forget_completed()
+        self._note_end()
+        with contextlib.suppress(RuntimeError):  # opened already
+            self._gate.set_result(None)
+
+    def _outcome(self, raw: Any) -> Any:
+        if self._given_up:
+            raise GroupAborted(self.inner.dead or "the operation was interrupted")
+        return raw.value()
+
+    def _ready(self) -> bool:
+        return self.on_stream or (self.inner.dead != "" and self.is_completed())  # else `_wait` finds out
+
+    def _finish(self) -> None:
+        try:
+            self._raw.wait()
+        except RuntimeError as error:
+            self._raise_failed(error)
+        finally:
+            self.inner.forget_completed()
+
+    def _wait(self, timeout_s: float) -> None:
+        raw, inner, deadline = self._raw, self.inner, 0.0
+        while not inner.dead:
+            try:
+                raw.wait(_STEP)
+            except RuntimeError:
+                if raw.is_completed():  # it failed, or ended just after the step
+                    self._finish()
+                    return
+                now = inner.guard.clock()
+                deadline = deadline or now - STEP_S + timeout_s  # most end within the first step, and need none
+                if now > deadline:
+                    self._time_out(timeout_s)
+            else:
+                inner.forget(raw)
+                return
+        raise GroupAborted(inner.dead)
+
+
+class AsideWork(CollectiveWork):
+    """A collective of gloo that is made of others (reduce_scatter): its wait takes no timeout, so it waits aside."""
+
+    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work) -> None:
+        super().__init__(inner, operation, number, raw)
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        run_in_background(self._await_raw)
+
+    def _await_raw(self) -> None:
+        try:
+            self._raw.wait()
+        except BaseException as error:
+            self._error = error
+            self._note_failed(error)
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    _ready = is_completed
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def _finish(self) -> None:
+        self.inner.forget_completed()
+        if self._error is not None:
+            self._raise_failed(self._error)
+
+    def _wait(self, timeout_s: float) -> None:
+        clock = self.inner.guard.clock
+        deadline = clock() + timeout_s
+        while not self._done.wait(STEP_S):
+            if self.inner.dead:
+                raise GroupAborted(self.inner.dead)
+            if clock() > deadline:
+                self._time_out(timeout_s)
+        self._finish()
+
+
+class PeerWork(AbortableWork):
+    """A send, a receive, or a call that blocks in C++: begun and awaited on a side thread."""
+
+    def __init__(
+        self, inner: InnerGroup, operation: str, number: int, peer: int | None, begin: Callable[[], dist.Work | None]
+    ) -> None:
+        super().__init__(inner, operation, number)
+        self.peer = peer
+        self._begin: Callable[[], dist.Work | None] | None = begin
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self.ended = False
+        """Whether C++ is done with it, unlike `is_completed` also after an abort."""
+
+    def run(self) -> None:
+        """On the side thread."""
+        try:
+            begin, self._begin = self._begin, None
+            if begin is not None and not self.inner.dead:
+                self._raw = begin()
+                if self._raw is not None:
+                    self._raw.wait()
+        except BaseException as error:
+            self._error = error
+            self._note_failed(error)
+        self.ended = True
+        self.inner.open_peer_works.discard(self)
+        self._done.set()
+
+    def wake(self) -> None:
+        """The groups were aborted: whoever waits is freed; the side thread follows when the connection is shut."""
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self.ended and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Any:
+        return self._raw.result() if self._raw is not None else []
+
+    def source_rank(self) -> int:
+        return self._source_rank()
+
+    def _source_rank(self) -> int:
+        return int(self._raw._source_rank()) if self._raw is not None else -1
+
+    def _wait(self, timeout_s: float) -> None:
+        clock = self.inner.guard.clock
+        deadline = clock() + timeout_s
+        while not self._done.wait(max(STEP_S, min(deadline - clock(), threading.TIMEOUT_MAX))):
+            if clock() > deadline:
+                self._time_out(timeout_s)
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self.ended:
+            self.give_up()
+            raise GroupAborted(self.inner.dead)
+        if self._error is not None:
+            self._raise_failed(self._error)

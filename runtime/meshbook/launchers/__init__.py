@@ -1,0 +1,1 @@
+"""Who starts host agents, behind one protocol."""

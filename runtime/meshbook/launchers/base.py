@@ -1,0 +1,38 @@
+"""How hosts come to be: a launcher starts host agents, which then dial in. Nothing else knows which launcher it was."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from meshbook.wire.ticket import Ticket
+
+
+class LaunchedHost(Protocol):
+    """A host agent that was started, and may not have dialled in yet."""
+
+    pid: int
+    """Of the process here whose end is the agent's end; 0 when there is none."""
+    started: int
+    """Its start time; 0 when there is none."""
+
+    def failure(self) -> str | None:
+        """Why it ended, or None while it runs (or while nobody can tell)."""
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for it to end, and end it by force after ``timeout_s``."""
+
+    def release(self) -> None:
+        """Let it live on without us."""
+
+
+class Launcher(Protocol):
+    """Starts host agents somewhere."""
+
+    name: str
+    transport: str
+    """``ipc`` when agents run on the controller's machine, ``tcp`` otherwise."""
+    shares_environment: bool
+    """Whether working folder, sys.path and environment of the controller make sense on its hosts."""
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        """Start one agent per ticket; does not wait for them. Raises: SpawnError."""

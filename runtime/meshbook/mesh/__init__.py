@@ -1,0 +1,39 @@
+"""Public handles: hosts, meshes of processes, what starts, attaches, repairs and resizes them."""
+
+from __future__ import annotations
+
+from meshbook.mesh.attach import Attachment
+from meshbook.mesh.host_mesh import (
+    HostMesh,
+    SavedSession,
+    attach,
+    detach,
+    heal_mesh,
+    recall,
+    remember,
+    sessions,
+    set_output_source,
+    set_prompt_handler,
+    shutdown,
+    start_hosts,
+    this_host,
+)
+from meshbook.mesh.proc_mesh import ProcMesh
+
+__all__ = [
+    "Attachment",
+    "HostMesh",
+    "ProcMesh",
+    "SavedSession",
+    "attach",
+    "detach",
+    "heal_mesh",
+    "recall",
+    "remember",
+    "sessions",
+    "set_output_source",
+    "set_prompt_handler",
+    "shutdown",
+    "start_hosts",
+    "this_host",
+]

@@ -1,0 +1,146 @@
+"""The road of the process that drives meshes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.identity import groups_on
+from meshbook.actor.ports import Port
+from meshbook.actor.router import ROOT, SUPERVISOR, Address, OnReply, Place, find_now
+from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
+from meshbook.calls.call import CallFuture
+from meshbook.calls.mailboxes import LoadArgs, Mailboxes, ReplyTo
+from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.future import Future
+from meshbook.controller.controller import Controller
+from meshbook.controller.mesh_state import MeshState, stale_view
+from meshbook.errors import MeshError, MeshStoppedError, RanksLeft, WorkerLost
+from meshbook.mesh.actor_procs import OwnedProcs
+from meshbook.mesh.actor_services import ControllerServices
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape.generations import AS_NOW, ranks_now
+from meshbook.shape.members import Members, Region
+from meshbook.values.pickling import Pickled
+from meshbook.wire import messages as wire
+
+
+class ControllerRouter:
+    """One per session that this process drives."""
+
+    def __init__(self, controller: Controller, root: ControllerServices) -> None:
+        self._controller, self._root = controller, root
+        controller.mailboxes.open(ROOT, root.handle)
+        self._faults = FaultJoiner()
+        self._owned = OwnedProcs(controller)
+        root.on_owned = self._owned.add
+        controller.mailboxes.open(SUPERVISOR, self._on_fault)
+        controller.tell_board(lambda dispatcher: dispatcher.on_worker_lost.append(self._on_lost))
+
+    @property
+    def mailboxes(self) -> Mailboxes:
+        return self._controller.mailboxes
+
+    @property
+    def supervisor(self) -> Port[Any]:
+        return Port(self.session, self.place, SUPERVISOR)
+
+    def _on_fault(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
+        """A rank tells of a failure that no actor has handled."""
+
+        def take() -> None:
+            try:
+                (failure,), _ = load_args()
+            except MeshError:
+                traceback.print_exc()
+            else:
+                self._faults.take(failure)
+
+        run_in_background(take)  # what loads does not belong on the thread that serves the sockets
+
+    def _on_lost(self, mesh: MeshState, lost: WorkerLost) -> None:
+        """A process has ended. Under the turn."""
+        self._owned.owner_lost(mesh, lost.ranks)
+        for group in groups_on(self.session, mesh.id):
+            if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
+                actors: ActorMesh[Any] = ActorMesh(group, group.members)
+                self._faults.take(MeshFailure(actors, group.name, failures_of(lost)))
+
+    @property
+    def session(self) -> str:
+        return self._controller.folder.id
+
+    @property
+    def place(self) -> Place:
+        return Place(0, 0)
+
+    def new_mailbox(self) -> int:
+        return self._controller.next_id()
+
+    def call(
+        self,
+        mesh: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        what: str,
+        on_reply: OnReply | None = None,
+        fail_fast: bool = True,
+        beside: bool = False,
+        generation: int = AS_NOW,
+    ) -> CallFuture[Any]:
+        known = self._find(mesh, generation)
+        source = self._controller.output_source
+        return self._controller.call(
+            known,
+            endpoint,
+            members,
+            pickled,
+            what=what,
+            output=source(ProcMesh(self._controller, known, Region.of(known.extent))) if source else None,
+            on_reply=on_reply,
+            fail_fast=fail_fast,
+            mailbox=mailbox,
+            beside=beside,
+        )
+
+    def post(
+        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
+    ) -> None:
+        self._controller.post(self._find(mesh, generation), endpoint, members, pickled, mailbox)
+
+    def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
+        return find_now(self._find(mesh).moves, members, generation, partly=partly)
+
+    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(self._root.get_or_spawn(name, cls, args, kwargs))
+        return done
+
+    def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(self._root.spawn_procs(self.place, per_host, options))
+        return done
+
+    def stop_procs(self, procs: Any) -> Future[None]:
+        stopped: Future[None] = procs.stop()
+        return stopped
+
+    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> ProcMesh:
+        known = self._find(mesh)
+        try:
+            return ProcMesh(self._controller, known, find_now(known.moves, members, generation).members)
+        except RanksLeft:  # its use says so
+            return ProcMesh(self._controller, known, members, generation)
+
+    def _find(self, mesh: int, generation: int = AS_NOW) -> MeshState:
+        """generation: in which its ranks are meant. Raises: MeshStoppedError; LayoutError if they have moved since."""
+        if (known := self._controller.find_mesh(mesh)) is None:
+            raise MeshStoppedError(f"number {mesh}")
+        if generation not in (AS_NOW, known.generation):
+            raise stale_view(known)
+        return known

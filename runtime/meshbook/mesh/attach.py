@@ -1,0 +1,184 @@
+"""Driving a session that another controller has begun."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshbook.agent.lease import default_lease_s
+from meshbook.controller.controller import Controller
+from meshbook.controller.reattach import Reattach
+from meshbook.controller.resumed_call import ResumedCall
+from meshbook.errors import AttachError, SessionInUse
+from meshbook.formatting import did_you_mean
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.sessions.folder import SessionFolder, read_state
+from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep
+from meshbook.sessions.lock import living_owner
+from meshbook.shape.members import Region
+from meshbook.system.needs import check_system
+from meshbook.wire.transport import new_keys
+
+OWN_TIMEOUT_S = 2.0
+"""How long somebody who only looks at a session may be in our way."""
+
+KNOCK_S = 0.03
+"""How often agents are told that we are there, until they have answered."""
+
+
+@dataclass
+class Attachment:
+    """A session that this process drives now: its meshes, and the calls that were under way."""
+
+    session: str
+    controller: Controller
+    meshes: list[ProcMesh] = field(default_factory=list)
+    calls: list[ResumedCall] = field(default_factory=list)
+    """By age: those that run or wait still, and those whose answers nobody has had."""
+    lost_hosts: list[str] = field(default_factory=list)
+    """One line for each host that is not there any more."""
+    took_s: float = 0.0
+
+    def __iter__(self) -> Iterator[ProcMesh]:
+        return iter(self.meshes)
+
+    def mesh(self, name: str) -> ProcMesh:
+        """The mesh of that name. Raises: AttachError."""
+        for mesh in self.meshes:
+            if mesh.name == name:
+                return mesh
+        raise AttachError(f'session {self.session} has no mesh "{name}".')
+
+    def calls_of(self, mesh: ProcMesh) -> list[ResumedCall]:
+        """The calls that were under way on ``mesh``."""
+        return [call for call in self.calls if call.mesh_id == mesh.id]
+
+    def remember(self, key: str, value: bytes) -> None:
+        """Keep ``value`` as long as the session."""
+        self.controller.folder.remember(key, value)
+
+    def recall(self, key: str) -> bytes | None:
+        """What was remembered under ``key``, by this process or one before."""
+        return self.controller.folder.recall(key)
+
+
+def new_controller() -> Controller:
+    """Begin a session. Raises: SpawnError, UsageError, OSError."""
+    check_system()
+    sweep()
+    folder = SessionFolder.create(*new_keys(), default_lease_s())
+    try:
+        return Controller(folder)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def find_session(session: str | SavedSession) -> SavedSession:
+    """The session with this id, or with a mesh of this name. Raises: AttachError if there is none, or more than one."""
+    if isinstance(session, SavedSession):
+        return session
+    known = sessions()
+    found = [each for each in known if each.id == session]
+    found = found or [each for each in known if any(mesh.name == session for mesh in each.meshes)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ids = ", ".join(each.id for each in found)
+        raise AttachError(f'several sessions have a mesh "{session}": {ids}. Name one: attach("{found[0].id}").')
+    names = [name for each in known for name in (each.id, *(mesh.name for mesh in each.meshes))]
+    there = f"there are {', '.join(names)}" if names else "there is none"
+    raise AttachError(f'no session or mesh "{session}" waits here; {there}.{did_you_mean(session, names)}')
+
+
+def attach_session(session: SavedSession, timeout_s: float, prepare: Callable[[Controller], None]) -> Attachment:
+    """Take a session over; returns when every host has told of its meshes, or is given up at the timeout.
+
+    prepare: called with the controller before any host speaks. Raises: SessionInUse, AttachError.
+    """
+    started = time.monotonic()
+    folder = _own(session)
+    try:
+        controller = Controller(folder)
+    except BaseException:
+        folder.leave()
+        raise
+    try:
+        prepare(controller)
+        _check_endpoints(controller)
+        reattach = _knock(controller, started + timeout_s)
+    except BaseException:
+        controller.leave(folder.state.lease_s, 0.0)
+        raise
+    attachment = Attachment(session.id, controller)
+    for mesh in reattach.meshes.values():
+        attachment.meshes.append(ProcMesh(controller, mesh, Region.of(mesh.extent)))
+    for call in reattach.calls:
+        call.on_io_thread = controller.ask
+        attachment.calls.append(call)
+    attachment.lost_hosts = [f"{host.name}: {host.lost}" for host in controller.hosts if host.lost]
+    attachment.took_s = time.monotonic() - started
+    if not attachment.meshes:
+        controller.close(timeout_s=5.0)
+        why = "; ".join(attachment.lost_hosts) or "its hosts know of no mesh"
+        raise AttachError(f"session {session.id} has no mesh any more: {why}. Start another: %mesh spawn gpus=4.")
+    return attachment
+
+
+def _own(session: SavedSession) -> SessionFolder:
+    """Become its owner; of several that try, one does."""
+    path = Path(session.path)
+    deadline = time.monotonic() + OWN_TIMEOUT_S
+    while True:
+        owner = living_owner(path)
+        if owner is not None:
+            raise SessionInUse(session.id, owner)
+        state = read_state(path)
+        if state is None or not may_live(state.hosts.values()):
+            raise AttachError(f"session {session.id} has ended. Start another: %mesh spawn gpus=4.")
+        folder = SessionFolder.take_over(path)
+        if folder is not None:
+            return folder
+        if time.monotonic() > deadline:
+            raise AttachError(f"session {session.id} is held by a process that does not say who it is; try again.")
+        time.sleep(0.01)  # another process looks at it, or has won and is about to sign
+
+
+def _check_endpoints(controller: Controller) -> None:
+    """Listen again where the agents dial."""
+    for address, endpoint in list(controller.folder.state.endpoints.items()):
+        try:
+            controller.bind_again(address, endpoint)
+        except OSError as error:
+            raise AttachError(
+                f"cannot listen at {endpoint} again: {error.strerror}. Its hosts dial that address, so end the process "
+                "that has taken it, then attach again."
+            ) from None
+
+
+def _knock(controller: Controller, deadline: float) -> Reattach:
+    """Find the agents, and wait for what they report."""
+    state = controller.folder.state
+    hosts = {id: controller.find_host(id, saved) for id, saved in state.hosts.items()}
+    reattach = controller.adopt(hosts)
+
+    def knock() -> None:
+        for host in reattach.silent:
+            if reason := host.lost or host.launched.failure():
+                reattach.give_up(host, reason)
+            elif time.monotonic() > deadline:
+                reattach.give_up(host, "it did not answer its new controller")
+            elif host.hello is None:
+                host.knock()
+
+    if not hosts:
+        return reattach
+    while not reattach.done.done():
+        controller.ask(knock)
+        try:
+            reattach.done.get(KNOCK_S)
+        except TimeoutError:
+            continue
+    return reattach

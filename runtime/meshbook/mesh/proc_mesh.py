@@ -1,0 +1,577 @@
+"""ProcMesh: one process per point, arranged by named axes. What users hold, slice and call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+from meshbook.actor.actor_mesh import spawn_actors
+from meshbook.actor.listing import ActorState, states_from
+from meshbook.actor.proc_ref import find_procs
+from meshbook.actor.router import router_for
+from meshbook.calls.call import CallFuture
+from meshbook.calls.interrupt import interrupt
+from meshbook.calls.output import OutputListener, OutputTarget
+from meshbook.calls.stopped import StoppedRanks
+from meshbook.concurrency.future import Future, MappedFuture, join_futures
+from meshbook.controller.controller import Controller
+from meshbook.controller.host_state import HostState
+from meshbook.controller.logs import LogFollower, read_logs
+from meshbook.controller.mesh_state import MeshState, stale_view
+from meshbook.controller.queries import first_answer
+from meshbook.controller.stacks import StackQuestion
+from meshbook.errors import CallInterrupted, LayoutError, MeshError, RankDeath, SerializationError
+from meshbook.formatting import format_sizes
+from meshbook.lifecycle import MeshPhase
+from meshbook.mesh import partition
+from meshbook.mesh.cell_run import CellRun
+from meshbook.mesh.repair import Note, Repair, Repaired
+from meshbook.mesh.resize import Change, Elastic
+from meshbook.shape.members import Choice, Extent, Members, Point, Region, arrange
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.shape.view import MeshView
+from meshbook.shell.postmortem_memory import Freed
+from meshbook.source.functions import source_of
+from meshbook.stacks.mesh_stacks import MeshStacks
+from meshbook.system.gpu import GpuUse
+from meshbook.values.pickling import dumps
+from meshbook.wire.messages import AtPrompt
+
+T = TypeVar("T")
+TActor = TypeVar("TActor")
+
+STOP_GRACE_S = 1.0
+"""Busy workers have this long to end when a mesh is stopped."""
+
+
+class RankStatus(NamedTuple):
+    """One rank, as `ProcMesh.status` tells it."""
+
+    rank: int
+    point: Point
+    host: str
+    pid: int
+    device: str
+    state: str
+    """``idle``, ``busy``, ``pdb`` (at a prompt), ``stopped`` (by SIGSTOP, say), ``silent`` (its control thread did not
+    answer) or ``dead``."""
+    busy_s: float
+    where: str
+    """What a busy rank is doing; where one in pdb stands; why a dead one ended, or a silent one does not answer."""
+    rss_bytes: int
+    moved_bytes: int = 0
+    """Payload that the rank's process groups have moved since it began (`meshbook.groups.group`)."""
+    gpu: GpuUse | None = None
+    kept_bytes: int = 0
+    """What the frames of its last exception hold, which are kept for a post-mortem; see `ProcMesh.free`."""
+
+
+class HostPart(NamedTuple):
+    """Members of a mesh on one host."""
+
+    name: str
+    is_here: bool
+    """Whether it is the machine that we run on."""
+    ranks: tuple[int, ...]
+
+
+class ProcMesh(MeshView):
+    """A mesh of worker processes, or a view of some of them; views share the processes and cost nothing.
+
+    Calls return a `Future`; ``.get()`` waits. Each call runs once on every member, in the order in which it was made.
+    """
+
+    def __init__(
+        self, controller: Controller, mesh: MeshState, members: Members, generation: int | None = None
+    ) -> None:
+        """generation: in which ``members`` have their numbers; that of now by default."""
+        super().__init__(members)
+        self._controller, self._mesh = controller, mesh
+        self._generation = mesh.generation if generation is None else generation
+
+    @property
+    def name(self) -> str:
+        return self._mesh.name
+
+    @property
+    def id(self) -> int:
+        """Names the mesh in its session, also for later controllers; views of a mesh have the same."""
+        return self._mesh.id
+
+    @property
+    def session(self) -> str:
+        """The session that it belongs to: what another process attaches."""
+        return self._controller.folder.id
+
+    def base(self) -> ProcMesh:
+        """The whole mesh that this is a view of."""
+        return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.extent))
+
+    def as_on_ranks(self) -> ProcMesh:
+        """The whole mesh with the axes that `mesh` and `point` have on the ranks; see `set_axes`."""
+        return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.axes))
+
+    def arrange(self, sizes: Mapping[str, int], ranks: Sequence[int]) -> ProcMesh:
+        """A view of ``ranks`` (distinct base ranks, in C order) laid out along axes of these sizes."""
+        return self._part(arrange(Extent.of(sizes), ranks))
+
+    def _part(self, members: Members) -> ProcMesh:
+        return ProcMesh(self._controller, self._mesh, members, self._generation)
+
+    def _present(self) -> ProcMesh:
+        """Raises: LayoutError if ranks have got other numbers since this view was made."""
+        if self._generation != self._mesh.generation:
+            raise stale_view(self._mesh)
+        return self
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+
+    def run(self, code: str, *, forbid_collectives: bool = False) -> Future[ValueMesh[Any]]:
+        """Run ``code`` as an IPython cell on every member; the values are those of its last expression.
+
+        forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
+        """
+        return self._call("run_cell", (code, None, 0, forbid_collectives), what="the cell", fail_fast=False)
+
+    def start_cell(
+        self,
+        code: str,
+        *,
+        on_output: OutputListener,
+        cell_number: int | None = None,
+        line_offset: int = 0,
+        forbid_collectives: bool = False,
+        debug_name: str = "",
+        profile: str = "",
+    ) -> CellRun:
+        """Run a notebook's cell; ``on_output`` gets everything that it prints and shows, also later.
+
+        cell_number, line_offset: how tracebacks name the cell, and how many of its lines stand above ``code``.
+        forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
+        debug_name: what a debugger calls the cell's file.
+        profile: have torch.profiler record it under this name, to be collected by `meshbook.mesh.profiles`.
+        """
+        self._present()
+        run = CellRun(self.new_output_id(), on_output)
+        future = self._controller.call(
+            self._mesh,
+            "run_cell",
+            self._members,
+            dumps(((code, cell_number, line_offset, forbid_collectives, debug_name, profile), {}), what="the cell"),
+            what=f"cell {cell_number}" if cell_number else "the cell",
+            output=OutputTarget(run.id, on_output),
+            on_reply=run.on_reply,
+            fail_fast=False,
+        )
+        run.attach(future)
+        return run
+
+    def execute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[ValueMesh[T]]:
+        """Call ``function(*args, **kwargs)`` on every member.
+
+        Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
+        """
+        name = getattr(function, "__name__", "a function")
+        if (source := source_of(function, self._mesh.sources)) is not None:
+            self._controller.tell_ranks(self._mesh, "learn_source", range(self._mesh.extent.nelements), source)
+        try:
+            return self._call("invoke", (function, *args), kwargs, what=name)
+        except SerializationError:  # once more, to say which argument it was
+            roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
+            return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
+
+    def evaluate(self, expression: str) -> Future[ValueMesh[Any]]:
+        """The value of an expression in each member's namespace."""
+        return self._call("pull", ([expression],), what=expression)
+
+    def push(self, values: Mapping[str, object]) -> Future[ValueMesh[None]]:
+        """Bind names on every member. Raises: SerializationError naming the part that cannot travel."""
+        return self._call("push", (dict(values),), what="push", roots=values)
+
+    def pull(self, name: str) -> Future[ValueMesh[Any]]:
+        """Bring the value of ``name`` from every member."""
+        return self.evaluate(name)
+
+    def free(self) -> Future[ValueMesh[Freed]]:
+        """Let go of the frames of each member's last exception, with their tensors, and of device caches.
+
+        There is nothing to look at for a post-mortem after that.
+        """
+        return self._call("free", (), what="free")
+
+    def scatter(self, name: str, value: Any, axis: str | None = None, dim: int = 0) -> Future[list[ValueMesh[None]]]:
+        """Bind ``name`` to one piece of ``value`` per index of ``axis``; members that share the index get the same.
+
+        value: a tensor or array, cut along ``dim`` as by ``tensor_split``, or a sequence. axis: the mesh's only axis by
+        default.
+        """
+        axis = self._one_axis(axis)
+        pieces = partition.split(value, self.size(axis), dim)
+        futures = [self.pick(**{axis: i}).push({name: piece}) for i, piece in enumerate(pieces)]
+        return join_futures(futures)
+
+    def gather(self, name: str, axis: str | None = None, dim: int = 0) -> Future[Any]:
+        """Bring ``name`` from the members along ``axis`` (index 0 of all others) and join it along ``dim``."""
+        axis = self._one_axis(axis)
+        others: dict[str, Choice] = {label: 0 for label in self.sizes if label != axis}
+        return MappedFuture(self.pick(**others).pull(name), lambda values: partition.join(values.values(), dim))
+
+    def broadcast(self, name: str, src: int = 0) -> Future[ValueMesh[None]]:
+        """Bind ``name`` on every member to its value on base rank ``src``, by the process group.
+
+        The group spans the whole mesh, so that is who takes part. Raises: RankError, LayoutError on a partial view.
+        """
+        if len(self) != self._mesh.extent.nelements:
+            raise LayoutError("broadcast runs in the mesh's process group: call it on the whole mesh, not on a slice.")
+        self._members.point(src)
+        return self._call("broadcast", (name, src), what=f"broadcast of {name}")
+
+    def set_axes(self) -> Future[ValueMesh[None]]:
+        """Rebind ``mesh`` and ``point`` on the ranks to the axes of this view, which must cover the whole mesh."""
+        if self.ranks != tuple(range(self._mesh.extent.nelements)):
+            raise LayoutError("only a view of the whole mesh, in rank order, can become the ranks' axes.")
+        self._mesh.axes = self.sizes
+        return self._call("set_axes", (tuple(self.sizes), tuple(self.sizes.values())), what="the axes")
+
+    def form_group(self) -> Future[ValueMesh[None]]:
+        """Form the default process group of the whole mesh and prove it with a collective."""
+        return self._controller.form_groups(self._mesh)
+
+    def abort_groups(self, reason: str) -> None:
+        """Free all ranks of the mesh that wait in collectives: they raise GroupAborted. Does not wait.
+
+        The groups are formed again when the calls that run now have ended. reason: what the ranks' errors say.
+        """
+        self._controller.abort_groups(self._mesh, reason)
+
+    def prove_group(self) -> Future[ValueMesh[None]]:
+        """Prove the default process group with a collective, behind the calls that ranks run."""
+        return self._call("prove_group", (), what="the proof of the process groups")
+
+    def rebuild_groups(self) -> Future[ValueMesh[None]]:
+        """Form the process groups again, in place: DeviceMeshes, DTensors and modules made before work on."""
+        return self._controller.form_groups(self._mesh)
+
+    def prepare_group(self) -> Future[ValueMesh[None]]:
+        """Set torchrun's variables on the ranks without forming a group: cells may then make their own."""
+        return self._call("prepare_group", self._meeting(), what="the ranks' variables")
+
+    def _meeting(self) -> tuple[int, bool]:
+        return self._controller.next_id(), len(self._mesh.hosts) == 1
+
+    # ---- repair -------------------------------------------------------------------------------------------------
+
+    def heal(self, setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None) -> Repaired:
+        """Start the ranks that ended again, with new agents where theirs are lost, and form the groups with all ranks.
+
+        The others keep their state; the new ones have none. They run the cells ``setup``, alone.
+        force: also a rank that ends again and again, and those of hosts that are suspect (`suspects`), which are given
+        up. note: is told, once, what takes long.
+        Raises: CrashLoopError, SpawnError; KeyboardInterrupt, and then it can be healed again.
+        """
+        return Repair(self._controller, self._mesh, self.base(), note).heal(setup, force=force)
+
+    def respawn(
+        self, ranks: int | Iterable[int], setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None
+    ) -> Repaired:
+        """End ``ranks``, busy or not, and start them again in their places, as `heal` does with all that ended."""
+        chosen = [ranks] if isinstance(ranks, int) else list(ranks)
+        for rank in chosen:
+            self._present().members.point(rank)
+        return Repair(self._controller, self._mesh, self.base(), note).respawn(chosen, setup, force=force)
+
+    def grow(self, **more: int) -> ProcMesh:
+        """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.
+
+        Who is there keeps its process, its state, and its rank unless new ones come before it. New ranks have no state.
+        Along an axis that counts hosts new hosts are started, if the mesh has hosts of its own.
+        Raises: UsageError while a cell runs, UnknownAxisError, DeviceError, SpawnError: then the mesh is as it was.
+        """
+        return self.change(grow=more).procs
+
+    def shrink(self, **fewer: int) -> ProcMesh:
+        """Remove indices of axes: ``shrink(gpus=1)``, those of dead ranks first, then from the end; see `grow`.
+
+        Without an axis: go on without the dead ranks, along the axis that loses the fewest others.
+        """
+        return self.change(shrink=fewer).procs
+
+    def change(
+        self,
+        *,
+        grow: Mapping[str, int] | None = None,
+        shrink: Mapping[str, int] | None = None,
+        note: Note | None = None,
+    ) -> Change:
+        """As `grow` or `shrink`, one of the two; says also which rank became which."""
+        elastic = Elastic(self._controller, self._mesh, self._present(), note)
+        return elastic.grow(grow) if grow is not None else elastic.shrink(shrink or {})
+
+    def ask(self, endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, Any]:
+        """Put a question to the members' control threads, which answer also while the ranks are busy or stuck.
+
+        endpoint: one of `meshbook.worker.endpoints.QUERIES`. args and answers are plain data. Returns: what came in
+        time.
+        """
+        return self._controller.query(self._mesh.id, endpoint, self._present().members, timeout_s, args)
+
+    def ask_one(
+        self, endpoint: str, *args: object, ranks: Sequence[int], patience_s: float, timeout_s: float
+    ) -> tuple[int, Any] | None:
+        """The same to the first of ``ranks`` that answers; see `meshbook.controller.queries.first_answer`."""
+        self._present()
+        return first_answer(
+            self._controller, self._mesh, ranks, endpoint, args, patience_s=patience_s, timeout_s=timeout_s
+        )
+
+    def _call(
+        self,
+        endpoint: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        what: str,
+        roots: Mapping[str, object] | None = None,
+        fail_fast: bool = True,
+    ) -> CallFuture[Any]:
+        self._present()
+        pickled = dumps((args, kwargs or {}), what=what, roots=roots)
+        source = self._controller.output_source
+        return self._controller.call(
+            self._mesh,
+            endpoint,
+            self._members,
+            pickled,
+            what=what,
+            output=source(self) if source else None,
+            fail_fast=fail_fast,
+        )
+
+    def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
+        """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.
+
+        For type checkers it is a ``cls``, whose endpoints have the adverbs of `meshbook.actor.Endpoint`. A constructor
+        that fails fails the first call. Raises: UsageError for what is no actor class, ArgumentsError,
+        SerializationError.
+        """
+        members = self._present().members
+        actors: Any = spawn_actors(
+            router_for(self.session), self.id, self.name, members, name, cls, args, kwargs, self._generation
+        )
+        return actors  # type: ignore[no-any-return]
+
+    def actors(self) -> list[ActorState]:
+        """What the members' actors are doing, now."""
+        return states_from(self.ask("actors"))
+
+    def new_output_id(self) -> int:
+        """A number for an `OutputTarget`."""
+        return self._controller.next_id()
+
+    def _one_axis(self, axis: str | None) -> str:
+        if axis is not None:
+            self._members.size(axis)
+            return axis
+        if len(self.sizes) != 1:
+            raise LayoutError(
+                f"this mesh has {format_sizes(self.sizes)}: say which axis, as in axis={next(iter(self.sizes), '')!r}."
+            )
+        return next(iter(self.sizes))
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the mesh has not been stopped."""
+        return self._mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The members that have ended without being told to, in order."""
+        return tuple(rank for rank in self.ranks if rank in self._mesh.lost)
+
+    @property
+    def deaths(self) -> tuple[RankDeath, ...]:
+        """How these have ended, in order."""
+        return tuple(death for rank in self.lost for death in self._mesh.lost[rank].deaths)
+
+    @property
+    def interrupted(self) -> tuple[int, ...]:
+        """The members whose main thread runs, or has yet to run, a call that was interrupted, in order."""
+        opened = self._controller.open_calls(self._mesh.id)
+        calls = [call for call in opened if call.interrupts and not call.mailbox]
+        ranks = frozenset().union(*(frozenset(call.waiting) for call in calls))
+        return tuple(rank for rank in self.ranks if rank in ranks)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names, in rank order."""
+        return tuple(host.name for host in self._mesh.hosts)
+
+    @property
+    def suspects(self) -> dict[str, str]:
+        """The hosts of the mesh that are silent though they are not known to have ended, and since when.
+
+        Their ranks answer again as soon as they do.
+        """
+        return {host.name: host.suspicion for host in self._mesh.hosts if host.suspicion}
+
+    def by_host(self) -> list[HostPart]:
+        """The members on each host, in rank order."""
+        parts: dict[HostState, list[int]] = {}
+        for rank in self.ranks:
+            parts.setdefault(self._mesh.host_of(rank), []).append(rank)
+        return [HostPart(host.name, host.shares_memory, tuple(ranks)) for host, ranks in parts.items()]
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return next((worker.device.partition(":")[0] for worker in self._mesh.workers.values()), "cpu")
+
+    def log_paths(self) -> dict[int, str]:
+        """Where each member's log lies on its host."""
+        return {rank: self._mesh.workers[rank].log_path for rank in self.ranks if rank in self._mesh.workers}
+
+    def logs(self, lines: int = 20, *, containing: str = "") -> dict[int, str]:
+        """The last lines that each member wrote, also of members that have ended; of silent hosts none.
+
+        containing: only lines with this text, among the last 256 kB of each.
+        """
+        self._present()
+        return read_logs(self._controller, self._mesh, self._members, lines, containing)
+
+    def follow_logs(self, lines: int = 20) -> LogFollower:
+        """What members write from now on, and the last ``lines`` lines before it."""
+        return LogFollower(self._controller, self._mesh, self._present()._members, lines)
+
+    def where(self) -> dict[int, str]:
+        """What each member's main thread is doing, busy or not."""
+        self._present()
+        return self._controller.where(self._mesh.id, self._members.ranks())
+
+    def stacks(self, *, all_threads: bool = False, native: bool = False, timeout_s: float = 3.0) -> MeshStacks:
+        """The Python stacks of the members, busy, blocked or stopped; and in words who holds the others up.
+
+        all_threads: not only the main thread. native: with the frames of native code, which py-spy reads.
+        timeout_s: what ranks that cannot answer may take to be read from outside.
+        """
+        self._mesh.check_usable()
+        question = StackQuestion(all_threads, native, timeout_s)
+        return self._controller.stacks(self._mesh, self._present().members, question)
+
+    def status(self) -> list[RankStatus]:
+        """Each member's state, now."""
+        self._mesh.check_usable()
+        self._present()
+        answers = self._controller.statuses(self._mesh, self._members.ranks(), timeout_s=0.5)
+        return [self._status_of(rank, answers[rank]) for rank in self._members.ranks()]
+
+    def _status_of(self, rank: int, answer: Mapping[str, Any] | str) -> RankStatus:
+        """answer: a text says why there is none."""
+        worker, lost = self._mesh.workers.get(rank), self._mesh.lost.get(rank)
+        host, pid, device = (worker.host.name, worker.pid, worker.device) if worker else ("?", 0, "?")
+        point = self._members.point(rank)
+        if lost is not None:
+            return RankStatus(rank, point, host, pid, device, "dead", 0.0, lost.cause, 0)
+        if isinstance(answer, str):
+            state = "stopped" if answer.startswith("stopped") else "silent"
+            return RankStatus(rank, point, host, pid, device, state, 0.0, answer, 0)
+        state = "pdb" if answer["paused"] else "busy" if answer["busy"] else "idle"
+        known = (answer["busy_s"], answer["where"], answer["rss_bytes"], answer["moved_bytes"])
+        gpu = GpuUse(*answer["gpu"]) if answer["gpu"] else None
+        return RankStatus(rank, point, host, pid, device, state, *known, gpu, answer["kept_bytes"])
+
+    # ---- prompts ------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> tuple[int, ...]:
+        """The members that have a call to answer, in order."""
+        calls = self._controller.open_calls(self._mesh.id)
+        ranks = frozenset().union(*(frozenset(call.waiting) for call in calls))
+        return tuple(rank for rank in self.ranks if rank in ranks)
+
+    @property
+    def stopped_ranks(self) -> StoppedRanks:
+        """The ranks of the mesh that wait at a prompt of pdb, as far as they have told of it."""
+        return self._mesh.stopped_ranks
+
+    def stopped(self) -> tuple[int, ...]:
+        """The members that wait at a prompt of pdb, also those that stopped under an earlier controller."""
+        answers = self.ask("pdb_prompt")
+        prompts = {rank: AtPrompt(*answer) for rank, answer in answers.items() if answer is not None}
+        self._controller.ask_dispatcher(lambda dispatcher: dispatcher.merge_prompts(self._mesh, prompts))
+        return tuple(self.stopped_ranks.of(self.ranks))
+
+    def type_line(self, line: str, prompts: Mapping[int, int]) -> None:
+        """Type a line at prompts. prompts: rank to the number of its prompt; where it has gone on, nothing happens."""
+        for number in set(prompts.values()):
+            ranks = [rank for rank, its in prompts.items() if its == number]
+            self._controller.tell_ranks(self._mesh, "pdb_command", ranks, (number, line))
+
+    def postmortem(self) -> CallFuture[Any]:
+        """Have the members, which must be idle, open a prompt each on the frames of their last exception.
+
+        Completes when the person has left all of them.
+        """
+        return self._call("postmortem", (), what="the post-mortem", fail_fast=False)
+
+    def interrupt(self) -> CallInterrupted:
+        """Interrupt all that runs or waits on these ranks, whoever started it; the second time more insistently.
+
+        Returns in less than a second: who obeyed, and where the others are and why (`meshbook.calls.interrupt`).
+        """
+        ranks = set(self._members.ranks())
+        calls = [call for call in self._controller.open_calls(self._mesh.id) if not ranks.isdisjoint(call.waiting)]
+        return interrupt(self._controller, calls, ranks)
+
+    def stop(self, reason: str = "", *, timeout_s: float = 10.0) -> Future[None]:
+        """End every process of the mesh, views included; returns when none is left. Idempotent.
+
+        reason: accepted, since Monarch has it. Returns: a future that is done, for programs that wait for it.
+        """
+        self._controller.stop_mesh(self._mesh, STOP_GRACE_S)
+        try:
+            self._mesh.stopped.get(timeout_s)
+        except TimeoutError:
+            self._explain_slow_stop()
+        if self._mesh.owns_hosts:
+            self._mesh.owns_hosts = False
+            self._controller.stop_hosts(self._mesh.hosts, timeout_s)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _explain_slow_stop(self) -> None:
+        """Not all processes are known to have ended. Raises: MeshError, unless their hosts are ended by force."""
+        if self.suspects and self._mesh.owns_hosts:
+            return
+        silent = [f"Host {name} is {why}; they end when it answers. " for name, why in self.suspects.items()]
+        raise MeshError(
+            f'mesh "{self.name}" was told to stop, but not all of its processes are known to have ended. '
+            f"{''.join(silent)}To end all hosts of this session by force: meshbook.shutdown()"
+        )
+
+    def __enter__(self) -> ProcMesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> ProcMesh:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """On a rank it is a `meshbook.actor.proc_ref.ProcRef`."""
+        return find_procs, (self.session, self.id, self.name, self._members, self._generation)
+
+    def __repr__(self) -> str:
+        state = "" if self.alive else ", stopped"
+        return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}, {self.device}{state})'

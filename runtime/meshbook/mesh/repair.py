@@ -1,0 +1,301 @@
+"""Dead ranks come back: other processes in their places, under new agents where theirs are lost.
+
+    dead, or killed for it ──> agents, started again if lost ──> new workers ──> groups formed by all ──> setup cells
+
+What happens meanwhile is expected: a rank that dies, an agent that dies, an interrupt. The first two begin another
+round, the last leaves the mesh as it was, with its dead ranks, ready to be healed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import msgspec
+
+from meshbook.calls.call import CallFuture
+from meshbook.concurrency.future import Future
+from meshbook.controller.controller import Controller
+from meshbook.controller.dispatcher import Dispatcher
+from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.errors import (
+    CallFailed,
+    CallTimeout,
+    CrashLoopError,
+    DeviceError,
+    MeshStoppedError,
+    SpawnError,
+    WorkerLost,
+)
+from meshbook.formatting import name_ranks
+from meshbook.groups.deadlock import is_in_use
+from meshbook.groups.progress import Collectives
+from meshbook.shape.members import Region
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+HOST_TIMEOUT_S = 60.0
+RECRUIT_TIMEOUT_S = 120.0
+JOIN_TIMEOUT_S = 120.0
+"""How long agents, workers and the forming of groups may take."""
+
+PROVE_TIMEOUT_S = 5.0
+LOOK_S = 1.0
+"""How long ranks may take for a collective, and to say how far their groups are."""
+
+FORMED_AGAIN = "its process groups were broken and are formed again"
+NOT_PROVED = "its process groups were not proved, since ranks are busy"
+
+GONE_TIMEOUT_S = 5.0
+"""How long killed processes may take to vanish."""
+
+ROUNDS = 3
+"""So often a repair begins anew because something ended meanwhile."""
+
+PATIENCE_S = 2.0
+"""After so long a person is told what a repair waits for."""
+
+Note: TypeAlias = Callable[[str], None]
+
+
+class Repaired(NamedTuple):
+    """What a repair has done."""
+
+    mesh: str
+    ranks: tuple[int, ...]
+    """Started again, without their former state."""
+    hosts: tuple[str, ...]
+    """Whose agents were started again."""
+    joined: bool
+    """Whether the groups were formed anew, with all ranks."""
+    world_size: int
+    proof: str
+    """What became of the process groups of a mesh that was whole; empty where they are sound."""
+    setup_cells: int
+    """Cells that the new ranks have run."""
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.ranks and not self.joined:
+            whole = f'mesh "{self.mesh}" is whole'
+            if self.proof == FORMED_AGAIN:
+                return f"{whole}; {self.proof} in {self.seconds:.2f} s"
+            return f"{whole}: nothing to heal{f'; {self.proof}' if self.proof else ''}"
+        did = []
+        if self.hosts:
+            did.append(f"host {', '.join(self.hosts)} started again")
+        if self.ranks:
+            did.append(f"{name_ranks(self.ranks)} started again")
+        if self.joined:
+            did.append(f"all {self.world_size} ranks joined")
+        return f'mesh "{self.mesh}": {", ".join(did)} in {self.seconds:.2f} s'
+
+
+class Repair:
+    """One repair of one mesh, on a thread of the user."""
+
+    def __init__(self, controller: Controller, mesh: MeshState, procs: ProcMesh, note: Note | None = None) -> None:
+        """procs: the whole mesh. note: is told, once, what takes long."""
+        self._controller, self._mesh, self._procs = controller, mesh, procs
+        self._new_hosts: list[str] = []
+        self.note: Note = note or (lambda text: None)
+
+    def heal(self, setup: Sequence[str], *, force: bool) -> Repaired:
+        """See `ProcMesh.heal`."""
+        return self._repair((), setup, force)
+
+    def respawn(self, ranks: Iterable[int], setup: Sequence[str], *, force: bool) -> Repaired:
+        """See `ProcMesh.respawn`."""
+        return self._repair(tuple(ranks), setup, force)
+
+    def _repair(self, kill: tuple[int, ...], setup: Sequence[str], force: bool) -> Repaired:
+        began = time.monotonic()
+        for host, why in () if force else self._procs.suspects.items():
+            self.note(
+                f"host {host} is {why}; its ranks keep their state and answer when it does, --force gives them up"
+            )
+        with self.exclusive():
+            if force:
+                self._controller.ask_dispatcher(lambda dispatcher: self._give_up_suspects(dispatcher, kill))
+                self._controller.ask(lambda: self._mesh.crash_loops.forget((*kill, *self._mesh.lost)))
+            new: set[int] = set()
+            joined = False
+            if kill:
+                self._check_crash_loops(kill)
+                self._kill(kill, "it was respawned")
+            while not self._mesh.joined or self._mesh.lost:
+                new |= self._bring_back()
+                joined = True
+            proof = "" if joined else self._prove_groups()
+            if setup and new:
+                self.run_setup(tuple(sorted(new)), setup)
+        done = len(setup) if new else 0
+        seconds = time.monotonic() - began
+        world_size = self._mesh.extent.nelements
+        ranks, hosts = tuple(sorted(new)), tuple(self._new_hosts)
+        return Repaired(self._mesh.name, ranks, hosts, joined, world_size, proof, done, seconds)
+
+    # ---- steps ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Nobody else repairs the mesh meanwhile. Raises: UsageError, MeshStoppedError."""
+        who = threading.current_thread()
+        try:
+            self._controller.ask(lambda: self._mesh.begin_repair(who))
+            yield
+        finally:
+            self._controller.submit(lambda: self._mesh.end_repair(who))
+
+    def _give_up_suspects(self, dispatcher: Dispatcher, kill: Sequence[int]) -> None:
+        """The hosts of ``kill``, or of all ranks."""
+        for host in self._mesh.by_host(kill or range(self._mesh.extent.nelements)):
+            dispatcher.give_up(host)
+
+    def _bring_back(self) -> set[int]:
+        """Start what is dead and form the groups; returns the ranks that were started."""
+        started: set[int] = set()
+        for left in reversed(range(ROUNDS)):
+            try:
+                started |= self._recruit()
+                self.join()
+                return started
+            except (CrashLoopError, DeviceError, MeshStoppedError):
+                raise
+            except (SpawnError, WorkerLost) as error:
+                if not left or not self._mesh.lost:
+                    raise
+                self.note(f"once more: {str(error).splitlines()[0]}")
+        return started
+
+    def _recruit(self) -> set[int]:
+        """New workers for the dead ranks."""
+        mesh = self._mesh
+        dead = set(mesh.lost)
+        if dead:
+            self._check_crash_loops(dead)
+            self._replace_hosts()
+            pending_workers = PendingWorkers(self._controller.next_id(), mesh.seats_of(dead))
+            self.await_recruits(pending_workers, lambda: mesh.ask_for(pending_workers))
+        return dead
+
+    def _check_crash_loops(self, ranks: Iterable[int]) -> None:
+        lost = {rank: self._mesh.lost[rank] for rank in ranks if rank in self._mesh.lost}
+        self._mesh.crash_loops.check(lost, time.monotonic())
+
+    def _kill(self, ranks: Sequence[int], why: str) -> None:
+        """End ranks that live; their open calls fail. Waits until the processes are gone."""
+        mesh, id = self._mesh, self._controller.next_id()
+
+        def kill(dispatcher: Dispatcher) -> Future[None]:
+            alive = [rank for rank in ranks if rank not in mesh.lost]
+            gone = dispatcher.retire(mesh, mesh.by_host(alive), 0.0, id)
+            for rank in alive:
+                dispatcher.lose_worker(mesh, WorkerLost(rank, mesh.host_of(rank).name, why))
+            return gone
+
+        with contextlib.suppress(TimeoutError):  # it is killed: what is left of it is in nobody's way
+            self._controller.ask_dispatcher(kill).get(GONE_TIMEOUT_S)
+
+    def _replace_hosts(self) -> None:
+        lost = [host for host in self._mesh.hosts if host.lost]
+        replaced = [(host, host.replace()) for host in lost]
+        for host, new in replaced:
+            new.wait_ready(HOST_TIMEOUT_S)
+            self._controller.ask(lambda host=host, new=new: self._mesh.replace_host(host, new))  # type: ignore[misc]
+            self._new_hosts.append(new.name)
+        self._controller.stop_hosts(lost, 0.1)  # what is left of them: an agent that is only silent must not come back
+
+    def await_recruits(self, pending_workers: PendingWorkers, ask: Callable[[], None]) -> None:
+        """Have ``ask`` ask for workers, and wait until all have answered; if that fails none of them is left."""
+        try:
+            self._controller.submit(ask)
+            pending_workers.done.get(RECRUIT_TIMEOUT_S)
+        except BaseException as error:
+            self.give_up(pending_workers)
+            if isinstance(error, TimeoutError):
+                raise SpawnError(
+                    f"not every new worker answered within {RECRUIT_TIMEOUT_S:g} s; see {self._controller.folder.logs}"
+                ) from error
+            raise
+
+    def give_up(self, pending_workers: PendingWorkers) -> None:
+        """End workers that were asked for, unless they are ranks of the mesh by now."""
+        mesh, id = self._mesh, self._controller.next_id()
+
+        def give_up(dispatcher: Dispatcher) -> None:
+            if not pending_workers.adopted:
+                if mesh.pending_workers is pending_workers:
+                    mesh.pending_workers = None
+                dispatcher.retire(mesh, pending_workers.by_host(), 0.0, id)
+
+        self._controller.tell_board(give_up)
+
+    def _prove_groups(self) -> str:
+        """Prove the groups of a mesh that is whole by a collective, and form them again if it fails.
+
+        Where others are at work in the default group it would meet theirs: then nothing is known.
+        """
+        if not self._mesh.grouped:
+            return ""
+        if self._are_in_use():
+            return NOT_PROVED
+        for formed_again in ("", FORMED_AGAIN):  # after a failure they are formed again by themselves
+            future = self._procs.prove_group()
+            assert isinstance(future, CallFuture)
+            try:
+                future.get(PROVE_TIMEOUT_S)
+                return formed_again
+            except (CallFailed, CallTimeout):
+                future.end_on_ranks(1.0)
+        self.join()
+        return FORMED_AGAIN
+
+    def _are_in_use(self) -> bool:
+        """Whether ranks run calls or do not answer, or actors or threads are at work in the default group."""
+        members = Region.of(self._mesh.extent)
+        answers = self._controller.query(self._mesh.id, "collectives", members, LOOK_S)
+        told = {rank: msgspec.convert(answer, Collectives) for rank, answer in answers.items()}
+        if len(told) < len(members) or any(each.call for each in told.values()):
+            return True
+        return any(is_in_use(told, each.groups[0].name) for each in told.values() if each.groups)
+
+    def join(self) -> None:
+        """Have all ranks form the groups, or meet; they take up the axes that they had."""
+        mesh, procs = self._mesh, self._procs
+        future = procs.form_group() if mesh.grouped else procs.prepare_group()
+        assert isinstance(future, CallFuture)
+        try:
+            self._wait_for_ranks(future)
+            if mesh.axes != dict(mesh.extent):
+                procs.as_on_ranks().set_axes().get(JOIN_TIMEOUT_S)
+        except BaseException as error:
+            future.end_on_ranks(1.0)  # those that wait for the dead come back
+            if isinstance(error, CallFailed):
+                raise SpawnError(f"the process groups did not form: {error}") from error
+            raise
+        self._controller.ask(self._note_joined)
+        self._controller.save_mesh(mesh)
+
+    def _note_joined(self) -> None:
+        self._mesh.joined = not self._mesh.lost
+
+    def _wait_for_ranks(self, future: CallFuture[object]) -> None:
+        try:
+            future.get(PATIENCE_S)
+            return
+        except CallTimeout:
+            if waits := future.describe_wait():
+                self.note(f"{waits}; an interrupt ends the wait")
+        future.get(JOIN_TIMEOUT_S)
+
+    def run_setup(self, ranks: Sequence[int], setup: Sequence[str]) -> None:
+        """Run cells on new ranks, in order. Raises: CallFailed."""
+        alone = len(ranks) < len(self._procs)
+        for code in setup:
+            self._procs.select(ranks).run(code, forbid_collectives=alone).get()

@@ -1,0 +1,210 @@
+"""A mesh grows and shrinks while it lives: who stays keeps its process and all in it, and may get another rank.
+
+    grow     no cell runs? ──> new hosts, new workers, apart ──> all ranks numbered anew, at once ──> groups
+    shrink   no cell runs? ──> who leaves is told to, the others numbered anew, at once ──> empty hosts end ──> groups
+
+Until the moment in which ranks are numbered anew a failure or an interrupt leaves the mesh as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshbook.concurrency.future import Future
+from meshbook.controller.controller import Controller
+from meshbook.controller.dispatcher import Dispatcher
+from meshbook.controller.host_state import HostState
+from meshbook.controller.mesh_state import MeshState, arrangement_of, seats_on
+from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.errors import LayoutError, SpawnError, UsageError
+from meshbook.formatting import format_sizes, name_ranks
+from meshbook.mesh.repair import GONE_TIMEOUT_S, HOST_TIMEOUT_S, Note, Repair
+from meshbook.mesh.resize_plan import NewHost, Plan, check_steps, describe_moves, plan_growth, plan_shrinkage, without
+from meshbook.wire import messages as wire
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+LEAVE_GRACE_S = 1.0
+"""Ranks that leave may take so long to end by themselves."""
+
+
+class Change(NamedTuple):
+    """What has become of a mesh."""
+
+    procs: ProcMesh
+    """The whole mesh as it is now."""
+    moved: Mapping[int, int]
+    """Rank before to rank now, of those that stayed."""
+    ended: tuple[int, ...]
+    """Ranks before that are no more."""
+    new: tuple[int, ...]
+    """Ranks now that are new, without any state."""
+    seconds: float
+
+    def __str__(self) -> str:
+        parts = []
+        if self.new:
+            parts.append(f"{name_ranks(self.new)} {'is' if len(self.new) == 1 else 'are'} new")
+        if self.ended:
+            parts.append(f"{name_ranks(self.ended)} ended")
+        if moves := describe_moves(self.moved):
+            parts.append(moves)
+        joined = f"all {len(self.procs)} joined in {self.seconds:.2f} s"
+        return f'mesh "{self.procs.name}": {format_sizes(self.procs.sizes)}; {", ".join([*parts, joined])}'
+
+
+class Elastic:
+    """One change of one mesh, on a thread of the user."""
+
+    def __init__(self, controller: Controller, mesh: MeshState, procs: ProcMesh, note: Note | None = None) -> None:
+        """procs: the view whose axes grow or shrink: all ranks, in their order. Raises: LayoutError."""
+        if procs.ranks != tuple(range(mesh.extent.nelements)):
+            raise LayoutError(
+                "only the whole mesh can grow or shrink, not a part of it; take it by base(), or %mesh use."
+            )
+        self._controller, self._mesh, self._procs = controller, mesh, procs
+        self._repair = Repair(controller, mesh, procs, note)
+        self._extent = procs.extent
+        self._began = time.monotonic()
+
+    def grow(self, more: Mapping[str, int]) -> Change:
+        """See `ProcMesh.grow`."""
+        mesh = self._mesh
+        check_steps(self._extent, more, "grow")
+        with self._repair.exclusive():
+            self._controller.ask_dispatcher(lambda dispatcher: self._check_idle(dispatcher, "grow"))
+            if mesh.lost:
+                raise UsageError(f"{name_ranks(mesh.lost)} ended: repair the mesh first, %mesh heal, or shrink it.")
+            rough = plan_growth(self._extent, mesh.placement, more, mesh.host_axes)
+            hosts = self._start_hosts(rough)
+            try:
+                plan = _fill(rough, hosts)
+                pending_workers = self._recruit(plan)
+            except BaseException:
+                self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
+                raise
+            try:
+                self._controller.ask_dispatcher(lambda dispatcher: self._install(dispatcher, plan, pending_workers))
+            except BaseException:
+                self._repair.give_up(pending_workers)
+                self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
+                raise
+            return self._finish(plan, ended=(), new=tuple(plan.new))
+
+    def shrink(self, fewer: Mapping[str, int]) -> Change:
+        """See `ProcMesh.shrink`."""
+        mesh = self._mesh
+        fewer = fewer or without(self._extent, mesh.lost)
+        check_steps(self._extent, fewer, "shrink")
+        with self._repair.exclusive():
+            plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))
+            id = self._controller.next_id()
+            before, hosts = mesh.extent.nelements, list(mesh.hosts)
+            gone = self._controller.ask_dispatcher(lambda dispatcher: self._let_go(dispatcher, plan, id))
+            with contextlib.suppress(TimeoutError):  # they are being killed; the others need not wait for it
+                gone.get(GONE_TIMEOUT_S)
+            self._leave_hosts([host for host in hosts if host not in mesh.hosts])
+            return self._finish(plan, ended=tuple(rank for rank in range(before) if rank not in plan.moved), new=())
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def _check_idle(self, dispatcher: Dispatcher, verb: str) -> None:
+        """On the I/O thread. Raises: UsageError while a call runs."""
+        busy = dispatcher.calls.busy_on(self._mesh.id)
+        if busy:
+            raise UsageError(
+                f'{name_ranks(busy)} of mesh "{self._mesh.name}" {"is" if len(busy) == 1 else "are"} busy; '
+                f"ranks get other numbers when it {verb}s.\n  wait: %mesh wait    or interrupt: %mesh interrupt"
+            )
+
+    def _start_hosts(self, plan: Plan[HostState]) -> dict[NewHost, HostState]:
+        wanted = list(dict.fromkeys(host for host in plan.placement if isinstance(host, NewHost)))
+        if not wanted:
+            return {}
+        launch = self._mesh.hosts[0].launch_another
+        if not self._mesh.owns_hosts or launch is None:
+            raise UsageError(
+                f'the hosts of mesh "{self._mesh.name}" were not started for it alone, so it cannot have more of them. '
+                "Grow an axis that lies on the hosts, or start another mesh: %mesh spawn hosts=3 gpus=4"
+            )
+        hosts: dict[NewHost, HostState] = {}
+        try:
+            for key in wanted:
+                hosts[key] = launch()
+            for host in hosts.values():
+                host.wait_ready(HOST_TIMEOUT_S)
+        except BaseException:
+            self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
+            raise
+        return hosts
+
+    def _recruit(self, plan: Plan[HostState]) -> PendingWorkers:
+        """New workers under numbers that are nobody's rank, before or after."""
+        first = max(self._mesh.extent.nelements, plan.extent.nelements)
+        known_as = {rank: first + index for index, rank in enumerate(plan.new)}
+        placement = _placement(plan)
+        hosts = dict.fromkeys(placement)
+        seats = {
+            host: [seat for seat in seats_on(placement, host, known_as) if seat.rank in known_as] for host in hosts
+        }
+        pending_workers = PendingWorkers(self._controller.next_id(), seats, apart=True)
+        arrangements = {host: arrangement_of(plan.extent, placement, host) for host in hosts}
+        self._repair.await_recruits(pending_workers, lambda: self._mesh.ask_for(pending_workers, arrangements))
+        return pending_workers
+
+    def _install(self, dispatcher: Dispatcher, plan: Plan[HostState], pending_workers: PendingWorkers) -> None:
+        """On the I/O thread: all ranks get their numbers, new ones too."""
+        self._check_idle(dispatcher, "grow")
+        self._mesh.check_usable()
+        if self._mesh.lost:
+            raise SpawnError(f"{name_ranks(self._mesh.lost)} ended meanwhile; repair the mesh first: %mesh heal")
+        if pending_workers.failure is not None:
+            raise pending_workers.failure
+        self._mesh.renumber(plan.extent, _placement(plan), plan.moved, pending_workers, f"grew to {_sizes(plan)}")
+        dispatcher.on_renumbered(self._mesh)
+
+    def _let_go(self, dispatcher: Dispatcher, plan: Plan[HostState], id: int) -> Future[None]:
+        """On the I/O thread: who leaves is told to, the others get their numbers."""
+        mesh = self._mesh
+        self._check_idle(dispatcher, "shrink")
+        mesh.check_usable()
+        if stay := sorted(mesh.lost.keys() & plan.moved.keys()):
+            raise SpawnError(f"{name_ranks(stay)} ended meanwhile; repair the mesh first: %mesh heal")
+        leaving = [rank for rank in range(mesh.extent.nelements) if rank not in plan.moved and rank not in mesh.lost]
+        gone = dispatcher.retire(mesh, mesh.by_host(leaving), LEAVE_GRACE_S, id)
+        mesh.renumber(plan.extent, _placement(plan), plan.moved, None, f"shrank to {_sizes(plan)}")
+        dispatcher.on_renumbered(mesh)
+        return gone
+
+    def _leave_hosts(self, hosts: list[HostState]) -> None:
+        """Hosts without a rank: they end with it if they are the mesh's own."""
+        if self._mesh.owns_hosts:
+            self._controller.stop_hosts(hosts, GONE_TIMEOUT_S)
+        else:
+            for host in hosts:
+                if not host.lost:
+                    self._controller.submit(lambda host=host: host.send(wire.StopMesh(self._mesh.id, 0.0)))  # type: ignore[misc]
+
+    def _finish(self, plan: Plan[HostState], ended: tuple[int, ...], new: tuple[int, ...]) -> Change:
+        procs = self._procs.base()
+        Repair(self._controller, self._mesh, procs, self._repair.note).join()
+        return Change(procs, dict(plan.moved), ended, new, time.monotonic() - self._began)
+
+
+def _fill(plan: Plan[HostState], hosts: Mapping[NewHost, HostState]) -> Plan[HostState]:
+    """The plan with the hosts that were started for it."""
+    placement = tuple(hosts[host] if isinstance(host, NewHost) else host for host in plan.placement)
+    return dataclasses.replace(plan, placement=placement)
+
+
+def _placement(plan: Plan[HostState]) -> list[HostState]:
+    return [host for host in plan.placement if not isinstance(host, NewHost)]
+
+
+def _sizes(plan: Plan[HostState]) -> str:
+    return format_sizes(plan.extent)

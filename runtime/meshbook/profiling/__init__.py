@@ -1,0 +1,1 @@
+"""torch.profiler on ranks, and one merged trace."""

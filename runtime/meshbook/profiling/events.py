@@ -1,0 +1,160 @@
+"""One rank's events as torch.profiler writes them (Chrome's trace format): cut to what matters, and added up. Pure.
+
+Threads get numbers in the order in which they should be shown: the main thread, lanes for the operations of process
+groups (`meshbook.profiling.merged_trace`), other threads, streams of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+MAIN, FIRST_LANE, FIRST_THREAD, FIRST_STREAM = 1, 10, 100, 1000
+GPU_KINDS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+CPU_KINDS = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function"})
+_SHOWN = CPU_KINDS | GPU_KINDS
+ASIDE = ("gloo:",)
+"""Operations of these names run, and wait, on threads of the process group: they are shown, not added up."""
+MARGIN_US = 2.0
+"""The clock of the profiler and ours agree to about this."""
+
+
+class Event(msgspec.Struct, omit_defaults=True):
+    """Of Chrome's format, as far as it is kept. ``ts`` and ``dur`` are microseconds."""
+
+    ph: str
+    name: str = ""
+    cat: str = ""
+    pid: int | str | None = None
+    tid: int | str | None = None
+    ts: float = -1.0
+    dur: float = 0.0
+    id: int | str | None = None
+    bp: str | None = None
+
+
+class RankEvents:
+    """Those of one rank, with times from its base on."""
+
+    def __init__(self, events: list[Event], shift_us: float, main_tid: int) -> None:
+        """events: as exported; they are changed. shift_us: what is to be added to their times."""
+        self._names: dict[int, str] = {MAIN: "main thread"}
+        self._tids: dict[tuple[int | str | None, int | str | None], int] = {}
+        self._main_tid = main_tid
+        self.events: list[Event] = []
+        for event in events:
+            if (event.ph == "X" and event.cat in _SHOWN) or (event.ph in "sf" and event.cat == "ac2g"):
+                event.tid = self._thread(event)
+                event.ts += shift_us
+                self.events.append(event)
+
+    def _thread(self, event: Event) -> int:
+        if event.tid == self._main_tid:
+            return MAIN
+        known = self._tids.get((event.pid, event.tid))
+        if known is None:
+            on_gpu = event.cat in GPU_KINDS
+            known = len(self._tids) + (FIRST_STREAM if on_gpu else FIRST_THREAD)
+            self._tids[event.pid, event.tid] = known
+            self._names[known] = f"GPU {event.pid} stream {event.tid}" if on_gpu else f"thread {event.tid}"
+        return known
+
+    def add_cell(self, name: str, begun_s: float, ended_s: float) -> None:
+        """The whole cell; its own time is what no operation accounts for."""
+        self._add(name, "cell", begun_s, ended_s)
+
+    def add_wait(self, name: str, begun_s: float, ended_s: float) -> None:
+        """The main thread waited."""
+        margin_s = min(MARGIN_US * 1e-6, (ended_s - begun_s) / 4)  # it must lie inside of what waited
+        self._add(name, "wait", begun_s + margin_s, ended_s - margin_s)
+
+    def _add(self, name: str, kind: str, begun_s: float, ended_s: float) -> None:
+        self.events.append(Event("X", name, kind, tid=MAIN, ts=begun_s * 1e6, dur=max(0.0, ended_s - begun_s) * 1e6))
+
+    # ---- sums ---------------------------------------------------------------------------------------------------
+
+    def op_times(self) -> dict[str, tuple[int, float, float]]:
+        """Name to (calls, seconds without what it called, seconds on GPUs); each kernel under its own name."""
+        found: dict[str, list[float]] = {}
+        for event, self_us in self._self_times():
+            if event.name.startswith(ASIDE):
+                continue
+            times = found.setdefault(event.name, [0, 0.0, 0.0])
+            times[0] += 1
+            times[1] += self_us * 1e-6
+        for event in self.events:
+            if event.cat in GPU_KINDS:
+                times = found.setdefault(event.name, [0, 0.0, 0.0])
+                times[0] += 1
+                times[2] += event.dur * 1e-6
+        return {name: (int(calls), own_s, gpu_s) for name, (calls, own_s, gpu_s) in found.items()}
+
+    def _self_times(self) -> Iterator[tuple[Event, float]]:
+        """CPU events with the microseconds that their children leave."""
+        spans = [event for event in self.events if event.ph == "X" and event.cat not in GPU_KINDS]
+        spans.sort(key=lambda event: (event.tid, event.ts, -event.dur))
+        stack: list[tuple[Event, float, list[float]]] = []
+        thread: int | str | None = None
+        for event in spans:
+            if event.tid != thread:
+                yield from _unwind(stack, float("inf"))
+                thread = event.tid
+            yield from _unwind(stack, event.ts)
+            end = event.ts + event.dur
+            if stack:
+                end = min(end, stack[-1][1])
+                stack[-1][2][0] += end - event.ts
+            stack.append((event, end, [0.0]))
+        yield from _unwind(stack, float("inf"))
+
+    def gpu_times(self) -> tuple[float, float]:
+        """Seconds in which a GPU was busy, and in which it ran a kernel of NCCL; overlaps count once."""
+        kernels = [event for event in self.events if event.cat in GPU_KINDS]
+        return _covered_s(kernels), _covered_s([event for event in kernels if "nccl" in event.name.lower()])
+
+    # ---- what travels -------------------------------------------------------------------------------------------
+
+    def keep_longest(self, count: int) -> int:
+        """Drop all but the ``count`` longest events; returns how many those were."""
+        dropped = max(0, len(self.events) - count)
+        if dropped:
+            self.events = sorted(self.events, key=lambda event: event.dur, reverse=True)[:count]
+        return dropped
+
+    def chrome(self, rank: int) -> bytes:
+        """The events as JSON objects with commas between them; the process is the rank."""
+        flow_ids = rank << 32
+        for event in self.events:
+            event.pid = rank
+            event.ts, event.dur = round(event.ts, 3), round(event.dur, 3)
+            if isinstance(event.id, int):
+                event.id += flow_ids
+        threads = [meta(kind, rank, tid, args) for tid, name in self._names.items() for kind, args in _of(tid, name)]
+        return msgspec.json.encode([*threads, *self.events])[1:-1]
+
+
+def meta(name: str, rank: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    """An event that says what a process or a thread is called, or where it stands."""
+    return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
+
+
+def _of(tid: int, name: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+    return ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})
+
+
+def _unwind(stack: list[tuple[Event, float, list[float]]], now: float) -> Iterator[tuple[Event, float]]:
+    """Those on the stack that have ended by ``now``."""
+    while stack and stack[-1][1] <= now:
+        event, end, inner = stack.pop()
+        yield event, max(0.0, end - event.ts - inner[0])
+
+
+def _covered_s(events: list[Event]) -> float:
+    covered, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.ts):
+        end = event.ts + event.dur
+        covered += max(0.0, end - max(event.ts, until))
+        until = max(until, end)
+    return covered * 1e-6

@@ -1,0 +1,1 @@
+"""A session on disk: its folder, its lock, the list of all."""

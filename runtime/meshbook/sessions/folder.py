@@ -1,0 +1,213 @@
+"""Where a session keeps its sockets, keys and logs: private to the user, gone when the session is.
+
+    <runtime dir>/meshbook-<uid>/<session>/     0700 (`meshbook.system.user_folders` says where that is)
+        lock, owner     who owns it (`meshbook.sessions.lock`)
+        state           keys, endpoints, hosts and meshes (`SessionState`): all that the next controller needs
+        memory/<key>    what the notebook wants remembered
+        control         the ipc socket
+    <state dir>/meshbook/logs/<session>/        0700: logs of agents and ranks; those of the last sessions stay
+
+A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,
+one more than the one before. Whoever is the last to leave removes the folder: the controller that stops it, the last
+agent whose lease is over, or the next controller that looks around (`meshbook.sessions.sweep`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import secrets
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from meshbook.errors import UsageError
+from meshbook.sessions import lock
+from meshbook.system.private_files import private_folder, read_private, write_private
+from meshbook.system.processes import is_same_process
+from meshbook.system.user_folders import log_base, runtime_base
+
+KEPT_LOG_SESSIONS = 20
+KEPT_LOG_BYTES = 2 << 30
+"""All logs of sessions that have ended, together; one rank may write half of it (`meshbook.agent.output`)."""
+
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+class SavedHost(msgspec.Struct):
+    """A host agent that may dial in."""
+
+    key: str
+    """Its public CURVE key."""
+    pid: int = 0
+    started: int = 0
+    """Start time of ``pid``; both 0 for an agent on another machine."""
+    shares_environment: bool = True
+    serves_all: bool = False
+    """Whether it is the one agent of this machine that serves whoever asks for ``this_host``."""
+
+    @property
+    def runs(self) -> bool | None:
+        """Whether the agent lives; None where that cannot be seen from here."""
+        return is_same_process(self.pid, self.started) if self.pid else None
+
+
+class SavedMesh(msgspec.Struct):
+    """A mesh of the session, for lists; its agents know more."""
+
+    name: str
+    sizes: dict[str, int]
+    hosts: list[str]
+    """Host ids, in rank order."""
+    owns_hosts: bool = False
+    grouped: bool = True
+    host_axes: list[str] = []
+
+
+class SessionState(msgspec.Struct):
+    """What the next controller of a session needs."""
+
+    public_key: str
+    secret_key: str
+    created: float
+    """Seconds since 1970."""
+    lease_s: float
+    epoch: int = 1
+    endpoints: dict[str, str] = {}
+    """What was asked for (``tcp://127.0.0.1:*``), and what it became."""
+    hosts: dict[str, SavedHost] = {}
+    meshes: dict[int, SavedMesh] = {}
+    left_at: float = 0.0
+    """When its controller left or was found dead, on the boot clock; 0 while it is there."""
+
+    @property
+    def waits_s(self) -> float | None:
+        """How long it has waited for a controller, where that is known."""
+        waits_s = boot_clock() - self.left_at
+        return None if not self.left_at else math.inf if waits_s < 0 else waits_s  # the machine has booted since
+
+
+encode_state = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(SessionState).decode
+
+
+class SessionFolder:
+    """The folders of a session that this process owns. Methods may be called by any thread."""
+
+    def __init__(self, path: Path, state: SessionState) -> None:
+        self.path, self.id, self.state = path, path.name, state
+        self.logs = private_folder(log_base() / self.id)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(cls, public_key: str, secret_key: str, lease_s: float) -> SessionFolder:
+        """Begin a session. Raises: SpawnError if the folders are not ours alone."""
+        id = secrets.token_hex(4)
+        base = runtime_base()
+        path, new = base / id, base / f".{id}"
+        new.mkdir(mode=0o700)
+        lock.take(new, new=True)
+        lock.sign(new)
+        (new / "memory").mkdir(mode=0o700)
+        state = SessionState(public_key, secret_key, time.time(), lease_s)
+        write_private(new / "state", encode_state(state))
+        lock.rename(new, path)
+        _trim_logs(log_base())
+        return cls(path, state)
+
+    @classmethod
+    def take_over(cls, path: Path) -> SessionFolder | None:
+        """Own the next epoch of a session; None if it has an owner or is gone."""
+        if not lock.take(path):
+            return None
+        state = read_state(path)
+        if state is None:
+            lock.give_up(path)
+            return None
+        lock.sign(path)
+        folder = cls(path, state)
+        folder.state.epoch += 1
+        folder.state.left_at = 0.0
+        folder.save()
+        return folder
+
+    def save(self) -> None:
+        """Write ``state``, which only its owner changes."""
+        with self._lock:
+            if not self._closed:
+                write_private(self.path / "state", encode_state(self.state))
+
+    def remember(self, key: str, value: bytes) -> None:
+        """Keep ``value`` as long as the session. Raises: UsageError for a key that cannot be a file name."""
+        if not _KEY.fullmatch(key):
+            raise UsageError(f'"{key}" cannot name what is remembered: letters, digits, ".", "_" and "-" only.')
+        with self._lock:
+            if not self._closed:
+                write_private(self.path / "memory" / key, value)
+
+    def recall(self, key: str) -> bytes | None:
+        """What was remembered under ``key``, by this controller or one before."""
+        return recall(self.path, key)
+
+    def leave(self) -> None:
+        """Own it no more: another controller may. Idempotent."""
+        self.state.left_at = boot_clock()
+        self.save()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                lock.unsign(self.path)
+                lock.give_up(self.path)
+
+    def close(self) -> None:
+        """End the session; logs stay until newer sessions push them out. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                shutil.rmtree(self.path, ignore_errors=True)
+                lock.give_up(self.path)
+
+
+def read_state(path: Path) -> SessionState | None:
+    """The state of any session of ours; None when there is none or it cannot be read."""
+    try:
+        return _decode(read_private(path / "state") or b"")
+    except msgspec.DecodeError:
+        return None
+
+
+def recall(path: Path, key: str) -> bytes | None:
+    """What a session remembers under ``key``."""
+    return read_private(path / "memory" / key) if _KEY.fullmatch(key) else None
+
+
+def boot_clock() -> float:
+    """Seconds since boot, time asleep included: no change of the wall clock moves it."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _trim_logs(base: Path) -> None:
+    """Of sessions that have ended keep the newest logs within the bounds, and the very last in any case."""
+    ended = [folder for folder in base.iterdir() if not (runtime_base() / folder.name).exists()]
+    left_bytes = KEPT_LOG_BYTES
+    for number, folder in enumerate(sorted(ended, key=_modified, reverse=True)):
+        left_bytes -= sum(_size_bytes(path) for path in folder.rglob("*"))
+        if number and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _modified(path: Path) -> float:
+    with contextlib.suppress(OSError):  # another session trims at the same time
+        return path.lstat().st_mtime
+    return 0.0
+
+
+def _size_bytes(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_blocks * 512  # what it takes, as a quota counts
+    return 0

@@ -1,0 +1,294 @@
+"""Slices and shapes with Monarch's names and meanings, for programs that compute with ranks themselves.
+
+    Slice   offset, sizes and strides over ranks: a sequence of ranks, in C order. NDSlice is another name for it.
+    Shape   a slice whose axes have names
+
+Meshes use `meshbook.shape` inside; `MeshTrait` says that they have the operations of a mesh.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+from meshbook.errors import LayoutError, RankError
+from meshbook.shape.extent import Extent, Point
+from meshbook.shape.members import Index, Members, Region
+from meshbook.shape.slices import Piece, dense, group
+from meshbook.shape.view import MeshView
+
+Self = TypeVar("Self", bound="MeshTrait")
+
+
+class Slice(Sequence[int]):
+    """The ranks ``offset + sum(i * stride)``, ``0 <= i < size`` along each axis; the last axis varies fastest."""
+
+    __slots__ = ("_piece",)
+
+    def __init__(self, offset: int, sizes: Iterable[int], strides: Iterable[int]) -> None:
+        """Raises: LayoutError if there is not one stride for each size."""
+        self._piece = Piece(
+            operator.index(offset), tuple(map(operator.index, sizes)), tuple(map(operator.index, strides))
+        )
+        if len(self._piece.sizes) != len(self._piece.strides):
+            raise LayoutError(f"sizes {self.sizes} do not fit strides {self.strides}; give as many of each")
+
+    @staticmethod
+    def new_row_major(sizes: Iterable[int]) -> Slice:
+        """All ranks 0, 1, 2, ... laid out densely."""
+        return Slice(*dense(tuple(sizes)))
+
+    @staticmethod
+    def from_list(ranks: Iterable[int]) -> list[Slice]:
+        """Few slices whose ranks, one slice after the other, are these."""
+        return [Slice(*piece) for piece in group(ranks)]
+
+    @property
+    def offset(self) -> int:
+        """The first rank."""
+        return self._piece.offset
+
+    @property
+    def sizes(self) -> list[int]:
+        return list(self._piece.sizes)
+
+    @property
+    def strides(self) -> list[int]:
+        return list(self._piece.strides)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes there are."""
+        return len(self._piece.sizes)
+
+    @property
+    def total(self) -> int:
+        """How many ranks there are, as ``len``."""
+        return self._piece.total
+
+    def ranks(self) -> Iterator[int]:
+        """As iteration."""
+        return self._piece.ranks()
+
+    def find(self, rank: int) -> int | None:
+        """The position of ``rank``, or None."""
+        if self._piece.is_nested():
+            return self._piece.find(rank)
+        return next((position for position, one in enumerate(self) if one == rank), None)
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """The position of rank ``value``. Raises: RankError, a ValueError, if it is none of these."""
+        position = self.find(value)
+        if position is None or not range(len(self))[start:stop].count(position):
+            raise RankError(value, "rank", len(self), str(list(self)))
+        return position
+
+    get_index = index
+
+    def coordinates(self, value: int) -> list[int]:
+        """The index of rank ``value`` along each axis. Raises: as `index`."""
+        position = self.index(value)
+        return [
+            position // math.prod(self._piece.sizes[axis + 1 :]) % size for axis, size in enumerate(self._piece.sizes)
+        ]
+
+    def nditem(self, coordinates: Sequence[int]) -> int:
+        """The rank at these coordinates, one for each axis. Raises: RankError, an IndexError; LayoutError."""
+        if len(coordinates) != self.ndim:
+            raise LayoutError(f"{len(coordinates)} coordinates for {self.ndim} axes")
+        for axis, (index, size) in enumerate(zip(coordinates, self._piece.sizes, strict=True)):
+            if not 0 <= index < size:
+                raise RankError(index, f"axis {axis}", size)
+        steps = zip(coordinates, self._piece.strides, strict=True)
+        return self.offset + sum(index * stride for index, stride in steps)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: builtins.slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | builtins.slice) -> int | tuple[int, ...]:
+        if isinstance(index, builtins.slice):
+            return tuple(self)[index]
+        if not -len(self) <= index < len(self):
+            raise RankError(index, "position", len(self))
+        rest, rank = index % len(self), self.offset
+        for size, stride in zip(reversed(self._piece.sizes), reversed(self._piece.strides), strict=True):
+            rest, along = divmod(rest, size)
+            rank += along * stride
+        return rank
+
+    def __iter__(self) -> Iterator[int]:
+        return self._piece.ranks()
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and self.find(rank) is not None
+
+    def __len__(self) -> int:
+        return self._piece.total
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slice) and self._piece == other._piece
+
+    def __hash__(self) -> int:
+        return hash(self._piece)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Slice, tuple(self._piece)
+
+    def __repr__(self) -> str:
+        return f"Slice(offset={self.offset}, sizes={self.sizes}, strides={self.strides})"
+
+
+NDSlice = Slice
+
+
+class Shape:
+    """A slice whose axes have names."""
+
+    __slots__ = ("members",)
+
+    def __init__(self, labels: Iterable[str], slice: Slice) -> None:
+        """Raises: LayoutError."""
+        names = tuple(labels)
+        if len(names) != slice.ndim:
+            raise LayoutError(f"axis names {names} do not fit {slice}; give as many as it has sizes")
+        self.members = Region(names, slice._piece)
+
+    @classmethod
+    def of(cls, members: Members) -> Shape:
+        """The shape of a mesh. Raises: LayoutError where no slice describes its ranks."""
+        if not isinstance(members, Region):
+            raise LayoutError(f"no offset, sizes and strides describe the ranks {list(members.ranks())}")
+        return Shape(members.names, Slice(*members.layout))
+
+    @staticmethod
+    def unity() -> Shape:
+        """One rank, 0, and no axes."""
+        return Shape([], Slice(0, [], []))
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self.members.names)
+
+    @property
+    def ndslice(self) -> Slice:
+        return Slice(*self.members.layout)
+
+    @property
+    def extent(self) -> Extent:
+        return self.members.extent
+
+    @property
+    def region(self) -> NamedRegion:
+        return NamedRegion(self.labels, self.ndslice)
+
+    def ranks(self) -> list[int]:
+        """All ranks, in C order."""
+        return list(self.members.ranks())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis to index of a rank. Raises: RankError, a ValueError."""
+        return dict(self.members.point(rank))
+
+    def at(self, label: str, index: int) -> Shape:
+        """Without axis ``label``: only its ``index``. Raises: UnknownAxisError, RankError: ValueErrors."""
+        return Shape.of(self.members.slice(**{label: operator.index(index)}))
+
+    def index(self, **indices: int) -> Shape:
+        """As `at`, of several axes."""
+        return Shape.of(self.members.slice(**indices))
+
+    def select(self, label: str, slice: builtins.slice) -> Shape:
+        """A part of axis ``label``, which stays. Raises: as `at`."""
+        return Shape.of(self.members.slice(**{label: slice}))
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and isinstance(other, Shape) and self.members == other.members
+
+    def __hash__(self) -> int:
+        return hash(self.members)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.labels, self.ndslice)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.labels}, {self.ndslice})"
+
+
+class NamedRegion(Shape):
+    """What Monarch calls a Region, and gives as ``extent.region``."""
+
+    __slots__ = ()
+
+    def slice(self) -> Slice:
+        return self.ndslice
+
+    def as_shape(self) -> Shape:
+        return Shape(self.labels, self.ndslice)
+
+    def point_of_base_rank(self, rank: int) -> Point:
+        """Raises: RankError."""
+        return self.members.point(rank)
+
+
+class ShapeExt:
+    """Operations on shapes."""
+
+    @staticmethod
+    def slice(shape: Shape, **axes: Index) -> Shape:
+        """As meshes are sliced: an int drops its axis, a slice keeps it."""
+        return Shape.of(shape.members.slice(**axes))
+
+
+class MeshTrait(ABC):
+    """What has the operations of a mesh: every mesh here, and subclasses that say how a view of them is made."""
+
+    @property
+    @abstractmethod
+    def _ndslice(self) -> Slice: ...
+
+    @property
+    @abstractmethod
+    def _labels(self) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def _new_with_shape(self: Self, shape: Shape) -> Self: ...
+
+    def _view(self) -> Members:
+        return Shape(self._labels, self._ndslice).members
+
+    def slice(self: Self, **axes: Index) -> Self:
+        return self._new_with_shape(Shape.of(self._view().slice(**axes)))
+
+    def split(self: Self, **axes: Sequence[str] | int) -> Self:
+        return self._new_with_shape(Shape.of(self._view().split(**axes)))
+
+    def flatten(self: Self, name: str) -> Self:
+        return self._new_with_shape(Shape.of(self._view().flatten(name)))
+
+    def rename(self: Self, **names: str) -> Self:
+        return self._new_with_shape(Shape.of(self._view().rename(**names)))
+
+    def size(self, dim: str | Iterable[str] | None = None) -> int:
+        return self._view().size(dim)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return self._view().sizes
+
+    @property
+    def extent(self) -> Extent:
+        return self._view().extent
+
+    def __len__(self) -> int:
+        return len(self._ndslice)
+
+
+MeshTrait.register(MeshView)

@@ -1,0 +1,189 @@
+"""From an exception in user code to a `Failure`: the traceback as IPython draws it, without our own frames.
+
+Frames are dropped from the exception itself too, so that post-mortem debugging and the notebook see the same ones.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import builtins
+import gc
+import sys
+import traceback
+from bdb import BdbQuit
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from IPython.core.error import UsageError as IPythonUsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from meshbook.errors import Failure
+from meshbook.source.cells import name_line
+from meshbook.source.location import PACKAGE
+
+QUIT = "ended by q at its prompt"
+EVALUE_MAX_CHARS = 4096
+NAME_MAX_CHARS = 200
+"""Of a class."""
+TRACEBACK_MAX_PARTS = 60
+"""IPython gives one part per frame; the middle of longer tracebacks is left out."""
+
+_COLOUR_RESET = "\x1b[0m"
+_ExceptionGroup: Any = getattr(builtins, "BaseExceptionGroup", ())
+
+
+def drop_own_frames(error: BaseException) -> None:
+    """Take the frames of this package out of the exception's traceback."""
+    kept: TracebackType | None = None
+    for entry in reversed(list(_entries(error.__traceback__))):
+        if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = kept
+
+
+def describe_error(shell: InteractiveShell, error: BaseException, *, rank: int, host: str, ran: bool) -> Failure:
+    """Build the failure; never raises, whatever the exception's class does.
+
+    ran: False for an error in the cell itself (its syntax), which has no frames to show.
+    """
+    try:
+        return _describe(shell, error, rank, host, ran)
+    except BaseException as problem:
+        why = f"(it cannot be shown: {type(problem).__name__} in its own code)"
+        return Failure(rank, host, "Exception", why, (f"Exception: {why}",), "")
+
+
+def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: str, ran: bool) -> Failure:
+    drop_own_frames(error)
+    if not ran:
+        error.__traceback__ = None
+    shown = _explain_exit(error) if isinstance(error, SystemExit) else error
+    if isinstance(error, BdbQuit):
+        shown = _explain_quit(error)
+    return Failure(
+        rank=rank,
+        host=host,
+        ename=str(type(error).__name__)[:NAME_MAX_CHARS],
+        evalue=cut_text(_value_of(shown), EVALUE_MAX_CHARS),
+        traceback=_limit(format_error(shell, shown)),
+        where=_where(error),
+        exception=error,
+    )
+
+
+def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
+    """The parts of the traceback, as IPython draws it; never raises."""
+    kind, frames = type(error), error.__traceback__
+    try:
+        if hasattr(error, "_render_traceback_"):
+            return list(error._render_traceback_())
+        if isinstance(error, KeyboardInterrupt):  # seldom looked at, and IPython's drawing takes up to a second
+            return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
+        if isinstance(error, IPythonUsageError):
+            return [f"UsageError: {error}"]
+        if isinstance(error, SyntaxError):
+            entries: Any = traceback.extract_tb(frames)
+            return list(shell.SyntaxTB.structured_traceback(kind, error, entries, tb_offset=0))
+        if _holds_group(error):
+            return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
+        if frames is None:
+            return list(shell.InteractiveTB.get_exception_only(kind, error))
+        return list(shell.InteractiveTB.structured_traceback(kind, error, frames, tb_offset=0))
+    except Exception:  # a class whose str() or repr() raises, a frame that cannot be inspected
+        try:
+            return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
+        except Exception:
+            return [f"{kind.__name__}: {text_of(error)}"]
+
+
+def _value_of(error: BaseException) -> str:
+    """As `text_of`; without the place, which `Failure.where` has, if Python puts it there."""
+    return error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_of(error)
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, whatever that does."""
+    try:
+        return str(error)
+    except BaseException as problem:
+        return f"(its text cannot be had: str() raised {type(problem).__name__})"
+
+
+def describe_briefly(error: BaseException) -> str:
+    """``ValueError: bad shard``, the first line of it."""
+    return f"{type(error).__name__}: {text_of(error)}".rstrip(": \n").splitlines()[0][:200]
+
+
+def cut_text(text: str, limit: int) -> str:
+    """Keep the first ``limit`` characters, and say how many there were."""
+    return text if len(text) <= limit else f"{text[:limit]}{_COLOUR_RESET} ... (cut; {len(text):,} characters in all)"
+
+
+def keep_for_postmortem(error: BaseException) -> None:
+    """Make the exception the one that debuggers look at."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+
+
+def let_go_of_last_error(shell: InteractiveShell) -> bool:
+    """Hold the last exception's frames no longer; the collector may have to free them. Returns: whether it had any."""
+    kept = [vars(sys).pop(name, None) for name in ("last_value", "last_type", "last_traceback", "last_exc")]
+    vars(shell.InteractiveTB).pop("tb", None)
+    shell.SyntaxTB.last_syntax_error = None
+    shell.last_execution_result = None
+    return kept[0] is not None
+
+
+def forget_last_error(shell: InteractiveShell) -> None:
+    """Free the last exception's frames, and the tensors in them."""
+    if let_go_of_last_error(shell):
+        gc.collect()  # what drew the traceback left cycles around the frames
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of a cell: in the traceback, or what the parser complains about."""
+    for entry in reversed(list(_entries(error.__traceback__))):
+        if place := name_line(entry.tb_frame.f_code.co_filename, entry.tb_lineno):
+            return place
+    if isinstance(error, SyntaxError) and error.filename:
+        return name_line(error.filename, error.lineno)
+    return ""
+
+
+def _explain_exit(error: SystemExit) -> SystemExit:
+    code = "" if error.code is None else repr(error.code)
+    explained = SystemExit(f"sys.exit({code}) ended the cell, not the rank. End the ranks with: %mesh stop")
+    return explained.with_traceback(error.__traceback__)
+
+
+def _explain_quit(error: BdbQuit) -> BdbQuit:
+    """The person asked for it, so its frames are no news."""
+    error.args = error.args or (QUIT,)
+    return type(error)(*error.args)
+
+
+def _holds_group(error: BaseException | None) -> bool:
+    """IPython cannot draw exception groups; Python can."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, _ExceptionGroup):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _limit(parts: list[str]) -> tuple[str, ...]:
+    half = TRACEBACK_MAX_PARTS // 2
+    if len(parts) > TRACEBACK_MAX_PARTS:
+        parts = [*parts[:half], f"   ... {len(parts) - 2 * half} frames left out ...", *parts[-half:]]
+    return tuple(cut_text(part, EVALUE_MAX_CHARS) for part in parts)

@@ -1,0 +1,277 @@
+"""IPython, fitted to a rank: no terminal, no history file, no user configuration; output goes to its pipes and sink.
+
+Written against IPython 7.34 to 9: what is overridden here exists, with these signatures, in all of them.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.profiledir import ProfileDir
+from IPython.utils.text import LSString, SList
+from traitlets import Type
+from traitlets.config import Config
+
+from meshbook.debug.rank_debugger import RankDebugger
+from meshbook.errors import UsageError
+from meshbook.shell.commands import run_command, run_script
+from meshbook.shell.compiler import CellCompiler
+from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
+from meshbook.shell.failures import describe_briefly, drop_own_frames, forget_last_error, format_error
+
+
+class Show(NamedTuple):
+    """How the shell reaches its rank."""
+
+    display: Callable[[dict[str, object], dict[str, object], dict[str, object], bool, bool], None]
+    """data, metadata, transient, update, is_result"""
+    mark_place: Callable[[], None]
+    """Write out all text; what comes now is behind it."""
+
+
+class CellResult(NamedTuple):
+    value: object
+    error: BaseException | None
+    ran: bool
+    """Whether the error, if any, was raised by running code."""
+
+
+class RankIPython(InteractiveShell):
+    """The shell. Make it with `create_shell`; starts no thread and writes no file."""
+
+    displayhook_class = Type(RankDisplayHook)
+    display_pub_class = Type(RankDisplayPublisher)
+    compiler_class = Type(CellCompiler)
+
+    show: Show | None = None
+    rank_debugger: RankDebugger
+    tracebacks_shown = 0
+    _user_code_depth = 0
+    _held: list[BaseException] | None = None
+    """While a cell runs: errors shown outside of its code, of which one may be its outcome."""
+    _rank_names: dict[str, object]
+
+    def run_rank_cell(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> CellResult:
+        """Run a cell. Errors come back, none is raised; interrupts in IPython's own code may be."""
+        self._user_code_depth = 0
+        compiler: Any = self.compile
+        compiler.begin(code, number, lines_above, debug_name)
+        if number is not None:
+            self._continue_history_at(number)
+        shown = self._held = []
+        try:
+            result = self.run_cell(code, store_history=True)
+        finally:
+            self._held = None
+        error = result.error_before_exec or result.error_in_exec
+        for held in shown:
+            if held is error:
+                continue
+            if error is None and isinstance(held, KeyboardInterrupt):
+                error = held  # came in a callback, or in a cell within the cell as %%capture makes it
+            else:
+                self._print_error(held)
+        return CellResult(result.result, error, ran=result.error_before_exec is None)
+
+    def warm_up(self) -> None:
+        """Use once what a rank's first cells would otherwise import or compile, so that ranks share it."""
+        for name in ("time", "timeit", "matplotlib", "cd"):
+            self.find_line_magic(name)
+        self.transform_cell("!true\n%time 1\nname?\n")
+        formatter: Any = self.display_formatter
+        formatter.format([1])
+        self._held = []
+        result = self.run_cell("(lambda: 1 / 0)()", silent=True)
+        format_error(self, result.error_in_exec)
+        forget_last_error(self)
+        self._held = None
+
+    async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
+        """Run compiled code; returns whether it raised. As IPython's, but exits and debugger quits are errors too."""
+        __tracebackhide__ = "__ipython_bottom__"
+        try:
+            with self._user_code():
+                if async_:
+                    await eval(code_obj, self.user_global_ns, self.user_ns)
+                else:
+                    exec(code_obj, self.user_global_ns, self.user_ns)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            drop_own_frames(error)
+            if result is not None:
+                result.error_in_exec = error
+            if isinstance(error, self.custom_exceptions):
+                self.CustomTB(type(error), error, error.__traceback__)
+            else:
+                self.showtraceback((type(error), error, error.__traceback__))
+            return True
+        return False
+
+    def showtraceback(self, exc_tuple: Any = None, *args: object, **kwargs: object) -> None:
+        """Print an error that user code or a callback shows; the one that ends the cell becomes its outcome."""
+        error = (exc_tuple or sys.exc_info())[1] or getattr(sys, "last_value", None)
+        if error is None:
+            print("No traceback available to show.", file=sys.stderr)
+        elif self._held is None or (self._user_code_depth and not isinstance(error, KeyboardInterrupt)):
+            self._print_error(error)
+        else:
+            self._held.append(error)
+
+    def showsyntaxerror(self, filename: str | None = None, *args: object, **kwargs: object) -> None:
+        self.showtraceback()
+
+    def show_data(
+        self,
+        data: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        transient: Mapping[str, Any] | None = None,
+        *,
+        update: bool = False,
+        is_result: bool = False,
+    ) -> None:
+        """Hand a MIME bundle to the rank's sink."""
+        if self.show is not None:
+            self.show.display(sendable(data), dict(metadata or {}), dict(transient or {}), update, is_result)
+
+    # ---- commands, debuggers, ends ------------------------------------------------------------------------------
+
+    def system(self, cmd: str) -> None:
+        """``!cmd``"""
+        command = self.var_expand(cmd, depth=1)
+        self._mark_place()
+        code, _ = run_command(command)
+        self._mark_place()
+        self.user_ns["_exit_code"] = code
+        if code and getattr(self, "system_raise_on_error", False):
+            raise subprocess.CalledProcessError(code, command)
+
+    system_raw = system_piped = system
+
+    def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:
+        """``names = !cmd``"""
+        self._mark_place()
+        code, text = run_command(self.var_expand(cmd, depth=depth + 1), capture=True)
+        if code and getattr(self, "system_raise_on_error", False):
+            raise subprocess.CalledProcessError(code, cmd, text)
+        return SList(text.splitlines()) if split else LSString(text)
+
+    def run_cell_magic(self, magic_name: str, line: str, cell: str) -> object:
+        """Any cell magic; ``%%bash`` and ``%%sh`` without options are run as commands are."""
+        if magic_name not in ("bash", "sh") or line.strip():
+            result: object = super().run_cell_magic(magic_name, line, cell)
+            return result
+        self._mark_place()
+        code = run_script(magic_name, cell)
+        self._mark_place()
+        if code:
+            raise subprocess.CalledProcessError(code, magic_name)
+        return None
+
+    def debugger(self, force: bool = False) -> None:
+        """``%debug``: force is true there."""
+        error = getattr(sys, "last_value", None)
+        if force and error is not None and error.__traceback__ is not None:
+            self.rank_debugger.post_mortem(error.__traceback__, describe_briefly(error))
+        elif force:
+            raise UsageError("this rank has no exception to look at; of all ranks: %mesh postmortem")
+
+    @property
+    def call_pdb(self) -> bool:
+        """Set by ``%pdb``."""
+        return False
+
+    @call_pdb.setter
+    def call_pdb(self, wanted: bool) -> None:
+        if wanted:
+            raise UsageError(
+                "%pdb is not available on ranks. Look at the last exception of any rank, without it: %mesh postmortem"
+            )
+
+    def ask_exit(self) -> None:
+        """``exit`` and ``quit``"""
+        raise SystemExit
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        if gui not in (None, "inline", "agg"):
+            raise UsageError(f"ranks have no display for {gui}; figures are drawn inline: %matplotlib inline")
+
+    # ---- what IPython does at start, and we do not --------------------------------------------------------------
+
+    def init_virtualenv(self) -> None:
+        """The worker's ``sys.path`` is the runtime's to decide."""
+
+    def init_sys_modules(self) -> None:
+        """The template keeps its ``__main__``; `enter_main` makes ours the rank's."""
+
+    def init_user_ns(self) -> None:
+        super().init_user_ns()
+        self.define({"_": "", "__": "", "___": ""})
+
+    def define(self, names: Mapping[str, object]) -> None:
+        """Bind names that are not the user's: ``%who`` does not list them, and ``%reset`` brings them back."""
+        self._rank_names = {**getattr(self, "_rank_names", {}), **names}
+        self.user_ns_hidden.update(self._rank_names)
+        self.user_ns.update(self._rank_names)
+
+    def _tee(self, channel: str) -> Any:
+        """No copy of all output in memory (IPython 9 keeps one for its history)."""
+        return contextlib.nullcontext()
+
+    def _format_exception_for_storage(self, *args: object, **kwargs: object) -> dict[str, object]:
+        """No tracebacks in the history either (IPython 9): each costs as much as the one that is shown."""
+        return {}
+
+    def enter_main(self) -> None:
+        """Make the namespace that of ``__main__``, so that what it defines can be pickled."""
+        sys.modules["__main__"] = self.user_module
+        self.init_user_ns()
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _continue_history_at(self, number: int) -> None:
+        """Have ``In``, ``Out`` and ``_7`` count as the notebook does."""
+        self.execution_count = number
+        history: Any = self.history_manager
+        for inputs in (history.input_hist_parsed, history.input_hist_raw):
+            inputs += [""] * (number - len(inputs))
+
+    def _print_error(self, error: BaseException) -> None:
+        """Print past ``%%capture``, as Jupyter kernels do: else nobody would hear of it."""
+        self.tracebacks_shown += 1
+        drop_own_frames(error)
+        print(self.InteractiveTB.stb2text(format_error(self, error)), file=sys.__stderr__)
+
+    @contextlib.contextmanager
+    def _user_code(self) -> Iterator[None]:
+        self._user_code_depth += 1
+        try:
+            yield
+        finally:
+            self._user_code_depth -= 1
+
+    def _mark_place(self) -> None:
+        if self.show is not None:
+            self.show.mark_place()
+
+
+def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any], debugger: RankDebugger) -> RankIPython:
+    """Make the process's shell. loop_runner: runs cells that await."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.display_page = True  # `name?` is shown as output
+    with tempfile.TemporaryDirectory() as folder:  # IPython wants a profile; nothing reads it
+        shell: RankIPython = RankIPython.instance(
+            config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder)
+        )
+    shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
+    shell.loop_runner, shell.rank_debugger = loop_runner, debugger
+    return shell

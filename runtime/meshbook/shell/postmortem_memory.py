@@ -1,0 +1,182 @@
+"""What the frames of a kept exception hold, and giving it back.
+
+A post-mortem needs the frames of the last exception, and those hold the tensors of their local variables. What the
+rank's own names refer to as well is not counted: it stays when the frames go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshbook.concurrency.background import run_in_background
+from meshbook.formatting import format_bytes
+from meshbook.system.processes import resident_bytes
+
+if TYPE_CHECKING:
+    from meshbook.shell.shell import KeptError, RankShell
+
+DEPTH = 4
+"""Containers in containers that are looked into."""
+ITEMS = 100_000
+"""Values that are looked at, at most."""
+WORTH_BYTES = 1_000_000
+"""Less is not worth a word."""
+
+_libc = ctypes.CDLL(None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is Python's or torch's own error for that."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+class Freed(NamedTuple):
+    """What one rank gave back."""
+
+    ename: str
+    """The exception whose frames were let go; empty if none was kept."""
+    held_bytes: int
+    """What its frames held."""
+    resident_bytes: int
+    """By how much the process is smaller."""
+    device_bytes: int
+    """By how much less it holds of CUDA devices, caches included."""
+
+
+class HeldMemoryGauge:
+    """What the exception that a rank keeps holds; measured aside, once for each."""
+
+    def __init__(self) -> None:
+        self._measured_at = -1.0
+        self._bytes = 0
+
+    def last(self, shell: RankShell) -> int:
+        """Bytes; 0 where none is kept, and until it is known."""
+        kept = shell.last_error
+        if kept is None:
+            return 0
+        if kept.at != self._measured_at:  # not the exception itself: we must not be what keeps it
+            self._measured_at, self._bytes = kept.at, 0
+            run_in_background(lambda: self._measure(shell))
+        return self._bytes
+
+    def _measure(self, shell: RankShell) -> None:
+        kept = shell.last_error
+        if kept is not None:
+            try:
+                found = held_bytes(kept.error, shell.namespace)
+            except Exception:  # the rank goes on meanwhile, and frames are not made for being looked at
+                found = 0
+            if kept.at == self._measured_at:
+                self._bytes = found
+
+
+def free(shell: RankShell) -> Freed:
+    """Let go of the last exception and of device caches. On the main thread, between cells."""
+    kept = shell.last_error
+    ename = type(kept.error).__name__ if kept is not None else ""
+    held = held_bytes(kept.error, shell.namespace) if kept is not None else 0
+    resident, device = resident_bytes(os.getpid()), _reserved_bytes()
+    del kept
+    shell.forget_last_error()
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)  # what was freed goes back to the system, where it stands at the end of a heap
+    smaller = resident - resident_bytes(os.getpid())
+    return Freed(ename, held, max(0, smaller), max(0, device - _reserved_bytes()))
+
+
+def memory_advice(error: BaseException, before: KeptError | None, namespace: Mapping[str, Any]) -> list[str]:
+    """Lines for an out-of-memory error: what kept frames held then, and hold now. before: the exception before it."""
+    if not is_out_of_memory(error):
+        return []
+    lines = []
+    if before is not None and (held := held_bytes(before.error, namespace)) >= WORTH_BYTES:
+        kind = type(before.error).__name__
+        lines.append(
+            f"the frames of the {kind} before it, kept for a post-mortem, held {format_bytes(held)}; "
+            "they are let go now: try again"
+        )
+    held = held_bytes(error, namespace)
+    if held >= WORTH_BYTES or not lines:
+        what = format_bytes(held) if held >= WORTH_BYTES else "little"
+        lines.append(f"the frames of this error hold {what}; the next cell lets them go, or now: %mesh free")
+    return lines
+
+
+def held_bytes(error: BaseException, namespace: Mapping[str, Any]) -> int:
+    """The memory of tensors and arrays in the local variables of the exception's frames."""
+    named = dict(_storages(list(namespace.values())))
+    values = (value for frame in _frames(error) for value in list(frame.f_locals.values()))
+    return sum(size for pointer, size in dict(_storages(values)).items() if pointer not in named)
+
+
+def _frames(error: BaseException | None) -> Iterator[Any]:
+    """Of the exception and of those that led to it; module-level frames have the rank's own names, and are left out."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        entry = error.__traceback__
+        while entry is not None:
+            if entry.tb_frame.f_code.co_name != "<module>":
+                yield entry.tb_frame
+            entry = entry.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def _storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of the memory behind tensors and arrays, in containers, modules and optimizers too."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    left = [(value, 0) for value in values]
+    seen: set[int] = set()
+    while left and len(seen) < ITEMS:
+        value, depth = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        try:
+            if torch is not None and isinstance(value, torch.Tensor):
+                yield from _of_tensor(value)
+                left += [(value.grad, depth)] if value.is_leaf and value.grad is not None else []
+            elif numpy is not None and isinstance(value, numpy.ndarray):
+                yield value.ctypes.data, value.nbytes
+            elif depth < DEPTH:
+                left += [(inner, depth + 1) for inner in _inside(value, torch)]
+        except Exception:  # a tensor subclass or a container that does not want to be looked at
+            continue
+
+
+def _of_tensor(tensor: Any) -> Iterator[tuple[int, int]]:
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
+    storage = local.untyped_storage()
+    yield storage.data_ptr(), storage.nbytes()
+
+
+def _inside(value: Any, torch: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if torch is not None and isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if torch is not None and isinstance(value, torch.optim.Optimizer):
+        return [value.state]
+    return []
+
+
+def _reserved_bytes() -> int:
+    """What torch has of CUDA devices."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return sum(int(torch.cuda.memory_reserved(index)) for index in range(torch.cuda.device_count()))

@@ -1,0 +1,368 @@
+"""The shell in which a rank runs cells.
+
+A `RankShell` is made once, in the template process, where that is slow and harmless: it starts no thread and opens no
+file. Each forked rank then calls `start_rank`, which takes a few milliseconds.
+
+Text goes to fds 1 and 2, or to `OutputSink.late_text` when a thread or task of an earlier cell wrote it. Everything
+rich goes to `OutputSink.display`. An error is part of the `CellOutcome`; nothing that user code does in a cell ends the
+rank, short of killing the process.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib.util
+import os
+import select
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from meshbook.debug.rank_debugger import RankDebugger
+from meshbook.errors import Failure
+from meshbook.groups.collectives_off import collectives_off
+from meshbook.shell.completer import Matches, complete, describe, names, prepare
+from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
+from meshbook.shell.ipython import CellResult, Show, create_shell
+from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
+from meshbook.shell.streams import Attribution, flush_c_streams, install_streams, unheard
+from meshbook.shell.tqdm import plain_progress_bars
+
+_INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
+_COLOURS_AND_PAGERS = {
+    "TERM": "xterm-color",
+    "CLICOLOR": "1",
+    "FORCE_COLOR": "1",
+    "CLICOLOR_FORCE": "1",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+}
+"""What Jupyter kernels tell the commands that a cell runs."""
+
+
+class OutputSink(Protocol):
+    """Takes what a rank shows; called from any thread."""
+
+    def display(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any],
+        transient: dict[str, Any],
+        *,
+        update: bool,
+        is_result: bool,
+        cell_id: int,
+        is_late: bool,
+    ) -> None:
+        """Show a MIME bundle; binary data is in base64. Text printed before has been written to its pipe.
+
+        is_late: the text of whoever shows it is late text.
+        """
+
+    def mark_place(self) -> None:
+        """What is written to fd 1 and 2 from now on comes behind what was written to either."""
+
+    def late_text(self, stream: str, text: str, cell_id: int) -> None:
+        """Show text that belongs to another cell than the running one. stream: ``stdout`` or ``stderr``."""
+
+
+class CellOutcome(NamedTuple):
+    """How a cell ended. ``failure`` is None exactly when ``ok``."""
+
+    ok: bool
+    value: object
+    has_value: bool
+    """Whether the last expression had a value other than None."""
+    failure: Failure | None
+    interrupted: bool
+    duration_s: float
+
+
+class KeptError(NamedTuple):
+    """The exception that a post-mortem is of."""
+
+    error: BaseException
+    at: float
+    """When it was kept, monotonic."""
+    call: int
+    """In which call it was raised."""
+
+
+class RankShell:
+    """IPython for one rank; one per process."""
+
+    def __init__(self) -> None:
+        """In the template: everything that ranks can share."""
+        self.debugger = RankDebugger()
+        self.last_error: KeptError | None = None
+        self._is_untidy = False
+        self._ipython = create_shell(self._run_on_loop, self.debugger)
+        atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
+        self._interrupts = 0
+        self._rank, self._host = -1, ""
+        self._inline = importlib.util.find_spec("matplotlib_inline") is not None
+        self._choose_matplotlib_backend()
+        self._ipython.warm_up()
+        prepare()
+        complete(self._ipython, "warm.up", 7)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else each fork would write it again
+        flush_c_streams()
+
+    def start_rank(self, *, rank: int, host: str, sink: OutputSink, namespace: Mapping[str, object]) -> None:
+        """In the forked child, with fds 1 and 2 in place: become the rank's shell.
+
+        namespace: the names that cells find defined; cells may rebind them.
+        """
+        self._rank, self._host, self._sink = rank, host, sink
+        os.environ.update(_COLOURS_AND_PAGERS)
+        self._choose_matplotlib_backend()
+        plain_progress_bars()
+        self._attribution = Attribution(sink.late_text, sink.mark_place)
+        self._attribution.mark_threads()
+        self._streams = install_streams(self._attribution)
+        self._ends = select.poll()
+        for stream in self._streams:
+            self._ends.register(stream.fileno(), 0)  # tells by itself of descriptors that are closed
+        self._loop = asyncio.new_event_loop()
+        self._ipython.show = Show(self._display, self._mark_place)
+        self._ipython.enter_main()
+        self.define(namespace)
+        builtins.input = _refuse_input
+        self.debugger.begin()
+
+    def become(self, rank: int) -> None:
+        """Have another number from now on."""
+        self._rank = rank
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """What cells that await run on."""
+        return self._loop
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """The rank's global names, the ``__dict__`` of its ``__main__``."""
+        names: dict[str, Any] = self._ipython.user_ns
+        return names
+
+    def define(self, names: Mapping[str, object]) -> None:
+        """Bind more names as `start_rank` does: ``%who`` does not list them, and ``%reset`` brings them back."""
+        self._ipython.define(names)
+
+    def run_cell(
+        self,
+        code: str,
+        *,
+        cell_id: int,
+        cell_number: int | None,
+        line_offset: int,
+        forbid_collectives: bool = False,
+        debug_name: str = "",
+    ) -> CellOutcome:
+        """Run an IPython cell to its end. KeyboardInterrupt may be raised in it at any time; it becomes the outcome.
+
+        cell_id: marks what the cell shows. cell_number: the notebook's ``[7]``, for people.
+        line_offset: lines above ``code`` in the notebook's cell, its ``%%mesh`` line included.
+        debug_name: what a debugger calls the cell's file.
+        """
+        started = time.perf_counter()
+        self._interrupts = 0
+        before: KeptError | None = None
+        try:
+            if self.last_error is not None and is_out_of_memory(self.last_error.error):
+                self.forget_last_error()  # else its tensors would be in the way of the next try
+            before = self.last_error
+            asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
+            with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
+                result = self._ipython.run_rank_cell(code, cell_number, line_offset, debug_name)
+                self.flush()
+        except KeyboardInterrupt as interrupt:  # between the cell's own lines and ours
+            result = CellResult(None, interrupt, ran=True)
+        error, failure = result.error, None
+        if error is not None:
+            if self._interrupts and isinstance(error, asyncio.CancelledError):
+                error = KeyboardInterrupt().with_traceback(error.__traceback__)
+            failure = describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=result.ran)
+            if advice := memory_advice(error, before, self.namespace):
+                failure = failure._replace(traceback=(*failure.traceback, *advice))
+            del before
+            self.keep_error(error, cell_id)
+        return CellOutcome(
+            ok=failure is None,
+            value=None if failure else result.value,
+            has_value=failure is None and result.value is not None,
+            failure=failure,
+            interrupted=isinstance(error, KeyboardInterrupt),
+            duration_s=time.perf_counter() - started,
+        )
+
+    def evaluate(self, expr: str) -> object:
+        """Return the value of an expression over the rank's names. Raises: whatever it raises."""
+        with self._ipython.builtin_trap:
+            return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace)
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> object:
+        """Return what a coroutine returns; tasks that it has started go on when other code awaits."""
+        asyncio.set_event_loop(self._loop)
+        self._interrupts = 0
+        try:
+            return self._run_on_loop(coroutine)
+        except asyncio.CancelledError as error:
+            if self._interrupts:
+                raise KeyboardInterrupt().with_traceback(error.__traceback__) from None
+            raise
+
+    # ---- for whoever types in the notebook: on any thread, unheard and unseen by the cell that runs -----------------
+
+    def complete(self, code: str, cursor: int) -> Matches:
+        """What may stand at ``cursor`` of a cell, by the rank's living names. Raises: whatever user code raises."""
+        with unheard():
+            return complete(self._ipython, code, cursor)
+
+    def inspect(self, code: str, cursor: int, detail: int) -> str:
+        """Signature, docstring and more of the name at ``cursor``; empty: no such name. Raises: as `complete`."""
+        with unheard():
+            return describe(self._ipython, code, cursor, detail)
+
+    def names(self, prefix: str) -> list[str]:
+        """The names that the user has bound."""
+        return names(self._ipython, prefix)
+
+    def describe(self, error: BaseException) -> Failure:
+        """Make a failure of an exception that user code raised outside of `run_cell`."""
+        return describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=True)
+
+    def output_of(self, cell_id: int) -> contextlib.AbstractContextManager[None]:
+        """Inside the block ``cell_id`` is the running cell: its text goes to the pipes, that of others is late."""
+        return self._attribution.cell(cell_id)
+
+    @contextlib.contextmanager
+    def output_beside(self, cell_id: int) -> Iterator[None]:
+        """The same on another thread than the main one, or in a task: whatever cell runs, what is printed is late text.
+
+        All of it has been written at the end.
+        """
+        with self._attribution.beside(cell_id):
+            try:
+                yield
+            finally:
+                for stream in self._streams:
+                    stream.flush_thread()
+                    stream.reopen()
+
+    def keep_error(self, error: BaseException, call: int) -> None:
+        """Keep the exception for a post-mortem, until the next one; those that ``call`` raised elsewhere belong to it.
+
+        The frames of the one before are freed, and their tensors with them.
+        """
+        if self.last_error is not None:
+            let_go_of_last_error(self._ipython)
+            self._is_untidy = True
+        keep_for_postmortem(error)
+        self.last_error = KeptError(error, time.monotonic(), call)
+
+    def tidy(self) -> None:
+        """Between calls: free what `keep_error` has let go of."""
+        if self._is_untidy:
+            self._is_untidy = False
+            gc.collect()  # what drew the traceback left cycles around the frames
+
+    @property
+    def output_here(self) -> int:
+        """The cell that the calling thread or task prints for; 0 for none."""
+        return self._attribution.origin() or 0
+
+    def forget_last_error(self) -> None:
+        """Free the frames of the last exception."""
+        self.last_error = None
+        forget_last_error(self._ipython)
+
+    def flush_text(self) -> None:
+        """Write out what Python and C code have printed, partial lines included. May be called on any thread."""
+        for stream in self._streams:
+            stream.flush()
+        flush_c_streams()
+
+    def mark_text(self, mark: bytes) -> None:
+        """Write ``mark`` into both pipes, behind the text that has been written."""
+        for stream in self._streams:
+            stream.mark(mark)
+
+    def flush(self) -> None:
+        """Show pending figures, then write out all text."""
+        backend = sys.modules.get("matplotlib_inline.backend_inline")
+        if backend is not None:
+            backend.flush_figures()
+        self.flush_text()
+
+    def reopen(self) -> None:
+        """On the main thread: open stdout and stderr again if user code has closed them."""
+        if self._ends.poll(0):
+            for stream in self._streams:
+                stream.reopen()
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _display(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any],
+        transient: dict[str, Any],
+        update: bool,
+        is_result: bool,
+    ) -> None:
+        self.flush_text()
+        cell = self._attribution.origin()
+        if self._attribution.forked or cell is None:  # a child process has no sink
+            print(data.get("text/plain", ""))
+        else:
+            is_late = self._attribution.late_cell() is not None
+            self._sink.display(
+                data, metadata, transient, update=update, is_result=is_result, cell_id=cell, is_late=is_late
+            )
+
+    def _mark_place(self) -> None:
+        """Before and after a command: what is printed meanwhile, on either stream, is in its place."""
+        self.flush_text()
+        if not self._attribution.forked:
+            self._sink.mark_place()
+
+    def _run_on_loop(self, cell: Coroutine[Any, Any, Any]) -> Any:
+        """Run a cell that awaits, and tasks of earlier ones meanwhile. The loop survives an interrupt.
+
+        An interrupt cancels the cell's task, which then cleans up; a second one cancels that; a third abandons it.
+        """
+        task = self._loop.create_task(cell)
+        while True:
+            try:
+                return self._loop.run_until_complete(task)
+            except SystemExit:  # of another task; who awaits that sees it too
+                if task.done():
+                    raise
+            except KeyboardInterrupt:
+                self._interrupts += 1
+                if task.done() or self._interrupts == 3:
+                    raise
+                task.cancel()
+
+    def _choose_matplotlib_backend(self) -> None:
+        chosen = os.environ.get("MPLBACKEND")
+        if self._inline and not chosen:
+            os.environ["MPLBACKEND"] = _INLINE_BACKEND
+        elif not self._inline and chosen == _INLINE_BACKEND:  # the notebook's choice, which this host cannot follow
+            os.environ["MPLBACKEND"] = "agg"
+
+
+def _refuse_input(prompt: object = "", /) -> NoReturn:
+    raise EOFError(
+        "input() is not available on ranks: nobody could type there. "
+        "Ask in the notebook, and send the answer with: %mesh push NAME"
+    )

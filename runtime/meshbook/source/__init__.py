@@ -1,0 +1,1 @@
+"""What code is called: cells, files, frames."""

@@ -1,0 +1,1 @@
+"""Stacks of ranks, as values and as text."""

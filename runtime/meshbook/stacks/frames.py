@@ -1,0 +1,71 @@
+"""Stacks as plain data: what a rank tells of its threads, and what others read of them from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from meshbook.groups.progress import Collectives
+from meshbook.source.location import USER, kind_of_file, name_place
+
+MAX_FRAMES = 100
+"""Frames of a thread that are kept: the innermost ones, and the outermost."""
+MAX_THREADS = 64
+SOURCE_CHARS = 160
+
+NATIVE = "native"
+"""The kind of code that is no Python."""
+
+
+class Frame(NamedTuple):
+    """One call of a stack."""
+
+    function: str
+    file: str
+    line: int
+    place: str
+    """``cell 7, line 5``, ``train.py:41``."""
+    kind: str
+    """Whose code: ``user``, ``library`` or ``runtime``; ``native`` for code that is no Python."""
+    source: str = ""
+    """The line's text, where it is known."""
+
+
+class ThreadStack(NamedTuple):
+    """One thread."""
+
+    name: str
+    is_main: bool
+    frames: tuple[Frame, ...]
+    """Innermost first."""
+
+    @property
+    def users(self) -> tuple[Frame, ...]:
+        """The frames of the user's own code, innermost first."""
+        return tuple(frame for frame in self.frames if frame.kind == USER)
+
+
+def make_frame(function: str, file: str, line: int, source: str = "") -> Frame:
+    """A frame of Python code."""
+    return Frame(function, file, line, name_place(file, line), kind_of_file(file), source.strip()[:SOURCE_CHARS])
+
+
+def cut_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """At most `MAX_FRAMES` of them; endless recursion has more."""
+    frames = tuple(frames)
+    half = MAX_FRAMES // 2
+    return frames if len(frames) <= MAX_FRAMES else frames[:half] + frames[-half:]
+
+
+class RankTold(NamedTuple):
+    """The answer of one rank."""
+
+    busy_s: float
+    """0 when idle."""
+    where: str
+    """As `meshbook.source.location` puts it; ``idle``."""
+    paused: str
+    """Where it stopped in pdb; empty when it did not."""
+    collectives: Collectives
+    threads: tuple[ThreadStack, ...]
+    """The main thread first."""

@@ -1,0 +1,99 @@
+"""The stacks of a mesh as a value: equal ones once, the odd ranks first, and in words who holds the others up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from meshbook.groups.progress import Collectives
+from meshbook.groups.stragglers import RankProgress, Verdict, find_stragglers
+from meshbook.stacks.frames import ThreadStack
+from meshbook.stacks.text import describe_groups
+
+PATIENCE_S = 0.5
+"""A wait that is shorter is no reason to speak of odd ranks."""
+
+IDLE, BUSY, WAITING, PDB, STOPPED, SILENT, DEAD = "idle", "busy", "waiting", "pdb", "stopped", "silent", "dead"
+
+
+class RankStack(NamedTuple):
+    """One rank."""
+
+    rank: int
+    state: str
+    """``idle``, ``busy``, ``waiting`` (in a collective), ``pdb``, ``stopped``, ``silent`` or ``dead``."""
+    doing: str
+    """``all_reduce (cell 7, line 5)`` where it waits, ``in time.sleep (train.py:41)``; why it does not answer."""
+    busy_s: float
+    """How long its call runs, or for a rank that waits how long it does; 0 where it is not known."""
+    threads: tuple[ThreadStack, ...]
+    """The main thread first; empty for a rank that is idle, dead, or cannot be read."""
+    collectives: Collectives | None = None
+    read_by: str = ""
+    """How the stacks were read from outside: ``signal``, ``py-spy``; empty where the rank told them itself."""
+    problem: str = ""
+    """Why there are none, and what helps."""
+
+    @property
+    def main(self) -> ThreadStack | None:
+        """The main thread."""
+        return next((thread for thread in self.threads if thread.is_main), None)
+
+
+class MeshStacks:
+    """What `ProcMesh.stacks` returns: a sequence of `RankStack`, and a text to print."""
+
+    def __init__(self, ranks: Sequence[RankStack], others: Sequence[RankStack] = ()) -> None:
+        """others: ranks of the mesh that were not asked for, but may be what these wait for."""
+        self.ranks = tuple(ranks)
+        self.verdict = self._judge([*ranks, *others])
+        """Who holds the others up; None where nobody has waited for `PATIENCE_S`."""
+
+    def __iter__(self) -> Iterator[RankStack]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, rank: int) -> RankStack:
+        """By base rank. Raises: KeyError."""
+        for one in self.ranks:
+            if one.rank == rank:
+                return one
+        raise KeyError(rank)
+
+    def _judge(self, ranks: Sequence[RankStack]) -> Verdict | None:
+        verdict = find_stragglers({one.rank: RankProgress(predicate(one), one.collectives) for one in ranks})
+        return verdict if verdict is not None and verdict.since_s >= PATIENCE_S else None
+
+    def text(self, *, all_frames: bool = False) -> str:
+        """The verdict, then equal stacks once. all_frames: library and runtime frames too, which are folded else."""
+        lines = []
+        if self.verdict is not None:
+            lines += [self.verdict.text, ""]
+        odd = self.verdict.odd if self.verdict is not None else ()
+        return "\n".join([*lines, *describe_groups(self.ranks, odd, all_frames)])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+
+def predicate(one: RankStack) -> str:
+    """What a rank does, as a sentence goes on."""
+    if one.state == IDLE:
+        return "is idle: it runs no cell"
+    if one.state == PDB:
+        return f"is stopped in pdb ({one.doing})"
+    if one.state in (STOPPED, SILENT, DEAD):
+        place = f" ({found})" if one.state == SILENT and (found := users_place(one)) else ""
+        known = one.doing.startswith(("stopped", "ended"))
+        return f"is {one.doing}" if known and one.state == STOPPED else f"does not answer: {one.doing}{place}"
+    return f"is {one.doing}" if one.state == BUSY else f"waits in {one.doing}"
+
+
+def users_place(one: RankStack) -> str:
+    """``cell 7, line 5``: the innermost line of the user's own code, where it is known."""
+    main = one.main
+    return main.users[0].place if main is not None and main.users else ""

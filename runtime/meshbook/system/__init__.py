@@ -1,0 +1,1 @@
+"""What the operating system and the drivers offer: processes, exits, devices, folders, files in memory."""

@@ -1,0 +1,93 @@
+"""The host agent's event loop: epoll with generations, and timers.
+
+A descriptor number can be reused within one batch of events, so an event is delivered only to the registration that it
+was polled for. Everything runs on one thread; callbacks never block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import select
+import time
+from collections.abc import Callable
+
+from meshbook.concurrency.own_faults import attempt, tell
+
+REST_S = 0.1
+"""So long nobody looks at a descriptor whose callback has met a fault of ours."""
+
+
+class Watch:
+    """One registered descriptor."""
+
+    __slots__ = ("active", "fd", "on_readable", "on_writable", "resting", "wants_writable")
+
+    def __init__(self, fd: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None) -> None:
+        self.fd, self.on_readable, self.on_writable = fd, on_readable, on_writable
+        self.active = True
+        self.resting = self.wants_writable = False
+
+
+class EventLoop:
+    """Level-triggered readiness and monotonic timers."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._watches: dict[int, Watch] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def watch(self, fd: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None = None) -> Watch:
+        """Call ``on_readable`` whenever ``fd`` can be read or has reached its end."""
+        watch = Watch(fd, on_readable, on_writable)
+        self._watches[fd] = watch
+        self._epoll.register(fd, select.EPOLLIN)
+        return watch
+
+    def want_writable(self, watch: Watch, wanted: bool) -> None:
+        """Start or stop calling the watch's ``on_writable``."""
+        watch.wants_writable = wanted
+        if watch.active and not watch.resting:
+            self._epoll.modify(watch.fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def forget(self, watch: Watch) -> None:
+        """Stop watching; call this before closing the descriptor."""
+        if watch.active:
+            watch.active = False
+            del self._watches[watch.fd]
+            if not watch.resting:
+                self._epoll.unregister(watch.fd)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Run ``callback`` once, ``delay_s`` from now."""
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
+
+    def run_once(self) -> None:
+        """Wait for the next event or timer and serve what is due. What a callback raises is told as a fault of ours."""
+        timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        watches = self._watches
+        for watch, mask in [(watches[fd], mask) for fd, mask in self._epoll.poll(timeout) if fd in watches]:
+            try:
+                if watch.active and mask & ~select.EPOLLOUT:
+                    watch.on_readable()
+                if watch.active and mask & select.EPOLLOUT and watch.on_writable is not None:
+                    watch.on_writable()
+            except Exception as error:
+                tell(error, f"what file {watch.fd} has to say")
+                self.rest(watch, REST_S)
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            attempt(heapq.heappop(self._timers)[2], "a timer")
+
+    def rest(self, watch: Watch, delay_s: float) -> None:
+        """Look away for a moment: what was not taken is there still, and would be served again at once."""
+        if watch.active and not watch.resting:
+            self._epoll.unregister(watch.fd)
+            watch.resting = True
+            self.call_later(delay_s, lambda: self._look_again(watch))
+
+    def _look_again(self, watch: Watch) -> None:
+        if watch.active and watch.resting:
+            watch.resting = False
+            self._epoll.register(watch.fd, select.EPOLLIN | (select.EPOLLOUT if watch.wants_writable else 0))

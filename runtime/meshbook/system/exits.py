@@ -1,0 +1,188 @@
+"""Why a worker ended, in words: its wait status, the OOM killer's counters, the last lines of its log.
+
+The kernel counts OOM kills per cgroup and per machine. A process that SIGKILL ended while a counter moved was most
+likely killed by the OOM killer; each count is blamed for one death only. Cgroups are asked first: the machine's counter
+also counts the kills of other containers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from meshbook.formatting import format_bytes
+from meshbook.source.cells import name_line
+from meshbook.source.location import PACKAGE
+from meshbook.system.processes import describe_exit, is_ending
+
+CRASH_REPORT_LINES = 200
+"""Enough for what `faulthandler` writes, of which `meshbook.system.exits.last_words` keeps the gist."""
+
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_CRASH_LINES = 150
+"""A report has up to 100 frames."""
+_CRASH_FRAMES = 4
+_THREADING = "/threading.py"
+
+
+class End(NamedTuple):
+    """How a child process ended."""
+
+    status: int | None
+    """Exit code, or the negative number of a signal; None when it was not ours to learn."""
+    peak_bytes: int
+    """The largest resident memory that it had."""
+    oom_killed: bool | None
+    """None when no counter of the kernel's can be read."""
+
+
+class OomWatch:
+    """Compares the kernel's counts of OOM kills; call `sample` regularly, `blames` for each process that was killed.
+
+    proc, cgroups: where these file systems are mounted.
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc, self._cgroups = proc, cgroups
+        self._counts: dict[Path, int] = {}
+        self.sample(())
+
+    def sample(self, pids: Iterable[int]) -> None:
+        """Note the counts as they are, of the machine and of the cgroups of living processes.
+
+        While one is ending they stay: it may have been counted already, and `blames` is still to come.
+        """
+        pids = list(pids)
+        if any(is_ending(pid, self._proc) for pid in pids):
+            return
+        files = {self._proc / "vmstat", *(file for pid in pids if (file := self._file_of(pid)) is not None)}
+        counts = {file: _read_count(file) for file in files}
+        self._counts = {file: count for file, count in counts.items() if count is not None}
+
+    def blames(self, pid: int) -> bool | None:
+        """Whether the OOM killer most likely ended ``pid``, which SIGKILL ended and nobody has reaped yet."""
+        file = self._file_of(pid)
+        if file is None or file not in self._counts:
+            file = self._proc / "vmstat"
+        count = _read_count(file)
+        if count is None or file not in self._counts:
+            return None
+        if count <= self._counts[file]:
+            return False
+        self._counts[file] += 1
+        return True
+
+    def _file_of(self, pid: int) -> Path | None:
+        """Where the kernel counts for the cgroup of ``pid``; None without a memory cgroup."""
+        try:
+            lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
+        except OSError:
+            return None
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                folder, name = self._cgroups, "memory.events"
+            elif "memory" in controllers.split(","):
+                folder, name = self._cgroups / "memory", "memory.oom_control"
+            else:
+                continue
+            for place in (folder / path.lstrip("/") / name, folder / name):  # a container may see its own as the root
+                if place.exists():
+                    return place
+        return None
+
+
+def _read_count(file: Path) -> int | None:
+    try:
+        text = file.read_text()
+    except OSError:
+        return None
+    counts = [line.split()[1] for line in text.splitlines() if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts else None
+
+
+def reap(pid: int, oom: OomWatch) -> End:
+    """Take leave of a child that has ended."""
+    try:
+        killed = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # it ended before it was adopted
+        return End(None, 0, False)
+    suspicious = killed is not None and killed.si_code == os.CLD_KILLED and killed.si_status == signal.SIGKILL
+    oom_killed = oom.blames(pid) if suspicious else False
+    _, status, usage = os.wait4(pid, 0)
+    return End(os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10, oom_killed)
+
+
+def was_killed(cause: str) -> bool:
+    """Whether `describe_end` says that somebody else ended it, rather than what it ran."""
+    return cause.startswith(f"killed by {signal.SIGKILL.name}")
+
+
+def describe_end(end: End) -> str:
+    """``killed by SIGKILL, most likely the OOM killer (peak RSS 21.9 GB)``"""
+    if end.status is None:
+        return "it ended while it was being started"
+    if end.status >= 0:
+        return f"{describe_exit(end.status)}, as by os._exit({end.status})"
+    if end.status != -signal.SIGKILL or end.oom_killed is None:
+        return describe_exit(end.status)
+    if end.oom_killed:
+        return f"killed by SIGKILL, most likely the OOM killer (peak RSS {format_bytes(end.peak_bytes)})"
+    return "killed by SIGKILL, as by kill -9 (the OOM killer was not at work)"
+
+
+def last_words(log: str, lines: int) -> str:
+    """The last ``lines`` lines of a log; of a crash in native code where Python was, rather than all of its report."""
+    kept = log.splitlines()
+    for at in range(len(kept) - 1, max(-1, len(kept) - _CRASH_LINES), -1):
+        if kept[at].startswith(FATAL):
+            return "\n".join([*kept[max(0, at - lines) : at], kept[at], *_frames(kept[at + 1 :])])
+    return "\n".join(kept[-lines:])
+
+
+def _frames(report: list[str]) -> list[str]:
+    """The innermost frames, and then those of cells; without those of ours and of IPython."""
+    frames = [found for line in report if (found := _FRAME.fullmatch(line)) is not None]
+    ours = (PACKAGE, "<frozen ")
+    foreign = [
+        f
+        for f in frames
+        if not f["file"].startswith(ours) and "/IPython/" not in f["file"] and not f["file"].endswith(_THREADING)
+    ]
+    places = [(name_line(f["file"], int(f["line"])) or f"{f['file']}, line {f['line']}", f) for f in foreign]
+    return [f"  {place}, in {f['function']}" for place, f in places[:_CRASH_FRAMES]]
+
+
+FATAL = "Fatal Python error: "
+"""What it begins with; the stack of the thread follows."""
+
+_MODULES = "Extension modules: "
+"""Begins its last line, of some 3 kB, which names every module that is no Python."""
+
+
+class CrashReportCut:
+    """Takes the names of the modules out of what one rank writes to stderr; the log keeps them."""
+
+    def __init__(self) -> None:
+        self._crashed = False
+        self._held = ""
+        """The beginning of a line that may be the one."""
+
+    def cut(self, text: str) -> str:
+        """What to show of ``text``, the next piece."""
+        if not self._crashed:
+            self._crashed = FATAL in text
+            if not self._crashed:
+                return text
+        lines = (self._held + text).split("\n")
+        self._held, last = "", lines.pop()
+        shown = "".join(f"{line}\n" for line in lines if not line.startswith(_MODULES))
+        if last and (last.startswith(_MODULES) or _MODULES.startswith(last)):
+            self._held = last
+            return shown
+        return shown + last

@@ -1,0 +1,61 @@
+"""Files in memory that other processes of this machine open by ``/proc/<pid>/fd/<n>``.
+
+Such a file is a memfd. Where the kernel or its sandbox knows none (Linux before 3.17, filters of system calls) it is a
+file in /dev/shm, or beside the sessions, whose name is taken away at once: private and gone with its last process as
+well, but it counts as shared memory or disk of the container, and nobody can be kept from cutting it short.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+from meshbook.system.user_folders import runtime_base
+
+_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 2
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def create_memory_file(name: str) -> int:
+    """A new file called ``name``; returns its descriptor."""
+    if has_memfds():
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    usable = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
+    fd, path = tempfile.mkstemp(prefix=f"{name}.", dir=_SHARED_MEMORY if usable else runtime_base())
+    os.unlink(path)
+    return fd
+
+
+def is_memory_file(path: str, name: str) -> bool:
+    """Whether ``path``, a link in /proc, leads to a file that was made with this name. Raises: OSError."""
+    target, _, rest = os.readlink(path).partition(" ")
+    return rest == "(deleted)" and (target == f"/memfd:{name}" or Path(target).name.startswith(f"{name}."))
+
+
+def forbid_shrinking(fd: int) -> None:
+    """A mapping of a file that shrinks ends its process by SIGBUS: see to it that this one cannot."""
+    if has_memfds():
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+
+
+def may_be_mapped(fd: int, size_bytes: int) -> bool:
+    """Whether the file is so large, and stays so as far as the kernel can promise it here."""
+    if os.fstat(fd).st_size < size_bytes:
+        return False
+    return not has_memfds() or bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK)
+
+
+@functools.cache
+def has_memfds() -> bool:
+    """Whether there are memfds here."""
+    try:
+        os.close(os.memfd_create("meshbook-probe", os.MFD_CLOEXEC))
+    except (AttributeError, PermissionError):
+        return False
+    except OSError as error:
+        return error.errno != errno.ENOSYS
+    return True

@@ -1,0 +1,241 @@
+"""What Linux offers to own processes safely: parent-death signals, start times. Pidfds:
+`meshbook.system.process_ends`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
+
+MEMORY_VARIABLE = "MESHBOOK_MEMORY"
+"""In the environment of hosts that act as if they were alone on their machine: tells them apart."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit at once if that has happened already.
+
+    The signal fires when the parent *thread* that owns us ends, so parents must be single-threaded or fork from a
+    permanent thread. Other systems than Linux notice by the closed socket instead.
+    """
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def may_be_traced() -> None:
+    """Let the parent, and what it starts, read this process where Yama restricts that (PR_SET_PTRACER)."""
+    _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
+
+
+def let_peers_read() -> None:
+    """Where Yama lets only ancestors look at a process: let every process of the same user."""
+    with contextlib.suppress(OSError):  # there is no Yama
+        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
+            _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER)."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def thread_count() -> int:
+    """Threads of this process, C libraries' included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks between boot and the start of ``pid``; None when there is no such process.
+
+    With the pid it names a process for ever: a recycled pid has another start time (proc(5), field 22).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(b")")[2].split()[19])
+
+
+def process_state(pid: int) -> str:
+    """The state of the main thread of ``pid`` in one letter, as proc(5) has it; empty when it is gone.
+
+    R runs, S sleeps, D sleeps in uninterruptible I/O, T was stopped by a signal, t by a debugger, Z has ended.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(b")")[2].split()[0].decode()
+
+
+def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether ``pid`` has been killed, and not been reaped; where much memory is it takes a while to be torn down.
+
+    proc(5): PF_EXITING in field 9, or SIGKILL pending in field 31.
+    """
+    try:
+        fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return bool(int(fields[6]) & 0x4 or int(fields[28]) & 1 << (signal.SIGKILL - 1))
+
+
+def descendants(pid: int) -> list[int]:
+    """``pid`` and all that it and its children have started and that lives; parents first."""
+    pids = [pid]
+    for parent in pids:
+        pids += children(parent)
+    return pids
+
+
+def children(pid: int) -> list[int]:
+    """What ``pid`` has started or adopted, and not reaped."""
+    pids: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            pids += map(int, listed.read_text().split())
+    return pids
+
+
+def is_same_process(pid: int, started: int) -> bool:
+    """Whether ``pid`` still is the process that was recorded with start time ``started``, and no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat[0] != b"Z" and int(stat[19]) == started
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL to ``pid`` and to the process group that it leads; both may be gone already."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def kill_strays(known: Collection[int]) -> None:
+    """SIGKILL to all below this process but ``known`` children and what is below those, whatever session it is in."""
+    for child in children(os.getpid()):
+        if child not in known:
+            for pid in descendants(child):
+                kill_session(pid)
+
+
+def is_group(pid: int) -> bool:
+    """Whether ``pid`` leads a process group with a living process."""
+    try:
+        os.killpg(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def reap_strangers(known: Collection[int]) -> None:
+    """Take leave of adopted processes that have ended: children of workers that are gone. Leaves ``known`` alone."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid in known:
+            return  # whoever knows it takes its status; the rest is for the next time
+        os.waitpid(ended.si_pid, 0)
+
+
+def machine_id() -> str:
+    """Equal on two processes exactly when they can open each other's ``/proc/<pid>/fd``."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def memory_name() -> str:
+    """Equal on processes that may copy from and to each other's memory."""
+    return os.environ.get(MEMORY_VARIABLE) or machine_id()
+
+
+def describe_exit(status: int) -> str:
+    """Put a wait status (negative: signal, as in `subprocess`) into words."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = {
+        "SIGKILL": ", by kill -9 or the OOM killer",
+        "SIGSEGV": ", a crash in native code",
+        "SIGABRT": ", native code called abort()",
+        "SIGBUS": ", memory that is not there: /dev/shm is full, or a mapped file was cut short",
+        "SIGILL": ", native code that this CPU cannot run",
+        "SIGFPE": ", a division by zero in native code",
+        "SIGTERM": ", somebody asked it to end",
+        "SIGXCPU": ", its limit on CPU time",
+    }.get(name, "")
+    return f"killed by {name}{hint}"
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of ``pid``, shared pages included; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+_FAR_AWAY = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
+
+
+def own_address() -> str:
+    """The address of this host on its default route; no packet is sent. Without a route: what its name means here."""
+    for family, address in _FAR_AWAY:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 1))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    try:
+        named = [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)]
+    except OSError:
+        named = []
+    return next((address for address in named if _is_ours(address)), loopback_address())
+
+
+def loopback_address() -> str:
+    """Where processes of this host find each other."""
+    return "127.0.0.1" if _is_ours("127.0.0.1") else "::1"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """The kind of sockets that an address, not a name, is for."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def in_endpoint(address: str) -> str:
+    """The address as endpoints have it: ``[::1]``."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _is_ours(address: str) -> bool:
+    try:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+        return True
+    except OSError:
+        return False

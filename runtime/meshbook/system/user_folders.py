@@ -1,0 +1,100 @@
+"""Where the folders of this user lie, also where the usual places are not to be had.
+
+    sessions            $XDG_RUNTIME_DIR, if it is there and ours, else the temp folder     /meshbook-<uid>
+    what outlives them  $XDG_STATE_HOME, else ~/.local/state                                /meshbook
+                        where that cannot be written: in the folder of sessions             /.kept
+
+Anybody may make ``meshbook-<uid>`` in the temp folder before us, and nobody but them can remove it: then it is
+``meshbook-<uid>.1``, and so on. All processes of a user must find the same one, so a name that is ours already comes
+before one that is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+from meshbook.errors import SpawnError
+from meshbook.system.os_errors import explain
+from meshbook.system.private_files import private_folder
+
+KEPT = ".kept"
+"""Where logs lie in the folder of sessions; no session is called so."""
+
+_NAMES = 10
+
+
+def runtime_base() -> Path:
+    """Where the sessions of this user are. Raises: SpawnError, OSError."""
+    parent, name = _runtime_parent(), f"meshbook-{os.getuid()}"
+    candidates = [parent / name, *(parent / f"{name}.{number}" for number in range(1, _NAMES))]
+    owners = {folder: owner for folder in candidates if (owner := _owner(folder)) is not None}
+    for folder in sorted(candidates, key=lambda folder: folder not in owners):
+        if owners.get(folder, os.getuid()) == os.getuid():
+            try:
+                return private_folder(folder)
+            except SpawnError:
+                if _owner(folder) == os.getuid():  # else somebody was quicker
+                    raise
+    raise SpawnError(f"other users have taken all names in {parent}. Set XDG_RUNTIME_DIR to a folder of yours.")
+
+
+def log_base() -> Path:
+    """Where logs are. Raises: SpawnError, OSError."""
+    return private_folder(state_base() / "logs")
+
+
+def state_base() -> Path:
+    """Where lies what outlives sessions; warns, once, where that will not outlive the machine."""
+    try:
+        state = _state_home() / "meshbook"
+        if _owner(state / "logs") in (None, os.getuid()):
+            if os.access(private_folder(state / "logs"), os.W_OK | os.X_OK):
+                return state
+            why = f"{state} cannot be written"
+        else:
+            why = f"{state} belongs to another user"
+    except OSError as error:
+        why = explain(error)
+    instead = private_folder(runtime_base() / KEPT)
+    warnings.warn(f"logs lie in {instead}, which may not last: {why}. Set XDG_STATE_HOME to keep them.", stacklevel=2)
+    return instead
+
+
+def _runtime_parent() -> Path:
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.path.isabs(given):
+        given = ""
+    with contextlib.suppress(OSError):
+        status = os.stat(given)  # after su or sudo -E it is another user's, and goes when that one leaves
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and os.access(given, os.W_OK | os.X_OK):
+            return Path(given)
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise SpawnError(f"there is no folder for sockets: {error}. Set XDG_RUNTIME_DIR to one of yours.") from error
+
+
+def _state_home() -> Path:
+    """Raises: OSError if there is none."""
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return Path(given)
+    try:
+        home = Path.home()
+    except RuntimeError as error:  # HOME is not set, and this uid has no entry in the passwd file
+        raise OSError("HOME is not set") from error
+    if not home.is_dir():
+        raise NotADirectoryError(f"HOME is {home}, which is no folder")
+    return home / ".local" / "state"
+
+
+def _owner(path: Path) -> int | None:
+    """Whose it is, links not followed; None when it does not exist or cannot be seen."""
+    try:
+        return path.lstat().st_uid
+    except OSError:
+        return None

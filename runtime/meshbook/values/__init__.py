@@ -1,0 +1,1 @@
+"""Values as bytes: pickling, tensors out of band, shared memory."""

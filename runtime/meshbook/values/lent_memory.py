@@ -1,0 +1,169 @@
+"""Memory of other processes that is mapped here: when it may be given back to its owner.
+
+A private mapping shows what the owner writes later, on pages that were not written here. So a mapping is given back
+when its last view has died here, and each child that was forked while it was there has ended. Whether such a child
+lives is read off a page that only the descendants of the fork map: while any of them does, Linux refuses to seal it
+against writes. Their death or exec ends that; nothing that they do to their files does.
+
+What is withheld is bounded: it is what living children were given at their fork.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from meshbook.concurrency import forks
+
+LOOK_S = 0.1
+"""How often it is looked whether children live."""
+
+_F_ADD_SEALS, _F_SEAL_WRITE = 1033, 8
+
+_age = 0
+"""Grows with each fork."""
+_open: set[int] = set()
+"""Loans whose views live, by identity."""
+_broods: list[_Brood] = []
+_withheld: deque[Loan] = deque()
+_look_at = 0.0
+_looking = threading.Lock()
+
+
+class Loan:
+    """One mapping. Called when its last view has died, wherever that happens: it gives the memory back, if it may.
+
+    A process that ends does not call it, and in a forked child it does nothing.
+    """
+
+    def __init__(self, give_back: Callable[[int], None], segment: int) -> None:
+        self._give_back, self._segment = give_back, segment
+        self._generation, self._age = forks.generation, _age
+        self._done = False
+        self._seen_by: list[_Brood] = []
+        _open.add(id(self))
+
+    def __call__(self) -> None:
+        if self._done or self._generation != forks.generation:
+            return
+        self._done = True
+        _open.discard(id(self))
+        self._seen_by = [brood for brood in tuple(_broods) if brood.until > self._age]
+        if self._seen_by:
+            _withheld.append(self)
+            settle()
+        else:
+            self._give_back(self._segment)
+
+    def retry(self) -> None:
+        """Give back what was withheld, unless a child still sees it."""
+        if all(brood.has_ended for brood in self._seen_by):
+            self._give_back(self._segment)
+        else:
+            _withheld.append(self)
+
+
+class _Brood:
+    """The descendants of one fork."""
+
+    def __init__(self) -> None:
+        self.until = math.inf
+        """Loans that are younger are not seen by them; infinite while the fork is under way."""
+        self.has_ended = False
+        self._fd = -1
+        self._page: mmap.mmap | None = None
+        try:
+            self._fd = os.memfd_create("meshbook-fork", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._fd, mmap.PAGESIZE)
+            self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        except (AttributeError, OSError):  # no such call, no descriptor left: it counts as living for ever
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; a child keeps the page."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def begin(self) -> None:
+        """In the parent: the fork is over."""
+        self.until = _age
+        if self._page is not None:
+            self._page.close()
+
+    def lives(self) -> bool:
+        """Whether a descendant may still see what was mapped at the fork."""
+        if self.until == math.inf or self._fd < 0:
+            return True
+        try:
+            fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_WRITE)
+        except OSError as error:
+            return error.errno == errno.EBUSY
+        return False
+
+
+def settle() -> None:
+    """Give back what no child sees any more. Any thread, any time; it never waits."""
+    global _look_at
+    if not _broods or time.monotonic() < _look_at or not _looking.acquire(blocking=False):
+        return
+    try:
+        _look_at = time.monotonic() + LOOK_S
+        for brood in [brood for brood in _broods if not brood.lives()]:
+            brood.has_ended = True
+            brood.close()
+            _broods.remove(brood)
+        for _ in range(len(_withheld)):
+            _withheld.popleft().retry()
+    finally:
+        _looking.release()
+
+
+def withheld() -> int:
+    """How many mappings have died here and are kept for the sake of children."""
+    return len(_withheld)
+
+
+_forking: dict[int, _Brood] = {}
+"""By thread."""
+
+
+def _before_fork() -> None:
+    settle()
+    if _open or _withheld:
+        brood = _forking[threading.get_ident()] = _Brood()
+        _broods.append(brood)
+
+
+def _in_parent() -> None:
+    global _age
+    _age += 1
+    if (brood := _forking.pop(threading.get_ident(), None)) is not None:
+        brood.begin()
+
+
+_inherited: list[_Brood] = []
+"""In a child: the pages that say it lives."""
+
+
+def _in_child() -> None:
+    global _looking
+    _looking = threading.Lock()
+    for brood in _broods:
+        brood.close()
+    if (mine := _forking.pop(threading.get_ident(), None)) is not None:
+        _inherited.append(mine)
+    _forking.clear()
+    _broods.clear()
+    _withheld.clear()
+    _open.clear()
+
+
+forks.at_fork(before=_before_fork, in_parent=_in_parent, in_child=_in_child)

@@ -1,0 +1,202 @@
+"""Python values as bytes: a small head, and large buffers beside it that nobody has copied yet.
+
+A value is pickled by the quick C pickler first. What that cannot do, and whatever belongs to ``__main__``,
+goes by value through cloudpickle: by reference, a function of the notebook would "arrive" as whatever older
+definition the other process has. How values travel:
+
+    NumPy arrays, buffers        out of band from `out_of_band.MIN_BYTES` on
+    dense CPU tensors            the same; strides, requires_grad and attributes are kept; non-leaves arrive as
+                                 leaves
+    views of tensors             send only the bytes that they span. In one message, a view shares memory on
+                                 arrival with a tensor that spans these bytes too and comes before it
+    tensors of other devices     as CPU tensors: the other process may have no such device
+    DTensor                      refused: it lives on all ranks of its mesh
+    sparse, meta, subclasses     as torch pickles them
+
+An instance of a class that was redefined since keeps its old class, as in Python itself. Long `str` and
+`bytes` stay in the head; a head above `HEAD_MAX_BYTES` travels as the first of the buffers. A tensor that was
+mapped from shared memory cannot be resized in place; ``clone()`` it first.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from meshbook.errors import LoadError, MeshError, SerializationError
+from meshbook.values.tensors import NO_LIMIT, OutOfBand, TooLargeError
+from meshbook.values.unpicklable import Refusal, find_culprit
+from meshbook.wire.frames import Buffer
+
+HEAD_MAX_BYTES = 1 << 20
+"""Heads travel as one frame, whose size peers limit; what is larger goes where the large buffers go."""
+
+SEARCH_MAX_S = 2.0
+"""How long a failed `dumps` looks for the part that cannot travel."""
+
+_MODULE_IN_ERROR = re.compile(r"^Can't get attribute .* on <module '([\w.]+)'")
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+class Pickled(NamedTuple):
+    """A value as bytes. ``buffers`` are views of the live value: copy or send them before it changes."""
+
+    head: bytes
+    buffers: list[memoryview]
+
+
+def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) -> Pickled:
+    """Pickle ``obj``; functions and classes of ``__main__`` by value, in the definition that they have now.
+
+    what: what a person calls the value; the path in an error starts with it.
+    roots: names of parts of ``obj`` to start that path from instead, such as the arguments of a call.
+    Raises: SerializationError naming the part that cannot travel.
+    """
+    if _is_plain(obj, 2):
+        return _lighten(Pickled(pickle.dumps(obj, 5), []))
+    try:
+        return _lighten(_pickle(obj, NO_LIMIT))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _explain(obj, what, roots or {}, error) from error
+
+
+def dumps_bounded(obj: object, max_bytes: int) -> Pickled | None:
+    """Pickle ``obj`` if all of it can travel within ``max_bytes``, buffers included; else return None.
+
+    Gives up as soon as the limit is passed, before anything large is copied.
+    """
+    if isinstance(obj, str | bytes | bytearray) and len(obj) > max_bytes:
+        return None
+    try:
+        return _pickle(obj, max_bytes)
+    except MemoryError:
+        raise
+    except Exception:  # too large, or it cannot travel: the caller shows what it is instead
+        return None
+
+
+def loads(head: Buffer, buffers: Sequence[Any] = (), *, where: str = "this process") -> Any:
+    """Build the value again. Arrays and tensors use ``buffers`` in place and are as writable as those are.
+
+    where: this process as a person knows it, for the error: ``rank 3 on host b``.
+    Raises: LoadError if a module is missing here, or something in it, or the value's own code fails.
+    """
+    if not head and buffers:
+        head, *buffers = buffers
+    try:
+        return pickle.loads(head, buffers=buffers)
+    except (MeshError, MemoryError):
+        raise
+    except ModuleNotFoundError as error:
+        raise LoadError(where, error.name or str(error), "") from error
+    except Exception as error:
+        module = _MODULE_IN_ERROR.search(str(error)) if isinstance(error, AttributeError) else None
+        raise LoadError(where, module[1] if module else "", f"{type(error).__name__}: {error}") from error
+
+
+# ---- the two picklers --------------------------------------------------------------------------------------
+
+
+class _QuickPickler(pickle.Pickler):
+    out_of_band: OutOfBand
+
+    def reducer_override(self, obj: Any) -> Any:
+        return self.out_of_band.reduce(obj)
+
+
+class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    out_of_band: OutOfBand
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = self.out_of_band.reduce(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+class _BoundedSink(io.BytesIO):
+    def __init__(self, out_of_band: OutOfBand) -> None:
+        self._out_of_band = out_of_band
+
+    def write(self, data: Any, /) -> int:
+        self._out_of_band.spend(memoryview(data).nbytes)
+        return super().write(data)
+
+
+class _DeadlineSink:
+    """Keeps nothing, and ends a probe that takes too long."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    def write(self, data: Any, /) -> None:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError
+
+
+def _is_plain(obj: Any, depth: int) -> bool:
+    """Whether ``obj`` is so small and simple that any pickler does it; looks at a few items only."""
+    kind = type(obj)
+    if kind in _ATOMS:
+        return True
+    if kind not in (tuple, list, dict) or len(obj) > 8 or not depth:
+        return False
+    for item in (*obj, *obj.values()) if kind is dict else obj:
+        if type(item) not in _ATOMS and not _is_plain(item, depth - 1):  # all() is slower
+            return False
+    return True
+
+
+def _lighten(pickled: Pickled) -> Pickled:
+    """Move a heavy head to the buffers; an empty one says so."""
+    if len(pickled.head) <= HEAD_MAX_BYTES:
+        return pickled
+    return Pickled(b"", [memoryview(pickled.head), *pickled.buffers])
+
+
+def _pickle(obj: object, room: int) -> Pickled:
+    if not cloudpickle.list_registry_pickle_by_value():
+        try:
+            pickled = _pickle_with(_QuickPickler, obj, room)
+        except (TooLargeError, Refusal, MemoryError):
+            raise
+        except Exception:
+            pass  # the other pickler can do more; if it fails too, its error is the one that counts
+        else:
+            if b"__main__" not in pickled.head:
+                return pickled
+    return _pickle_with(_ByValuePickler, obj, room)
+
+
+def _pickle_with(kind: type[_QuickPickler] | type[_ByValuePickler], obj: object, room: int) -> Pickled:
+    out_of_band = OutOfBand(room)
+    sink = io.BytesIO() if room == NO_LIMIT else _BoundedSink(out_of_band)
+    pickler = kind(sink, 5, buffer_callback=out_of_band.take)
+    pickler.out_of_band = out_of_band
+    pickler.dump(obj)
+    return Pickled(sink.getvalue(), out_of_band.buffers)
+
+
+def _explain(obj: object, what: str, roots: Mapping[str, object], error: Exception) -> SerializationError:
+    deadline = time.monotonic() + SEARCH_MAX_S
+
+    def probe(value: object) -> Exception | None:
+        try:
+            out_of_band = OutOfBand(NO_LIMIT)
+            pickler = _ByValuePickler(_DeadlineSink(deadline), 5, buffer_callback=out_of_band.take)
+            pickler.out_of_band = out_of_band
+            pickler.dump(value)
+        except Exception as error:
+            return error
+        return None
+
+    for name, root in roots.items():
+        if (failure := probe(root)) is not None:
+            return find_culprit(root, name, failure, probe, deadline)
+    return find_culprit(obj, what, error, probe, deadline)

@@ -1,0 +1,1 @@
+"""Messages, codec, links, frames and sockets between processes."""

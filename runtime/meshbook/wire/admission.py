@@ -1,0 +1,148 @@
+"""Who may knock at a TCP port: a bounded number of strangers, and nobody at all while nobody is expected.
+
+libzmq accepts every connection, gives each 5 s for its handshake, and knows no limit: a stranger could use up our file
+descriptors, and keep its I/O thread busy with handshakes that lead nowhere. It accepts without Python's lock, so no
+count in Python could be in time while a cell holds it. Therefore:
+
+- While each lane of each expected host is connected and was heard of lately, the port is shut: a socket filter on the
+  listener drops what arrives (Linux, SO_ATTACH_FILTER; connections made before are not concerned). It opens again as
+  soon as one of them is missing.
+- While it is open, strangers are connections of which no valid message has come. Beyond `MAX_PER_ADDRESS` from one
+  address the newest is turned away, beyond `MAX_STRANGERS` in all the oldest: an honest handshake takes milliseconds.
+
+No ZeroMQ here: the transport tells what its monitor says, and which descriptor a message came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import struct
+import sys
+import time
+from collections.abc import Collection
+from typing import NamedTuple
+
+from meshbook.wire.answering import borrow, last_answer
+
+MAX_STRANGERS = 64
+MAX_PER_ADDRESS = 16
+
+SILENT_S = 2.5
+"""A lane that was silent for so long may have lost its connection without our noticing: the port opens for it."""
+
+BACKLOG = 128
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0 bytes of the packet
+
+
+class _Stranger(NamedTuple):
+    address: str
+    since: float
+
+
+class _Lane(NamedTuple):
+    fd: int
+    heard: float
+
+
+class ConnectionFilter:
+    """One per listening socket. Belongs to the thread that owns the ZeroMQ socket."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._port = listener.getsockname()[1]
+        self._strangers: dict[int, _Stranger] = {}
+        """By descriptor, in the order of arrival."""
+        self._lanes: dict[str, _Lane] = {}
+        self._buffer = ctypes.create_string_buffer(_DROP_ALL)
+        self._missing = 0
+        """How many expected lanes are not there."""
+        self.is_open = True
+        self.unproven = 0
+        """Connections that ended without a valid message: wrong keys, other protocols, garbage, too slow."""
+        self.turned_away = 0
+        """Connections that were shut because there were too many strangers."""
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not proved anything yet."""
+        return len(self._strangers)
+
+    def accepted(self, fd: int) -> None:
+        """libzmq has let a connection in, whose handshake begins."""
+        address = self._address_of(fd)
+        self._strangers[fd] = _Stranger(address, time.monotonic())
+        here = sum(stranger.address == address for stranger in self._strangers.values())
+        if here > MAX_PER_ADDRESS + self._missing:
+            self._turn_away(fd)
+        elif len(self._strangers) > MAX_STRANGERS + self._missing:
+            self._turn_away(next(iter(self._strangers)))
+
+    def closed(self, fd: int) -> None:
+        """A connection has ended."""
+        if self._strangers.pop(fd, None) is not None:
+            self.unproven += 1
+        for name in [name for name, lane in self._lanes.items() if lane.fd == fd]:
+            del self._lanes[name]
+
+    def heard(self, lane: str, fd: int) -> None:
+        """A valid message of ``lane`` came over the connection ``fd``."""
+        self._strangers.pop(fd, None)
+        self._lanes[lane] = _Lane(fd, time.monotonic())
+
+    def answered(self, lane: str, before: float) -> float:
+        """When the machine of a lane was last known to be there (`meshbook.wire.answering`), at least ``before``."""
+        known = self._lanes.get(lane)
+        if known is None or (connection := self._borrow(known.fd)) is None:
+            return before
+        with connection:
+            return last_answer(connection, before)
+
+    def settle(self, expected: Collection[str]) -> None:
+        """Open or shut the port. ``expected``: the lanes that may dial in; to be called about once a second."""
+        earliest = time.monotonic() - SILENT_S
+        self._lanes = {name: lane for name, lane in self._lanes.items() if name in expected}
+        self._missing = len(expected) - sum(lane.heard > earliest for lane in self._lanes.values())
+        if self.is_open != bool(self._missing):
+            self._set_open(bool(self._missing))
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _set_open(self, wanted: bool) -> None:
+        if not sys.platform.startswith("linux"):
+            return
+        if wanted:
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        else:
+            program = struct.pack("HxxxxxxP", 1, ctypes.addressof(self._buffer))
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        self.is_open = wanted
+
+    def _address_of(self, fd: int) -> str:
+        """Where a connection to our port comes from; empty if it has ended already."""
+        if (connection := self._borrow(fd)) is not None:
+            with connection, contextlib.suppress(OSError):
+                return str(connection.getpeername()[0])
+        return ""
+
+    def _turn_away(self, fd: int) -> None:
+        """Reset a connection; libzmq then closes its descriptor."""
+        del self._strangers[fd]
+        if (connection := self._borrow(fd)) is not None:
+            with connection, contextlib.suppress(OSError):  # it may have ended just now
+                connection.shutdown(socket.SHUT_RDWR)
+            self.turned_away += 1
+
+    def _borrow(self, fd: int) -> socket.socket | None:
+        """A copy of libzmq's descriptor, if it is a living connection to our port: the number may be reused."""
+        if (connection := borrow(fd)) is None:
+            return None
+        with contextlib.suppress(OSError):
+            if connection.getsockname()[1] == self._port:
+                return connection
+        connection.close()
+        return None

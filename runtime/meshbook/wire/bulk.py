@@ -1,0 +1,160 @@
+"""Payloads that cross hosts, in pieces on a lane of their own, so that they never delay a call or an interrupt.
+
+What waits to be sent lies in shared memory, once, however many hosts are to get it. Only the pieces under way are
+copied, by ZeroMQ, so these are few; the peer's acknowledgements bring the next ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, TypeAlias
+
+from meshbook.errors import PeerProtocolError
+from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer
+from meshbook.wire.link import ACK_AFTER_BYTES, Link
+
+Spans = tuple[tuple[int, int], ...]
+
+Sent: TypeAlias = tuple[bytes, Sequence[Buffer]]
+"""(header, payload) of a message as it is given to a link."""
+
+MAX_PAYLOAD_BYTES = 1 << 36
+
+UNDER_WAY_BYTES = 64 << 20
+"""Of all payloads that this process sends, together; as far as `LEAST_BYTES` for each peer allows."""
+MOST_BYTES, LEAST_BYTES = 8 << 20, 2 * ACK_AFTER_BYTES
+"""To one peer."""
+
+
+class BulkSender:
+    """Sends payloads to one peer, in their order, as `wire.Bulk` messages; ids are unique per sender.
+
+    Its owner calls `pump` after `send`, and when the peer has acknowledged something.
+    """
+
+    _at_work: ClassVar[weakref.WeakSet[BulkSender]] = weakref.WeakSet()
+    """Those of this process, which share `UNDER_WAY_BYTES`."""
+
+    def __init__(self, link: Callable[[], Link], transmit: Callable[[bytes, Sequence[Buffer]], None]) -> None:
+        """link: that of the lane, as it is now. transmit: sends a message on it."""
+        self._link, self._transmit = link, transmit
+        self._ids = itertools.count(1)
+        self._queue: deque[Iterator[Sent]] = deque()
+        self.waiting_bytes = 0
+        """What has not been sent yet."""
+
+    def send(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
+        """Send a payload, soon; returns what names it in its call or reply.
+
+        The buffers must stay as they are until the last view of them has died: the peer has them then, or never will.
+        """
+        payload = next(self._ids)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        spans, offset = [], 0
+        for view in views:
+            spans.append((offset, len(view)))
+            offset += len(view)
+        self._add(_cut(payload, offset, views), offset)
+        return payload, tuple(spans)
+
+    def send_again(self, pieces: Sequence[Sent]) -> None:
+        """Send what a former peer has not got."""
+        self._add(iter(pieces), sum(_size(payload) for _, payload in pieces))
+
+    def _add(self, pieces: Iterator[Sent], size_bytes: int) -> None:
+        self._queue.append(pieces)
+        self.waiting_bytes += size_bytes
+        self._at_work.add(self)
+
+    def pump(self) -> bool:
+        """Send as much as may be under way now; whether that was anything."""
+        if not self._queue:
+            return False
+        window = max(LEAST_BYTES, min(MOST_BYTES, UNDER_WAY_BYTES // len(self._at_work)))
+        sent = False
+        while self._queue and self._link().unacked_bytes < window:
+            if (piece := next(self._queue[0], None)) is None:
+                self._queue.popleft()
+                continue
+            self.waiting_bytes -= _size(piece[1])
+            self._transmit(*piece)
+            sent = True
+        if not self._queue:
+            self._at_work.discard(self)
+        return sent
+
+    def take_unsent(self) -> list[Sent]:
+        """Give up what has not been sent, and return it."""
+        unsent = [piece for pieces in self._queue for piece in pieces]
+        self.clear()
+        return unsent
+
+    def clear(self) -> None:
+        """Give up what has not been sent."""
+        self._queue.clear()
+        self.waiting_bytes = 0
+        self._at_work.discard(self)
+
+
+def _cut(payload: int, size_bytes: int, views: list[memoryview]) -> Iterator[Sent]:
+    if not size_bytes:
+        yield wire.encode(wire.Bulk(payload, 0, 0, True)), [b""]
+    offset = 0
+    for view in views:
+        for start in range(0, len(view), wire.CHUNK_BYTES):
+            piece = view[start : start + wire.CHUNK_BYTES]
+            last = offset + len(piece) == size_bytes
+            yield wire.encode(wire.Bulk(payload, size_bytes, offset, last)), [piece]
+            offset += len(piece)
+
+
+def _size(payload: Iterable[Buffer]) -> int:
+    return sum(len(buffer) for buffer in payload)
+
+
+class BulkReceiver:
+    """Puts the pieces of one sender together again."""
+
+    def __init__(self, on_whole: Callable[[], None]) -> None:
+        self._on_whole = on_whole
+        self._parts: dict[int, bytearray] = {}
+        self._whole: dict[int, bytearray] = {}
+        self._unwanted: set[int] = set()
+
+    def receive(self, piece: wire.Bulk, data: Buffer) -> None:
+        """Take a piece; tells ``on_whole`` when its payload is complete.
+
+        Raises: PeerProtocolError for a size or an offset that cannot be.
+        """
+        if piece.payload in self._unwanted:
+            if piece.last:
+                self._unwanted.discard(piece.payload)
+            return
+        end = piece.offset + len(data)
+        if piece.size_bytes > MAX_PAYLOAD_BYTES or end > piece.size_bytes or piece.last != (end == piece.size_bytes):
+            raise PeerProtocolError(f"a piece at {piece.offset} does not fit a payload of {piece.size_bytes} bytes")
+        whole = self._parts.setdefault(piece.payload, bytearray())
+        if len(whole) != piece.offset:
+            raise PeerProtocolError(f"a piece at {piece.offset} follows {len(whole)} bytes")
+        whole += data
+        if piece.last:
+            self._whole[piece.payload] = self._parts.pop(piece.payload)
+            self._on_whole()
+
+    def has(self, payload: int) -> bool:
+        return payload in self._whole
+
+    def discard(self, payload: int) -> None:
+        """Nobody will take this payload: forget it, and what is still to come of it."""
+        if self._whole.pop(payload, None) is None:
+            self._parts.pop(payload, None)
+            self._unwanted.add(payload)
+
+    def take(self, payload: int, spans: Spans) -> list[memoryview]:
+        """Return the buffers of a whole payload, and forget it."""
+        view = memoryview(self._whole.pop(payload))
+        return [view[offset : offset + length] for offset, length in spans]

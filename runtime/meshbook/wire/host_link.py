@@ -1,0 +1,147 @@
+"""One end of a connection that another process dials in to: its lanes, what waits for them, payloads in pieces.
+
+The other end is an agent: to the controller all agents are hosts that dial in, to an agent those of other hosts are.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from meshbook.wire import messages as wire
+from meshbook.wire.batches import Batch
+from meshbook.wire.bulk import BulkReceiver, BulkSender, Sent, Spans
+from meshbook.wire.frames import Buffer
+from meshbook.wire.link import Link, check_message, epoch_of
+from meshbook.wire.transport import LANES, ControllerSocket, LaneName
+
+Parked: TypeAlias = wire.Replies | wire.Call | wire.Cancel
+
+
+class HostLink:
+    """Used by one thread only, but for the plain fields.
+
+    on_whole: called with what was parked, once its payload is whole.
+    """
+
+    def __init__(
+        self, id: str, epoch: int, sock: ControllerSocket, on_whole: Callable[[Parked, list[bytes]], None]
+    ) -> None:
+        self.id = id
+        self.heard = time.monotonic()
+        self.lost = ""
+        """Why it is lost; empty while it lives."""
+        self.usurper = 0
+        """The epoch of a controller that has taken the host from us."""
+        self.bulk_in = BulkReceiver(self._serve_parked)
+        self.parked: deque[tuple[Parked, list[bytes]]] = deque()
+        self._on_whole = on_whole
+        self._sock = sock
+        self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
+        self._outbox = Batch(self._send_or_wait)
+        self._backlog: deque[Sent] = deque()
+        self._bulk_out = BulkSender(lambda: self._links["bulk"], functools.partial(self._transmit, "bulk"))
+
+    def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send on the lane of calls, when `flush` is called; waits in our backlog while the host is slow."""
+        self._outbox.add(wire.encode(message), payload)
+
+    def flush(self) -> None:
+        """Let go what `send` has collected."""
+        self._outbox.flush()
+
+    def send_urgent(self, message: wire.ToHost) -> None:
+        """Send on the lane that never waits behind payloads."""
+        self._transmit("urgent", wire.encode(message), ())
+
+    def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
+        """Send a payload, as fast as the host takes it; returns what names it. See
+        `meshbook.wire.bulk.BulkSender.send`.
+        """
+        named = self._bulk_out.send(buffers)
+        self._bulk_out.pump()
+        return named
+
+    def lose(self, reason: str) -> None:
+        """It is lost: nothing is sent to it any more, and nothing kept for it."""
+        self.lost = reason
+        self._backlog.clear()
+        self._bulk_out.clear()
+        self._links = {lane: Link(link.epoch) for lane, link in self._links.items()}
+
+    @property
+    def backlog(self) -> int:
+        """Messages that wait for the host to acknowledge earlier ones."""
+        return len(self._backlog)
+
+    def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
+        """Take frames from the wire: the message they carry, if it is new and next in order."""
+        self.heard = time.monotonic()
+        link = self._links[lane]
+        if (epoch := epoch_of(frames)) > link.epoch:
+            self.usurper = epoch
+        return link.receive(frames)
+
+    def acknowledge(self, lane: LaneName) -> None:
+        """Send what the link owes the peer, and what its acknowledgements have made room for."""
+        link = self._links[lane]
+        for frames in link.pending():
+            self._sock.send(self.id, lane, frames)
+        if lane == "bulk":
+            self._bulk_out.pump()
+        while lane == "calls" and self._backlog and not link.full:
+            self._transmit(lane, *self._backlog.popleft())
+
+    def acknowledge_rest(self) -> None:
+        """Send the acknowledgements that could wait: if we end now, the next controller shall not hear it all again."""
+        for lane, link in self._links.items():
+            if link.owes:
+                self._sock.send(self.id, lane, link.acknowledgement())
+
+    def beat(self) -> None:
+        """Once per heartbeat: how far each lane is."""
+        self.send_urgent(wire.Heartbeat())
+        self.knock()
+
+    def knock(self) -> None:
+        """Say on every lane that we are there and how far we are."""
+        for lane, link in self._links.items():
+            self._sock.send(self.id, lane, link.heartbeat())
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the host has acknowledged all that we have sent."""
+        waits = self._backlog or self._bulk_out.waiting_bytes
+        return not waits and all(link.unacked_bytes == 0 for link in self._links.values())
+
+    def park(self, message: Parked, frames: list[bytes]) -> bool:
+        """Keep a message back while its payload, or that of an earlier one, is still on its way; True when kept."""
+        if isinstance(message, wire.Cancel):
+            incomplete = False
+        else:
+            parts = message.replies if isinstance(message, wire.Replies) else (message,)
+            incomplete = any(part.bulk is not None and not self.bulk_in.has(part.bulk[0]) for part in parts)
+        if incomplete or self.parked:
+            self.parked.append((message, frames))
+            return True
+        return False
+
+    def _serve_parked(self) -> None:
+        parked, self.parked = self.parked, deque()
+        for message, frames in parked:
+            if not self.park(message, frames):
+                self._on_whole(message, frames)
+
+    def _send_or_wait(self, header: bytes, payload: Sequence[Buffer]) -> None:
+        if self._backlog or self._links["calls"].full:
+            check_message(header, payload)
+            self._backlog.append((header, payload))
+        else:
+            self._transmit("calls", header, payload)
+
+    def _transmit(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
+        if not self.lost:
+            self._sock.send(self.id, lane, self._links[lane].send(header, list(payload)))

@@ -1,0 +1,60 @@
+"""What the host agent and the template process say to each other. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+FDS_PER_WORKER = 5
+"""call socket, urgent socket, mail socket, stdout, stderr"""
+
+
+class ForkWorkers(msgspec.Struct, tag="fork", frozen=True):
+    """Fork ``count`` workers; their descriptors follow in ``count`` packets."""
+
+    agent_pid: int
+    count: int
+
+
+class ForkTemplate(msgspec.Struct, tag="template", frozen=True):
+    """Fork another template that has also imported ``preload``; its socket follows in one packet."""
+
+    agent_pid: int
+    preload: tuple[str, ...]
+    sys_path: tuple[bytes, ...]
+
+
+class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
+    """``problem`` says why workers may not be forked from here; ``failure`` is the traceback of a failed import."""
+
+    pid: int
+    seconds: float
+    problem: str = ""
+    failure: str = ""
+
+
+class TemplateForked(msgspec.Struct, tag="born", frozen=True):
+    """The first word of a forked template, before it imports anything."""
+
+    pid: int
+
+
+class WorkerForked(msgspec.Struct, tag="forked", frozen=True):
+    pid: int
+
+
+class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
+    """The oldest request is given up; workers of it that were named before are the agent's to end."""
+
+    reason: str
+
+
+Request = ForkWorkers | ForkTemplate
+
+
+TemplateAnswer = TemplateReady | TemplateForked | WorkerForked | ForkFailed
+
+
+decode_request = msgspec.msgpack.Decoder(Request).decode
+
+
+decode_answer = msgspec.msgpack.Decoder(TemplateAnswer).decode

@@ -1,0 +1,1 @@
+"""One rank's process: its template, main loop, control thread, mail and interrupts."""

@@ -1,0 +1,224 @@
+"""Where actors of a worker are spawned and looked up: the mailbox `DESK`.
+
+A spawn is a call to the desk whose endpoint is ``<mailbox>:<session>:<name>``, since the thread of the mail unpickles
+nothing. It opens the actor's mailbox at once, so that messages which come behind it find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actor.errors import ActorStuckError
+from meshbook.actor.ports import Port
+from meshbook.actor.router import DESK, FIRST_OF_RANKS, READY, STOP, WATCH, Place
+from meshbook.actor.runner import ActorRunner
+from meshbook.actor.supervision import SUPERVISE, MeshFailure
+from meshbook.calls.answer import Outcome
+from meshbook.calls.mailboxes import LoadArgs, Mailbox, Mailboxes, ReplyTo
+from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.own_faults import tell
+from meshbook.errors import Failure, MailboxClosed, MeshError
+from meshbook.source.location import users_place
+from meshbook.source.thread_frames import frame_of
+from meshbook.wire import messages as wire
+
+if TYPE_CHECKING:
+    from meshbook.worker.worker import Worker
+
+
+EARLY_S = 2.0
+"""How long a message waits for the actor that it is for to be spawned."""
+
+END_S = 0.8
+"""How long actors may take to clean up when their process is to end; after 1 s it is killed."""
+
+
+STOP_GRACE_S = 3.0
+"""How long an actor that is stopped may go on with what was sent before; then it is interrupted."""
+
+STOP_INSIST_S = 2.0
+"""How long it is interrupted again and again, until it is said not to end."""
+
+STOP_AGAIN_S = 0.5
+
+_ENDED = Outcome(wire.OK, None, has_value=True)
+
+
+class ActorRegistry:
+    """The actors of a worker. What `ActorRunner` needs of its process."""
+
+    def __init__(self, worker: Worker, mailboxes: Mailboxes) -> None:
+        self._worker, self._mailboxes = worker, mailboxes
+        self.session = ""
+        """The id of the session, once an actor was spawned."""
+        self._hosts: dict[int, ActorRunner] = {}
+        self._at_end: dict[int, list[ReplyTo]] = {}
+        self._describing = threading.Lock()
+        self._early: dict[int, list[tuple[wire.Call, LoadArgs, ReplyTo]]] = {}
+        """What has come for actors that are not there yet, by mailbox."""
+        mailboxes.open(DESK, self._spawn, self._cancel_spawn)
+        mailboxes.not_yet = self._not_yet
+
+    def end_child(self, failure: Failure | None) -> None:
+        """Where a message has been handled: end the process if user code has forked it meanwhile."""
+        self._worker.end_child(failure)
+
+    def after_fork(self) -> None:
+        """In a forked child: the lock may be that of a thread which it lacks."""
+        self._describing = threading.Lock()
+
+    def states(self) -> list[dict[str, object]]:
+        """What each actor is doing; plain data."""
+        return [host.state() for host in list(self._hosts.values())]
+
+    @property
+    def busy(self) -> int:
+        """How many actors handle messages, or have some waiting; from any thread."""
+        return sum(host.is_busy for host in list(self._hosts.values()))
+
+    @property
+    def handling(self) -> dict[int, int]:
+        """The threads of those, with their mailboxes."""
+        return {host.thread.ident or 0: host.mailbox for host in list(self._hosts.values()) if host.is_busy}
+
+    def handled(self) -> dict[int, tuple[int, Collection[int]]]:
+        """What each actor handles now, by its thread: its mailbox, and messages by serial; from any thread."""
+        return {host.thread.ident or 0: (host.mailbox, tuple(host.current)) for host in list(self._hosts.values())}
+
+    # ---- the thread of the mail ---------------------------------------------------------------------------------
+
+    def _spawn(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
+        mailbox, self.session, name = call.endpoint.split(":", 2)
+        host = ActorRunner(self, int(mailbox), name)
+        self._hosts[host.mailbox] = host
+        self._mailboxes.open(host.mailbox, functools.partial(self._deliver, host), host.cancel)
+        host.deliver(call, load_args, reply)
+        for early in self._early.pop(host.mailbox, []):
+            host.deliver(*early)
+        host.thread.start()
+
+    def _not_yet(self, mailbox: int) -> Mailbox | None:
+        """For messages that have overtaken, on another road, the spawn of the actor that they are for."""
+        return Mailbox(self._keep_early)
+
+    def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
+        closed = MailboxClosed(self.rank, call.mailbox)
+        if call.origin is None and call.mailbox < FIRST_OF_RANKS:  # who has spawned it was here before
+            raise closed
+        waiting = self._early.setdefault(call.mailbox, [])
+        waiting.append((call, load_args, reply))
+        if len(waiting) == 1:
+            timer = threading.Timer(EARLY_S, self._give_up_early, [call.mailbox, closed])
+            timer.daemon = True
+            timer.start()
+
+    def _give_up_early(self, mailbox: int, closed: MailboxClosed) -> None:
+        for _, _, reply in self._early.pop(mailbox, []):
+            reply(Outcome(wire.RAISED, failure=self.describe(closed)))
+
+    def _cancel_spawn(self, call: wire.Call, insist: bool) -> None:
+        for host in list(self._hosts.values()):
+            host.cancel(call, insist)
+
+    def _deliver(self, host: ActorRunner, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
+        if call.endpoint == WATCH:
+            self._at_end.setdefault(host.mailbox, []).append(reply)
+            return
+        if call.endpoint == READY:
+            host.answer_when_made(reply)
+            return
+        if call.endpoint != STOP:
+            host.deliver(call, load_args, reply)
+            return
+        self._mailboxes.close(host.mailbox, _why_stopped(host))
+        self._at_end.setdefault(host.mailbox, []).append(reply)
+        host.end()
+        run_in_background(functools.partial(self._see_to_end, host))
+
+    def _see_to_end(self, host: ActorRunner) -> None:
+        """Interrupt an actor that does not end by itself; tell, if that does not help either. On a side thread."""
+        host.thread.join(STOP_GRACE_S)
+        until = time.monotonic() + STOP_INSIST_S
+        while host.thread.is_alive() and not host.served and time.monotonic() < until:
+            host.end_now(_why_stopped(host))
+            host.thread.join(STOP_AGAIN_S)
+        if host.served:
+            host.thread.join()  # it cleans up, which may be saving something
+        if host.thread.is_alive():
+            place = users_place(frame_of(host.thread.ident))
+            failure = self.describe(ActorStuckError(host.name, self.rank, place))
+            self._answer_end(host, Outcome(wire.RAISED, failure=failure))
+            host.belongings.stop()
+        else:
+            self._answer_end(host, _ENDED)  # it may have ended before anybody asked
+
+    def _answer_end(self, host: ActorRunner, answer: Outcome) -> None:
+        for reply in self._at_end.pop(host.mailbox, []):
+            reply(answer)
+
+    # ---- the main thread, when the process is to end ---------------------------------------------------------------
+
+    def end_all(self, within_s: float = END_S) -> None:
+        """Interrupt what runs, drop what waits, and have every actor clean up; what takes longer is left behind."""
+        deadline = time.monotonic() + within_s
+        hosts = list(self._hosts.values())
+        for host in hosts:
+            host.end_now()
+        for host in hosts:
+            if host.thread.is_alive():
+                host.thread.join(max(0.0, deadline - time.monotonic()))
+
+    # ---- threads of actors --------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._worker.identity.rank
+
+    @property
+    def mesh_name(self) -> str:
+        return self._worker.identity.name
+
+    def describe(self, error: BaseException) -> Failure:
+        with self._describing:  # IPython draws one traceback at a time
+            return self._worker.shell.describe(error)
+
+    def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
+        return self._worker.shell.output_beside(output)
+
+    def port_to(self, mailbox: int) -> Port[Any]:
+        identity = self._worker.identity
+        return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
+
+    def tell_owner(self, host: ActorRunner, failure: MeshFailure) -> None:
+        """Where the owner cannot be told, it is printed."""
+        if host.owner is not None:
+            with contextlib.suppress(MeshError):
+                host.owner.post(SUPERVISE, failure)
+                return
+        print(failure.report(), flush=True)
+
+    def actor_ended(self, host: ActorRunner, fault: BaseException | None) -> None:
+        self._hosts.pop(host.mailbox, None)
+        if fault is not None:
+            self._give_up_calls(host, fault)
+        self._answer_end(host, _ENDED)
+
+    def _give_up_calls(self, host: ActorRunner, fault: BaseException) -> None:
+        """Nobody is left to answer what an actor holds. Closed first, so that nothing comes behind this."""
+        tell(fault, f'the thread of the actor "{host.name}"')
+        why = f'the thread of the actor "{host.name}" has ended by a fault of meshbook: {fault!r}'
+        self._mailboxes.close(host.mailbox, why)
+        spawn = f"{host.mailbox}:"
+        self._worker.mail.give_up(
+            lambda call: call.mailbox == host.mailbox or (call.mailbox == DESK and call.endpoint.startswith(spawn)),
+            Outcome(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
+        )
+
+
+def _why_stopped(host: ActorRunner) -> str:
+    return f'the actors "{host.name}" were stopped'

@@ -1,0 +1,313 @@
+"""What a worker can be asked to do: the endpoints of the process itself.
+
+`CALLS` run on the main thread, in order, and may run user code. `QUERIES` are answered by the control thread, always;
+those of `SLOW_QUERIES` on a side thread, so that no interrupt waits behind them.
+Each call endpoint gets the worker, the call and the sender's arguments, and returns an `Outcome`. A query gets the
+worker and plain data, and returns plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshbook.calls.answer import Outcome
+from meshbook.calls.unresponsive import STOPPED
+from meshbook.errors import UsageError
+from meshbook.formatting import did_you_mean
+from meshbook.groups.progress import Collectives
+from meshbook.groups.rank_groups import RankPlace, broadcast_value, describe_frame
+from meshbook.profiling.recorder import recorded
+from meshbook.shape.members import Extent
+from meshbook.shell.failures import describe_briefly
+from meshbook.shell.postmortem_memory import free as free_kept
+from meshbook.source.location import users_place
+from meshbook.source.tasks import cell_frames
+from meshbook.source.thread_frames import exception_of, frame_of
+from meshbook.stacks.frames import Frame, RankTold
+from meshbook.system.processes import resident_bytes
+from meshbook.values.pickling import dumps_bounded
+from meshbook.values.remote_value import RemoteValue
+from meshbook.wire import messages as wire
+from meshbook.worker.actor_query import actors
+from meshbook.worker.completion import complete, inspect, user_names
+from meshbook.worker.dap_queries import DEBUG_QUERIES, debugged_place
+from meshbook.worker.debug_queries import (
+    hold_deadlines,
+    last_error,
+    learn_source,
+    pdb_break_in,
+    pdb_command,
+    pdb_prompt,
+)
+from meshbook.worker.stacks import lines_of, place_in_debugger, read_threads
+
+if TYPE_CHECKING:
+    from meshbook.worker.worker import Worker
+
+RECENT = 16
+"""Operations of each group that a rank tells of when somebody looks at it."""
+
+RESULT_MAX_BYTES = 1 << 20
+"""A cell's last expression travels to the notebook up to this size; larger ones stay on the rank."""
+
+
+def _ok(value: object = None, what: str = "the result") -> Outcome:
+    return Outcome(wire.OK, value, has_value=True, what=what)
+
+
+def run_cell(
+    worker: Worker,
+    call: wire.Call,
+    code: str,
+    cell_number: int | None = None,
+    line_offset: int = 0,
+    forbid_collectives: bool = False,
+    debug_name: str = "",
+    profile: str = "",
+) -> Outcome:
+    """Run a cell in the rank's shell; the value is that of its last expression.
+
+    profile: record it under this name (`meshbook.profiling.recorder`); empty: do not.
+    """
+    if worker.debug_session is not None:
+        worker.debug_session.trace_again()
+    with recorded(profile, worker.groups, worker.gate.shield) if profile else contextlib.nullcontext():
+        outcome = worker.shell.run_cell(
+            code,
+            cell_id=call.output,
+            cell_number=cell_number,
+            line_offset=line_offset,
+            forbid_collectives=forbid_collectives,
+            debug_name=debug_name,
+        )
+    if outcome.failure is not None:
+        return Outcome(wire.INTERRUPTED if outcome.interrupted else wire.RAISED, failure=outcome.failure)
+    if not outcome.has_value:
+        return _ok()
+    pickled = dumps_bounded(outcome.value, RESULT_MAX_BYTES)
+    if pickled is None:
+        return _ok(RemoteValue.describing(outcome.value, worker.identity.rank))
+    return Outcome(wire.OK, has_value=True, pickled=pickled)
+
+
+def invoke(worker: Worker, call: wire.Call, function: Callable[..., object], *args: Any, **kwargs: Any) -> Outcome:
+    """Call a function that travelled here; of one that is ``async`` the value is that of its coroutine."""
+    value = function(*args, **kwargs)
+    if hasattr(type(value), "__await__") and isinstance(value, Coroutine):  # which takes longer
+        value = worker.shell.run_coroutine(value)
+    return _ok(value, what=f"the result of {getattr(function, '__name__', 'the function')}")
+
+
+def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Outcome:
+    """Bind names."""
+    worker.shell.namespace.update(values)
+    return _ok()
+
+
+def pull(worker: Worker, call: wire.Call, names: Sequence[str]) -> Outcome:
+    """Return the values of expressions, most often names; one value for one name."""
+    values = [_evaluate(worker, name) for name in names]
+    return _ok(values[0] if len(names) == 1 else tuple(values), what=names[0] if len(names) == 1 else "values")
+
+
+def _evaluate(worker: Worker, expression: str) -> object:
+    if not expression.isidentifier():
+        return worker.shell.evaluate(expression)
+    try:
+        return worker.shell.namespace[expression]
+    except KeyError:
+        near = did_you_mean(expression, (name for name in worker.shell.namespace if not name.startswith("_")))
+        raise NameError(f"name '{expression}' is not defined on the rank.{near}") from None
+
+
+def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool, groups: Sequence[str] = ()) -> Outcome:
+    """Form the default process group and the DeviceMesh; proves itself with a collective. groups: only these."""
+    begin = worker.identity
+    worker.groups.form(
+        worker.store_rpc,
+        epoch=epoch,
+        rank=begin.rank,
+        world_size=begin.world_size,
+        local_rank=begin.local_rank,
+        local_world_size=begin.local_world_size,
+        host_rank=begin.host_rank,
+        axes=begin.axes,
+        sizes=begin.sizes,
+        device=begin.device,
+        on_one_host=on_one_host,
+        groups=groups,
+    )
+    os.environ["GROUP_WORLD_SIZE"] = str(begin.hosts)
+    return set_axes(worker, call, begin.axes, begin.sizes)
+
+
+def prove_group(worker: Worker, call: wire.Call) -> Outcome:
+    """Prove the default process group with a collective."""
+    worker.groups.prove()
+    return _ok()
+
+
+def prepare_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -> Outcome:
+    """Meet the other ranks and set torchrun's variables, so that a cell can form a group of its own."""
+    begin = worker.identity
+    place = RankPlace(
+        begin.rank,
+        begin.world_size,
+        begin.local_rank,
+        begin.local_world_size,
+        begin.host_rank,
+        begin.axes,
+        begin.sizes,
+        begin.device,
+        on_one_host,
+    )
+    worker.groups.prepare(worker.store_rpc, place, epoch=epoch)
+    os.environ["GROUP_WORLD_SIZE"] = str(begin.hosts)  # ranks may be more on one host than on another
+    return _ok()
+
+
+def postmortem(worker: Worker, call: wire.Call) -> Outcome:
+    """Open a prompt on the frames of the rank's last exception; returns when the person has seen enough."""
+    kept, worker.shell.debugger.refusal = worker.shell.last_error, ""  # who asks for it is there
+    if kept is None or kept.error.__traceback__ is None:
+        raise UsageError("this rank has no exception with frames to look at.")
+    error = kept.error
+    worker.shell.debugger.post_mortem(error.__traceback__, describe_briefly(error))
+    return _ok()
+
+
+def free(worker: Worker, call: wire.Call) -> Outcome:
+    """Let go of the last exception's frames, and of device caches."""
+    return _ok(free_kept(worker.shell))
+
+
+def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Outcome:
+    """Rebind ``mesh`` and ``point`` to other axes over the same ranks."""
+    names: dict[str, object] = {"point": Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)}
+    if worker.groups.formed:
+        names["mesh"] = worker.groups.device_mesh(tuple(axes), tuple(sizes))
+    worker.shell.define(names)
+    return _ok()
+
+
+def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Outcome:
+    """Bind ``name`` everywhere to its value on rank ``src``, by the process group."""
+    broadcast_value(name, worker.shell.namespace, src, worker.groups)
+    return _ok()
+
+
+CALLS: dict[str, Callable[..., Outcome]] = {
+    function.__name__: function
+    for function in (
+        *(run_cell, invoke, push, pull, form_group, prove_group, prepare_group, set_axes, broadcast, postmortem, free),
+    )
+}
+
+
+# ---- queries: on the control thread ----------------------------------------------------------------------------
+
+
+def where(worker: Worker) -> str:
+    """What the main thread is doing: ``idle``, or ``in all_reduce (cell 7, line 5)``."""
+    frame = frame_of(worker.main_thread)
+    if worker.current is None or frame is None:
+        return "idle"
+    if place := worker.shell.debugger.place:
+        return f"stopped at {place}"
+    if place := debugged_place(worker):
+        return f"stopped by the debugger at {place}"
+    if operation := worker.groups.waits_in(worker.main_thread):
+        place = users_place(frame)
+        return f"in {operation} ({place})" if place else f"in {operation}"
+    if worker.shell.loop.is_running() and (awaiting := cell_frames(worker.shell.loop)):
+        place = next((at for each in awaiting if (at := users_place(each))), "")
+        if place and not users_place(frame):  # else a coroutine runs just now
+            return f"awaiting at {place}"
+    return describe_frame(frame)
+
+
+def collectives(worker: Worker, recent: int = 0) -> Collectives:
+    """How far the rank's process groups are, with the last ``recent`` operations of each, and what it waits in."""
+    current = worker.current
+    told = worker.groups.collectives(current[0] if current else 0, recent=recent)
+    return told._replace(actors=worker.registry.busy, handling=worker.registry.handling)
+
+
+def reaction(worker: Worker) -> str:
+    """`where`, and how the running call takes an interrupt that was sent to it."""
+    place = where(worker)
+    if worker.current is None:
+        return place
+    if not worker.gate.is_open:
+        return STOPPED
+    if not worker.gate.meant:
+        return place
+    if worker.gate.unheard:
+        return f"{place}; native code there does not look at interrupts"
+    if place.startswith("in the runtime"):
+        return STOPPED
+    if worker.gate.has_handler:
+        return f"{place}; it deals with interrupts itself (signal.signal), and goes on"
+    handled: Any = exception_of(worker.main_thread)
+    handled = handled[1] if isinstance(handled, tuple) else handled  # until Python 3.11
+    if isinstance(handled, KeyboardInterrupt):
+        return f"{place}; it is still cleaning up after KeyboardInterrupt"
+    return f"{place}; it caught KeyboardInterrupt and goes on"
+
+
+def status(worker: Worker) -> dict[str, object]:
+    """What `%mesh` shows of a rank."""
+    current, place = worker.current, worker.shell.debugger.place or debugged_place(worker)
+    return {
+        "busy": current[1] if current else "",
+        "busy_s": time.monotonic() - current[2] if current else 0.0,
+        "where": place or where(worker),
+        "paused": place,
+        "rss_bytes": resident_bytes(os.getpid()),
+        "moved_bytes": worker.groups.moved_bytes,
+        "gpu": worker.gpu.last(),
+        "kept_bytes": worker.kept.last(worker.shell),
+    }
+
+
+def clock(worker: Worker) -> float:
+    """The wall clock of this machine, in seconds since the epoch."""
+    return time.time()
+
+
+def progress(worker: Worker) -> RankTold:
+    """What the rank does, and how far its groups are, without its stacks."""
+    current, paused = worker.current, worker.shell.debugger.place or place_in_debugger(worker)
+    busy_s = time.monotonic() - current[2] if current else 0.0
+    told = worker.groups.collectives(current[0] if current else 0, recent=RECENT, look_deeper=True)
+    return RankTold(busy_s, paused or where(worker), paused, told, ())
+
+
+def stacks(worker: Worker, all_threads: bool) -> RankTold:
+    """The same with the stacks of the main thread, or of all threads."""
+    return progress(worker)._replace(threads=read_threads(worker, all_threads))
+
+
+def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Frame]:
+    """What this rank knows of lines in another one's stack."""
+    return lines_of(places)
+
+
+QUERIES: dict[str, Callable[..., object]] = {
+    function.__name__: function
+    for function in (
+        *(where, reaction, status, collectives, clock, complete, inspect, user_names, progress, stacks, source_lines),
+        *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source),
+    )
+}
+QUERIES.update(DEBUG_QUERIES)
+QUERIES["actors"] = actors
+
+SLOW_QUERIES: frozenset[str] = frozenset(
+    {"complete", "inspect", "user_names", "progress", "stacks", "source_lines", *DEBUG_QUERIES}
+)
+"""Those of `QUERIES` that may take longer than a few milliseconds."""

@@ -1,0 +1,237 @@
+"""SIGINT on a worker: raised in user code only, and only for the call that was meant.
+
+The control thread receives a `Cancel` and sends SIGINT to the main thread, which wakes it from system calls, locks and
+sleeps. Between the two the call may have ended, so the handler raises only while the very call that was cancelled runs,
+and never inside our own critical sections (a half-written message would break the stream).
+
+A handler that user code sets for SIGINT is called in our place until its call ends; the next one has ours again, as
+each cell of a notebook has its kernel's. SIG_IGN holds as well; SIG_DFL raises, as ours: an interrupt never ends
+a rank.
+
+Whoever insists gets more, whatever handler is set: for `INSIST_S` KeyboardInterrupt is raised again and again, and code
+that catches it and goes on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after the
+``except`` block (`meshbook.worker.interrupt_trace`): outside of the ``try`` that would catch it once more. ``finally``
+and ``with`` blocks run as ever.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from meshbook.concurrency.thread_interrupts import gate_of_this_thread
+from meshbook.worker.interrupt_trace import SwallowedInterrupts
+
+REPEAT_S = 0.02
+"""How often an interrupt is repeated until the main thread has noticed it."""
+REPEAT_LATER_S = 0.25
+"""The same when it has not noticed for a second: it is in native code that does not look."""
+INSIST_S = 0.55
+"""How long an insistent interrupt is raised anew; less than the caller waits for it."""
+INSIST_EVERY_S = 0.1
+"""Clean-up code has so long between two of them."""
+ECHO_S = 0.2
+"""A SIGINT that comes so soon after ours may be the same once more."""
+
+_set_signal, _get_signal = signal.signal, signal.getsignal
+_peek_signal: Callable[[int], Any] = vars(signal)["_signal"].getsignal
+"""The same without the enumeration, which takes 100 times as long."""
+
+
+class InterruptGate:
+    """Owns SIGINT on the main thread. The control thread says what is meant, all else is the main thread's."""
+
+    def __init__(self) -> None:
+        self._main = threading.get_ident()
+        self._running = 0
+        self._meant = 0
+        self._meant_at = self._insist_until = self._again_at = 0.0
+        self._target = 0
+        self._held_back = False
+        self._sent_at = 0.0
+        self._handler: Any = None
+        """What user code wants called in this call; None: nothing else than ours."""
+        self._visits: deque[Callable[[FrameType | None], object]] = deque()
+        self._caught = SwallowedInterrupts()
+        self.raised = 0
+        """How often KeyboardInterrupt was raised in the running call."""
+        self.shield = _Shield(self)
+        """``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has any."""
+        _set_signal(signal.SIGINT, self._on_sigint)
+
+    # ---- control thread -----------------------------------------------------------------------------------------
+
+    def interrupt(self, call: int, *, insist: bool = False) -> None:
+        """Raise KeyboardInterrupt in ``call`` if it still runs; `tend` sees that it is heard."""
+        now = time.monotonic()
+        self._meant, self._meant_at = call, now
+        self._insist_until = now + INSIST_S if insist else 0.0
+        self._raise_again(now)
+
+    def tend(self) -> float | None:
+        """Repeat what was not heard, or is insisted on; returns when to call again, None when there is nothing to do.
+
+        A signal that arrives between the last look of the interpreter and the start of a system call is only noticed at
+        the end of that call: so it is repeated.
+        """
+        call, now = self._meant, time.monotonic()
+        if not call or self._running not in (0, call) or (not self._running and now > self._meant_at + 1):
+            self._meant = 0
+            return None
+        if self._target == call:
+            self._send()
+            return REPEAT_S if now < max(self._meant_at + 1, self._insist_until) else REPEAT_LATER_S
+        if now < self._insist_until:
+            if now >= self._again_at:
+                self._raise_again(now)
+            return REPEAT_S
+        return None
+
+    def _raise_again(self, now: float) -> None:
+        self._again_at = now + INSIST_EVERY_S
+        self._target = self._meant
+        self._send()
+
+    def _send(self) -> None:
+        self._sent_at = time.monotonic()
+        signal.pthread_kill(self._main, signal.SIGINT)
+
+    def visit(self, action: Callable[[FrameType | None], object]) -> None:
+        """Have the main thread call ``action(frame)`` when it looks at its signals next; it must not raise."""
+        self._visits.append(action)
+        self._send()
+
+    @property
+    def meant(self) -> bool:
+        """Whether the call that runs was interrupted."""
+        return self._meant != 0 and self._meant == self._running
+
+    @property
+    def has_handler(self) -> bool:
+        """Whether user code has set a handler of its own in the call that runs."""
+        return self._handler is not None
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the call that was meant still runs and the main thread has not looked at its signals since."""
+        return self._target != 0 and self._target == self._running
+
+    # ---- main thread --------------------------------------------------------------------------------------------
+
+    def open(self, call: int) -> None:
+        """User code of ``call`` runs from here."""
+        self._held_back, self.raised, self._handler = False, 0, None
+        self._running = call
+
+    @property
+    def is_open(self) -> bool:
+        """Whether user code runs."""
+        return self._running != 0
+
+    def is_meant(self, call: int) -> bool:
+        """Whether an interrupt of ``call`` has come before it was opened."""
+        return self._meant == call
+
+    def close(self) -> None:
+        """No user code runs any more: nothing is raised, once this has returned."""
+        while self._running:
+            try:
+                self._running = self._meant = 0
+                self.take_signal()
+            except KeyboardInterrupt:  # it came at the last moment
+                continue
+        self._caught.end()
+
+    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        while self._visits:
+            self._visits.popleft()(frame)
+        is_meant = self._running and self._target == self._running
+        if not is_meant and (self._handler is None or time.monotonic() < self._sent_at + ECHO_S):
+            return  # else user code has sent it, and waits for its handler
+        self._target = 0
+        if self.shield.depth:
+            self._held_back = True
+            return
+        self._raise(frame)
+
+    def _raise_held_back(self) -> None:
+        if self._held_back and self._running:
+            self._held_back = False
+            self._raise(None)
+
+    def _raise(self, frame: FrameType | None) -> None:
+        if self._handler is not None and not self._insist_until:
+            if callable(self._handler):
+                self._handler(signal.SIGINT, frame)
+            return
+        self.raised += 1
+        if self._insist_until and self.raised > 1:
+            self._caught.begin(frame)
+        raise KeyboardInterrupt
+
+    # ---- handlers of user code ----------------------------------------------------------------------------------
+
+    def keep_signal(self) -> None:
+        """From now on what user code sets for SIGINT is noted here, and ours stays: it must not tear what we write."""
+        signal.signal, signal.getsignal = self._set_handler, self._get_handler
+
+    def take_signal(self) -> None:
+        """Have SIGINT call ours, after code of the user's has run that may have set another handler."""
+        self._handler = None
+        if _peek_signal(signal.SIGINT) != self._on_sigint:  # set by other means than `signal.signal`
+            _set_signal(signal.SIGINT, self._on_sigint)
+
+    def _set_handler(self, signalnum: int, handler: Any) -> Any:
+        is_valid = callable(handler) or handler in (signal.SIG_IGN, signal.SIG_DFL)
+        if signalnum != signal.SIGINT or not is_valid or threading.get_ident() != self._main:
+            return _set_signal(signalnum, handler)
+        before = self._get_handler(signalnum)
+        is_ours = handler in (signal.SIG_DFL, signal.default_int_handler, self._on_sigint)
+        self._handler = None if is_ours else handler
+        return before
+
+    def _get_handler(self, signalnum: int) -> Any:
+        return self._handler if signalnum == signal.SIGINT and self._handler is not None else _get_signal(signalnum)
+
+    def after_fork(self) -> None:
+        """In a forked child SIGINT is as in any process of Python; a handler that user code has set stays.
+
+        A child that an actor's thread has forked keeps SIGINT blocked, as that thread does: interrupts of cells are not
+        meant for it.
+        """
+        signal.signal, signal.getsignal = _set_signal, _get_signal
+        if _get_signal(signal.SIGINT) == self._on_sigint:
+            _set_signal(signal.SIGINT, self._handler or signal.default_int_handler)
+
+
+class _Shield:
+    """Counts how deep the main thread is in sections that must not be torn; on the path of every message.
+
+    Threads with a `meshbook.concurrency.thread_interrupts.ThreadGate` count for themselves.
+    """
+
+    __slots__ = ("_gate", "_main", "depth")
+
+    def __init__(self, gate: InterruptGate) -> None:
+        self._gate = gate
+        self._main = threading.get_ident()
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._main:
+            self.depth += 1
+        elif (gate := gate_of_this_thread()) is not None:
+            gate.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == self._main:
+            self.depth -= 1
+            if not self.depth:
+                self._gate._raise_held_back()
+        elif (gate := gate_of_this_thread()) is not None:
+            gate.__exit__()

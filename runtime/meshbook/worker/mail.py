@@ -1,0 +1,175 @@
+"""The mail of a worker: calls that it makes itself (`meshbook.worker.outgoing`), and a thread of its own that hands
+those of others to mailboxes (`meshbook.calls.mailboxes`).
+
+It starts with the first message; before that a process has no such thread. It never runs user code and never waits for
+anything but its socket.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshbook.calls.answer import Outcome
+from meshbook.calls.call import CallFuture
+from meshbook.calls.incoming import IncomingCall, refusal
+from meshbook.calls.mailboxes import Mailboxes
+from meshbook.concurrency import forks
+from meshbook.errors import Failure
+from meshbook.shape.generations import AS_NOW
+from meshbook.shape.members import Members
+from meshbook.values.pickling import Pickled
+from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer
+from meshbook.worker.channel import AgentChannel
+from meshbook.worker.outgoing import MailCalls
+from meshbook.worker.payloads import RankPayloads
+
+
+class WorkerMail:
+    """identity: who the worker is now."""
+
+    def __init__(self, channel: AgentChannel, payloads: RankPayloads, identity: Callable[[], wire.Begin]) -> None:
+        self.boxes = Mailboxes()
+        self._channel, self._payloads, self._identity = channel, payloads, identity
+        self._calls = MailCalls(channel, payloads)
+        self.on_call: Callable[[wire.Call], None] = lambda call: None
+        """Told of each call before its mailbox."""
+        self.tell_groups: Callable[[], bytes] = lambda: b""
+        """What answers to the controller carry of the process groups."""
+        self.hold = self._calls.hold
+        """Called by the control thread."""
+        self._incoming_calls: dict[tuple[wire.Origin | None, int], IncomingCall] = {}
+        """Calls that wait for their reply."""
+        self._starting = threading.Lock()
+        self._started = False
+        self._generation = forks.generation
+
+    def call(
+        self,
+        mesh_id: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        what: str,
+        output: int = 0,
+        on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
+        fail_fast: bool = True,
+        chain: tuple[int, ...] = (),
+        generation: int = AS_NOW,
+    ) -> CallFuture[Any]:
+        """Call a mailbox (not 0) of ``members`` of any mesh of the session; as `Controller.call`, on any thread.
+
+        What the members print goes to ``output``. chain, generation: as in `wire.Call`.
+        A rank that is lost is told by the future.
+        """
+        self.start()
+        return self._calls.call(
+            mesh_id, members, mailbox, endpoint, pickled,
+            what=what, output=output, on_reply=on_reply, fail_fast=fail_fast, chain=chain, generation=generation,
+        )  # fmt: skip
+
+    def post(
+        self,
+        mesh_id: int,
+        members: Members,
+        mailbox: int,
+        endpoint: str,
+        pickled: Pickled,
+        *,
+        output: int = 0,
+        generation: int = AS_NOW,
+    ) -> None:
+        """Send a message that nobody answers; whoever ends before it has come there does not get it."""
+        self._calls.post(mesh_id, members, mailbox, endpoint, pickled, output=output, generation=generation)
+
+    def start(self) -> None:
+        """Read the mail from now on. From any thread, any number of times."""
+        if self._started:
+            return
+        with self._starting:
+            if self._started:
+                return
+            self._started = True
+        thread = threading.Thread(target=self._serve, name="meshbook.mail", daemon=True)
+        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # a debugger must not stop it
+        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        thread.start()
+
+    def _serve(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
+        self._calls.reader = threading.get_ident()
+        while True:
+            while (timeout_s := self._calls.expire()) is not None and not self._channel.wait(timeout_s):
+                pass
+            if (received := self._channel.receive()) is None:
+                return
+            try:
+                self._hear(*received)
+            except BrokenPipeError:
+                return  # the agent is gone: the control thread sees to the rest
+            except Exception:
+                traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
+
+    def _hear(self, message: wire.ToWorker, frames: list[bytes]) -> None:
+        match message:
+            case wire.Call():
+                self._deliver(message, frames)
+            case wire.Replies():
+                self._calls.on_replies(message, frames)
+            case wire.Cancel():
+                self._cancel(message)
+            case other:
+                raise AssertionError(f"{other!r} does not belong on the mail socket")
+
+    def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
+        here = self._identity()
+        letter = IncomingCall(
+            call,
+            lambda: self._payloads.load(call, frames, f"rank {here.rank} on {here.host}"),
+            lambda: self._payloads.discard(call),
+            lambda answer, duration_s: self._reply(call, answer, duration_s),
+        )
+        if call.reply:
+            self._incoming_calls[call.origin, call.id] = letter
+        self.on_call(call)
+        try:
+            mailbox = self.boxes.find(call.mailbox, here.rank)
+            letter.on_cancel = mailbox.on_cancel
+            mailbox.handler(call, letter.load, letter.reply)
+        except Exception as error:
+            letter.reply(refusal(error, here.rank, here.host))
+
+    def _cancel(self, cancel: wire.Cancel) -> None:
+        """Tell the mailbox of a call that has no answer yet."""
+        if (letter := self._incoming_calls.get((cancel.origin, cancel.call))) is None:
+            return
+        if letter.on_cancel is not None:
+            letter.on_cancel(letter.call, cancel.insist)
+
+    def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
+        """Say something on this lane, in order with the replies of the calling thread. Any thread."""
+        self._channel.send(message, payload)
+
+    def close(self) -> None:
+        """In a forked child: let go of the socket, which is its parent's."""
+        self._channel.close()
+
+    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
+        """Answer the open calls that nobody else will answer any more. Any thread."""
+        for letter in list(self._incoming_calls.values()):
+            if is_meant(letter.call):
+                letter.reply(answer)
+
+    def _reply(self, call: wire.Call, answer: Outcome, duration_s: float) -> None:
+        """On any thread: send an answer."""
+        forks.refuse_inherited(self._generation)
+        self._incoming_calls.pop((call.origin, call.id), None)
+        groups = self.tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
+        message, payload = self._payloads.pack(call.id, answer, duration_s, origin=call.origin, groups=groups)
+        self._channel.send(message, payload)

@@ -1,0 +1,246 @@
+"""The template process: it has imported torch, never runs user code, and is forked into workers.
+
+    host agent ──fork+exec──> template ──fork──> batch ──fork──> worker 0, worker 1, ...
+         └────────── becomes their parent when the batch process exits ─────────┘
+
+A worker costs milliseconds and a few private megabytes because everything imported here is shared copy-on-write. That
+only works while this process is single-threaded, holds no lock and has never touched CUDA or an OpenMP region.
+
+The short-lived *batch* process forks all the workers of one request and exits, so that the host agent (a subreaper)
+becomes their parent: it learns their exit codes itself, and they outlive the template.
+
+The agent speaks to us over a SEQPACKET socket: a request, then one packet per worker that carries its file descriptors.
+`python -m meshbook.worker.template FD` is started by `meshbook.agent.host_agent`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import faulthandler
+import gc
+import importlib
+import os
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshbook.system.os_errors import explain
+from meshbook.system.processes import die_with_parent, is_group, kill_session, start_time, thread_count
+from meshbook.wire import messages as wire
+from meshbook.wire.template_messages import (
+    FDS_PER_WORKER,
+    ForkFailed,
+    ForkWorkers,
+    Request,
+    TemplateForked,
+    TemplateReady,
+    WorkerForked,
+    decode_request,
+)
+
+if TYPE_CHECKING:
+    from meshbook.shell.shell import RankShell
+
+STANDARD_PRELOAD = (
+    "numpy",
+    "numpy.random",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",
+    "torch.profiler",
+    "cloudpickle",
+    "meshbook.groups.rank_groups",
+    "meshbook.worker.worker",
+)
+
+
+_PACKET_BYTES = 1 << 16
+_PID = struct.Struct("<i")
+
+
+class _Fork(NamedTuple):
+    """What a fork of the template turned into: the code to run instead of the template's loop."""
+
+    kind: str
+    descriptors: list[int]
+
+
+def main(fd: int) -> None:
+    """Import, say ready, and serve fork requests until the agent closes the socket; then end what it left."""
+    sock = socket.socket(fileno=fd)
+    started = time.perf_counter()
+    faulthandler.enable(all_threads=False)  # workers inherit it: a crash in native code says where Python was
+    gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
+    shell = _preload(STANDARD_PRELOAD)
+    while True:
+        _freeze()
+        sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, _why_not_to_fork())))
+        flock = SpawnedWorkers()
+        child = _serve(sock, flock)
+        if child is None:
+            flock.end()
+            os._exit(0)
+        if child.kind == "worker":
+            sock.close()
+            from meshbook.worker.worker import run_worker
+
+            run_worker(shell, *child.descriptors)  # never returns
+        sock.close()
+        sock = socket.socket(fileno=child.descriptors[0])
+        started = time.perf_counter()
+        sock.send(wire.encode(TemplateForked(os.getpid())))
+        _preload_or_explain(sock, child.kind)
+
+
+def _preload(modules: Sequence[str]) -> RankShell:
+    for module in modules:
+        importlib.import_module(module)
+    from meshbook.groups.rank_groups import warm
+    from meshbook.shell.shell import RankShell
+
+    warm()
+    return RankShell()
+
+
+def _preload_or_explain(sock: socket.socket, modules: str) -> None:
+    """Import the user's modules in a fresh template; a failing import is told to the agent, and ends us."""
+    try:
+        for module in filter(None, modules.split(",")):
+            importlib.import_module(module)
+    except BaseException:
+        sock.send(wire.encode(TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
+        os._exit(1)
+
+
+def _freeze() -> None:
+    """Keep the collector of the children away from our objects, else it would copy their pages."""
+    gc.freeze()
+
+
+def _why_not_to_fork() -> str:
+    if (threads := thread_count()) != 1:
+        return f"a preloaded module started {threads - 1} thread{'' if threads == 2 else 's'}"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a preloaded module initialised CUDA"
+    return ""
+
+
+class SpawnedWorkers:
+    """The workers that were forked from here, so that an agent that dies leaves none of their children behind."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, int | None] = {}
+
+    def add(self, pid: int) -> None:
+        """A worker was forked; those that have ended with all their children are forgotten."""
+        self._started = {
+            each: at for each, at in self._started.items() if is_group(each) or start_time(each) == at is not None
+        }
+        self._started[pid] = start_time(pid)
+
+    def end(self) -> None:
+        """The agent is gone, and its workers with it: kill the process groups that they led."""
+        for pid, started in self._started.items():
+            if start_time(pid) in (None, started):  # else the number is somebody else's by now
+                kill_session(pid)
+
+
+def _serve(sock: socket.socket, flock: SpawnedWorkers) -> _Fork | None:
+    """Serve requests; returns in a forked child with what it became, or None when the agent is gone."""
+    while data := sock.recv(_PACKET_BYTES):
+        request = decode_request(data)
+        try:
+            read, write = os.pipe()
+            batch = os.fork()
+        except OSError as error:
+            _give_up(sock, request, error)
+            continue
+        if batch == 0:
+            os.close(read)
+            return _fork_batch(sock, request, write)
+        os.close(write)
+        while pid := os.read(read, _PID.size):
+            flock.add(_PID.unpack(pid)[0])
+        os.close(read)
+        if os.waitpid(batch, 0)[1]:
+            os._exit(1)  # it was killed: nobody knows how far it came, so the agent gives up what it asked of us
+    return None
+
+
+def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
+    """In the batch process: fork what was asked for and exit; returns in each child only. report: gets their pids."""
+    count = request.count if isinstance(request, ForkWorkers) else 1
+    gone_read, gone_write = os.pipe()
+    batch_pid = os.getpid()
+    for done in range(count):
+        try:
+            descriptors = _receive_descriptors(sock)
+            pid = os.fork()
+        except OSError as error:
+            _give_up(sock, request, error, taken=done + 1)
+            break
+        if pid == 0:
+            os.close(gone_write)
+            os.close(report)
+            _await_adoption(gone_read, batch_pid, request.agent_pid)
+            if isinstance(request, ForkWorkers):
+                return _Fork("worker", descriptors)
+            sys.path[:0] = [path for entry in request.sys_path if (path := os.fsdecode(entry)) not in sys.path]
+            return _Fork(",".join(request.preload), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(request, ForkWorkers):
+            os.write(report, _PID.pack(pid))
+            sock.send(wire.encode(WorkerForked(pid)))
+    os._exit(0)
+
+
+def _give_up(sock: socket.socket, request: Request, error: OSError, taken: int = 0) -> None:
+    """Say why a request cannot be served, and take its remaining packets off the socket."""
+    count = request.count if isinstance(request, ForkWorkers) else 1
+    for _ in range(count - taken):
+        with contextlib.suppress(OSError):
+            for descriptor in _receive_descriptors(sock):
+                os.close(descriptor)
+    if isinstance(request, ForkWorkers):  # a template that is not forked says so by the end of its socket
+        sock.send(wire.encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
+
+
+def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
+    """Wait until the batch process has exited and the agent is our parent; then live and die with the agent."""
+    os.setsid()
+    os.read(gone, 1)  # its end of file: the batch process is exiting
+    os.close(gone)
+    while os.getppid() == batch_pid:  # an exiting process closes its files just before it hands on its children
+        os.sched_yield()
+    die_with_parent(agent_pid)
+
+
+def _receive_descriptors(sock: socket.socket) -> list[int]:
+    """Raises: OSError when this process may not open so many files."""
+    _, ancillary, flags, _ = sock.recvmsg(_PACKET_BYTES, socket.CMSG_SPACE(4 * FDS_PER_WORKER))
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return list(descriptors)
+
+
+if __name__ == "__main__":
+    from meshbook.worker import template  # the importable module, so that forked code does not live in __main__
+
+    template.main(int(sys.argv[1]))

@@ -1,0 +1,230 @@
+"""Actors that call actors, spawn them and own them; references and ports in messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from actor_classes import Caller, Counter, Delegate, Parent, PingPong, Relay, Sleeper, mark_process
+from collector import Collector
+from patience import wait_until
+
+import meshbook.actor
+from meshbook import ProcMesh, this_host
+from meshbook.actor import ActorError, Channel, MeshFailure, get_or_spawn_controller, send
+from meshbook.calls.output import OutputTarget
+from meshbook.errors import CallInterrupted
+from meshbook.mesh.host_mesh import set_output_source
+
+
+def test_an_actor_calls_actors_of_other_processes(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter, 10)
+    relays = mesh4.spawn("relays", Relay, counters)
+    assert relays.slice(gpus=1).add_everywhere.call_one(1).get(20) == [11] * 4
+    assert relays.slice(gpus=0).add_async.call_one(1).get(20) == 48
+    assert counters.get.call().get(20).values() == [12] * 4
+
+
+def test_messages_of_one_actor_to_another_keep_their_order(mesh4: ProcMesh) -> None:
+    counters, relays = mesh4.spawn("counters", Counter), mesh4.spawn("relays", Relay)
+    answers = relays.add_one.call(counters.slice(gpus=2), 1, 50).get(60).values()
+    assert all(answer == sorted(answer) for answer in answers)
+    assert sorted(value for answer in answers for value in answer) == list(range(1, 201))
+
+
+def test_references_come_back_as_results(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter, 3)
+    relay = mesh4.slice(gpus=3).spawn("relay", Relay, counters)
+    part = relay.part.call_one().get(20)
+    assert part == counters.slice(gpus=slice(0, 2))
+    assert part.get.call().get(20).values() == [3, 3]
+
+
+def test_errors_of_actors_pass_through_the_actors_that_called_them(mesh4: ProcMesh) -> None:
+    relay = mesh4.slice(gpus=0).spawn("relay", Relay, mesh4.spawn("counters", Counter))
+    with pytest.raises(ActorError, match=r"relay.fail_there: rank 0 raised ActorError: counters.fail: rank.*bad shard"):
+        relay.fail_there.call_one().get(20)
+    with pytest.raises(ActorError, match=r"ArgumentsError: counters.add: too many positional arguments"):
+        relay.wrong.call_one().get(20)
+
+
+def test_prints_of_actors_that_actors_call_belong_to_the_calling_cell(mesh4: ProcMesh) -> None:
+    heard = Collector()
+    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard))
+    try:
+        relay = mesh4.slice(gpus=0).spawn("relay", Relay, mesh4.spawn("counters", Counter).slice(gpus=2))
+        relay.say_there.call_one("hello").get(20)
+        wait_until(lambda: heard.text(2) == "hello\nend of hello")
+    finally:
+        set_output_source(None)
+
+
+@pytest.mark.parametrize("how", ["wait_there", "wait_there_plainly"])
+def test_an_interrupt_reaches_the_actors_that_are_called_by_actors(mesh4: ProcMesh, how: str) -> None:
+    sleepers = mesh4.slice(gpus=slice(1, 3)).spawn("sleepers", Sleeper)
+    relay = mesh4.slice(gpus=0).spawn("relay", Relay)
+    future = getattr(relay, how).call_one(sleepers)
+    wait_until(lambda: sleepers.last.call() is not None)
+    timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(CallInterrupted, match="rank 0 stopped"):
+        future.get(30)
+    timer.join()
+    assert sleepers.last.call().get(20).values() == ["asleep"] * 2
+
+
+def test_an_actor_spawns_actors_beside_it_and_on_other_processes(mesh4: ProcMesh) -> None:
+    parents = mesh4.spawn("parents", Parent)
+    assert parents.spawn_beside.call(7).get(20).values() == [[8]] * 4
+    children = parents.slice(gpus=0).spawn_on.call_one(mesh4.slice(gpus=slice(2, 4))).get(20)
+    assert children.add.call(1).get(20).values() == [6, 6]
+    assert children.ranks == (2, 3)
+
+
+def test_two_actors_throw_a_ball_and_report_to_the_notebook(mesh4: ProcMesh) -> None:
+    left = mesh4.slice(gpus=0).spawn("left", PingPong)
+    right = mesh4.slice(gpus=3).spawn("right", PingPong)
+    port, receiver = Channel[list[int]].open()
+    right.join.call_one(left, port).get(20)
+    left.start.call_one(right, 100, port).get(20)
+    assert receiver.recv().get(20) == list(range(100, -1, -2))
+    assert left.thrown.call_one().get(20) == list(range(99, 0, -2))
+
+
+def test_a_port_brings_the_values_of_each_sender_in_order(mesh4: ProcMesh) -> None:
+    relays = mesh4.spawn("relays", Relay)
+    port, receiver = Channel[tuple[int, int]].open()
+    relays.send_many.broadcast(port, 100)
+    got = [receiver.recv().get(20) for _ in range(400)]
+    for rank in range(4):
+        assert [index for sender, index in got if sender == rank] == list(range(100))
+
+
+def test_send_has_all_answers_sent_to_a_port(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter, 1)
+    port, receiver = Channel[int].open()
+    send(counters.add, (1,), {"times": 2}, port)
+    assert [receiver.recv().get(20) for _ in range(4)] == [3] * 4
+    send(counters.add, (1,), {}, port, selection="choose")
+    assert receiver.recv().get(20) == 4
+    send(counters.fail, (), {}, port, selection="choose")
+    with pytest.raises(ValueError, match="bad shard"):
+        receiver.recv().get(20)
+
+
+def test_a_response_port_can_be_passed_on(mesh4: ProcMesh) -> None:
+    counters = mesh4.spawn("counters", Counter)
+    delegates = mesh4.slice(gpus=0).spawn("delegates", Delegate, counters.slice(gpus=2))
+    assert delegates.ask.call_one(4).get(20) == 8
+
+
+def test_a_failure_that_no_owner_handles_reaches_the_notebook(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[MeshFailure] = []
+    monkeypatch.setattr(meshbook.actor, "unhandled_fault_hook", seen.append)
+    parent = mesh4.slice(gpus=1).spawn("parent", Parent, handles=False)
+    parent.spawn_beside.call_one(0).get(20)
+    parent.break_child.call_one().get(20)
+    wait_until(lambda: bool(seen))
+    assert (seen[0].mesh_name, seen[0].what, seen[0].ranks) == ("parent", "child.fail", (1,))
+    assert parent.reports.call_one().get(20) == ["child (1,) child.fail"]
+
+
+def test_an_actor_is_told_of_the_death_of_processes_whose_actors_it_owns(mesh2: ProcMesh) -> None:
+    parent = mesh2.slice(gpus=0).spawn("parent", Parent)
+    children = parent.spawn_on.call_one(mesh2.slice(gpus=1)).get(20)
+    children.die.broadcast()
+    wait_until(lambda: parent.reports.call_one().get(20) == ["children (1,) children"])
+
+
+def test_an_actor_is_told_of_failures_of_what_it_owns(mesh4: ProcMesh) -> None:
+    parent = mesh4.slice(gpus=1).spawn("parent", Parent)
+    parent.spawn_beside.call_one(0).get(20)
+    parent.break_child.call_one().get(20)
+    wait_until(lambda: parent.reports.call_one().get(20) == ["child (1,) child.fail"])
+
+
+@pytest.mark.parametrize("how", ["plainly", "waiting", "late"])
+def test_actors_that_would_wait_for_each_other_for_ever_are_told(mesh4: ProcMesh, how: str) -> None:
+    callers = mesh4.spawn("callers", Caller)
+    a, b, c = (callers.slice(gpus=gpu) for gpu in range(3))
+    assert getattr(a, how).call_one([b, c]).get(20) == "end"
+    with pytest.raises(ActorError, match=rf"CircularCallError: callers.{how} waits for this call of callers"):
+        getattr(a, how).call_one([b, c, a]).get(20)
+    with pytest.raises(ActorError, match="CircularCallError"):
+        getattr(a, how).call_one([a]).get(20)
+    assert a.beside.call_one([b, a, b, a]).get(20) == "end"
+
+
+def test_an_endless_recursion_of_calls_ends_with_an_error(mesh4: ProcMesh) -> None:
+    callers = mesh4.spawn("callers", Caller)
+    with pytest.raises(ActorError, match=r"CallsTooDeepError: callers.endlessly is the last of 100 calls"):
+        callers.slice(gpus=0).endlessly.call_one(callers.slice(gpus=0), callers.slice(gpus=1)).get(60)
+
+
+# ---- processes that actors ask for -----------------------------------------------------------------------------------
+
+
+def test_there_is_one_actor_of_a_name_in_the_session(mesh4: ProcMesh) -> None:
+    one = get_or_spawn_controller("registry", Counter, 5).get(60)
+    assert one.add.call_one(1).get(20) == 6
+    parents = mesh4.spawn("parents", Parent)
+    assert sorted(parents.register.call("registry").get(20).values()) == [7, 8, 9, 10]
+    assert get_or_spawn_controller("registry", Counter, 5).get(60) == one
+    one.stop().get(20)
+    assert get_or_spawn_controller("registry", Counter, 5).get(60).add.call_one(1).get(20) == 6
+
+
+def test_an_actor_starts_processes_and_spawns_actors_on_them(mesh4: ProcMesh) -> None:
+    parent = mesh4.slice(gpus=2).spawn("parent", Parent)
+    workers, pids = parent.start_processes.call_one(2).get(60)
+    assert workers.add.call(1).get(20).values() == [101, 101]
+    assert workers.pid.call().get(20).values() == pids
+    assert not set(pids) & {status.pid for status in mesh4.status()}
+
+
+def test_a_mesh_of_processes_comes_back_as_what_it_was(mesh4: ProcMesh) -> None:
+    parent = mesh4.slice(gpus=2).spawn("parent", Parent)
+    back = parent.echo.call_one(mesh4.slice(gpus=slice(1, 3))).get(20)
+    assert isinstance(back, ProcMesh)
+    assert back.ranks == (1, 2)
+    assert back.run("rank").get(20).values() == [1, 2]
+
+
+def test_bootstrap_runs_in_every_process_first() -> None:
+    with this_host().spawn_procs({"gpus": 2}, name="set", group=False, bootstrap=mark_process) as mesh:
+        assert mesh.evaluate("__import__('os').environ['MARK']").get(20).values() == ["marked"] * 2
+        mesh.stop("done with it").get()
+
+
+# ---- across hosts ----------------------------------------------------------------------------------------------------
+
+
+def test_actors_of_other_hosts_are_called_as_those_of_this_one(mesh2x2: ProcMesh) -> None:
+    counters = mesh2x2.spawn("counters", Counter, 10)
+    relays = mesh2x2.spawn("relays", Relay, counters)
+    assert relays.add_everywhere.call(1).get(30).values()[0] is not None
+    assert counters.get.call().get(20).values() == [14] * 4
+    answers = relays.add_one.call(counters.slice(hosts=1, gpus=0), 1, 20).get(60).values()
+    assert sorted(value for answer in answers for value in answer) == list(range(15, 95))
+    parent = mesh2x2.slice(hosts=0, gpus=0).spawn("parent", Parent)
+    children = parent.spawn_on.call_one(mesh2x2.slice(hosts=1)).get(20)
+    assert children.add.call(1).get(20).values() == [6, 6]
+
+
+def test_a_ball_crosses_hosts(mesh2x2: ProcMesh) -> None:
+    left = mesh2x2.slice(hosts=0, gpus=0).spawn("left", PingPong)
+    right = mesh2x2.slice(hosts=1, gpus=1).spawn("right", PingPong)
+    port, receiver = Channel[list[int]].open()
+    right.join.call_one(left, port).get(20)
+    left.start.call_one(right, 100, port).get(20)
+    assert receiver.recv().get(20) == list(range(100, -1, -2))
+
+
+def test_an_actor_on_one_host_is_told_of_deaths_on_another(mesh2x2: ProcMesh) -> None:
+    parent = mesh2x2.slice(hosts=0, gpus=0).spawn("parent", Parent)
+    children = parent.spawn_on.call_one(mesh2x2.slice(hosts=1)).get(20)
+    children.slice(gpus=1).die.broadcast()
+    wait_until(lambda: parent.reports.call_one().get(20) == ["children (3,) children"])
+    assert children.slice(gpus=0).add.call_one(1).get(20) == 6

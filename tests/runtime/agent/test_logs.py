@@ -1,0 +1,106 @@
+"""Logs of ranks are read where they lie, as they grow."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from meshbook.agent.logs import read_on
+from meshbook.controller.logs import LogFollower
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.sessions import folder as session_folder
+from meshbook.sessions.folder import SessionFolder
+from meshbook.system.log_tail import log_tail
+from meshbook.wire.messages import FROM_THE_END, LogPiece, ReadOn
+
+
+def _asked(*offsets: tuple[int, int], lines: int = 2, limit_bytes: int = 20) -> ReadOn:
+    return ReadOn(1, 1, offsets, lines, limit_bytes)
+
+
+def test_a_log_is_read_on_from_an_offset_and_only_where_there_is_more(tmp_path: Path) -> None:
+    paths = {rank: tmp_path / f"{rank}.log" for rank in (0, 1)}
+    paths[0].write_text("one\ntwo\nthree\n")
+    assert read_on(paths, _asked((0, FROM_THE_END), (1, FROM_THE_END), (7, 0))) == (
+        LogPiece(0, b"two\nthree\n", 14, 0),
+    )
+    assert read_on(paths, _asked((0, 14))) == ()
+    with paths[0].open("a") as file:
+        file.write("four\nfi")
+    assert read_on(paths, _asked((0, 14))) == (LogPiece(0, b"four\nfi", 21, 0),)
+
+
+def test_of_a_log_that_grew_by_much_the_newest_whole_lines_are_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number:04}\n" for number in range(100)))
+    (piece,) = read_on({0: log}, _asked((0, 10)))
+    assert piece == LogPiece(0, b"line 0099\n", 1000, 980)
+    (anew,) = read_on({0: log}, _asked((0, 5000), limit_bytes=2000))
+    assert len(anew.data) == 1000 and anew.skipped_bytes == 0
+
+
+def test_lines_are_chosen_by_their_text(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("loss 1\nother\nloss 2\nloss 3\n")
+    assert log_tail(log, 2, containing="loss") == "loss 2\nloss 3"
+    assert log_tail(log, 0) == ""
+
+
+def _follow_until(follower: LogFollower, wanted: str) -> str:
+    """What is new until ``wanted`` has come."""
+    text, deadline = "", time.monotonic() + 20
+    while wanted not in text:
+        assert time.monotonic() < deadline, text
+        text += "".join(f"[{rank}]{piece}" for rank, piece, _ in follower.look())
+    return text
+
+
+def test_what_ranks_write_is_followed_on_every_host_while_they_run(mesh2x2: ProcMesh) -> None:
+    follower = mesh2x2.follow_logs(lines=0)
+    assert follower.look() == []
+    future = mesh2x2.run("import time\nfor i in range(3): print('hallo, Wörld', rank, i); time.sleep(0.05)")
+    text = _follow_until(follower, "hallo, Wörld 3 2")
+    future.get(30)
+    text += "".join(f"[{rank}]{piece}" for rank, piece, _ in follower.look())
+    assert all(f"hallo, Wörld {rank} 2\n" in text for rank in range(4))
+    assert follower.look() == []
+
+
+def test_the_last_words_of_a_rank_that_died_can_be_followed(mesh2: ProcMesh) -> None:
+    follower = mesh2.slice(gpus=1).follow_logs()
+    mesh2.run("import os\nif rank == 1:\n    print('good', 'bye', flush=True); os._exit(3)").exception(30)
+    assert "[1]good bye\n" in _follow_until(follower, "good bye\n")
+    assert mesh2.logs(1)[1] == "good bye"
+
+
+def test_logs_of_ended_sessions_are_kept_within_bounds_the_oldest_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(session_folder, "KEPT_LOG_BYTES", 1 << 20)
+
+    def begin(size_bytes: int) -> SessionFolder:
+        folder = SessionFolder.create("", "", 5.0)
+        (folder.logs / "mesh").mkdir()
+        (folder.logs / "mesh" / "rank-0.log").write_bytes(bytes(size_bytes))
+        now = time.time() + len(begun)
+        os.utime(folder.logs, (now, now))
+        begun.append(folder)
+        return folder
+
+    begun: list[SessionFolder] = []
+    sizes = [600_000, 10_000, 400_000, 3_000_000, 500_000]
+    for number, size_bytes in enumerate(sizes):
+        folder = begin(size_bytes)
+        if number != 3:  # which goes on: it is not counted
+            folder.close()
+    begin(0).close()
+    assert [folder.logs.exists() for folder in begun] == [False, True, True, True, True, True]
+    begun[3].close()
+    begin(2_000_000).close()
+    begin(0).close()
+    assert [folder.logs.exists() for folder in begun] == [False] * 6 + [True, True]

@@ -1,0 +1,185 @@
+"""A rank's pipes: attribution, limits, the log."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshbook.agent.output import BURST_BYTES, OutputPiece, RankOutput, _Stream
+from meshbook.agent.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
+from meshbook.system.log_tail import log_tail
+
+MARKER = b"\x1e0123456789abcdef:"
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankOutput]:
+    monkeypatch.setattr("meshbook.agent.rank_log.SETTLE_S", 10.0)  # on a busy machine the thread may have to wait
+    log = RankLog(tmp_path / "rank-0.log")
+    yield RankOutput(MARKER, log, now=0.0)
+    log.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.binary(max_size=30).filter(lambda data: b"\x1e" not in data))),
+    st.integers(1, 25),
+)
+def test_every_byte_belongs_to_the_output_that_was_marked(parts: list[tuple[int, bytes]], piece: int) -> None:
+    written = b"".join(MARKER + b"%d\n" % output + data for output, data in parts)
+    stream = _Stream("stdout", MARKER)
+    split = [p for at in range(0, len(written), piece) for p in stream.split(written[at : at + piece])]
+    expected: dict[int, bytes] = {}
+    received: dict[int, bytes] = {}
+    for output, data in parts:
+        expected[output] = expected.get(output, b"") + data
+    for output, data in split:
+        received[output] = received.get(output, b"") + data
+    assert received == {output: data for output, data in expected.items() if data}
+
+
+def test_a_record_separator_of_the_users_own_passes(output: RankOutput) -> None:
+    output.feed("stdout", MARKER + b"3\nleft\x1eright\n", 0.0)
+    assert output.take(0.0) == ([OutputPiece(3, "stdout", "left\x1eright\n")], {})
+
+
+def test_a_character_cut_in_two_is_put_together(output: RankOutput) -> None:
+    encoded = "naïve\n".encode()
+    output.feed("stdout", MARKER + b"1\n" + encoded[:3], 0.0)
+    output.feed("stdout", encoded[3:], 0.0)
+    pieces, _ = output.take(0.0)
+    assert "".join(piece.text for piece in pieces) == "naïve\n"
+
+
+def test_a_flood_is_cut_with_an_exact_count_and_kept_in_the_log(output: RankOutput) -> None:
+    line = b"x" * 99 + b"\n"
+    output.feed("stdout", MARKER + b"7\n", 0.0)
+    total, shown, cut = 0, 0, {}
+    for step in range(2000):
+        output.feed("stdout", line * 100, 0.0)
+        total += len(line) * 100
+        pieces, news = output.take(step * 0.001)
+        shown += sum(len(piece.text) for piece in pieces)
+        cut.update(news)
+    pieces, news = output.take(2.0, final=True)
+    shown += sum(len(piece.text) for piece in pieces)
+    cut.update(news)
+    assert cut[7] > 0
+    assert shown + cut[7] == total
+    assert shown < 4 * BURST_BYTES
+    assert output.log.path.stat().st_size == total
+
+
+def test_the_end_of_a_cell_sends_what_waits(output: RankOutput) -> None:
+    output.feed("stderr", MARKER + b"2\n" + b"y" * (BURST_BYTES + 10), 0.0)
+    output.take(0.0)
+    output.feed("stderr", b"last words", 0.0)
+    pieces, _ = output.take(0.0, final=True)
+    assert pieces[-1] == OutputPiece(2, "stderr", "last words")
+    assert not output.waiting
+
+
+def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert log_tail(tmp_path / "none", 5) == ""
+    (tmp_path / "log").write_text("a\nb\nc\n")
+    assert log_tail(tmp_path / "log", 2) == "b\nc"
+    assert log_tail(tmp_path / "log", 9, begin=4) == "c"
+
+
+def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    output = RankOutput(MARKER, RankLog(tmp_path / "rank-0.log"), now=0.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        output.feed("stdout", b"a" * 150, 0.0)
+        output.feed("stdout", b"b" * 50, 1.0)
+        output.log.settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    output.feed("stdout", b"c" * 10, 1.5)
+    output.log.settle()
+    note = "its log is incomplete from here on: file too large (the limit on the size of files was met: ulimit -f)\n"
+    pieces, _ = output.take(1.5)
+    assert pieces[0] == OutputPiece(0, "stderr", note)
+    assert "".join(piece.text for piece in pieces[1:]) == "a" * 150 + "b" * 50 + "c" * 10
+    output.feed("stdout", b"d", 1.0 + RETRY_S + 1)
+    gap = (
+        "\n[meshbook: 110 bytes are missing here: file too large (the limit on the size of files was met: ulimit -f)]\n"
+    )
+    output.log.settle()
+    assert output.log.path.read_text() == "a" * 100 + gap + "d"
+    assert output.take(9.0)[0] == [OutputPiece(0, "stdout", "d")]
+    output.log.close()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+def test_the_modules_that_a_crash_report_names_are_in_the_log_only(output: RankOutput, piece: int) -> None:
+    report = 'Fatal Python error: Aborted\n\n  File "a.py", line 3 in step\n\n'
+    output.feed("stderr", b"Fatal Python error: is what it prints\n", 0.0)
+    written = (report + "Extension modules: numpy, torch._C (total: 2)\n" + "Extra\n").encode()
+    for at in range(0, len(written), piece):
+        output.feed("stderr", written[at : at + piece], 0.0)
+    pieces, _ = output.take(0.0, final=True)
+    assert "".join(one.text for one in pieces) == "Fatal Python error: is what it prints\n" + report + "Extra\n"
+    output.log.settle()
+    assert "Extension modules: numpy" in output.log.path.read_text()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[tuple[RankLog, int]]:
+    """A log on a disk that takes nothing: a pipe that nobody reads, and the end at which it could be read."""
+    path = tmp_path / "rank-0.log"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield RankLog(path), reader
+    os.close(reader)
+
+
+def read_some(reader: int) -> bytes:
+    return os.read(reader, 1 << 20) if select.select([reader], [], [], 0.1)[0] else b""
+
+
+def test_a_log_on_a_disk_that_hangs_holds_nobody_up_and_says_what_it_lacks(hanging: tuple[RankLog, int]) -> None:
+    log, reader = hanging
+    output = RankOutput(MARKER, log, now=0.0)
+    piece = b"x" * (QUEUE_BYTES // 64)
+    came: list[OutputPiece] = []
+    for _ in range(3 * 64):
+        output.feed("stdout", piece, 0.0)
+        came += output.take(0.0, final=True)[0]
+    told = [each.text for each in came if each.stream == "stderr"]
+    assert told == ["its log is incomplete from here on: its disk does not keep up\n"]
+    assert sum(len(each.text) for each in came if each.stream == "stdout") == 3 * QUEUE_BYTES
+    written = b""
+    while log.behind:
+        written += read_some(reader)
+    output.feed("stdout", b"the end", 0.0)
+    while not written.endswith(b"the end"):
+        written += read_some(reader)
+    lacks = 3 * QUEUE_BYTES - written.count(b"x")
+    assert lacks > QUEUE_BYTES
+    gap = f"\n[meshbook: {lacks:,} bytes are missing here: its disk does not keep up]\nthe end"
+    assert written == b"x" * (3 * QUEUE_BYTES - lacks) + gap.encode()
+    log.close()
+
+
+def test_a_rank_waits_for_its_disk_until_that_counts_as_hanging(hanging: tuple[RankLog, int]) -> None:
+    log, reader = hanging
+    assert not log.is_full(0.0)
+    log.write(b"x" * (QUEUE_BYTES // 2), 0.0)
+    assert log.is_full(0.0) and log.is_full(PATIENCE_S - 0.1)
+    assert not log.is_full(PATIENCE_S + 0.1)
+    while log.behind:
+        read_some(reader)
+    assert not log.is_full(PATIENCE_S + 0.1)
+    log.write(b"x" * (QUEUE_BYTES // 2), 0.0)
+    assert log.is_full(PATIENCE_S + 0.2)
+    while log.behind:
+        read_some(reader)
+    log.close()

@@ -1,0 +1,70 @@
+"""Two agents on loopback that act as two hosts: everything crosses TCP, nothing shares memory."""
+
+from __future__ import annotations
+
+import torch
+
+from meshbook import LocalLauncher, ProcMesh, start_hosts
+from meshbook.system.processes import start_time
+
+
+def test_hosts_come_first_in_the_extent(mesh2x2: ProcMesh) -> None:
+    assert mesh2x2.sizes == {"hosts": 2, "gpus": 2}
+    values = mesh2x2.run("(rank, local_rank, dict(point))").get(60)
+    assert values.item(hosts=1, gpus=0) == (2, 0, {"hosts": 1, "gpus": 0})
+
+
+def test_a_slice_reaches_its_host_only(mesh2x2: ProcMesh) -> None:
+    mesh2x2.run("hit = 0").get(60)
+    mesh2x2.slice(hosts=1).run("hit = 1").get(60)
+    assert mesh2x2.pull("hit").get(60).values() == [0, 0, 1, 1]
+
+
+def test_collectives_cross_hosts(mesh2x2: ProcMesh) -> None:
+    code = "t = torch.ones(1); dist.all_reduce(t); (t.item(), mesh.mesh_dim_names)"
+    assert mesh2x2.run(code).get(60).values() == [(4.0, ("hosts", "gpus"))] * 4
+
+
+def test_large_payloads_cross_hosts_in_both_directions(mesh2x2: ProcMesh) -> None:
+    big = torch.arange(3_000_000, dtype=torch.float32)
+    mesh2x2.push({"big": big}).get(60)
+    assert mesh2x2.evaluate("big.sum().item()").get(60).values() == [big.sum().item()] * 4
+    mesh2x2.run("mine = big + rank").get(60)
+    pulled = mesh2x2.pull("mine").get(60)
+    assert all(torch.equal(pulled.get(rank), big + rank) for rank in range(4))
+
+
+def test_a_small_call_after_a_large_one_keeps_its_place(mesh2x2: ProcMesh) -> None:
+    mesh2x2.push({"x": torch.zeros(4_000_000)})
+    mesh2x2.push({"x": 1})
+    assert mesh2x2.pull("x").get(60).values() == [1] * 4
+
+
+def test_hosts_started_for_a_mesh_end_with_it() -> None:
+    hosts = start_hosts({"hosts": 2}, LocalLauncher())
+    mesh = hosts.spawn_procs({"gpus": 1}, owns_hosts=True)
+    agents = [(host.hello.pid, start_time(host.hello.pid)) for host in mesh._mesh.hosts if host.hello]
+    assert len(agents) == 2
+    mesh.stop()
+    mesh.stop()
+    assert [start_time(pid) == started for pid, started in agents] == [False, False]
+
+
+def test_hosts_can_be_sliced_and_a_part_of_them_spawns_procs() -> None:
+    hosts = start_hosts({"hosts": 4}, LocalLauncher())
+    try:
+        racks = hosts.split(hosts=("racks", "hosts"), racks=2)
+        assert racks.sizes == {"racks": 2, "hosts": 2} and len(racks) == 4 and racks.size("racks") == 2
+        assert racks.rename(racks="rows").extent.names == ("rows", "hosts")
+        assert racks.flatten("all").sizes == {"all": 4}
+        assert repr(racks) == "HostMesh(racks=2, hosts=2)"
+        last = racks.slice(racks=1)
+        assert last.ranks == (2, 3)
+        with last.spawn_procs({"gpus": 1}, group=False, device="cpu") as procs:
+            assert procs.sizes == {"hosts": 2, "gpus": 1}
+            assert [known.id for known in procs._mesh.hosts] == [known.id for known in hosts._hosts[2:]]
+            assert procs.run("rank").get(60).values() == [0, 1]
+        with hosts.slice(hosts=0).spawn_procs({"gpus": 1}, group=False, device="cpu") as procs:
+            assert procs.sizes == {"gpus": 1}
+    finally:
+        hosts.stop()

@@ -1,0 +1,257 @@
+"""Ranks that ended come back: in their places, in the groups, while the others keep what they had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from meshbook import LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
+from meshbook.controller.crash_loops import CrashLoops
+from meshbook.system.processes import is_same_process, start_time
+
+SUM = "t = torch.ones(2); dist.all_reduce(t); int(t[0])"
+
+
+def kill(mesh: ProcMesh, *ranks: int) -> None:
+    """End ranks from outside, and wait until the mesh knows."""
+    statuses = {status.rank: status for status in mesh.base().status()}
+    for rank in ranks:
+        os.kill(statuses[rank].pid, signal.SIGKILL)
+    await_dead(mesh, *ranks)
+
+
+def await_dead(mesh: ProcMesh, *ranks: int) -> None:
+    deadline = time.monotonic() + 10
+    while not set(ranks) <= {status.rank for status in mesh.base().status() if status.state == "dead"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_dead_rank_comes_back_and_the_others_keep_their_state(mesh4: ProcMesh) -> None:
+    mesh4.run("x = rank * 10").get(30)
+    before = [status.pid for status in mesh4.status()]
+    kill(mesh4, 2)
+    started = time.monotonic()
+    repaired = heal_mesh(mesh4)
+    assert time.monotonic() - started < 10
+    assert repaired.ranks == (2,) and repaired.joined
+    assert str(repaired).startswith('mesh "four": rank 2 started again, all 4 ranks joined in ')
+    assert mesh4.run(SUM).get(30).values() == [4] * 4
+    assert mesh4.evaluate("globals().get('x')").get(30).values() == [0, 10, None, 30]
+    after = [status.pid for status in mesh4.status()]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False, True]
+    who = "(rank, local_rank, world_size, point['gpus'], os.environ['RANK'], os.environ['WORLD_SIZE'], mesh.size())"
+    assert mesh4.run(f"import os; {who}").get(30).values()[2] == (2, 2, 4, 2, "2", "4", 4)
+
+
+def test_a_whole_mesh_has_nothing_to_heal(mesh4: ProcMesh) -> None:
+    assert str(mesh4.heal()) == 'mesh "four" is whole: nothing to heal'
+
+
+def test_respawn_ends_a_rank_that_is_stuck_and_fails_its_calls(mesh4: ProcMesh) -> None:
+    call = mesh4.slice(gpus=1).run("import time\nwhile True:\n  try: time.sleep(60)\n  except KeyboardInterrupt: pass")
+    time.sleep(0.2)
+    repaired = mesh4.respawn(1)
+    assert repaired.ranks == (1,)
+    with pytest.raises(errors.WorkerLost, match=r"rank 1 on .* ended: it was respawned"):
+        call.get(5)
+    assert mesh4.run(SUM).get(30).values() == [4] * 4
+
+
+def test_the_new_rank_goes_on_in_the_log_of_the_old_one(mesh4: ProcMesh) -> None:
+    mesh4.slice(gpus=3).run("print('before the end')").get(30)
+    path = mesh4.log_paths()[3]
+    mesh4.respawn([3])
+    mesh4.slice(gpus=3).run("print('after it')").get(30)
+    assert mesh4.log_paths()[3] == path
+    text = mesh4.logs(50)[3]
+    assert text.index("before the end") < text.index("after it")
+
+
+def test_setup_cells_run_on_the_new_ranks_only(mesh4: ProcMesh) -> None:
+    mesh4.run("count = 7").get(30)
+    kill(mesh4, 0, 1)
+    repaired = mesh4.heal(["base = 5", "count = base + rank"])
+    assert (repaired.ranks, repaired.setup_cells) == ((0, 1), 2)
+    assert mesh4.pull("count").get(30).values() == [5, 6, 7, 7]
+
+
+def test_a_setup_cell_cannot_wait_for_the_others(mesh4: ProcMesh) -> None:
+    with pytest.raises(errors.CallFailed, match="rank 3 raised"):
+        mesh4.respawn(3, [SUM])
+    assert mesh4.run(SUM).get(30).values() == [4] * 4
+
+
+def test_split_axes_are_kept() -> None:
+    with this_host().spawn_procs({"gpus": 4}, name="split") as mesh:
+        mesh.split(gpus=("dp", "tp"), tp=2).set_axes().get(30)
+        kill(mesh, 1)
+        mesh.heal()
+        assert mesh.run("(mesh.mesh_dim_names, dict(point))").get(30).values()[1] == (("dp", "tp"), {"dp": 0, "tp": 1})
+
+
+def test_a_mesh_without_a_group_is_healed_without_one() -> None:
+    with this_host().spawn_procs({"gpus": 2}, group=False) as mesh:
+        kill(mesh, 0)
+        mesh.heal()
+        who = "import os; (dist.is_initialized(), os.environ['RANK'])"
+        assert mesh.run(who).get(30).values() == [(False, "0"), (False, "1")]
+
+
+def test_a_lost_agent_is_started_again_with_its_ranks() -> None:
+    hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
+    with hosts.spawn_procs({"gpus": 2}, name="hosts", owns_hosts=True) as mesh:
+        mesh.run("x = rank").get(30)
+        agent = mesh._mesh.hosts[0].hello  # the one that keeps the store of the process groups
+        assert agent is not None
+        os.kill(agent.pid, signal.SIGKILL)
+        await_dead(mesh, 0, 1)
+        repaired = mesh.heal()
+        assert repaired.ranks == (0, 1) and len(repaired.hosts) == 1
+        assert mesh.run(SUM).get(60).values() == [4] * 4
+        assert mesh.evaluate("globals().get('x')").get(30).values() == [None, None, 2, 3]
+        assert mesh.run("import os; os.environ['GROUP_RANK']").get(30).values() == ["0", "0", "1", "1"]
+
+
+def test_a_template_that_is_gone_is_started_again(mesh2: ProcMesh, mesh4: ProcMesh) -> None:
+    agent = mesh2._mesh.hosts[0].hello
+    assert agent is not None
+    workers = {status.pid for mesh in (mesh2, mesh4) for status in mesh.status()}
+    (template,) = set(children_of(agent.pid)) - workers
+    os.kill(template, signal.SIGKILL)
+    kill(mesh2, 1)
+    assert mesh2.heal().ranks == (1,)
+    assert mesh2.run(SUM).get(30).values() == [2, 2]
+
+
+def test_a_rank_that_ends_again_and_again_is_not_started_for_ever(mesh2: ProcMesh) -> None:
+    for _ in range(3):
+        kill(mesh2, 1)
+        mesh2.heal()
+    mesh2.slice(gpus=1).run("print('about to end')").get(30)
+    kill(mesh2, 1)
+    often = "ended 4 times within 60 s and is not started again"
+    with pytest.raises(
+        errors.CrashLoopError, match=rf"rank 1 on .* {often}\n  the last time: killed by SIGKILL"
+    ) as caught:
+        mesh2.heal()
+    assert "about to end" in str(caught.value)
+    assert "%mesh respawn rank=1 --force" in str(caught.value)
+    assert mesh2.slice(gpus=0).run("rank").get(30).values() == [0]
+    mesh2.respawn(1, force=True)
+    assert mesh2.run(SUM).get(30).values() == [2, 2]
+
+
+def test_deaths_long_ago_do_not_count() -> None:
+    loops, lost = CrashLoops(), {3: errors.WorkerLost(3, "a", "killed by SIGSEGV")}
+    for at in (0.0, 1.0, 2.0, 3.0):
+        loops.record(3, at)
+    with pytest.raises(errors.CrashLoopError, match="ended 4 times"):
+        loops.check(lost, 10.0)
+    loops.check(lost, 61.0)
+    loops.renumber({3: 2})
+    loops.check(lost, 10.0)
+
+
+def test_a_death_while_the_others_are_healed_is_healed_too(mesh4: ProcMesh) -> None:
+    kill(mesh4, 1)
+    victim = mesh4.status()[3].pid
+    threading.Timer(0.05, os.kill, (victim, signal.SIGKILL)).start()
+    mesh4.heal()
+    await_dead_or_replaced(mesh4, victim)
+    mesh4.heal()
+    assert mesh4.run(SUM).get(30).values() == [4] * 4
+
+
+def await_dead_or_replaced(mesh: ProcMesh, pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while any(status.pid == pid and status.state != "dead" for status in mesh.status()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_interrupt_leaves_a_mesh_that_can_be_healed(mesh4: ProcMesh) -> None:
+    for rank, delay_s in ((0, 0.0), (1, 0.02), (3, 0.1)):
+        kill(mesh4, rank)
+        assert interrupt_heal(mesh4, delay_s) < 5
+        mesh4.heal()
+        assert mesh4.run(SUM).get(30).values() == [4] * 4
+
+
+def interrupt_heal(mesh: ProcMesh, delay_s: float) -> float:
+    """Heal, with an interrupt after ``delay_s``, or after the end on a quick machine; returns the seconds it took."""
+    interrupt = threading.Timer(delay_s, signal.raise_signal, (signal.SIGINT,))
+    started = ended = time.monotonic()
+    try:
+        interrupt.start()
+        try:
+            mesh.heal()
+        finally:
+            ended = time.monotonic()
+            interrupt.join(10)
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        pass
+    return ended - started
+
+
+def test_only_one_repairs_at_a_time(mesh2: ProcMesh) -> None:
+    held = threading.Event()
+    blocker = mesh2.slice(gpus=0).run("import time; time.sleep(3)")
+    thread = threading.Thread(target=lambda: (held.set(), mesh2.respawn(1)))
+    thread.start()
+    held.wait(5)
+    time.sleep(0.5)
+    with pytest.raises(errors.UsageError, match='mesh "two" is repairing already'):
+        mesh2.heal()
+    assert mesh2.alive and mesh2.status()[0].state == "busy"
+    thread.join(30)
+    blocker.get(30)
+
+
+def test_a_stopped_mesh_is_not_healed() -> None:
+    mesh = this_host().spawn_procs({"gpus": 1}, name="short")
+    mesh.stop()
+    with pytest.raises(errors.MeshStoppedError):
+        mesh.heal()
+
+
+def test_repairs_leave_no_process_and_no_descriptor(mesh2: ProcMesh) -> None:
+    agent = mesh2._mesh.hosts[0].hello
+    assert agent is not None
+    mesh2.respawn(1)
+    descriptors, children = open_descriptors(agent.pid), len(children_of(agent.pid))
+    recorded = []
+    for _ in range(6):
+        pid = mesh2.status()[1].pid
+        recorded.append((pid, start_time(pid)))
+        mesh2.respawn(1)
+    deadline = time.monotonic() + 10
+    while open_descriptors(agent.pid) > descriptors or len(children_of(agent.pid)) > children:
+        assert time.monotonic() < deadline, (open_descriptors(agent.pid), descriptors)
+        time.sleep(0.05)
+    assert not any(started is not None and is_same_process(pid, started) for pid, started in recorded)
+
+
+def test_the_agent_of_this_host_is_shared_by_what_comes_after(mesh2: ProcMesh) -> None:
+    agent = mesh2._mesh.hosts[0].hello
+    assert agent is not None
+    os.kill(agent.pid, signal.SIGKILL)
+    await_dead(mesh2, 0, 1)
+    mesh2.heal()
+    with this_host().spawn_procs({"gpus": 1}) as other:
+        assert other._mesh.hosts[0] is mesh2._mesh.hosts[0]
+        assert mesh2.run(SUM).get(30).values() == [2, 2]
+
+
+def open_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def children_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]

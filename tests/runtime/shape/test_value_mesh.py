@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshbook.errors import LayoutError, RankError, UnknownAxisError
+from meshbook.shape.members import Members, Region
+from meshbook.shape.value_mesh import ValueMesh
+
+MESH = Region.of({"hosts": 2, "gpus": 4})
+
+
+def squares(members: Members = MESH) -> ValueMesh[int]:
+    return ValueMesh(members, [rank * rank for rank in members.ranks()])
+
+
+def test_values_are_found_by_coordinates_and_by_base_rank() -> None:
+    values = squares(MESH.slice(hosts=1))
+    assert values.item(gpus=2) == values.get(6) == 36
+    assert values.item(gpus=-1) == 49
+    assert (values.sizes, values.ranks, len(values)) == ({"gpus": 4}, (4, 5, 6, 7), 4)
+    assert squares(MESH.slice(hosts=1, gpus=1)).item() == 25
+
+
+def test_it_iterates_as_points_and_values() -> None:
+    values = squares()
+    assert [(dict(point), value) for point, value in values][:2] == [
+        ({"hosts": 0, "gpus": 0}, 0),
+        ({"hosts": 0, "gpus": 1}, 1),
+    ]
+    assert values.items() == list(values)
+    assert values.values() == [rank * rank for rank in range(8)]
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_every_view_keeps_each_value_with_its_rank(data: st.DataObject) -> None:
+    gpus = data.draw(st.lists(st.integers(0, 3), min_size=1, unique=True))
+    view = data.draw(
+        st.sampled_from([squares(), squares().slice(hosts=slice(None, None, -1)), squares().pick(gpus=gpus)])
+    )
+    for values in (
+        view,
+        view.slice(hosts=0),
+        view.pick(gpus=[0]),
+        view.rename(hosts="gpus", gpus="hosts"),
+        view.split(hosts=("a", "b"), a=2),
+        view.flatten("rank"),
+    ):
+        assert values.values() == [rank * rank for rank in values.ranks]
+        assert all(values.get(rank) == rank * rank for rank in values.ranks)
+        assert all(values.item(**point) == value for point, value in values)
+
+
+def test_flatten_works_for_views_that_no_stride_describes() -> None:
+    values = squares(MESH.slice(gpus=slice(0, 3))).flatten("rank")
+    assert values.sizes == {"rank": 6}
+    assert values.item(rank=3) == 16
+
+
+def test_lazy_values_are_decoded_once_for_all_views_and_threads() -> None:
+    decoded: list[int] = []
+
+    def loader(rank: int) -> int:
+        decoded.append(rank)
+        return rank * 10
+
+    values = ValueMesh.lazy(MESH, [lambda rank=rank: loader(rank) for rank in range(8)])
+    view = values.slice(hosts=1)
+    assert decoded == []
+    assert view.get(5) == 50
+    threads = [threading.Thread(target=values.values) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert view.values() == [40, 50, 60, 70]
+    assert sorted(decoded) == list(range(8))
+
+
+def test_a_value_that_cannot_be_decoded_hurts_only_who_looks_at_it() -> None:
+    def fail() -> int:
+        raise ModuleNotFoundError("no module named plots")
+
+    values = ValueMesh.lazy(Region.of({"gpus": 2}), [lambda: 1, fail])
+    assert values.get(0) == 1
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError):
+            values.get(1)
+    assert "<ModuleNotFoundError: no module named plots>" in repr(values)
+
+
+def test_map_makes_a_mesh_of_results() -> None:
+    assert squares().map(lambda value: value + 1).values() == [rank * rank + 1 for rank in range(8)]
+
+
+def test_equality_compares_ranks_axes_and_all_elements() -> None:
+    assert squares() == squares()
+    assert squares() != squares().rename(hosts="dp")
+    assert squares(MESH.slice(hosts=0)) != ValueMesh(MESH.slice(hosts=1), [0, 1, 4, 9])
+    two = Region.of({"gpus": 2})
+    assert ValueMesh(two, [np.arange(3), np.ones(2)]) == ValueMesh(two, [np.arange(3), np.ones(2)])
+    assert ValueMesh(two, [np.arange(3), np.ones(2)]) != ValueMesh(two, [np.arange(3), np.ones((2, 1))])
+    assert squares() != 3
+
+
+def test_it_survives_pickling() -> None:
+    lazy = ValueMesh.lazy(MESH.pick(gpus=[0, 1, 3]), [lambda rank=rank: rank for rank in range(6)])
+    assert pickle.loads(pickle.dumps(lazy)) == lazy
+
+
+def test_the_repr_groups_equal_values_by_ranks() -> None:
+    assert repr(ValueMesh(MESH, [0.5, 0.5, 0.5, None, 0.5, {"b": 1, "a": 2}, "x  y", "x  y"])) == (
+        "ValueMesh: hosts=2, gpus=4\n  [0-2,4]  0.5\n  [3]      None\n  [5]      {'b': 1, 'a': 2}\n  [6,7]    'x  y'"
+    )
+
+
+def test_the_repr_stays_on_one_screen_with_a_thousand_ranks_and_huge_values() -> None:
+    mesh = Region.of({"hosts": 125, "gpus": 8})
+    matrix = np.ones((30, 30))
+    huge = [[list(range(1000))] * 1000, "x" * 1_000_000, dict.fromkeys(range(1000), "y" * 1000), matrix, 10**1000, {}]
+    for values in (range(1000), [huge[rank % 6] for rank in range(1000)], [f"{rank}" * 5000 for rank in range(1000)]):
+        text = repr(ValueMesh(mesh, values))
+        assert len(text.splitlines()) <= 22
+        assert max(map(len, text.splitlines())) <= 104
+    assert "and 981 more ranks" in repr(ValueMesh(mesh, range(1000)))
+
+
+def test_values_that_differ_late_are_not_shown_as_equal() -> None:
+    text = repr(ValueMesh(Region.of({"gpus": 2}), ["x" * 500 + "0", "x" * 500 + "1"]))
+    assert len(text.splitlines()) == 3
+
+
+def test_wrong_requests_are_shape_errors() -> None:
+    with pytest.raises(LayoutError, match="7 values for the 8 members"):
+        ValueMesh(MESH, range(7))
+    with pytest.raises(RankError):
+        squares().get(8)
+    with pytest.raises(UnknownAxisError):
+        squares().item(gpu=0)
+    with pytest.raises(LayoutError, match="hosts is missing"):
+        squares().item(gpus=0)

@@ -1,0 +1,97 @@
+"""What a thread is said to do."""
+
+from __future__ import annotations
+
+import linecache
+import queue
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshbook.source.cells import add_cell
+from meshbook.source.location import describe_frame, name_call, name_place
+
+names_c_calls = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of instructions, Python 3.11")
+
+
+def watch(source: str, filename: str, until: str, **names: object) -> str:
+    """Run ``source`` as ``filename`` on a thread; say what it does once that names ``until``."""
+    gate: queue.SimpleQueue[None] = queue.SimpleQueue()
+    thread = threading.Thread(target=exec, args=(compile(source, filename, "exec"), {"gate": gate, **names}))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 5
+        while until not in (seen := describe_frame(sys._current_frames().get(thread.ident or 0))):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        time.sleep(0.02)
+        return describe_frame(sys._current_frames().get(thread.ident or 0)) if until in seen else seen
+    finally:
+        gate.put(None)
+        thread.join()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], tuple[str, str]]:
+    def write(text: str) -> tuple[str, str]:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        linecache.checkcache(str(path))
+        return path.read_text(), str(path)
+
+    return write
+
+
+@names_c_calls
+def test_a_call_into_c_is_named_as_the_source_names_it(script: Callable[[str], tuple[str, str]]) -> None:
+    seen = watch(*script("x = 1\nx = gate.get() or x"), until="train.py:2")
+    assert seen == "in gate.get (train.py:2)"
+
+
+@names_c_calls
+def test_a_cell_is_named_by_its_number() -> None:
+    source = "\n\n\n\ngate.get()"
+    assert watch(source, add_cell(source, 7), until="line 5") == "in gate.get (cell 7, line 5)"
+
+
+def test_the_place_is_the_innermost_line_of_the_users_own_code(script: Callable[[str], tuple[str, str]]) -> None:
+    code = """\
+    import threading
+    def step():
+        threading.Event().wait(0.5)
+    step()
+    """
+    assert watch(*script(code), until="train.py:3").endswith("train.py:3)" if sys.version_info >= (3, 11) else ":3")
+
+
+def test_a_call_spread_over_lines_is_placed_without_a_name(script: Callable[[str], tuple[str, str]]) -> None:
+    assert watch(*script("(gate\n  .get\n  ())"), until="train.py").startswith("at train.py:")
+
+
+def test_no_frame_is_idle() -> None:
+    assert describe_frame(None) == "idle"
+
+
+@pytest.mark.parametrize(
+    ("expression", "name"),
+    [
+        ("time.sleep(60)", "time.sleep"),
+        ("build(x).fit(y, (1, 2))", "fit"),
+        ("gate", ""),
+        ("(lambda: 3)()", ""),
+        ("table[3](4)", ""),
+    ],
+)
+def test_the_name_of_a_call_is_read_from_its_text(expression: str, name: str) -> None:
+    assert name_call(expression) == name
+
+
+def test_places_are_short() -> None:
+    assert name_place("/home/me/train.py", 41) == "train.py:41"
+    assert name_place(add_cell("1 + 1", 12), 3) == "cell 12, line 3"

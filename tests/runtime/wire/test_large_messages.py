@@ -1,0 +1,127 @@
+"""What is too large for one message is cut and counted, or refused where it is sent; nothing is sent again for ever."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from meshbook import ProcMesh
+from meshbook.actor import Actor, endpoint
+from meshbook.agent.output import BURST_BYTES, TAIL_BYTES, OutputPiece, RankLog, RankOutput
+from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
+from meshbook.errors import CallFailed, MessageTooLarge
+from meshbook.mesh.host_mesh import set_output_source
+from meshbook.system.processes import resident_bytes
+from meshbook.wire.batches import MAX_BATCH_BYTES, Batch
+from meshbook.wire.frames import MAX_FRAME_BYTES, Buffer, pack
+from meshbook.wire.link import Link
+
+SIZE = 70 << 20
+SHOWN_MAX_CHARS = BURST_BYTES + 4 * TAIL_BYTES
+
+
+def test_a_link_keeps_nothing_that_cannot_arrive() -> None:
+    link = Link(1)
+    link.send(b"first")
+    for header, payload in ((b"x" * (MAX_FRAME_BYTES + 1), ()), (b"x", (b"y", memoryview(bytes(MAX_FRAME_BYTES + 1))))):
+        with pytest.raises(MessageTooLarge, match="in one piece are too much"):
+            link.send(header, payload)
+        with pytest.raises(MessageTooLarge):
+            pack([header, *payload])
+    assert [header for header, _ in link.unacknowledged()] == [b"first"]
+
+
+def test_a_batch_sends_large_messages_alone_and_in_order() -> None:
+    sent: list[int] = []
+
+    def send(header: bytes, payload: list[Buffer]) -> None:
+        sent.append(len(header))
+        if len(header) > 4 * MAX_BATCH_BYTES:
+            raise MessageTooLarge(len(header), 0)
+
+    batch = Batch(send)  # type: ignore[arg-type]
+    batch.add(b"1")
+    batch.add(b"x" * (MAX_BATCH_BYTES + 1))
+    batch.add(b"2")
+    with pytest.raises(MessageTooLarge):
+        batch.add(b"x" * (5 * MAX_BATCH_BYTES))
+    batch.add(b"3")
+    batch.flush()
+    assert sent == [1, MAX_BATCH_BYTES + 1, 1, 5 * MAX_BATCH_BYTES, 1]
+
+
+def test_late_text_waits_within_the_bounds_of_other_text(tmp_path) -> None:
+    output = RankOutput(b"marker", RankLog(tmp_path / "log"), 0.0)
+    for _ in range(1000):
+        output.add_late(OutputPiece(7, "stdout", "x" * 10_000), 0.0)
+    pieces, cuts = output.take(0.0, final=True)
+    shown = sum(len(piece.text) for piece in pieces)
+    assert 0 < shown <= SHOWN_MAX_CHARS and shown + cuts[7] == 10_000_000
+    output.log.close()
+    assert (tmp_path / "log").stat().st_size == 10_000_000
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"import threading\nt = threading.Thread(target=print, args=('x' * {SIZE},)); t.start(); t.join()",
+        f"print('x' * {SIZE})",
+    ],
+)
+def test_a_print_of_70_mb_is_cut_and_counted(mesh2: ProcMesh, code: str) -> None:
+    events: list[OutputEvent] = []
+    mesh2.start_cell(code, on_output=events.append).future.get(60)
+    shown = sum(len(event.text) for event in events if isinstance(event, StreamText) and event.rank == 0)
+    cut = max(event.size_bytes for event in events if isinstance(event, OutputDropped) and event.rank == 0)
+    assert shown + cut == SIZE + 1 and 0 < shown <= SHOWN_MAX_CHARS
+    assert mesh2.run("rank").get(20).values() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"raise type('x' * {SIZE}, (Exception,), {{}})",
+        f"raise ValueError('x' * {SIZE})",
+        f"dist.distributed_c10d._get_default_store().set('large', 'x' * {SIZE})",
+    ],
+)
+def test_a_failure_of_any_size_is_an_answer_of_a_bounded_one(mesh2: ProcMesh, code: str) -> None:
+    with pytest.raises(CallFailed) as failed:
+        mesh2.run(code).get(60)
+    assert len(str(failed.value)) < 1 << 16
+    assert mesh2.run("rank").get(20).values() == [0, 1]
+
+
+def test_an_expression_of_any_length_can_be_evaluated(mesh2: ProcMesh) -> None:
+    assert mesh2.evaluate(f"rank{' ' * SIZE}").get(60).values() == [0, 1]
+
+
+class Loud(Actor):
+    @endpoint
+    def say(self, lines: int) -> float:
+        for _ in range(lines):
+            print("x" * 999)
+        return time.monotonic()
+
+
+def test_the_agent_does_not_keep_what_actors_print(mesh2: ProcMesh) -> None:
+    heard: list[OutputEvent] = []
+    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard.append))
+    try:
+        loud = mesh2.spawn("loud", Loud)
+        loud.say.call(1).get(20)
+        agent = mesh2._mesh.hosts[0].launched.pid
+        before = resident_bytes(agent)
+        said = loud.say.call(50_000)
+        grown = 0
+        while not said.done():
+            grown = max(grown, resident_bytes(agent) - before)
+            time.sleep(0.05)
+        said.get(60)
+    finally:
+        set_output_source(None)
+    assert grown < 30_000_000
+    cuts = {event.rank: event.size_bytes for event in heard if isinstance(event, OutputDropped)}
+    shown = sum(len(event.text) for event in heard if isinstance(event, StreamText))
+    assert sum(cuts.values()) + shown == 2 * 50_001_000

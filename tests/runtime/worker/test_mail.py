@@ -1,0 +1,179 @@
+"""Calls to mailboxes: beside the main thread of a rank, in order, with all that calls have."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import mail_ranks
+import numpy as np
+import pytest
+from patience import wait_until
+
+from meshbook import ProcMesh
+from meshbook.calls.call import CallFuture
+from meshbook.errors import CallFailed, CallInterrupted, CallTimeout, WorkerLost
+from meshbook.values.pickling import dumps
+
+_numbers = itertools.count(100)
+
+
+class Desks:
+    """Mailboxes of one number on all ranks of a mesh, and how to reach them."""
+
+    def __init__(self, mesh: ProcMesh) -> None:
+        self.mesh = mesh
+        self.mailbox = next(_numbers)
+        mesh.execute(mail_ranks.open_desk, self.mailbox).get(20)
+
+    def call(self, endpoint: str, *args: Any, mesh: ProcMesh | None = None, mailbox: int = 0) -> CallFuture[Any]:
+        mesh = mesh or self.mesh
+        return mesh._controller.call(
+            mesh._mesh,
+            endpoint,
+            mesh.members,
+            dumps((args, {}), what=endpoint),
+            what=endpoint,
+            mailbox=mailbox or self.mailbox,
+        )
+
+    def post(self, endpoint: str, *args: Any, mesh: ProcMesh | None = None) -> None:
+        mesh = mesh or self.mesh
+        body = dumps((args, {}), what=endpoint)
+        mesh._controller.post(mesh._mesh, endpoint, mesh.members, body, self.mailbox)
+
+
+def lent_by(mesh: ProcMesh) -> set[int]:
+    """Payloads of the controller in shared memory that somebody still looks at."""
+    return set(mesh._controller._dispatcher.payloads._pool.in_use)
+
+
+@pytest.fixture(scope="module")
+def desks(mesh4: ProcMesh) -> Desks:
+    return Desks(mesh4)
+
+
+def test_a_rank_has_no_mail_thread_before_its_first_mail(mesh2: ProcMesh) -> None:
+    assert not any("meshbook.mail" in names for names in mesh2.execute(mail_ranks.threads).get(20).values())
+    Desks(mesh2).call("echo", 1, mesh=mesh2.slice(gpus=1)).get(20)
+    first, second = mesh2.execute(mail_ranks.threads).get(20).values()
+    assert "meshbook.mail" not in first
+    assert "meshbook.mail" in second
+
+
+def test_mail_does_not_wait_for_a_running_cell_nor_the_cell_for_mail(desks: Desks) -> None:
+    desks = Desks(desks.mesh)
+    cell = desks.mesh.run("import time; time.sleep(1.0)")
+    assert desks.call("echo", "hello").get(20).values() == ["hello"] * 4
+    assert not cell.done()
+    long = desks.call("wait_for_cancel")
+    cell.get(20)
+    assert desks.mesh.evaluate("1 + 1").get(20).values() == [2] * 4
+    assert not long.done()
+    long.cancel()
+
+
+def test_messages_of_the_controller_come_in_the_order_of_sending(desks: Desks) -> None:
+    big = np.zeros(200_000)
+    for number in range(300):
+        if number % 50 == 7:
+            desks.post("note", (number, big))
+        elif number % 3:
+            desks.post("note", (number, None))
+        else:
+            desks.call("note", (number, None))
+    for notes in desks.call("notes").get(30).values():
+        assert [number for number, _ in notes] == list(range(300))
+
+
+def test_an_exception_of_a_mailbox_is_that_of_its_rank(desks: Desks) -> None:
+    with pytest.raises(CallFailed, match="ValueError: bad shard") as caught:
+        desks.call("fail", mesh=desks.mesh.slice(gpus=2)).get(20)
+    (failure,) = caught.value.failures
+    assert failure.rank == 2
+    assert isinstance(failure.load(), ValueError)
+
+
+def test_a_mailbox_that_is_not_there_says_so(desks: Desks) -> None:
+    with pytest.raises(CallFailed, match="rank 0 has no mailbox 9999: what it belonged to was stopped, or"):
+        desks.call("echo", 1, mesh=desks.mesh.slice(gpus=0), mailbox=9999).get(20)
+    other = Desks(desks.mesh)
+    desks.mesh.execute(mail_ranks.close_desk, other.mailbox, 'actor "counter" was stopped').get(20)
+    with pytest.raises(CallFailed, match=rf'rank 1 has no mailbox {other.mailbox}: actor "counter" was stopped\.'):
+        other.call("echo", 1, mesh=desks.mesh.slice(gpus=1)).get(20)
+
+
+def test_a_handler_that_raises_costs_its_message_only(desks: Desks) -> None:
+    box = next(_numbers)
+    desks.mesh.execute(mail_ranks.open_rude_box, box).get(20)
+    with pytest.raises(CallFailed, match="RuntimeError: no room at the desk"):
+        desks.call("echo", 1, mailbox=box).get(20)
+    assert desks.call("echo", 2).get(20).values() == [2] * 4
+
+
+def test_large_arguments_and_results_of_mail_are_freed(desks: Desks) -> None:
+    array = np.arange(1_000_000.0)
+    before = lent_by(desks.mesh)
+    for _ in range(3):
+        for back in desks.call("echo", array).get(30).values():
+            assert np.array_equal(back, array)
+        del back
+    wait_until(lambda: set(desks.mesh.execute(mail_ranks.segments_in_use).get(20).values()) == {0})
+    wait_until(lambda: lent_by(desks.mesh) <= before)
+
+
+def test_arguments_of_mail_that_nobody_takes_are_freed(desks: Desks) -> None:
+    before = lent_by(desks.mesh)
+    with pytest.raises(CallFailed, match="no mailbox"):
+        desks.call("echo", np.zeros(1_000_000), mailbox=9999).get(20)
+    wait_until(lambda: lent_by(desks.mesh) <= before)
+
+
+def test_the_death_of_a_rank_fails_its_mail(mesh2: ProcMesh) -> None:
+    desks = Desks(mesh2)
+    nap = desks.call("nap", 30, mesh=mesh2.slice(gpus=1))
+    desks.post("die", mesh=mesh2.slice(gpus=0))
+    with pytest.raises(WorkerLost, match=r"rank 0 on .* ended: exit code 7"):
+        desks.call("echo", 1).get(20)
+    assert not nap.done()
+
+
+def test_a_cancel_of_mail_reaches_its_mailbox(desks: Desks) -> None:
+    other = Desks(desks.mesh)
+    future = other.call("wait_for_cancel")
+    time.sleep(0.05)
+    cell = desks.mesh.run("import time; time.sleep(0.5); 'whole'")
+    future.cancel()
+    with pytest.raises(CallFailed) as caught:
+        future.get(20)
+    assert {failure.ename for failure in caught.value.failures} == {"KeyboardInterrupt"}
+    assert cell.get(20).values() == ["whole"] * 4
+
+
+def test_a_timeout_of_mail_names_the_silent(desks: Desks) -> None:
+    other = Desks(desks.mesh)
+    other.post("nap", 1.0, mesh=desks.mesh.slice(gpus=3))
+    with pytest.raises(CallTimeout, match=r"rank 3"):
+        other.call("echo", 1).get(0.3)
+
+
+def test_an_interrupt_names_who_does_not_end_a_call_to_its_mailbox(desks: Desks) -> None:
+    other = Desks(desks.mesh)
+    future = other.call("nap", 2.0, mesh=desks.mesh.pick(gpus=[1, 3]))
+    time.sleep(0.3)
+    interrupted = future.interrupt()
+    assert set(interrupted.stuck) == {1, 3}
+    assert "it was told to stop and has not ended the call yet" in str(interrupted)
+    assert desks.mesh.interrupted == ()
+
+
+def test_an_interrupt_of_mail_is_told_apart_from_cells(desks: Desks) -> None:
+    other = Desks(desks.mesh)
+    cell = desks.mesh.run("import time; time.sleep(1.0)")
+    future = other.call("wait_for_cancel")
+    time.sleep(0.05)
+    interrupted = future.interrupt()
+    assert isinstance(interrupted, CallInterrupted)
+    assert set(interrupted.obeyed) == {0, 1, 2, 3}
+    cell.get(20)
