@@ -62,7 +62,7 @@ def test_another_process_reads_and_writes(mesh4: ProcMesh, count: int) -> None:
     buffer.drop().get(20)
 
 
-@pytest.mark.parametrize("road", ["mail", "connection"])
+@pytest.mark.parametrize("router", ["mail", "connection"])
 @pytest.mark.parametrize("count", [1, 1000, BIG])
 def test_processes_of_other_hosts_read_and_write(mesh2x2: ProcMesh, count: int, router: str) -> None:
     owner, reader = owner_and_reader(mesh2x2, {"hosts": 0, "gpus": 0}, {"hosts": 1, "gpus": 1})
