@@ -25,6 +25,7 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/support/check_rooms.py
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

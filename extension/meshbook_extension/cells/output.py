@@ -19,7 +19,7 @@ from meshbook_extension.output.failures import INTERRUPT, FailureView
 from meshbook_extension.output.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
 from meshbook_extension.output.line_merging import Grouping, LinePiece
 from meshbook_extension.output.progress_bars import join_bars
-from meshbook_extension.output.publisher import OutputTarget, Publisher
+from meshbook_extension.output.publisher import CellSink, Publisher
 
 TEXT_INTERVAL_S = 0.1
 BARS_INTERVAL_S = 0.25
@@ -53,7 +53,7 @@ class CellOutput:
     def __init__(
         self,
         ranks: Collection[int],
-        sink: OutputTarget,
+        sink: CellSink,
         grouping: Grouping,
         publisher: Publisher,
         log_paths: Callable[[], Mapping[int, str]],

@@ -1,4 +1,7 @@
-"""Every cell to the mesh: auto."""
+"""``%mesh auto``: every cell to the mesh.
+
+A module of its own because each group of commands is one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``%mesh profile``: torch.profiler over one statement, as ``%%mesh --profile`` is for a cell."""
+"""``%mesh profile``: torch.profiler over one statement, as ``%%mesh --profile`` is for a cell.
+
+A module of its own because each group of commands is one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Have a kernel, or a terminal's IPython, ask the typist first and IPython itself where it has no answer.
+"""Have a kernel, or a terminal's IPython, ask the completer first and IPython itself where it has no answer.
 
 Methods of the instance are replaced, so that the stock ipykernel works as ours does, and `uninstall` takes everything
 away again. Attributes are looked for before: where one is missing, completion stays IPython's own.

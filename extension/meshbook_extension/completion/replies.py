@@ -1,4 +1,7 @@
-"""What the typist found, as replies of Jupyter's protocol."""
+"""What the completer found, as replies of Jupyter's protocol.
+
+A module of its own because a kernel that is busy with a cell answers as one that is not.
+"""
 
 from __future__ import annotations
 

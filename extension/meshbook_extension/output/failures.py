@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from meshbook.errors import Failure, RankDeath, describe_deaths, group_failures
 from meshbook.formatting import name_ranks
-from meshbook_extension.output.publisher import OutputTarget
+from meshbook_extension.output.publisher import CellSink
 
 TOGETHER_S = 0.02
 """How long a first failure waits for equal ones of other ranks."""
@@ -41,7 +41,7 @@ class FailureView:
         """Whether it should be called by now."""
         return self._due_at is not None and self._due_at <= now
 
-    def show(self, sink: OutputTarget) -> None:
+    def show(self, sink: CellSink) -> None:
         """Write what waits."""
         groups = group_failures(self._waiting)
         self._waiting, self._due_at = [], None

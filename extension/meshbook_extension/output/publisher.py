@@ -23,7 +23,7 @@ BARS_WIDTH = 160
 """Columns for progress bars in a terminal, which share one line there."""
 
 
-class OutputTarget(Protocol):
+class CellSink(Protocol):
     """Where the output of one cell goes."""
 
     def stream(self, name: str, text: str) -> None:
@@ -109,7 +109,7 @@ class StreamSink:
             self._has_bars = False
 
 
-def sink_for(shell: Any) -> OutputTarget:
+def sink_for(shell: Any) -> CellSink:
     """The sink for the cell that ``shell`` runs now; to be called on the thread that runs it."""
     kernel = getattr(shell, "kernel", None)
     captured = getattr(sys.stdout, "pub_thread", None) is None

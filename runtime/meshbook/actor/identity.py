@@ -6,10 +6,10 @@ from collections import deque
 from typing import Any
 
 from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
-from meshbook.actor.router import Address, OnReply, Router, router_for
+from meshbook.actor.router import Address, Router, router_for
 from meshbook.actor.signatures import ActorClass
 from meshbook.actor.supervision import MeshFailure, join_failures
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import CallFuture, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.shape.members import Members, Region

@@ -7,22 +7,19 @@ mail lane of the worker, in the notebook the controller of the session.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import CallFuture, OnReply
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
-from meshbook.errors import Failure, RanksLeft, UsageError
+from meshbook.errors import RanksLeft, UsageError
 from meshbook.shape.generations import AS_NOW, GONE, Moves, arranged_now, ranks_now
 from meshbook.shape.members import Members
 from meshbook.values.pickling import Pickled
 
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
-
-OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
-"""As `meshbook.calls.call.OpenCall.on_reply`."""
 
 WATCH = "__watch__"
 """The endpoint of every actor that answers when it has ended; unless its process ends, which the caller is told."""

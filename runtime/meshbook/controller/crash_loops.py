@@ -1,4 +1,7 @@
-"""Ranks that end again and again are not started for ever. Pure: whoever asks brings the time."""
+"""Ranks that end again and again are not started for ever.
+
+A module of its own because it is pure: whoever asks brings the time, and the rule is tested without a rank.
+"""
 
 from __future__ import annotations
 

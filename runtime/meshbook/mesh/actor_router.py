@@ -9,9 +9,9 @@ from typing import Any
 from meshbook.actor.actor_mesh import ActorMesh
 from meshbook.actor.identity import groups_on
 from meshbook.actor.ports import Port
-from meshbook.actor.router import ROOT, SUPERVISOR, Address, OnReply, Place, find_now
+from meshbook.actor.router import ROOT, SUPERVISOR, Address, Place, find_now
 from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import CallFuture, OnReply
 from meshbook.calls.mailboxes import LoadArgs, Mailboxes, ReplyTo
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future

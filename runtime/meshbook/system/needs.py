@@ -1,4 +1,7 @@
-"""What meshes need of the operating system and cannot do without."""
+"""What meshes need of the operating system and cannot do without.
+
+A module of its own because what it looks for is used all over this room.
+"""
 
 from __future__ import annotations
 

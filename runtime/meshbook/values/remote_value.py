@@ -1,4 +1,7 @@
-"""A value that stayed on its rank, because it is large or cannot travel."""
+"""A value that stayed on its rank, because it is large or cannot travel.
+
+A module of its own because its name travels in pickles, and a notebook that reads one imports nothing else for it.
+"""
 
 from __future__ import annotations
 

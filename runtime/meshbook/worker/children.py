@@ -1,4 +1,8 @@
-"""Processes that user code starts: an interrupt reaches them as Ctrl-C in a terminal would."""
+"""Processes that user code starts: an interrupt reaches them as Ctrl-C in a terminal would.
+
+A module of its own because other interrupts of a worker are of its threads; what a shell's commands get is told by
+`meshbook.shell.commands`.
+"""
 
 from __future__ import annotations
 

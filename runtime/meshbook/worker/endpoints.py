@@ -32,7 +32,6 @@ from meshbook.system.processes import resident_bytes
 from meshbook.values.pickling import dumps_bounded
 from meshbook.values.remote_value import RemoteValue
 from meshbook.wire import messages as wire
-from meshbook.worker.actor_query import actors
 from meshbook.worker.completion import complete, inspect, user_names
 from meshbook.worker.dap_queries import DEBUG_QUERIES, debugged_place
 from meshbook.worker.debug_queries import (
@@ -292,6 +291,11 @@ def stacks(worker: Worker, all_threads: bool) -> RankTold:
     return progress(worker)._replace(threads=read_threads(worker, all_threads))
 
 
+def actors(worker: Worker) -> list[dict[str, object]]:
+    """What the actors of the rank are doing, as `meshbook.actor.runner.ActorRunner.state` tells it."""
+    return worker.registry.states()
+
+
 def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Frame]:
     """What this rank knows of lines in another one's stack."""
     return lines_of(places)
@@ -300,12 +304,11 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 QUERIES: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (
-        *(where, reaction, status, collectives, clock, complete, inspect, user_names, progress, stacks, source_lines),
-        *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source),
+        *(where, reaction, status, collectives, clock, complete, inspect, user_names, progress, stacks, actors),
+        *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, source_lines),
     )
 }
 QUERIES.update(DEBUG_QUERIES)
-QUERIES["actors"] = actors
 
 SLOW_QUERIES: frozenset[str] = frozenset(
     {"complete", "inspect", "user_names", "progress", "stacks", "source_lines", *DEBUG_QUERIES}

@@ -13,8 +13,8 @@ from meshbook.actor.errors import CallsTooDeepError
 from meshbook.actor.futures import ActorFuture, only_value
 from meshbook.actor.ports import Port, one_member
 from meshbook.actor.proc_ref import ProcRef
-from meshbook.actor.router import FIRST_OF_RANKS, ROOT, Address, OnReply, Place, find_now
-from meshbook.calls.call import CallFuture
+from meshbook.actor.router import FIRST_OF_RANKS, ROOT, Address, Place, find_now
+from meshbook.calls.call import CallFuture, OnReply
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.concurrency.future import Future
 from meshbook.shape.generations import AS_NOW

@@ -1,0 +1,124 @@
+"""What the layout promises and no other tool sees; `make check` runs it.
+
+    python tests/support/check_rooms.py [FOLDER ...]
+
+One name, one type: no class or type alias of a module's top level has a twin in another module. No page of a few lines:
+a module under `SHORT` lines has `USED` importers, or says ``A module of its own because ...`` in its docstring. And
+each room's ``__init__`` begins with its purpose in one sentence.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = tuple(ROOT / name for name in ("runtime", "extension", "kernel"))
+SHORT, USED = 40, 3
+REASON = "A module of its own because "
+TWINS_ALLOWED: frozenset[str] = frozenset()
+"""Type variables are no types and need no place here."""
+TYPE_FACTORIES = {"NewType", "NamedTuple", "TypedDict", "Enum", "namedtuple", "defstruct"}
+ENTRY_POINTS = {"__main__", "_version"}
+
+Modules = Mapping[str, tuple[Path, ast.Module]]
+
+
+def parse_all(folders: Iterable[Path]) -> dict[str, tuple[Path, ast.Module]]:
+    """The modules below source folders by their dotted names."""
+    found = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = (path, ast.parse(path.read_text()))
+    return found
+
+
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """The names of the classes and type aliases that a module makes at its top level."""
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        match pending.pop():
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _makes_a_type(name, value):
+                yield name
+            case ast.If(body=body, orelse=orelse) | ast.Try(body=body, orelse=orelse):
+                pending += [*body, *orelse]
+
+
+def _makes_a_type(name: str, value: ast.expr) -> bool:
+    if name.isupper() or not name.lstrip("_")[:1].isupper():
+        return False
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in TYPE_FACTORIES
+    return isinstance(value, ast.Subscript | ast.BinOp | ast.Name | ast.Attribute)
+
+
+def twins(modules: Modules) -> Iterator[str]:
+    """One line for each type name that two modules define."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for module, (_, tree) in modules.items():
+        for name in types_of(tree):
+            places[name].add(module)
+    for name, where in sorted(places.items()):
+        if len(where) > 1 and name not in TWINS_ALLOWED:
+            yield f"{name} is a type in {' and in '.join(sorted(where))}: rename one, or import it from the other"
+
+
+def importers(modules: Modules) -> dict[str, set[str]]:
+    """By module, those that import it, at any place in them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, (_, tree) in modules.items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                if name in modules and name != module:
+                    found[name].add(module)
+    return found
+
+
+def short_modules(modules: Modules) -> Iterator[str]:
+    """One line for each module that is too short to be one, and does not say why it is."""
+    used = importers(modules)
+    for name, (path, tree) in modules.items():
+        lines = len(path.read_text().splitlines())
+        if path.name == "__init__.py" or name.rpartition(".")[2] in ENTRY_POINTS:
+            continue
+        docstring = " ".join((ast.get_docstring(tree) or "").split())
+        if lines < SHORT and len(used[name]) < USED and REASON not in docstring:
+            yield (
+                f"{name} has {lines} lines and {len(used[name])} importers: move it to its neighbour, or say "
+                f'"{REASON}..." in its docstring'
+            )
+
+
+def rooms_without_purpose(modules: Modules) -> Iterator[str]:
+    """One line for each package whose docstring does not begin with one sentence."""
+    for name, (path, tree) in modules.items():
+        if path.name == "__init__.py":
+            purpose = (ast.get_docstring(tree) or "").partition("\n\n")[0]
+            if not purpose.endswith(".") or len(purpose) < 10:
+                yield f"{name}: its __init__ begins with no sentence that says what the room is for"
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is wrong; returns the exit code."""
+    modules = parse_all([Path(argument) for argument in arguments] or SOURCES)
+    wrong = [*twins(modules), *short_modules(modules), *rooms_without_purpose(modules)]
+    print("\n".join(wrong) or f"Rooms are in order: {len(modules)} modules.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

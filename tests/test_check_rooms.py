@@ -1,0 +1,61 @@
+"""The check of the layout finds what it is there for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_rooms
+import pytest
+
+LONG = '"""A page."""\n' + "\n" * 60
+
+
+def lay_out(folder: Path, files: dict[str, str]) -> Path:
+    """A source folder with the package ``house`` and these modules of it."""
+    for name, text in {"__init__.py": '"""A house to look at."""\n', **files}.items():
+        path = folder / "house" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def complaints(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What the check says of a folder, which it must not pass."""
+    assert check_rooms.main([str(folder)]) == 1
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("class Answer: ...", "class Answer: ..."),
+        ("class Answer: ...", "Answer: TypeAlias = int | str"),
+        ("Answer = dict[str, int]", "if True:\n    class Answer: ..."),
+        ("Answer = NewType('Answer', int)", "Answer = int | str"),
+    ],
+)
+def test_a_type_name_has_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str], one: str, other: str) -> None:
+    folder = lay_out(tmp_path, {"one.py": LONG + one, "other.py": LONG + other})
+    (line,) = complaints(folder, capsys)
+    assert line.startswith("Answer is a type in house.one and in house.other")
+
+
+def test_a_page_of_a_few_lines_has_users_or_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    users = {f"user{i}.py": LONG + "from house import used, alone\n" for i in range(2)}
+    users["user2.py"] = LONG + "def later():\n    from house.used import x\n"
+    reason = '"""A page.\n\nA module of its own\nbecause it is read alone.\n"""\n'
+    folder = lay_out(tmp_path, {**users, "used.py": "x = 1\n", "alone.py": "x = 1\n", "told.py": reason})
+    (line,) = complaints(folder, capsys)
+    assert line.startswith("house.alone has 1 lines and 2 importers")
+
+
+def test_a_room_says_what_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = lay_out(tmp_path, {"cellar/__init__.py": "", "attic/__init__.py": '"""What is stored."""\n'})
+    (line,) = complaints(folder, capsys)
+    assert line.startswith("house.cellar:")
+
+
+def test_type_variables_and_constants_may_have_equal_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = LONG + 'T = TypeVar("T")\nSelf = TypeVar("Self")\nWAIT_S = 3\n'
+    assert check_rooms.main([str(lay_out(tmp_path, {"one.py": text, "other.py": text}))]) == 0
+    assert "in order: 3 modules" in capsys.readouterr().out
