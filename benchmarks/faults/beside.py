@@ -19,7 +19,7 @@ from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import OutputTarget
-from meshbook.mesh.host_mesh import set_output_source
+from meshbook.mesh.driven import set_output_source
 
 RANKS = 4
 DEADLINE_S = 30.0

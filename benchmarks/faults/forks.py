@@ -14,7 +14,7 @@ from benchmarks.faults import forking
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.output import OutputEvent, OutputTarget, RankDone, StreamText
-from meshbook.mesh.host_mesh import set_output_source
+from meshbook.mesh.driven import set_output_source
 
 RANKS = 2
 DEADLINE_S = 90.0

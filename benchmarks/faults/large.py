@@ -11,7 +11,7 @@ from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
 from meshbook.debug.prompt import DebugPrompt
-from meshbook.mesh.host_mesh import set_output_source, set_prompt_handler
+from meshbook.mesh.driven import set_output_source, set_prompt_handler
 from meshbook.system.processes import resident_bytes
 from meshbook.wire.frames import MAX_FRAME_BYTES
 

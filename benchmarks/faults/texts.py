@@ -14,7 +14,7 @@ from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget, StreamText
 from meshbook.errors import CallFailed, MeshError
 from meshbook.formatting import utf8_text
-from meshbook.mesh.host_mesh import set_output_source
+from meshbook.mesh.driven import set_output_source
 
 DEADLINE_S = 30.0
 _VARIABLE = b"MESHBOOK_STRANGE"

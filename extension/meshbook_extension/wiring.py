@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshbook.actor.supervision import observe_unhandled
-from meshbook.mesh.host_mesh import set_output_source, set_prompt_handler
+from meshbook.mesh.driven import set_output_source, set_prompt_handler
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.jobs import Jobs

@@ -23,7 +23,7 @@ from ipykernel.ipkernel import IPythonKernel
 from IPython.core import release
 
 from meshbook import __version__
-from meshbook.mesh import host_mesh
+from meshbook.mesh import driven
 from meshbook_kernel.jupyter_server import JupyterServer
 
 EXTENSION = "meshbook_extension"
@@ -126,7 +126,7 @@ class MeshbookKernel(IPythonKernel):
 
             session.part(AutoAttach).wait()  # a mesh that comes back brings its host
         try:
-            host_mesh.prewarm()
+            driven.prewarm()
         except Exception:
             self.log.warning("The local host could not be warmed up; a spawn will tell why.", exc_info=True)
 
@@ -136,7 +136,7 @@ class MeshbookKernel(IPythonKernel):
                 from meshbook_extension.reattach.notebook_state import StateWriter
 
                 session.part(StateWriter).close()
-            host_mesh.detach(timeout_s=LEAVE_TIMEOUT_S)
+            driven.detach(timeout_s=LEAVE_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not left in order; the next kernel takes them over all the same.")
 
@@ -146,6 +146,6 @@ class MeshbookKernel(IPythonKernel):
                 from meshbook_extension.reattach.notebook_state import StateWriter
 
                 session.part(StateWriter).drop_traces()  # the next kernel need not be told that they have ended
-            host_mesh.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
+            driven.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
         except Exception:
             self.log.exception("The meshes were not stopped in order; their processes end after this one.")

@@ -17,21 +17,11 @@ from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
-from meshbook.mesh.host_mesh import (
-    Attachment,
-    HostMesh,
-    SavedSession,
-    attach,
-    detach,
-    heal_mesh,
-    recall,
-    remember,
-    sessions,
-    shutdown,
-    start_hosts,
-    this_host,
-)
+from meshbook.mesh.attach import Attachment
+from meshbook.mesh.driven import attach, detach, heal_mesh, recall, remember, shutdown, start_hosts, this_host
+from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.sessions.listing import SavedSession, sessions
 from meshbook.shape.members import Extent, Point
 from meshbook.shape.ndslice import NDSlice, Shape, Slice
 from meshbook.shape.value_mesh import ValueMesh

@@ -25,7 +25,7 @@ from meshbook_extension.notebook.targets import FORMS
 def actors(session: Session, arguments: Arguments) -> None:
     """A table; ranks whose actors do the same share a row. Without a current mesh: one for each of this process."""
     from meshbook.actor.listing import actor_table
-    from meshbook.mesh.host_mesh import own_meshes
+    from meshbook.mesh.driven import own_meshes
 
     if session.current is None and not arguments.words and not arguments.pairs and (meshes := own_meshes()):
         for procs in meshes:

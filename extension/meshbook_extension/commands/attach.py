@@ -32,7 +32,7 @@ on elsewhere. The next kernel of this notebook attaches them by itself.""",
 def detach(session: Session, arguments: Arguments) -> None:
     """Leave them, and say how to come back."""
     from meshbook.agent.lease import default_lease_s
-    from meshbook.mesh.host_mesh import detach, own_sessions
+    from meshbook.mesh.driven import detach, own_sessions
 
     text = arguments.text("--lease")
     lease_s = default_lease_s() if text is None else parse_duration(text, "--lease")
@@ -64,7 +64,7 @@ def detach(session: Session, arguments: Arguments) -> None:
 )
 def attach(session: Session, arguments: Arguments) -> None:
     """Find it, attach it, restore names and jobs."""
-    from meshbook.mesh.host_mesh import attach
+    from meshbook.mesh.driven import attach
     from meshbook_extension.reattach.restore import restore
 
     found = _find(session, arguments.words[0] if arguments.words else None)
@@ -79,7 +79,7 @@ def attach(session: Session, arguments: Arguments) -> None:
 
 def _find(session: Session, name: str | None) -> SavedSession:
     """The session that a person means. Raises: UsageError, AttachError."""
-    from meshbook.mesh.host_mesh import sessions
+    from meshbook.sessions.listing import sessions
 
     known = sessions()
     if name is None:
@@ -144,7 +144,7 @@ def describe(saved: SavedSession) -> str:
 
 def describe_others() -> list[str]:
     """Lines for ``%mesh list``: what other kernels have, and what waits."""
-    from meshbook.mesh.host_mesh import sessions
+    from meshbook.sessions.listing import sessions
 
     others = [each for each in sessions() if not each.is_ours]
     lines = []

@@ -121,7 +121,7 @@ def _read_sizes(pairs: Mapping[str, str]) -> dict[str, int]:
 
 def _hosts(engine: str, count: int | None, rest: tuple[str, ...]) -> HostMesh:
     from meshbook.launchers.local import LocalLauncher
-    from meshbook.mesh.host_mesh import start_hosts, this_host
+    from meshbook.mesh.driven import start_hosts, this_host
 
     engines = ("local",)
     if engine not in engines:

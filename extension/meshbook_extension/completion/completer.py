@@ -166,7 +166,7 @@ class _Names:
                 view = self.living.view((), {})
                 return self.living.names(view, prefix) if view is not None else ()
             case "waiting":
-                from meshbook.mesh.host_mesh import sessions
+                from meshbook.sessions.listing import sessions
 
                 return [mesh.name for saved in sessions() if saved.owner_pid is None for mesh in saved.meshes]
             case "MOD,..":

@@ -58,7 +58,8 @@ class AutoAttach:
         traces = read_traces(self._notebook)
         if not traces:
             return
-        from meshbook.mesh.host_mesh import attach, sessions
+        from meshbook.mesh.driven import attach
+        from meshbook.sessions.listing import sessions
 
         known = {saved.id: saved for saved in sessions()}
         for trace in traces:

@@ -135,7 +135,7 @@ class StateWriter:
         """After each cell, and when a job begins; writes only what is new."""
         if self._closed:
             return
-        from meshbook.mesh.host_mesh import own_sessions
+        from meshbook.mesh.driven import own_sessions
 
         folders = [folder for folder in own_sessions() if folder.state.meshes]
         for folder in folders:

@@ -51,7 +51,8 @@ from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
     from meshbook.mesh.actor_hosts import get_or_spawn_controller, shutdown_context
-    from meshbook.mesh.host_mesh import HostMesh, this_host
+    from meshbook.mesh.driven import this_host
+    from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
 
 __all__ = [

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from meshbook.calls.call import CallFuture, OnReply, OpenCall
 from meshbook.calls.mailboxes import Mailboxes
@@ -63,12 +63,25 @@ OutputSource: TypeAlias = Callable[[Any], OutputTarget | None]
 """Takes the ProcMesh that is called, on the thread of the caller."""
 
 
+class FrontEnd(Protocol):
+    """What the person sits at: a notebook, or the terminal of a script."""
+
+    output_source: OutputSource | None
+    """Asked, for each call without a listener, where its prints belong."""
+
+    def refusal(self) -> str:
+        """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
+
+    def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
+        """Open the prompt of ranks that have stopped in a call that the main thread waits for."""
+
+
 class Controller:
     """One per session; `meshbook.mesh` holds it."""
 
-    def __init__(self, folder: SessionFolder) -> None:
+    def __init__(self, folder: SessionFolder, front_end: FrontEnd) -> None:
         """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
-        self.folder, self.epoch = folder, folder.state.epoch
+        self.folder, self.epoch, self.front_end = folder, folder.state.epoch, front_end
         self._inbox: deque[tuple[Callable[[], object], Callable[[Exception], object] | None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._save_lock = threading.Lock()
@@ -82,12 +95,6 @@ class Controller:
         self._dispatcher.mail.submit = self.submit
         self._dispatcher.peer_directory.key_of = lambda host: self._socket.key_of(host)
         self._dispatcher.peer_directory.ip = self._ip
-        self.output_source: OutputSource | None = None
-        """Asked, for each call without a listener, where its prints belong; a notebook extension sets it."""
-        self.refusal: Callable[[], str] = str
-        """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
-        self.prompt_for_call: Callable[[MeshState, OpenCall], None] | None = None
-        """Opens the prompt of ranks that have stopped in a call that the main thread waits for."""
         self._tick_at = 0.0
         self._heard: set[str] = set()
         """Hosts to which we may owe acknowledgements."""
@@ -318,7 +325,7 @@ class Controller:
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(
             call.id, mesh.id, endpoint, members.encode(), output.id if output else 0,
-            inline=head if small else b"", label=what, no_prompt=self.refusal(),
+            inline=head if small else b"", label=what, no_prompt=self.front_end.refusal(),
 mailbox=mailbox,
         )  # fmt: skip
         payload = [] if small else [head]
@@ -402,15 +409,14 @@ mailbox=mailbox,
     def wants_person(self, call: OpenCall) -> bool:
         """Whether a rank of the call is stopped at a prompt that this thread, the main one, could open."""
         mesh = self._dispatcher.meshes.get(call.mesh)
-        if mesh is None or not mesh.stopped_ranks or self.prompt_for_call is None:
+        if mesh is None or not mesh.stopped_ranks:
             return False
         stopped = mesh.stopped_ranks.of(call.waiting).keys() - mesh.stopped_ranks.left
         return bool(stopped) and threading.current_thread() is threading.main_thread()
 
     def attend(self, call: OpenCall) -> None:
         """Open it. Raises: KeyboardInterrupt, LeftStopped."""
-        if self.prompt_for_call is not None:
-            self.prompt_for_call(self._dispatcher.meshes[call.mesh], call)
+        self.front_end.attend(self, self._dispatcher.meshes[call.mesh], call)
 
     def open_calls(self, mesh_id: int) -> list[OpenCall]:
         """The calls that some rank has not answered, oldest first."""

@@ -30,7 +30,7 @@ def post(controller: Controller, mesh: MeshState, members: Members, mailbox: int
     inline, payload = (head, []) if small else (b"", [head])
     message = wire.Call(
         controller.next_id(), mesh.id, endpoint, members.encode(), inline=inline, mailbox=mailbox, reply=False,
-        no_prompt=controller.refusal(),
+        no_prompt=controller.front_end.refusal(),
     )  # fmt: skip
 
     def send(dispatcher: Dispatcher) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from meshbook.mesh.attach import Attachment
-from meshbook.mesh.host_mesh import (
-    HostMesh,
-    SavedSession,
+from meshbook.mesh.driven import (
     attach,
     detach,
     heal_mesh,
     recall,
     remember,
-    sessions,
     set_output_source,
     set_prompt_handler,
     shutdown,
     start_hosts,
     this_host,
 )
+from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.sessions.listing import SavedSession, sessions
 
 __all__ = [
     "Attachment",

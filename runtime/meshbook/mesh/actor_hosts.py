@@ -10,7 +10,7 @@ from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.router import current_router
 from meshbook.actor.this_worker import this_worker
 from meshbook.concurrency.future import Future
-from meshbook.mesh import host_mesh
+from meshbook.mesh import driven
 from meshbook.mesh.host_mesh import HostMesh
 
 TActor = TypeVar("TActor")
@@ -36,7 +36,7 @@ class HostRef:
 
 def this_host() -> HostMesh | HostRef:
     """The machine this runs on: that of the notebook, or that of the rank."""
-    return host_mesh.this_host() if this_worker() is None else HostRef()
+    return driven.this_host() if this_worker() is None else HostRef()
 
 
 def get_or_spawn_controller(name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> Future[TActor]:
@@ -49,7 +49,7 @@ def get_or_spawn_controller(name: str, cls: type[TActor], /, *args: Any, **kwarg
 
 def shutdown_context() -> Future[None]:
     """Stop every mesh and host of this process, as `meshbook.shutdown` does; done when it returns."""
-    host_mesh.shutdown()
+    driven.shutdown()
     done: Future[None] = Future()
     done.set_result(None)
     return done

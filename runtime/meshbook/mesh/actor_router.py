@@ -94,7 +94,7 @@ class ControllerRouter:
         generation: int = AS_NOW,
     ) -> CallFuture[Any]:
         known = self._find(mesh, generation)
-        source = self._controller.output_source
+        source = self._controller.front_end.output_source
         return self._controller.call(
             known,
             endpoint,

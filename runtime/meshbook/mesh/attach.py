@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshbook.agent.lease import default_lease_s
-from meshbook.controller.controller import Controller
+from meshbook.controller.controller import Controller, FrontEnd
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.resumed_call import ResumedCall
 from meshbook.errors import AttachError, SessionInUse
@@ -64,13 +64,13 @@ class Attachment:
         return self.controller.folder.recall(key)
 
 
-def new_controller() -> Controller:
+def new_controller(front_end: FrontEnd) -> Controller:
     """Begin a session. Raises: SpawnError, UsageError, OSError."""
     check_system()
     sweep()
     folder = SessionFolder.create(*new_keys(), default_lease_s())
     try:
-        return Controller(folder)
+        return Controller(folder, front_end)
     except BaseException:
         folder.close()
         raise
@@ -93,7 +93,9 @@ def find_session(session: str | SavedSession) -> SavedSession:
     raise AttachError(f'no session or mesh "{session}" waits here; {there}.{did_you_mean(session, names)}')
 
 
-def attach_session(session: SavedSession, timeout_s: float, prepare: Callable[[Controller], None]) -> Attachment:
+def attach_session(
+    session: SavedSession, timeout_s: float, front_end: FrontEnd, prepare: Callable[[Controller], None]
+) -> Attachment:
     """Take a session over; returns when every host has told of its meshes, or is given up at the timeout.
 
     prepare: called with the controller before any host speaks. Raises: SessionInUse, AttachError.
@@ -101,7 +103,7 @@ def attach_session(session: SavedSession, timeout_s: float, prepare: Callable[[C
     started = time.monotonic()
     folder = _own(session)
     try:
-        controller = Controller(folder)
+        controller = Controller(folder, front_end)
     except BaseException:
         folder.leave()
         raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from meshbook.calls.call import OpenCall
+from meshbook.controller.controller import Controller, OutputSource
+from meshbook.controller.mesh_state import MeshState
 from meshbook.debug.prompt import DebugPrompt
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.errors import LeftStopped
+from meshbook.mesh.proc_mesh import ProcMesh
 
 
 class PromptHandler(Protocol):
@@ -56,3 +58,25 @@ class ConsolePromptHandler:
     def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
         """See `PromptHandler`."""
         return DebugPrompt(procs, ConsoleTerminal()).attend(is_over)
+
+
+class ProcessFrontEnd:
+    """The front end of this process: the terminal, until a notebook extension puts itself in its place.
+
+    output_source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
+    prompt_handler: answers ranks that stop at breakpoints.
+    """
+
+    def __init__(self) -> None:
+        self.output_source: OutputSource | None = None
+        self.prompt_handler: PromptHandler = ConsolePromptHandler()
+
+    def refusal(self) -> str:
+        """See `meshbook.controller.controller.FrontEnd`."""
+        return self.prompt_handler.refusal()
+
+    def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
+        """See `meshbook.controller.controller.FrontEnd`. Raises: LeftStopped, KeyboardInterrupt."""
+        procs = ProcMesh(controller, mesh, call.members)
+        if self.prompt_handler.attend(procs, call.future.done):
+            raise LeftStopped(call.what, mesh.stopped_ranks.of(procs.ranks))

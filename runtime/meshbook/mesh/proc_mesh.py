@@ -337,7 +337,7 @@ class ProcMesh(MeshView):
     ) -> CallFuture[Any]:
         self._present()
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
-        source = self._controller.output_source
+        source = self._controller.front_end.output_source
         return self._controller.call(
             self._mesh,
             endpoint,

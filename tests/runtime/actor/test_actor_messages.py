@@ -16,7 +16,7 @@ from meshbook import ProcMesh, this_host
 from meshbook.actor import ActorError, Channel, MeshFailure, get_or_spawn_controller, send
 from meshbook.calls.output import OutputTarget
 from meshbook.errors import CallInterrupted
-from meshbook.mesh.host_mesh import set_output_source
+from meshbook.mesh.driven import set_output_source
 
 
 def test_an_actor_calls_actors_of_other_processes(mesh4: ProcMesh) -> None:

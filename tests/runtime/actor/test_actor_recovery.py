@@ -13,7 +13,7 @@ from meshbook import ProcMesh
 from meshbook.actor import ActorError, ActorMesh
 from meshbook.calls.output import Notice, OutputTarget
 from meshbook.errors import CallInterrupted
-from meshbook.mesh.host_mesh import set_output_source
+from meshbook.mesh.driven import set_output_source
 
 PROVE = "proof = torch.ones(1)\ndist.all_reduce(proof)\nint(proof)"
 

@@ -49,7 +49,7 @@ from meshbook.errors import (
     SerializationError,
     UsageError,
 )
-from meshbook.mesh.host_mesh import set_output_source
+from meshbook.mesh.driven import set_output_source
 
 
 def press_interrupt(when: Callable[[], bool]) -> threading.Thread:

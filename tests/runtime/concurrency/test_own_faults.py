@@ -13,7 +13,7 @@ from meshbook.concurrency import own_faults
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.mesh_state import MeshState
 from meshbook.errors import LayoutError, LocalProtocolError, MeshError, SpawnError, UsageError
-from meshbook.mesh.host_mesh import this_host
+from meshbook.mesh.driven import this_host
 from meshbook.system.event_loop import EventLoop
 
 

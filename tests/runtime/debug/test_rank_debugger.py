@@ -16,7 +16,7 @@ from meshbook import ProcMesh
 from meshbook.debug.prompt import DebugPrompt
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
 from meshbook.mesh.cell_run import CellRun
-from meshbook.mesh.host_mesh import set_prompt_handler
+from meshbook.mesh.driven import set_prompt_handler
 from meshbook.wire.frames import MAX_FRAME_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))

@@ -11,7 +11,7 @@ from meshbook.actor import Actor, endpoint
 from meshbook.agent.output import BURST_BYTES, TAIL_BYTES, OutputPiece, RankLog, RankOutput
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
 from meshbook.errors import CallFailed, MessageTooLarge
-from meshbook.mesh.host_mesh import set_output_source
+from meshbook.mesh.driven import set_output_source
 from meshbook.system.processes import resident_bytes
 from meshbook.wire.batches import MAX_BATCH_BYTES, Batch
 from meshbook.wire.frames import MAX_FRAME_BYTES, Buffer, pack

@@ -1,0 +1,239 @@
+"""The sessions that this process drives: one that spawns begin or join, and those that were attached beside it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshbook.actor.identity import forget_session
+from meshbook.actor.router import Place, Router, add_road, remove_road, router_for, set_own_road
+from meshbook.agent.lease import default_lease_s
+from meshbook.concurrency.forks import at_fork
+from meshbook.controller.controller import Controller, OutputSource
+from meshbook.errors import SpawnError
+from meshbook.launchers.base import Launcher
+from meshbook.launchers.local import LocalLauncher
+from meshbook.mesh.actor_router import ControllerRouter
+from meshbook.mesh.actor_services import ControllerServices
+from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
+from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler
+from meshbook.mesh.host_mesh import HostMesh
+from meshbook.mesh.launch import launch_hosts, launch_like
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.repair import Repaired
+from meshbook.sessions.folder import SessionFolder
+from meshbook.sessions.listing import SavedSession
+from meshbook.shape.members import Extent, Region
+from meshbook.system.os_errors import explain
+
+DETACH_TIMEOUT_S = 5.0
+"""How long hosts may take to acknowledge what they were sent before we go."""
+
+ATTACH_TIMEOUT_S = 10.0
+"""How long hosts may take to answer a new controller."""
+
+
+class DrivenSessions:
+    """There is one, `_driven`: a process has one answer to "which host is this"."""
+
+    def __init__(self) -> None:
+        self.front_end = ProcessFrontEnd()
+        self._lock = threading.RLock()
+        self._first: Controller | None = None
+        """Of the session that spawns join."""
+        self._beside: list[Controller] = []
+        """Of sessions that were attached while there was one already."""
+        self._this_host: HostMesh | None = None
+
+    @property
+    def controllers(self) -> list[Controller]:
+        return [*([self._first] if self._first is not None else []), *self._beside]
+
+    def first(self) -> Controller:
+        """The controller that spawns use, made when there is none. Raises: SpawnError."""
+        with self._lock:
+            if self._first is None:
+                try:
+                    self._first = new_controller(self.front_end)
+                except OSError as error:
+                    raise SpawnError(f"this process cannot make what its meshes need: {explain(error)}.") from error
+                _open_router(self._first)
+                atexit.register(shutdown)
+            return self._first
+
+    def start_hosts(self, sizes: Mapping[str, int], launcher: Launcher, *, serves_all: bool = False) -> HostMesh:
+        controller = self.first()
+        extent = Extent.of(sizes)
+        hosts = launch_hosts(controller, launcher, math.prod(extent.shape), serves_all)
+        return HostMesh(controller, hosts, Region.of(extent))
+
+    def this_host(self) -> HostMesh:
+        with self._lock:
+            if self._this_host is None:
+                self._this_host = self.start_hosts({}, LocalLauncher(), serves_all=True)
+            else:
+                self._this_host.replace_lost()
+            return self._this_host
+
+    def attach(self, saved: SavedSession, timeout_s: float) -> Attachment:
+        with self._lock:
+            attachment = attach_session(saved, timeout_s, self.front_end, _open_router)
+            controller = attachment.controller
+            atexit.register(shutdown)
+            if self._first is not None:
+                self._beside.append(controller)
+                return attachment
+            self._first = controller
+            for host in controller.hosts:
+                host.launch_another = functools.partial(launch_like, controller, host)
+            serving = {id for id, host in controller.folder.state.hosts.items() if host.serves_all}
+            for host in controller.hosts:
+                if host.id in serving and not host.lost:
+                    self._this_host = HostMesh(controller, [host], Region.of({}))
+            return attachment
+
+    def take_all(self) -> list[Controller]:
+        """All controllers; from now on this process has none."""
+        with self._lock:
+            taken = self.controllers
+            self.forget()
+            for controller in taken:
+                remove_road(controller.folder.id)
+                forget_session(controller.folder.id)
+            return taken
+
+    def forget(self) -> None:
+        self._first = self._this_host = None
+        self._beside.clear()
+
+    def forget_in_child(self) -> None:
+        """A fork of this process (a DataLoader worker, say) must not speak for its parent."""
+        self.forget()
+        self._lock = threading.RLock()
+
+
+_driven = DrivenSessions()
+at_fork(in_child=_driven.forget_in_child)
+
+
+def this_host() -> HostMesh:
+    """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
+    return _driven.this_host()
+
+
+def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
+    """Start host agents by ``launcher``, arranged by named axes; returns before they have dialled in.
+
+    Raises: SpawnError if the launcher cannot start them.
+    """
+    return _driven.start_hosts(sizes, launcher)
+
+
+def heal_mesh(mesh: ProcMesh, setup: Sequence[str] = ()) -> Repaired:
+    """Start the ranks of ``mesh`` that ended again, and form its process groups with all ranks; see `ProcMesh.heal`."""
+    return mesh.heal(setup)
+
+
+def set_output_source(source: OutputSource | None) -> None:
+    """Ask ``source`` where the prints of calls belong that have no listener of their own; our stdout by default.
+
+    source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
+    """
+    _driven.front_end.output_source = source
+
+
+def set_prompt_handler(prompt_handler: PromptHandler | None) -> None:
+    """Have ``prompt_handler`` answer ranks that stop at breakpoints; without one: the terminal, where there is one."""
+    _driven.front_end.prompt_handler = prompt_handler or ConsolePromptHandler()
+
+
+def prewarm() -> None:
+    """Start this host's agent and its template in the background, so that the first spawn finds them warm."""
+    this_host()
+
+
+def shutdown(timeout_s: float = 5.0) -> None:
+    """Stop every mesh and host of this process; no process is left behind. The next spawn starts afresh. Idempotent.
+
+    Runs at exit. Meshes that were detached live on.
+    """
+    for controller in _driven.take_all():
+        controller.close(timeout_s)
+
+
+def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
+    """Drive a session that another process has left, or died in: its meshes with their state, its open calls.
+
+    session: one of `sessions`, its id, or the name of one of its meshes. Hosts that do not answer within ``timeout_s``
+    count as lost. When this process has no meshes of its own yet, later spawns join the session.
+    Raises: SessionInUse if a living process drives it, AttachError if it has ended or cannot be reached.
+    """
+    return _driven.attach(find_session(session), timeout_s)
+
+
+def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S) -> list[str]:
+    """Leave all meshes of this process to the next controller, and let them live on; returns their sessions' ids.
+
+    Calls go on; what they print and return meanwhile is kept, within bounds. lease_s: how long the meshes wait for
+    `attach` before they end; 10 minutes by default. A session without meshes is stopped.
+    """
+    left = []
+    for controller in _driven.take_all():
+        if controller.folder.state.meshes:
+            left.append(controller.folder.id)
+            controller.leave(default_lease_s() if lease_s is None else lease_s, timeout_s)
+        else:
+            controller.close(timeout_s)
+    return left
+
+
+def remember(key: str, value: bytes) -> None:
+    """Keep ``value`` with the session of this process, for later controllers. Raises: UsageError for an odd key."""
+    _driven.first().folder.remember(key, value)
+
+
+def recall(key: str) -> bytes | None:
+    """What was remembered under ``key`` in the session of this process; None where it has none."""
+    return _driven.first().folder.recall(key) if _driven.controllers else None
+
+
+def own_meshes() -> list[ProcMesh]:
+    """The meshes that this process drives and has not stopped, whole, in the order in which they were made."""
+    return [
+        procs
+        for controller in _driven.controllers
+        for known in controller.known_meshes()
+        if (procs := ProcMesh(controller, known, Region.of(known.extent))).alive
+    ]
+
+
+def own_sessions() -> list[SessionFolder]:
+    """The sessions that this process drives, whose folders are its own."""
+    return [controller.folder for controller in _driven.controllers]
+
+
+def _open_router(controller: Controller) -> None:
+    """References of the session speak through its controller here. Called before any host speaks."""
+    services: Callable[..., ProcMesh] = functools.partial(_spawn_beside, controller)
+    add_road(controller.folder.id, ControllerRouter(controller, ControllerServices(services)))
+
+
+def _spawn_beside(
+    controller: Controller, place: Place, per_host: Mapping[str, int], options: Mapping[str, Any]
+) -> ProcMesh:
+    """Start processes on the host of a rank that asks for them."""
+    known = controller.find_mesh(place.mesh)
+    if known is None:
+        return this_host().spawn_procs(per_host, **options)
+    return HostMesh(controller, [known.host_of(place.rank)], Region.of({})).spawn_procs(per_host, **options)
+
+
+def _own_router() -> Router:
+    return router_for(_driven.first().folder.id)
+
+
+set_own_road(_own_router)
