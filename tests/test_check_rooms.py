@@ -55,6 +55,17 @@ def test_a_room_says_what_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert line.startswith("house.cellar:")
 
 
+def test_names_in_back_quotes_and_links_lead_somewhere(tmp_path: Path) -> None:
+    text = '"""As `meshbook.one.Found.member`, `meshbook.one`, `meshbook.one.Lost` and `meshbook.gone`."""\n'
+    (tmp_path / "meshbook").mkdir()
+    (tmp_path / "meshbook" / "one.py").write_text(f"{text}class Found:\n    member = 1\n")
+    page = tmp_path / "page.md"
+    page.write_text("`meshbook.one.Found` [one](meshbook/one.py#top) [x](https://x.org/a.py) [two](meshbook/two.py).")
+    modules = check_rooms.parse_all([tmp_path])
+    told = [*check_rooms.dead_references(modules, [page]), *check_rooms.dead_links([page])]
+    assert [line.split()[-5] for line in told] == ["meshbook.one.Lost,", "meshbook.gone,", "meshbook/two.py,"]
+
+
 def test_type_variables_and_constants_may_have_equal_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LONG + 'T = TypeVar("T")\nSelf = TypeVar("Self")\nWAIT_S = 3\n'
     assert check_rooms.main([str(lay_out(tmp_path, {"one.py": text, "other.py": text}))]) == 0

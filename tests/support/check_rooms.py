@@ -4,12 +4,15 @@
 
 One name, one type: no class or type alias of a module's top level has a twin in another module. No page of a few lines:
 a module under `SHORT` lines has `USED` importers, or says ``A module of its own because ...`` in its docstring. And
-each room's ``__init__`` begins with its purpose in one sentence.
+each room's ``__init__`` begins with its purpose in one sentence. What moves is found where others speak of it: names in
+back quotes, ``meshbook.room.module.Name``, and links of pages lead to what is there.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +26,10 @@ TWINS_ALLOWED: frozenset[str] = frozenset()
 """Type variables are no types and need no place here."""
 TYPE_FACTORIES = {"NewType", "NamedTuple", "TypedDict", "Enum", "namedtuple", "defstruct"}
 ENTRY_POINTS = {"__main__", "_version"}
+REFERENCE = re.compile(r"`(meshbook(?:_extension|_kernel)?(?:\.\w+)+)`")
+LINK = re.compile(r"\]\(([^)#: ]+)(?:#[^)]*)?\)")
+PAGES = ("*.md", "docs/*.md", "changes/*.md")
+"""Names in these, too, and their links."""
 
 Modules = Mapping[str, tuple[Path, ast.Module]]
 
@@ -112,10 +119,54 @@ def rooms_without_purpose(modules: Modules) -> Iterator[str]:
                 yield f"{name}: its __init__ begins with no sentence that says what the room is for"
 
 
+def _names_in(tree: ast.Module) -> set[str]:
+    """What a module makes or imports, at whatever depth: members of its classes too."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                names.add(asname or name.partition(".")[0])
+    return names
+
+
+def dead_references(modules: Modules, pages: Iterable[Path]) -> Iterator[str]:
+    """One line for each name in back quotes, in a module or a page, that leads nowhere."""
+    names: dict[str, set[str]] = {}
+
+    def is_there(reference: str) -> bool:
+        parts = reference.split(".")
+        candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        module = next((name for name in candidates if name in modules), None)
+        if module is None:
+            return False
+        if module not in names:
+            names[module] = _names_in(modules[module][1])
+        return names[module].issuperset(parts[module.count(".") + 1 :])
+
+    for path in itertools.chain((path for path, _ in modules.values()), pages):
+        for reference in REFERENCE.findall(path.read_text()):
+            if not is_there(reference):
+                yield f"{path.name} speaks of {reference}, which is not there"
+
+
+def dead_links(pages: Iterable[Path]) -> Iterator[str]:
+    """One line for each link of a page to a file that is not there."""
+    for page in pages:
+        for link in LINK.findall(page.read_text()):
+            if not (page.parent / link).exists():
+                yield f"{page.name} links to {link}, which is not there"
+
+
 def main(arguments: list[str]) -> int:
     """Print what is wrong; returns the exit code."""
     modules = parse_all([Path(argument) for argument in arguments] or SOURCES)
+    pages = [] if arguments else [page for pattern in PAGES for page in ROOT.glob(pattern)]
     wrong = [*twins(modules), *short_modules(modules), *rooms_without_purpose(modules)]
+    wrong += [*dead_references(modules, pages), *dead_links(pages)]
     print("\n".join(wrong) or f"Rooms are in order: {len(modules)} modules.")
     return 1 if wrong else 0
 

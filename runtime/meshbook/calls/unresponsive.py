@@ -19,8 +19,8 @@ _CAUSES = {
 def describe_silence(state: str | None, lost: WorkerLost | None = None, suspicion: str = "") -> str:
     """What keeps the control thread of a rank from answering.
 
-    state: see `meshbook.wire.Processes`; None: not known. suspicion: as `meshbook.controller.host_state.HostState` has
-    it.
+    state: see `meshbook.wire.messages.Processes`; None: not known.
+    suspicion: as `meshbook.controller.host_state.HostState` has it.
     """
     if lost is not None:
         return f"ended: {lost.cause}"

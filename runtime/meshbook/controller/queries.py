@@ -48,7 +48,7 @@ def explain_silence(asker: Asker, mesh: MeshState, ranks: Iterable[int]) -> dict
 
 
 def process_states(asker: Asker, mesh: MeshState, ranks: Iterable[int]) -> dict[int, str]:
-    """Rank to the state of its process (`meshbook.wire.Processes`), as far as the agents answer."""
+    """Rank to the state of its process (`meshbook.wire.messages.Processes`), as far as the agents answer."""
     answers = ask_agents(
         asker, mesh, ranks, lambda id, target: wire.AskProcesses(id, mesh.id, target), STATES_TIMEOUT_S
     )

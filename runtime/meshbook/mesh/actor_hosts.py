@@ -22,7 +22,7 @@ class HostRef:
     def spawn_procs(
         self, per_host: Mapping[str, int] | None = None, bootstrap: Callable[[], object] | None = None, **options: Any
     ) -> ProcRef:
-        """Start processes here, as `meshbook.HostMesh.spawn_procs` does.
+        """Start processes here, as `meshbook.mesh.host_mesh.HostMesh.spawn_procs` does.
 
         They end with the actor that has called this; those of a cell live until the session ends. Call it in a plain
         endpoint: it waits. Raises: as that.

@@ -16,7 +16,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 
 
 class PromptHandler(Protocol):
-    """Set by `meshbook.mesh.set_attendant`."""
+    """Set by `meshbook.mesh.set_prompt_handler`."""
 
     def refusal(self) -> str:
         """Why a rank could find nobody at its prompt if it stopped in a call that is made here and now; or nothing."""

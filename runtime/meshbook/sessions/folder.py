@@ -9,7 +9,7 @@
 
 A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,
 one more than the one before. Whoever is the last to leave removes the folder: the controller that stops it, the last
-agent whose lease is over, or the next controller that looks around (`meshbook.sessions.sweep`).
+agent whose lease is over, or the next controller that looks around (`meshbook.sessions.listing.sweep`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pdb_prompt(worker: Worker) -> list[object] | None:
-    """The fields of the `meshbook.wire.AtPrompt` at which the rank waits, if it does."""
+    """The fields of the `meshbook.wire.messages.AtPrompt` at which the rank waits, if it does."""
     prompt = worker.shell.debugger.prompt
     return None if prompt is None else list(prompt)
 

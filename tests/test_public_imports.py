@@ -1,0 +1,52 @@
+"""What users may import, from where they may: these names stay when modules move."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+PUBLIC = {
+    "meshbook": """
+        Attachment Extent Future HostMesh Launcher LocalLauncher MeshError NDSlice Point ProcMesh SavedSession
+        Shape Slice ValueMesh __version__ attach detach errors heal_mesh recall remember sessions shutdown
+        start_hosts this_host
+    """,
+    "meshbook.actor": """
+        Accumulator Actor ActorError ActorLostError ActorMesh ActorStoppedError ActorStuckError ArgumentsError
+        BufferDroppedError BufferKindError BufferSizeError Channel Context Endpoint Extent Future HostMesh
+        MeshFailure MeshTrait NDSlice NoEndpointError Point Port PortReceiver ProcMesh ProcsStoppedError
+        RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh as_endpoint
+        concurrent_endpoint context current_actor_name current_rank current_size endpoint
+        get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
+    """,
+    "meshbook.mesh": """
+        Attachment HostMesh ProcMesh SavedSession attach detach heal_mesh prewarm recall remember sessions
+        set_output_source shutdown start_hosts this_host
+    """,
+    "meshbook.errors": """
+        AttachError CallError CallFailed CallInterrupted CallTimeout CrashLoopError DebugError DeviceError
+        Failure GroupAborted HostLost LayoutError LeftStopped LoadError LocalProtocolError MailboxClosed
+        MeshDetachedError MeshError MeshStoppedError MessageTooLarge PeerProtocolError ProtocolError RankError
+        RanksDisagree RanksLeft RemoteTraceback SerializationError SessionInUse ShapeError SpawnError
+        UnknownAxisError UsageError WorkerLost format_ranks group_failures
+    """,
+    "meshbook.shape": "Choice Extent Index Members Picked Piece Point Region arrange",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_where_they_were(module: str) -> None:
+    found, names = importlib.import_module(module), set(PUBLIC[module].split())
+    assert names <= set(found.__all__)
+    assert [name for name in sorted(names) if getattr(found, name, None) is None] == []
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_whatever_is_imported_first_is_whole(module: str) -> None:
+    """Faces that fetch names from above are where circles would show."""
+    code = f"import {module} as face; [getattr(face, name) for name in face.__all__]"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
