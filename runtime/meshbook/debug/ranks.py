@@ -22,9 +22,7 @@ class RankState(Protocol):
 
 
 class DebuggedRanks(Protocol):
-    """The part of `meshbook.mesh.proc_mesh.ProcMesh` that prompts and debuggers use; the members are described
-    there.
-    """
+    """What prompts and debuggers use of `meshbook.mesh.proc_mesh.ProcMesh`, where the members are described."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...

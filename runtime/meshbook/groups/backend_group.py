@@ -12,17 +12,12 @@ socket is left alone, since gloo ends the process when it fails.
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import socket
-import stat
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +27,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.background import SerialQueue, run_in_background
 from meshbook.groups import gloo_aborts
+from meshbook.groups.gloo_sockets import connections, descriptors, gloo_devices, greet_and_leave, is_poll, listening_at
 from meshbook.groups.torn import Operands, Torn, settle
 from meshbook.groups.use import Failures, Users
 from meshbook.groups.work import GroupState, PeerWork
-from meshbook.system.processes import own_address
 
 GIVE_UP_AFTER_S = 600.0
 """Operations that have not ended so long after their group was given up keep it for the life of the process."""
@@ -47,18 +42,14 @@ _GRACE_S = 2.0
 """A group that was given up listens so much longer: who connects late to a closed port tries again for half an hour."""
 
 HELD_MAX_S = 24 * 3600.0
-"""C++ cannot be told that a deadline stands still (`meshbook.groups.work.GroupState.hold`): it gets one so much
-later.
-"""
+"""C++ cannot be told that a deadline stands still (`meshbook.groups.work.GroupState.hold`): it gets one so
+much later."""
 
 _TOO_MUCH = "a rank has sent more than this one has room for: they disagree on a size"
 
 _LOOK_S = 0.02
 _AGAIN_S = 0.25
-_GREETING = struct.Struct("=q")
-_WATCHED = re.compile(r"^tfd: +(?P<fd>\d+) events: +(?P<events>[0-9a-f]+) .* ino:(?P<inode>[0-9a-f]+) ", re.MULTILINE)
-_EVENTS = 0x0FFF_FFFF
-"""Of what epoll calls events; the other bits say how they are told."""
+_kept_for_ever: list[BackendGroup] = []
 _device_lock = threading.Lock()
 
 
@@ -94,7 +85,7 @@ class BegunOperation(NamedTuple):
     operands: Operands | None = None
 
 
-class InnerGroup:
+class BackendGroup:
     """A C++ group with what is under way in it."""
 
     def __init__(
@@ -153,12 +144,12 @@ class InnerGroup:
     def _gloo(self, recipe: GroupSpec, store: Store) -> Any:
         options = vars(dist.ProcessGroupGloo)["_Options"]()  # its name in all versions of torch
         with _device_lock:
-            before, threads = _descriptors(), gloo_aborts.threads()
-            options._devices = _gloo_devices()
+            before, threads = descriptors(), gloo_aborts.threads()
+            options._devices = gloo_devices()
             gloo_aborts.park(gloo_aborts.threads() - threads, self)
-            made = _descriptors() - before
-            self._listening = [name for fd in made if (name := _listening_at(fd)) is not None]
-            self._polls = [fd for fd in made if _is_poll(fd)]
+            made = descriptors() - before
+            self._listening = [name for fd in made if (name := listening_at(fd)) is not None]
+            self._polls = [fd for fd in made if is_poll(fd)]
         options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
         options.global_ranks_in_group = list(recipe.ranks)
         options.group_name = recipe.name
@@ -285,20 +276,20 @@ class InnerGroup:
     @property
     def connected(self) -> bool:
         """Whether gloo's threads still read connections to other ranks."""
-        return any(is_read for poll in self._polls for _, is_read in _connections(poll))
+        return any(is_read for poll in self._polls for _, is_read in connections(poll))
 
     def end_operations(self, greet: bool) -> None:
         """Make the operations that are still under way fail. greet: those too that wait for a peer to connect."""
-        for sock, _ in (found for poll in self._polls for found in _connections(poll)):
+        for sock, _ in (found for poll in self._polls for found in connections(poll)):
             with contextlib.suppress(OSError):  # the peer was quicker
                 sock.shutdown(socket.SHUT_RDWR)
         for address in self._listening if greet else ():
             for peer in range(self._size):
                 if peer != self._rank:
-                    _greet_and_leave(address, peer)
+                    greet_and_leave(address, peer)
 
 
-def dispose(groups: Iterable[InnerGroup]) -> None:
+def dispose(groups: Iterable[BackendGroup]) -> None:
     """Destroy groups whose waits were all ended, aside, as soon as nothing is under way in them."""
     left = list(groups)
     aborted = [group for group in left if group.dead]
@@ -313,7 +304,7 @@ def dispose(groups: Iterable[InnerGroup]) -> None:
             guard.restored += restored
 
 
-def _dispose(left: list[InnerGroup], aborted: list[InnerGroup]) -> None:
+def _dispose(left: list[BackendGroup], aborted: list[BackendGroup]) -> None:
     _end_operations(aborted, greet=False)  # also of idle ones: peers wait for what comes over their connections
     lost = [group for group in left if group.is_lost]
     _kept_for_ever.extend(lost)
@@ -337,93 +328,6 @@ def _dispose(left: list[InnerGroup], aborted: list[InnerGroup]) -> None:
     left.clear()
 
 
-def _end_operations(groups: list[InnerGroup], greet: bool) -> None:
+def _end_operations(groups: list[BackendGroup], greet: bool) -> None:
     for group in groups:
         group.end_operations(greet)
-
-
-_kept_for_ever: list[InnerGroup] = []
-
-
-def connects_at_once() -> bool:
-    """Whether making a gloo group waits for all its ranks, as the user may ask by a variable of torch."""
-    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("1", "true", "yes", "y")
-
-
-# ---- gloo's sockets ------------------------------------------------------------------------------------------------
-
-
-def _gloo_devices() -> list[Any]:
-    """A device per interface, as torch chooses them."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names and ":" in (own := own_address()):  # torch's default would fall back to 127.0.0.1
-        return [dist.ProcessGroupGloo.create_device(hostname=own)]
-    if not names:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
-
-
-def _descriptors() -> set[int]:
-    return {int(entry) for entry in os.listdir("/proc/self/fd")}
-
-
-def _listening_at(fd: int) -> tuple[str, int] | None:
-    """The address that ``fd`` listens at, if it is a socket that does."""
-    with _internet_socket(fd) as sock:
-        listens = sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return sock.getsockname()[:2] if sock is not None and listens else None
-
-
-def _is_poll(fd: int) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]"
-    except OSError:  # closed by now
-        return False
-
-
-def _connections(poll: int) -> Iterator[tuple[socket.socket, bool]]:
-    """The connections of an epoll descriptor, each open until the next one is asked for, and whether it is read.
-
-    One that a peer has made and no operation has needed yet is not.
-    """
-    try:
-        watched = Path(f"/proc/self/fdinfo/{poll}").read_text()
-    except OSError:  # closed by now
-        return
-    for found in _WATCHED.finditer(watched):
-        with _internet_socket(int(found["fd"])) as sock:
-            if (
-                sock is not None
-                and os.fstat(sock.fileno()).st_ino == int(found["inode"], 16)  # else another file has got the number
-                and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            ):
-                yield sock, bool(int(found["events"], 16) & _EVENTS)
-
-
-@contextlib.contextmanager
-def _internet_socket(fd: int) -> Iterator[socket.socket | None]:
-    """A second descriptor for ``fd``, if that is an internet socket."""
-    try:
-        copy = os.dup(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else -1
-    except OSError:  # closed by now
-        copy = -1
-    if copy < 0:
-        yield None
-        return
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:  # another file has got the number meanwhile
-        os.close(copy)
-        yield None
-        return
-    with sock:
-        yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
-
-
-def _greet_and_leave(address: tuple[str, int], peer: int) -> None:
-    """Connect as the group's rank ``peer`` would, and end the connection: whoever waits for that peer fails."""
-    try:
-        with socket.create_connection(address, timeout=1.0) as sock:
-            sock.sendall(_GREETING.pack(peer))
-    except OSError:
-        return  # the group is gone already

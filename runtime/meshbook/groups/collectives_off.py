@@ -57,9 +57,7 @@ def refuse_if_off(operation: str) -> None:
 
 
 def leave_to_parent(generation: int) -> None:
-    """In a child that a rank of this `meshbook.concurrency.forks.generation` has forked: its groups are not
-    ours to use.
-    """
+    """In a child that a rank of this `forks.generation` has forked: the groups are the rank's to use."""
     global _parent
     _parent = generation
 

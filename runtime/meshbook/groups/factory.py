@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group
 from torch.distributed import distributed_c10d as c10d
 
-from meshbook.groups.backend_group import GroupSpec, connects_at_once
+from meshbook.groups.backend_group import GroupSpec
+from meshbook.groups.gloo_sockets import connects_at_once
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.work import GroupState
 

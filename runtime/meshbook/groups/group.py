@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from meshbook.errors import GroupAborted, UsageError
-from meshbook.groups.backend_group import HELD_MAX_S, GroupSpec, InnerGroup, dispose
+from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, dispose
 from meshbook.groups.collectives_off import public_name, refuse_if_off
 from meshbook.groups.operands import Description, MessageRecord, Record, describe, describe_message, parts_of
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
@@ -73,7 +73,7 @@ class AbortableGroup(_Base):  # type: ignore[misc]
         """Why it can never be used again."""
         self.on_retired: Callable[[], object] = lambda: None
         self._store, self._guard, self._options = store, guard, options
-        self._inner: InnerGroup | None = None
+        self._inner: BackendGroup | None = None
         self._making = threading.Lock()
         self._uses_cuda = "cuda" in recipe.devices and torch.cuda.is_available()
         if device_id is not None:
@@ -82,7 +82,7 @@ class AbortableGroup(_Base):  # type: ignore[misc]
     # ---- life ---------------------------------------------------------------------------------------------------
 
     @property
-    def live(self) -> InnerGroup:
+    def live(self) -> BackendGroup:
         """The inner group; made now if there is none. Raises: GroupAborted; UsageError for a group of the past."""
         if self._guard.reason:
             self._users.told()
@@ -91,7 +91,7 @@ class AbortableGroup(_Base):  # type: ignore[misc]
             inner = self._make()
         return self._when_open(inner) if inner.closed else inner
 
-    def _make(self) -> InnerGroup:
+    def _make(self) -> BackendGroup:
         if self.retired:
             raise UsageError(self.retired)
         if self._aborted:
@@ -101,14 +101,14 @@ class AbortableGroup(_Base):  # type: ignore[misc]
         with self._making:
             if self._inner is None:
                 device_id = self.bound_device_id
-                inner = InnerGroup(self.recipe, self._store, guard, self._options, device_id)
+                inner = BackendGroup(self.recipe, self._store, guard, self._options, device_id)
                 inner.users, inner.closed = self._users, BEING_FORMED if guard.forming else ""
                 self._inner = inner
         if reason := guard.reason or self._aborted:  # aborted meanwhile, by another thread
             self._inner.give_up(reason)
         return self._inner
 
-    def _when_open(self, inner: InnerGroup) -> InnerGroup:
+    def _when_open(self, inner: BackendGroup) -> BackendGroup:
         """For the thread that forms the groups, at once; for others when they are proved."""
         guard = self._guard
         if guard.is_forming and not inner.dead:
@@ -120,7 +120,7 @@ class AbortableGroup(_Base):  # type: ignore[misc]
         raise GroupAborted(inner.closed)
 
     @property
-    def inner(self) -> InnerGroup | None:
+    def inner(self) -> BackendGroup | None:
         """The inner group, if one was made."""
         return self._inner
 
@@ -130,7 +130,7 @@ class AbortableGroup(_Base):  # type: ignore[misc]
         if (inner := self._inner) is not None:
             inner.give_up(reason)
 
-    def renew(self, store: Store) -> InnerGroup | None:
+    def renew(self, store: Store) -> BackendGroup | None:
         """Speak over ``store`` from the next operation on, counting from 0; returns the former inner group."""
         with self._making:  # another thread may be at it, over the former store
             former, self._inner, self._store, self._aborted = self._inner, None, store, ""
@@ -140,7 +140,7 @@ class AbortableGroup(_Base):  # type: ignore[misc]
         self._users.renew(self._guard.handled())
         return former
 
-    def retire(self, reason: str) -> InnerGroup | None:
+    def retire(self, reason: str) -> BackendGroup | None:
         """Refuse all further use; returns the inner group."""
         self.retired = self.retired or reason
         former, self._inner = self._inner, None

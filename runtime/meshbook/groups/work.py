@@ -29,7 +29,7 @@ from meshbook.source import thread_frames
 from meshbook.source.location import users_place
 
 if TYPE_CHECKING:
-    from meshbook.groups.backend_group import InnerGroup
+    from meshbook.groups.backend_group import BackendGroup
     from meshbook.groups.torn import Operands
 
 STEP_S = 0.025
@@ -66,9 +66,7 @@ class GroupState:
         self.handled: Callable[[], Handled] = dict
         """Asked which messages actors handle."""
         self.torn: list[str] = []
-        """What operations that were given up may have left half done; told with the next answer
-        (`meshbook.groups.torn`).
-        """
+        """What operations that were given up may have left half done, for the next answer; see `torn`."""
         self.copied: list[str] = []
         """The same of what there is a copy of."""
         self.restored: list[str] = []
@@ -178,7 +176,7 @@ class AbortableWork(dist.Work):
     """What it may have left half done, for good."""
     _given_up = False
 
-    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work | None = None) -> None:
+    def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work | None = None) -> None:
         """raw: C++'s side of it, where that has begun."""
         super().__init__()
         self.inner, self.operation, self.number = inner, operation, number
@@ -360,7 +358,7 @@ class CollectiveWork(AbortableWork):
 class AsideWork(CollectiveWork):
     """A collective of gloo that is made of others (reduce_scatter): its wait takes no timeout, so it waits aside."""
 
-    def __init__(self, inner: InnerGroup, operation: str, number: int, raw: dist.Work) -> None:
+    def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work) -> None:
         super().__init__(inner, operation, number, raw)
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -405,7 +403,7 @@ class PeerWork(AbortableWork):
     """A send, a receive, or a call that blocks in C++: begun and awaited on a side thread."""
 
     def __init__(
-        self, inner: InnerGroup, operation: str, number: int, peer: int | None, begin: Callable[[], dist.Work | None]
+        self, inner: BackendGroup, operation: str, number: int, peer: int | None, begin: Callable[[], dist.Work | None]
     ) -> None:
         super().__init__(inner, operation, number)
         self.peer = peer

@@ -378,9 +378,7 @@ class Peer(NamedTuple):
 
 
 class OpenPeerPort(_Message, frozen=True, tag="openpeer"):
-    """Let the agent of ``host`` in, which has this public key, at a port for other agents. Answered by
-    `PeerAddress`.
-    """
+    """Let the agent of ``host``, with this key, in at a port for other agents. Answered by `PeerAddress`."""
 
     host: str
     key: str
