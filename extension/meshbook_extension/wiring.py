@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshbook.actor.supervision import observe_unhandled
+from meshbook.errors.advice import set_advice
 from meshbook.mesh.driven import set_output_source, set_prompt_handler
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.hang_watch import HangWatch
@@ -12,6 +13,7 @@ from meshbook_extension.cells.jobs import Jobs
 from meshbook_extension.cells.prompt import CallPromptHandler
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
+from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.reattach.auto_attach import AutoAttach
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
@@ -33,6 +35,7 @@ def open_session(shell: Any, earlier: Session | None) -> Session:
     calls, state_writer = CallOutput(session), StateWriter(session)
     for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session))):
         session.add_part(part)
+    set_advice(NOTEBOOK_ADVICE)
     set_output_source(calls.target)
     set_prompt_handler(CallPromptHandler(session))
     observe_unhandled(session.errors.note_unhandled)
@@ -49,6 +52,7 @@ def open_session(shell: Any, earlier: Session | None) -> Session:
 def close_session(session: Session) -> None:
     """End what `open_session` has begun. The meshes run on, until they are stopped or the process ends."""
     observe_unhandled(None)
+    set_advice(None)
     set_output_source(None)
     set_prompt_handler(None)
     session.part(Hooks).uninstall()

@@ -140,6 +140,7 @@ class WorkerPool:
             sys_path=spawn.sys_path,
             environment={**spawn.environment, **own},
             generation=spawn.generation,
+            advice=spawn.advice,
         )
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:

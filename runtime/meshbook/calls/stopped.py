@@ -44,7 +44,7 @@ class StoppedRanks:
         self.stepping: set[int] = set()
         """Ranks that somebody at their prompt moves from line to line: a new stop of theirs is no news."""
         self.left: set[int] = set()
-        """Ranks whose prompts were left by a person (``detach``): they wait for ``%mesh pdb``."""
+        """Ranks whose prompts were left by a person (``detach``): they wait until it is opened again."""
 
     def take(self, rank: int, at: AtPrompt, output: int) -> Stop | None:
         """What a rank told. Returns: the stop, if it is a new one."""

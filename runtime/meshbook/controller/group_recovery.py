@@ -38,6 +38,7 @@ from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.progress_poll import ALL, RECENT, ProgressPoll, ProgressSnapshot
 from meshbook.controller.uneven_calls import UnevenCalls
 from meshbook.errors import MeshStoppedError, RanksDisagree, WorkerLost
+from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.groups.agreements import Agreements, Told, find_disagreements
 from meshbook.groups.deadlock import (
@@ -68,8 +69,6 @@ LATE_S = 1.0
 
 FORM_S = 10.0
 """Ranks have so long to form them again; then they are asked to give up."""
-
-REPAIR = "repair: %mesh heal (heal_mesh(mesh) in Python)    without it: %mesh shrink"
 
 
 class GroupRecovery:
@@ -365,7 +364,7 @@ class GroupRecovery:
         """A rank ended: nothing that includes it can be served any more. `MeshState.lost` has it already."""
         lost, self._awaits_actors = self._mesh.lost, False
         self.release()
-        reason = f"{name_ranks(lost)} ended\n  {REPAIR}"
+        reason = f"{name_ranks(lost)} ended\n  repair: {advice().heal_call}    without it: {advice().shrink}"
         for call, _ in list(self._ended.values()):
             self._calls.complete(call)
         self._ended.clear()
@@ -492,7 +491,7 @@ class GroupRecovery:
         else:
             self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FAILED)
             self._only = set()
-            again = "try again: %mesh heal (procs.rebuild_groups() in Python)"
+            again = f"try again: {advice().rebuild}"
             self._why = f"forming them again failed: {self._why or error}\n  {again}"
         for ended, _ in [self._ended.pop(id) for id in self._ended.keys() - self._ended_in_new]:
             ended.groups = self._not_back()

@@ -22,6 +22,7 @@ from meshbook.errors import (
     UsageError,
     WorkerLost,
 )
+from meshbook.errors.advice import advice
 from meshbook.formatting import utf8_text
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
 from meshbook.shape.generations import Moves, step_of
@@ -241,6 +242,7 @@ class MeshState:
                     sys_path=sys_path if here else (),
                     environment=dict(environment) if here else {},
                     generation=self.generation,
+                    advice=advice(),
                 )
             )
 
@@ -330,7 +332,7 @@ def stale_view(mesh: MeshState) -> LayoutError:
     """For a view that was made before ranks got other numbers."""
     return LayoutError(
         f'mesh "{mesh.name}" {mesh.changed} since this view of it was made, and its ranks have other numbers now. '
-        "Take the mesh as it is, by base() of any view of it, and slice that; or: %mesh use NAME --out VAR"
+        f"Take the mesh as it is, by base() of any view of it, and {advice().fresh_view}"
     )
 
 

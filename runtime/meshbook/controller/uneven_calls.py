@@ -12,13 +12,12 @@ from collections.abc import Collection, Mapping
 
 from meshbook.calls.call import OpenCall
 from meshbook.controller.progress_poll import ProgressSnapshot
+from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.groups.deadlock import Stuck, find_deadlocked, where_stuck
 
 TELL_S = 2.0
 """So long a call may take before the ranks are asked."""
-
-NEXT_STEPS = "look: %mesh stacks    stop: interrupt"
 
 SELDOM_S = 30.0
 """They are asked again less and less often, in the end once in so many seconds."""
@@ -87,7 +86,7 @@ def describe(stuck: Mapping[int, Stuck], call: OpenCall, ended: Collection[int])
         elif not any(call.members.has(rank) for rank in absent):
             why = f": {'it does' if one else 'they do'} not run {call.what}"
         lines.append(_who_waits(ranks, place, absent) + why)
-    return "\n".join([*lines, f"  {NEXT_STEPS}"])
+    return "\n".join([*lines, f"  look: {advice().stacks}    stop: interrupt"])
 
 
 def place_and_absent(stuck: Mapping[int, Stuck]) -> list[str]:

@@ -14,6 +14,7 @@ from meshbook.debug.dap_messages import Message, MessageReader, pack
 from meshbook.debug.dap_session import PIECE_MAX_BYTES, START_TIMEOUT_S, WAIT_MAX_S
 from meshbook.debug.ranks import DebuggedRanks
 from meshbook.errors import DebugError, MeshError
+from meshbook.errors.advice import advice
 
 ANSWER_TIMEOUT_S = 2.0
 """Beyond `WAIT_MAX_S`: a rank that has not answered by then is looked at, and asked again."""
@@ -148,14 +149,14 @@ def _ask(rank: DebuggedRanks, endpoint: str, *args: object, timeout_s: float) ->
 
 def _check_alive(rank: DebuggedRanks) -> None:
     if rank.lost:
-        raise DebugError(rank.ranks[0], "it has ended; bring it back: %mesh heal")
+        raise DebugError(rank.ranks[0], f"it has ended; bring it back: {advice().heal}")
 
 
 def _check(rank: DebuggedRanks, answer: Any) -> Any:
     number = rank.ranks[0]
     if answer is None:
         _check_alive(rank)
-        raise DebugError(number, "it does not answer; look: %mesh stacks")
+        raise DebugError(number, f"it does not answer; look: {advice().stacks}")
     if answer["problem"]:
         python = answer.get("python")
         hint = f"; install debugpy for the Python of the ranks: {python} -m pip install debugpy" if python else ""

@@ -1,6 +1,6 @@
 """The prompt of stopped ranks: what a person types at it, and where that goes.
 
-One rank is the current one; pdb's commands go to it. What the prompt adds is in `HELP`. Who shows text and reads lines
+One rank is the current one; pdb's commands go to it. What the prompt adds is in `_HELP`. Who shows text and reads lines
 is a `Terminal`: a notebook's cell, a script's console, a test. All of it runs on the thread of the person who waits.
 """
 
@@ -13,15 +13,16 @@ from typing import Generic, Protocol
 
 from meshbook.debug.ranks import Ranks
 from meshbook.errors import MeshError, UsageError
+from meshbook.errors.advice import advice
 from meshbook.formatting import format_ranks, name_ranks
 
-HELP = """\
+_HELP = """\
 Beside pdb's own commands, this prompt knows:
   rank N             go to another stopped rank; when a rank goes on, the next one comes by itself
   ranks              who is stopped where, who waits in which collective, who runs
   cast CMD [TARGET]  CMD on all stopped ranks, or those of TARGET: cast p x    cast c    cast p loss rank=0,2
   ?prefix            names that begin so: ?lo    ?model.la
-  detach             leave the ranks stopped and have the notebook back; %mesh pdb opens the prompt again
+  detach             leave the ranks stopped and have the notebook back; {prompt} opens the prompt again
   q                  end the cell on this rank, quietly; c goes on; interrupt ends the cell on all ranks
 A variable with such a name: !ranks"""
 
@@ -175,7 +176,7 @@ class DebugPrompt(Generic[Ranks]):
             self._line_was_pdbs = True
             self._send([rank], line)
             if line in ("h", "help"):
-                self._terminal.say(HELP)
+                self._terminal.say(_HELP.format(prompt=advice().prompt))
         return False
 
     def _switch(self, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Cells that promised to do without collectives: ``%%mesh rank=0 --no-collective``.
+"""Cells that promised to do without collectives, as those do that run on some ranks alone.
 
 A collective that only some ranks enter waits for ever. Inside `collectives_off` each one raises at once instead.
 C++ process groups are reached through the dispatcher, where a mode refuses their operations; a process group written in

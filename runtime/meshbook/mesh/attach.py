@@ -12,6 +12,7 @@ from meshbook.controller.controller import Controller, FrontEnd
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.resumed_call import ResumedCall
 from meshbook.errors import AttachError, SessionInUse
+from meshbook.errors.advice import advice
 from meshbook.formatting import did_you_mean
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SessionFolder, read_state
@@ -116,6 +117,7 @@ def attach_session(
         raise
     attachment = Attachment(session.id, controller)
     for mesh in reattach.meshes.values():
+        controller.tell_ranks(mesh, "learn_advice", range(mesh.extent.nelements), advice())
         attachment.meshes.append(ProcMesh(controller, mesh, Region.of(mesh.extent)))
     for call in reattach.calls:
         call.on_io_thread = controller.ask
@@ -125,7 +127,7 @@ def attach_session(
     if not attachment.meshes:
         controller.close(timeout_s=5.0)
         why = "; ".join(attachment.lost_hosts) or "its hosts know of no mesh"
-        raise AttachError(f"session {session.id} has no mesh any more: {why}. Start another: %mesh spawn gpus=4.")
+        raise AttachError(f"session {session.id} has no mesh any more: {why}. Start another: {advice().spawn}.")
     return attachment
 
 
@@ -139,7 +141,7 @@ def _own(session: SavedSession) -> SessionFolder:
             raise SessionInUse(session.id, owner)
         state = read_state(path)
         if state is None or not may_live(state.hosts.values()):
-            raise AttachError(f"session {session.id} has ended. Start another: %mesh spawn gpus=4.")
+            raise AttachError(f"session {session.id} has ended. Start another: {advice().spawn}.")
         folder = SessionFolder.take_over(path)
         if folder is not None:
             return folder

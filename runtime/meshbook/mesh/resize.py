@@ -21,6 +21,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, arrangement_of, seats_on
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.errors import LayoutError, SpawnError, UsageError
+from meshbook.errors.advice import advice
 from meshbook.formatting import format_sizes, name_ranks
 from meshbook.mesh.repair import GONE_TIMEOUT_S, HOST_TIMEOUT_S, Note, Repair
 from meshbook.mesh.resize_plan import NewHost, Plan, check_steps, describe_moves, plan_growth, plan_shrinkage, without
@@ -64,9 +65,7 @@ class Elastic:
     def __init__(self, controller: Controller, mesh: MeshState, procs: ProcMesh, note: Note | None = None) -> None:
         """procs: the view whose axes grow or shrink: all ranks, in their order. Raises: LayoutError."""
         if procs.ranks != tuple(range(mesh.extent.nelements)):
-            raise LayoutError(
-                "only the whole mesh can grow or shrink, not a part of it; take it by base(), or %mesh use."
-            )
+            raise LayoutError(f"only the whole mesh can grow or shrink, not a part of it; take it by {advice().whole}.")
         self._controller, self._mesh, self._procs = controller, mesh, procs
         self._repair = Repair(controller, mesh, procs, note)
         self._extent = procs.extent
@@ -79,7 +78,9 @@ class Elastic:
         with self._repair.exclusive():
             self._controller.ask_dispatcher(lambda dispatcher: self._check_idle(dispatcher, "grow"))
             if mesh.lost:
-                raise UsageError(f"{name_ranks(mesh.lost)} ended: repair the mesh first, %mesh heal, or shrink it.")
+                raise UsageError(
+                    f"{name_ranks(mesh.lost)} ended: repair the mesh first, {advice().heal}, or shrink it."
+                )
             rough = plan_growth(self._extent, mesh.placement, more, mesh.host_axes)
             hosts = self._start_hosts(rough)
             try:
@@ -119,7 +120,8 @@ class Elastic:
         if busy:
             raise UsageError(
                 f'{name_ranks(busy)} of mesh "{self._mesh.name}" {"is" if len(busy) == 1 else "are"} busy; '
-                f"ranks get other numbers when it {verb}s.\n  wait: %mesh wait    or interrupt: %mesh interrupt"
+                f"ranks get other numbers when it {verb}s.\n"
+                f"  wait: {advice().wait}    or interrupt: {advice().interrupt}"
             )
 
     def _start_hosts(self, plan: Plan[HostState]) -> dict[NewHost, HostState]:
@@ -130,7 +132,7 @@ class Elastic:
         if not self._mesh.owns_hosts or launch is None:
             raise UsageError(
                 f'the hosts of mesh "{self._mesh.name}" were not started for it alone, so it cannot have more of them. '
-                "Grow an axis that lies on the hosts, or start another mesh: %mesh spawn hosts=3 gpus=4"
+                f"Grow an axis that lies on the hosts, or start another mesh: {advice().spawn_hosts}"
             )
         hosts: dict[NewHost, HostState] = {}
         try:
@@ -162,7 +164,7 @@ class Elastic:
         self._check_idle(dispatcher, "grow")
         self._mesh.check_usable()
         if self._mesh.lost:
-            raise SpawnError(f"{name_ranks(self._mesh.lost)} ended meanwhile; repair the mesh first: %mesh heal")
+            raise SpawnError(f"{name_ranks(self._mesh.lost)} ended meanwhile; repair the mesh first: {advice().heal}")
         if pending_workers.failure is not None:
             raise pending_workers.failure
         self._mesh.renumber(plan.extent, _placement(plan), plan.moved, pending_workers, f"grew to {_sizes(plan)}")
@@ -174,7 +176,7 @@ class Elastic:
         self._check_idle(dispatcher, "shrink")
         mesh.check_usable()
         if stay := sorted(mesh.lost.keys() & plan.moved.keys()):
-            raise SpawnError(f"{name_ranks(stay)} ended meanwhile; repair the mesh first: %mesh heal")
+            raise SpawnError(f"{name_ranks(stay)} ended meanwhile; repair the mesh first: {advice().heal}")
         leaving = [rank for rank in range(mesh.extent.nelements) if rank not in plan.moved and rank not in mesh.lost]
         gone = dispatcher.retire(mesh, mesh.by_host(leaving), LEAVE_GRACE_S, id)
         mesh.renumber(plan.extent, _placement(plan), plan.moved, None, f"shrank to {_sizes(plan)}")

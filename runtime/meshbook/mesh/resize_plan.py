@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from meshbook.errors import UsageError
+from meshbook.errors.advice import advice
 from meshbook.formatting import format_ranks, format_sizes, name_ranks
 from meshbook.shape.extent import Extent
 
@@ -81,7 +82,8 @@ def plan_shrinkage(
     for axis, count in fewer.items():
         if count >= extent.size(axis):
             raise UsageError(
-                f"{axis}={extent.size(axis)} cannot shrink by {count}: nothing would be left. End the mesh: %mesh stop"
+                f"{axis}={extent.size(axis)} cannot shrink by {count}: nothing would be left. "
+                f"End the mesh: {advice().stop}"
             )
     left = set(dead)
     removed: dict[str, set[int]] = {}
@@ -94,7 +96,7 @@ def plan_shrinkage(
         verb = "has" if len(left) == 1 else "have"
         raise UsageError(
             f"{name_ranks(left)} {verb} ended and would be left, with {format_sizes(fewer)} fewer. "
-            "Shrink by more, or repair first: %mesh heal"
+            f"Shrink by more, or repair first: {advice().heal}"
         )
     then = Extent.of({axis: size - fewer.get(axis, 0) for axis, size in extent.items()})
     kept = [
@@ -114,19 +116,19 @@ def without(extent: Extent, dead: Collection[int]) -> dict[str, int]:
     left = {axis: extent.size(axis) - count for axis, count in hit.items()}
     best = max(left, key=lambda axis: left[axis] / extent.size(axis))
     if not left[best]:
-        raise UsageError("there is no part of the mesh without a rank that ended. Repair it: %mesh heal")
+        raise UsageError(f"there is no part of the mesh without a rank that ended. Repair it: {advice().heal}")
     return {best: hit[best]}
 
 
 def check_steps(extent: Extent, steps: Mapping[str, int], verb: str) -> None:
     """Raises: UnknownAxisError, UsageError."""
-    example = f"{next(iter(extent.names), 'gpus')}=1"
+    example = advice().change.format(verb=verb, sizes=f"{next(iter(extent.names), 'gpus')}=1")
     if not steps:
-        raise UsageError(f"say along which axis, and by how much: %mesh {verb} {example}")
+        raise UsageError(f"say along which axis, and by how much: {example}")
     for axis, count in steps.items():
         extent.axis(axis)
         if count < 1:
-            raise UsageError(f"{verb} {axis}={count}: by at least 1, as in %mesh {verb} {example}")
+            raise UsageError(f"{verb} {axis}={count}: by at least 1, as in {example}")
 
 
 def counts_hosts(extent: Extent, placement: Sequence[Hashable], axis: str, host_axes: Collection[str]) -> bool:

@@ -20,6 +20,7 @@ from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.errors import Failure
+from meshbook.errors.advice import advice
 from meshbook.source.cells import name_line
 from meshbook.source.location import PACKAGE
 
@@ -161,7 +162,7 @@ def _where(error: BaseException) -> str:
 
 def _explain_exit(error: SystemExit) -> SystemExit:
     code = "" if error.code is None else repr(error.code)
-    explained = SystemExit(f"sys.exit({code}) ended the cell, not the rank. End the ranks with: %mesh stop")
+    explained = SystemExit(f"sys.exit({code}) ended the cell, not the rank. End the ranks with: {advice().stop}")
     return explained.with_traceback(error.__traceback__)
 
 

@@ -22,6 +22,7 @@ from traitlets.config import Config
 
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import UsageError
+from meshbook.errors.advice import advice
 from meshbook.shell.commands import run_command, run_script
 from meshbook.shell.compiler import CellCompiler
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
@@ -182,7 +183,7 @@ class RankIPython(InteractiveShell):
         if force and error is not None and error.__traceback__ is not None:
             self.rank_debugger.post_mortem(error.__traceback__, describe_briefly(error))
         elif force:
-            raise UsageError("this rank has no exception to look at; of all ranks: %mesh postmortem")
+            raise UsageError(f"this rank has no exception to look at; of all ranks: {advice().postmortem}")
 
     @property
     def call_pdb(self) -> bool:
@@ -193,7 +194,8 @@ class RankIPython(InteractiveShell):
     def call_pdb(self, wanted: bool) -> None:
         if wanted:
             raise UsageError(
-                "%pdb is not available on ranks. Look at the last exception of any rank, without it: %mesh postmortem"
+                "%pdb is not available on ranks. Look at the last exception of any rank, without it: "
+                f"{advice().postmortem}"
             )
 
     def ask_exit(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.concurrency.background import run_in_background
+from meshbook.errors.advice import advice
 from meshbook.formatting import format_bytes
 from meshbook.system.processes import resident_bytes
 
@@ -110,7 +111,7 @@ def memory_advice(error: BaseException, before: KeptError | None, namespace: Map
     held = held_bytes(error, namespace)
     if held >= WORTH_BYTES or not lines:
         what = format_bytes(held) if held >= WORTH_BYTES else "little"
-        lines.append(f"the frames of this error hold {what}; the next cell lets them go, or now: %mesh free")
+        lines.append(f"the frames of this error hold {what}; the next cell lets them go, or now: {advice().free}")
     return lines
 
 

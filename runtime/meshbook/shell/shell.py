@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
+from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
 from meshbook.shell.completer import Matches, complete, describe, names, prepare
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
@@ -170,7 +171,7 @@ class RankShell:
         """Run an IPython cell to its end. KeyboardInterrupt may be raised in it at any time; it becomes the outcome.
 
         cell_id: marks what the cell shows. cell_number: the notebook's ``[7]``, for people.
-        line_offset: lines above ``code`` in the notebook's cell, its ``%%mesh`` line included.
+        line_offset: lines above ``code`` in the notebook's cell, the line of its magic included.
         debug_name: what a debugger calls the cell's file.
         """
         started = time.perf_counter()
@@ -191,8 +192,8 @@ class RankShell:
             if self._interrupts and isinstance(error, asyncio.CancelledError):
                 error = KeyboardInterrupt().with_traceback(error.__traceback__)
             failure = describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=result.ran)
-            if advice := memory_advice(error, before, self.namespace):
-                failure = failure._replace(traceback=(*failure.traceback, *advice))
+            if lines := memory_advice(error, before, self.namespace):
+                failure = failure._replace(traceback=(*failure.traceback, *lines))
             del before
             self.keep_error(error, cell_id)
         return CellOutcome(
@@ -362,7 +363,4 @@ class RankShell:
 
 
 def _refuse_input(prompt: object = "", /) -> NoReturn:
-    raise EOFError(
-        "input() is not available on ranks: nobody could type there. "
-        "Ask in the notebook, and send the answer with: %mesh push NAME"
-    )
+    raise EOFError(f"input() is not available on ranks: nobody could type there. {advice().ask}")

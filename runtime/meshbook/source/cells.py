@@ -1,6 +1,6 @@
 """What a cell is called where Python wants a file name, and how its lines are numbered.
 
-The code that reaches a rank stood below a ``%%mesh`` line in the notebook. Its lines keep the numbers that they have
+The code that reaches a rank stood below the line of a magic in the notebook. Its lines keep the numbers that they have
 there, and its source is known to `linecache`, so that tracebacks, warnings, `inspect.getsource` and debuggers find it.
 """
 

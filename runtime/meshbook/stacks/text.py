@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshbook.errors.advice import advice
 from meshbook.formatting import format_some_ranks
 from meshbook.source.location import RUNTIME, USER
 from meshbook.stacks.frames import NATIVE, Frame, ThreadStack
@@ -37,7 +38,8 @@ def describe_groups(ranks: Sequence[RankStack], odd: Collection[int], all_frames
     rest = [one.rank for group in ordered[FULL + BRIEF :] for one in group]
     if rest:
         some = format_some_ranks(rest, RANKS_CHARS)
-        lines.append(f"[{some}] {len(rest)} ranks in other places; choose some: %mesh stacks rank={rest[0]}")
+        choose = advice().stacks_of.format(rank=rest[0])
+        lines.append(f"[{some}] {len(rest)} ranks in other places; choose some: {choose}")
     return lines
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import reprlib
 from typing import NamedTuple
 
+from meshbook.errors.advice import advice
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
@@ -29,6 +31,5 @@ class RemoteValue(NamedTuple):
         return cls(rank, type(value).__name__, _short.repr(value))
 
     def __repr__(self) -> str:
-        return (
-            f"<{self.type_name} kept on rank {self.rank}: {self.summary}; give it a name and bring it with %mesh pull>"
-        )
+        bring = f"give it a name and bring it with {advice().pull}"
+        return f"<{self.type_name} kept on rank {self.rank}: {self.summary}; {bring}>"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from meshbook.errors.advice import Advice
 from meshbook.formatting import utf8_text
 from meshbook.shape.members import Piece
 from meshbook.wire.kv_store import StoreOp, StoreResult
@@ -178,6 +179,8 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     environment: dict[bytes, bytes]
     generation: int = 0
     """Of the numbers of the mesh's ranks."""
+    advice: Advice = Advice()
+    """How the controller's front end calls what helps."""
 
 
 class Origin(NamedTuple):
@@ -735,6 +738,7 @@ class Begin(_Message, frozen=True, tag="begin"):
     environment: dict[bytes, bytes]
     generation: int = 0
     """Of the numbers of its mesh's ranks."""
+    advice: Advice = Advice()
 
 
 class Renumbered(_Message, frozen=True, tag="renumbered"):

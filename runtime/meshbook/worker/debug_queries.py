@@ -7,6 +7,7 @@ from bdb import BdbQuit
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import GroupAborted
+from meshbook.errors.advice import Advice, set_advice
 from meshbook.shell.failures import text_of
 from meshbook.source import functions
 from meshbook.source.location import describe_frame
@@ -46,6 +47,11 @@ def hold_deadlines(worker: Worker, held: bool) -> None:
 def learn_source(worker: Worker, name: str, text: str) -> None:
     """See `meshbook.source.functions`."""
     functions.learn_source(name, text)
+
+
+def learn_advice(worker: Worker, *words: str) -> None:
+    """Take the words of another front end, which has attached the mesh."""
+    set_advice(Advice(*words))
 
 
 def last_error(worker: Worker) -> dict[str, Any] | None:

@@ -37,6 +37,7 @@ from meshbook.worker.dap_queries import DEBUG_QUERIES, debugged_place
 from meshbook.worker.debug_queries import (
     hold_deadlines,
     last_error,
+    learn_advice,
     learn_source,
     pdb_break_in,
     pdb_command,
@@ -259,7 +260,7 @@ def reaction(worker: Worker) -> str:
 
 
 def status(worker: Worker) -> dict[str, object]:
-    """What `%mesh` shows of a rank."""
+    """What a person who looks at the mesh is shown of a rank."""
     current, place = worker.current, worker.shell.debugger.place or debugged_place(worker)
     return {
         "busy": current[1] if current else "",
@@ -306,6 +307,7 @@ QUERIES: dict[str, Callable[..., object]] = {
     for function in (
         *(where, reaction, status, collectives, clock, complete, inspect, user_names, progress, stacks, actors),
         *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, source_lines),
+        learn_advice,
     )
 }
 QUERIES.update(DEBUG_QUERIES)

@@ -38,6 +38,7 @@ from meshbook.concurrency.own_faults import attempt
 from meshbook.concurrency.thread_interrupts import gate_of_this_thread
 from meshbook.debug.dap_session import DebugSession
 from meshbook.errors import Failure, MessageTooLarge
+from meshbook.errors.advice import set_advice
 from meshbook.formatting import format_bytes
 from meshbook.groups.collectives_off import leave_to_parent
 from meshbook.groups.rank_groups import RankGroups
@@ -438,6 +439,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
 
 def _enter_environment(begin: wire.Begin) -> None:
     os.environb.update(begin.environment)
+    set_advice(begin.advice)
     if begin.cwd:
         try:
             os.chdir(begin.cwd)

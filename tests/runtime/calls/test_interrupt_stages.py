@@ -114,7 +114,7 @@ def test_a_loop_that_swallows_interrupts_is_named_at_first_and_left_at_the_secon
     assert str(first).splitlines() == [
         "interrupted",
         "  ranks 0,1 did not stop: in time.sleep (cell 7, line 5); it caught KeyboardInterrupt and goes on",
-        "  insist: interrupt once more, or %mesh interrupt",
+        "  insist: interrupt once more, or mesh.interrupt()",
     ]
     second = interrupt(run)
     assert second.obeyed == (0, 1) and not second.stuck and second.stage == 2
@@ -141,7 +141,7 @@ def test_two_layers_of_swallowing_are_named_with_the_way_out(mesh2: ProcMesh) ->
     assert list(second.stuck) == [0, 1]
     assert str(second).splitlines()[1].startswith("  ranks 0,1 still do not stop: in ")
     assert str(second).splitlines()[-1] == (
-        "  replace: %mesh respawn rank=0,1    end the mesh: %mesh stop    or wait: usable again once back"
+        "  replace: mesh.respawn([0, 1])    end the mesh: mesh.stop()    or wait: usable again once back"
     )
 
 
@@ -171,7 +171,7 @@ def test_native_code_that_holds_the_gil_is_named_and_obeys_late(mesh2: ProcMesh)
     assert first.obeyed == (1,) and first.stuck == {0: "native code holds the GIL"}
     second = interrupt(run)
     assert "rank 0 still does not stop: native code holds the GIL" in str(second)
-    assert "replace: %mesh respawn rank=0    end the mesh: %mesh stop" in str(second)
+    assert "replace: mesh.respawn([0])    end the mesh: mesh.stop()" in str(second)
     assert mesh2.select([1]).run("rank").get(30).values() == [1]  # the others work meanwhile
     failed = run.future.exception(30)
     assert isinstance(failed, errors.CallFailed) and failed.failures[0].ename == "KeyboardInterrupt"

@@ -234,7 +234,7 @@ def test_ranks_that_wait_for_one_that_has_ended_are_named_and_freed_by_an_interr
     assert 1.5 < time.monotonic() - started < 10
     assert notices(collector) == [
         "ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended cell 7\n"
-        "  look: %mesh stacks    stop: interrupt"
+        "  look: mesh.stacks()    stop: interrupt"
     ]
     started = time.monotonic()
     run.interrupt()
@@ -251,7 +251,7 @@ def test_a_collective_of_a_part_that_needs_all_is_explained(mesh4: ProcMesh) -> 
     wait_until(lambda: notices(collector))
     assert notices(collector) == [
         "ranks 0,1 wait in barrier (cell 7, line 2), which ranks 2,3 never entered: they do not run cell 7\n"
-        "  look: %mesh stacks    stop: interrupt"
+        "  look: mesh.stacks()    stop: interrupt"
     ]
     run.interrupt()
     wait_until(lambda: not run.waiting)
@@ -369,7 +369,9 @@ def test_a_death_frees_those_that_wait_and_says_what_helps(mesh2: ProcMesh) -> N
     assert list(caught.value.freed) == [0] and "(cell 7, line 5)" in caught.value.freed[0]
     left = mesh2.slice(gpus=0)
     assert left.pull("kept").get(30).values() == [0]
-    with pytest.raises(errors.CallFailed, match="the process groups were aborted: rank 1 ended\n  repair: %mesh heal"):
+    with pytest.raises(
+        errors.CallFailed, match=r"the process groups were aborted: rank 1 ended\n  repair: mesh.heal\(\)"
+    ):
         left.run("dist.barrier()").get(30)
     with pytest.raises(errors.WorkerLost):
         mesh2.rebuild_groups().get(30)

@@ -189,7 +189,7 @@ def test_meshes_end_with_their_lease_and_leave_nothing(zygote: Zygote, watch: Wa
     driver.wait()
     assert _gone(family, 12)
     assert not session.path.exists()
-    with pytest.raises(meshbook.errors.AttachError, match=r"session \w+ has ended\. Start another: %mesh spawn gpus=4"):
+    with pytest.raises(meshbook.errors.AttachError, match=r"session \w+ has ended\. Start another: this_host\(\)"):
         meshbook.attach(session)
 
 
@@ -209,7 +209,7 @@ def test_a_living_controller_keeps_its_meshes(zygote: Zygote, watch: Watch) -> N
         meshbook.attach("kept")
     assert str(caught.value) == (
         f"session {session.id} is driven by process {driver.pid}. "
-        "Detach it there (%mesh detach, or meshbook.detach()) or end that process, then attach again."
+        "Detach it there (meshbook.detach()) or end that process, then attach again."
     )
     with pytest.raises(meshbook.errors.AttachError, match='no session or mesh "kep" waits here'):
         meshbook.attach("kep")
@@ -449,3 +449,14 @@ def test_a_fork_does_not_give_the_session_up(zygote: Zygote, watch: Watch) -> No
     assert session.owner_pid == driver.pid
     driver.tell()
     driver.wait()
+
+
+def test_ranks_take_the_words_of_whoever_attaches_them(zygote: Zygote, watch: Watch) -> None:
+    words = "from meshbook.errors.advice import Advice, set_advice\nset_advice(Advice(stop=':stop'))\n"
+    driver = zygote.start(words + SPAWN + "time.sleep(60)")
+    driver.expect("session")
+    watch(driver.family())
+    driver.kill()
+    kept = meshbook.attach("kept").mesh("kept")
+    with pytest.raises(meshbook.errors.CallFailed, match=r"End the ranks with: mesh\.stop\(\)"):
+        kept.run("import sys; sys.exit()").get(60)

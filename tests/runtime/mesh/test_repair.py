@@ -140,7 +140,7 @@ def test_a_rank_that_ends_again_and_again_is_not_started_for_ever(mesh2: ProcMes
     ) as caught:
         mesh2.heal()
     assert "about to end" in str(caught.value)
-    assert "%mesh respawn rank=1 --force" in str(caught.value)
+    assert "mesh.respawn([1], force=True)" in str(caught.value)
     assert mesh2.slice(gpus=0).run("rank").get(30).values() == [0]
     mesh2.respawn(1, force=True)
     assert mesh2.run(SUM).get(30).values() == [2, 2]

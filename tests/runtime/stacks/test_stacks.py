@@ -134,7 +134,7 @@ def test_many_stacks_fit_one_screen(mesh4: ProcMesh) -> None:
 
     lines = MeshStacks([at(rank) for rank in range(64)]).text().splitlines()
     assert len(lines) < 110 and max(map(len, lines)) < 120
-    assert lines[-1] == "[24-63] 40 ranks in other places; choose some: %mesh stacks rank=24"
+    assert lines[-1] == "[24-63] 40 ranks in other places; choose some: mesh.stacks()[24]"
 
 
 def test_a_dump_of_faulthandler_is_read() -> None:

@@ -36,9 +36,11 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from meshbook.errors.advice import advice
+from meshbook.errors.deaths import RankDeath, describe_deaths, next_steps
 from meshbook.formatting import did_you_mean, format_bytes, format_ranks, format_sizes, name_ranks
 from meshbook.source.cells import name_notebook_cells
 
@@ -125,7 +127,7 @@ class DeviceError(SpawnError):
         fewer = f"Ask for at most {self.found}, or add" if self.found else "Add"
         return (
             f"{self.wanted} ranks were asked for on {self.host}, which has {self.found} CUDA "
-            f'device{"" if self.found == 1 else "s"}. {fewer} --device cpu (device="cpu" in Python).'
+            f"device{'' if self.found == 1 else 's'}. {fewer} {advice().cpu}."
         )
 
 
@@ -145,8 +147,9 @@ class CrashLoopError(SpawnError):
                 f"rank {self.rank} on {self.host} {often}",
                 f"  the last time: {self.cause}",
                 *last[1:],
-                f"  all of its log: %mesh logs rank={self.rank}    "
-                f"try all the same: %mesh respawn rank={self.rank} --force    go on without: %mesh shrink",
+                f"  all of its log: {advice().logs.format(ranks=self.rank)}    "
+                f"try all the same: {advice().insist.format(ranks=self.rank, list=[self.rank])}    "
+                f"go on without: {advice().shrink}",
             ]
         )
 
@@ -159,7 +162,7 @@ class MeshStoppedError(MeshError):
         self.mesh = mesh
 
     def __str__(self) -> str:
-        return f'mesh "{self.mesh}" was stopped. Start another: %mesh spawn gpus=4, or this_host().spawn_procs(...).'
+        return f'mesh "{self.mesh}" was stopped. Start another: {advice().spawn_call}.'
 
 
 class MeshDetachedError(MeshStoppedError):
@@ -188,7 +191,7 @@ class SessionInUse(AttachError):
     def __str__(self) -> str:
         return (
             f"session {self.session} is driven by process {self.owner_pid}. "
-            "Detach it there (%mesh detach, or meshbook.detach()) or end that process, then attach again."
+            f"Detach it there ({advice().detach}) or end that process, then attach again."
         )
 
 
@@ -331,7 +334,7 @@ class CallTimeout(CallError, TimeoutError):
     def __str__(self) -> str:
         return (
             f"{self.what}: no answer from {name_ranks(self.silent)} within {self.timeout_s:g} s. "
-            "They are still at it: wait again, see where they are (%mesh stacks; mesh.stacks() in Python), "
+            f"They are still at it: wait again, see where they are ({advice().stacks_call}), "
             "or press interrupt (mesh.interrupt())."
         )
 
@@ -369,10 +372,10 @@ class CallInterrupted(CallError, KeyboardInterrupt):
             if place and not self.stuck.keys() & set(ranks):
                 lines.append(f"  {name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still in {place}")
         if self.stuck and self.stage == 1:
-            lines.append("  insist: interrupt once more, or %mesh interrupt")
+            lines.append(f"  insist: interrupt once more, or {advice().interrupt}")
         elif self.stuck:
-            respawn = f"%mesh respawn rank={format_ranks(self.stuck)}"
-            lines.append(f"  replace: {respawn}    end the mesh: %mesh stop    or wait: usable again once back")
+            respawn = advice().respawn.format(ranks=format_ranks(self.stuck), list=sorted(self.stuck))
+            lines.append(f"  replace: {respawn}    end the mesh: {advice().stop}    or wait: usable again once back")
         lines += [f"  {line}" for line in self.verdict()]
         return "\n".join(lines)
 
@@ -450,7 +453,7 @@ class LeftStopped(MeshError):
         stay = "stays" if len(self.ranks) == 1 else "stay"
         return (
             f"{name_ranks(self.ranks)} {stay} stopped in {self.what}, which goes on; .get() waits for it again.\n"
-            "  the prompt: %mesh pdb"
+            f"  the prompt: {advice().prompt}"
         )
 
 
@@ -502,9 +505,7 @@ class HostLost(MeshError):
         self.host, self.cause = host, cause
 
     def __str__(self) -> str:
-        return (
-            f"host {self.host} is lost: {self.cause}. Its workers ended. Start them again: %mesh heal, or procs.heal()."
-        )
+        return f"host {self.host} is lost: {self.cause}. Its workers ended. Start them again: {advice().heal_call}."
 
 
 class DebugError(MeshError):
@@ -594,56 +595,4 @@ class PeerProtocolError(ProtocolError):
 __all__ = [
     name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, BaseException)
 ]
-__all__ += ["Failure", "format_ranks", "group_failures"]
-
-
-class RankDeath(NamedTuple):
-    """The end of one rank."""
-
-    rank: int
-    host: str
-    cause: str
-    log_tail: str = ""
-
-
-def describe_deaths(deaths: Iterable[RankDeath]) -> list[str]:
-    """``ranks 0-3 on a ended: killed by SIGKILL``, and the last lines of the first rank that wrote any."""
-    by_cause: dict[str, list[RankDeath]] = {}
-    for death in sorted(deaths):
-        by_cause.setdefault(death.cause, []).append(death)
-    lines: list[str] = []
-    for cause, group in by_cause.items():
-        ranks = [death.rank for death in group]
-        lines.append(f"{name_ranks(ranks)} on {_name_hosts(group)} ended: {cause}")
-        spoke = [death for death in group if death.log_tail]
-        if spoke:
-            lines.append("  its last lines:" if len(ranks) == 1 else f"  the last lines of rank {spoke[0].rank}:")
-            lines += [f"    {line}" for line in spoke[0].log_tail.splitlines()]
-    return lines
-
-
-def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) -> list[str]:
-    """What is left and which commands help.
-
-    survivors: the ranks of the mesh that live; None where that is not known, nor whether it is the current mesh.
-    """
-    lines = []
-    logs = f"all of {'its log' if len(lost) == 1 else 'their logs'}: %mesh logs rank={format_ranks(lost)}"
-    if survivors is None:
-        return [
-            "  the other ranks keep their state    repair: %mesh heal    go on without: %mesh shrink",
-            f"  {logs}",
-            "  where it is not the current mesh: %mesh use NAME first, or procs.heal()",
-        ]
-    if survivors:
-        whose = "its" if len(lost) == 1 else "their"
-        lines.append(
-            f"  {name_ranks(survivors)} keep{'s its' if len(survivors) == 1 else ' their'} state; {whose} calls failed"
-            f"    repair: %mesh heal    go on without: %mesh shrink"
-        )
-    return [*lines, f"  {logs}"]
-
-
-def _name_hosts(deaths: Sequence[RankDeath]) -> str:
-    hosts = list(dict.fromkeys(death.host for death in deaths))
-    return " and ".join(hosts) if len(hosts) < 3 else f"{len(hosts)} hosts"
+__all__ += ["Failure", "RankDeath", "describe_deaths", "format_ranks", "group_failures", "next_steps"]

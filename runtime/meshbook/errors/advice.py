@@ -1,0 +1,60 @@
+"""What helps, as the user of one front end would type it: Python calls in a script; a notebook has other words.
+
+Errors say what to do. What that is called depends on the front end, which replaces the table (`set_advice`); ranks get
+it when they start, and again when another process takes their mesh over, since some texts are made there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Advice(NamedTuple):
+    """Commands and calls by what they do. What stands in braces is filled in by `str.format`."""
+
+    heal: str = "mesh.heal()"
+    heal_call: str = "mesh.heal()"
+    """The same, where an error of a Python call says it."""
+    rebuild: str = "mesh.rebuild_groups()"
+    elsewhere: str = ""
+    """How a mesh that is not the current one is repaired; empty where there is no current one."""
+    shrink: str = "mesh.shrink()"
+    change: str = "mesh.{verb}({sizes})"
+    respawn: str = "mesh.respawn({list})"
+    """For ``ranks`` as a person writes them, and as a ``list``."""
+    insist: str = "mesh.respawn({list}, force=True)"
+    spawn: str = 'this_host().spawn_procs({"gpus": 4})'
+    spawn_call: str = "this_host().spawn_procs(...)"
+    spawn_hosts: str = 'start_hosts({"hosts": 3}, launcher).spawn_procs({"gpus": 4})'
+    stop: str = "mesh.stop()"
+    detach: str = "meshbook.detach()"
+    whole: str = "base()"
+    """What gives the whole mesh in place of a part."""
+    fresh_view: str = "slice that"
+    """What to do with the whole mesh for a view of its ranks as they are now."""
+    interrupt: str = "mesh.interrupt()"
+    wait: str = "get() of their calls"
+    stacks: str = "mesh.stacks()"
+    stacks_call: str = "mesh.stacks()"
+    stacks_of: str = "mesh.stacks()[{rank}]"
+    logs: str = "mesh.log_paths()"
+    prompt: str = "get() of the call"
+    postmortem: str = "mesh.postmortem()"
+    free: str = "mesh.free()"
+    pull: str = "mesh.pull(NAME)"
+    ask: str = "Ask where the mesh is driven, and send the answer with: mesh.push({NAME: answer})"
+    cpu: str = 'device="cpu"'
+
+
+_current = Advice()
+
+
+def advice() -> Advice:
+    """The table of this process's front end."""
+    return _current
+
+
+def set_advice(words: Advice | None) -> None:
+    """Take the words of another front end; None for those of a script."""
+    global _current
+    _current = words or Advice()
