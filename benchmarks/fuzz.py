@@ -288,7 +288,7 @@ def _settle(dispatcher: Dispatcher, sock: ControllerSocket, host_id: str) -> Hos
     dispatcher.meshes = {
         1: MeshState(1, "mesh", Extent.of({"gpus": 2}), [host, host], WorkerSpec("cpu", (), b"/", (), {}))
     }
-    call: OpenCall = OpenCall(1, 1, "fuzz", Region.of({"gpus": 2}), Future(), fail_fast=True, on_reply=None)
+    call: OpenCall = OpenCall(1, 1, "fuzz", Region.of({"gpus": 2}), Future(), fail_fast=True)
     dispatcher.calls.open(call, None)
     return host
 

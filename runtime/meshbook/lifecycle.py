@@ -1,4 +1,4 @@
-"""The states of meshes and workers, and the only ways between them.
+"""The states of meshes, workers, process groups and calls, and the only ways between them.
 
 Each table maps (state, event) to the next state; anything else is a fault of ours and raises `LocalProtocolError`. The
 diagrams in docs/protocol.md are made from these tables.
@@ -109,6 +109,29 @@ GROUP_NEXT: Mapping[tuple[GroupPhase, GroupEvent], GroupPhase] = {
     (GroupPhase.FORMED, GroupEvent.ABORT): GroupPhase.ABORTED,
     (GroupPhase.ABORTED, GroupEvent.FORM): GroupPhase.FORMING,
     (GroupPhase.ABORTED, GroupEvent.ABORT): GroupPhase.ABORTED,
+}
+
+
+class CallPhase(enum.Enum):
+    """A call, seen from who made it."""
+
+    OPEN = "open"  # some rank has not answered
+    ENDED = "ended"  # all have; its outcome may wait for process groups to come back
+    CLOSED = "closed"  # its outcome is told: nothing that comes for it is of use
+
+
+class CallEvent(enum.Enum):
+    ANSWERED = "all answered"
+    SETTLED = "outcome told"
+    GIVEN_UP = "given up"  # the mesh ends, or the call cannot be sent
+
+
+CALL_NEXT: Mapping[tuple[CallPhase, CallEvent], CallPhase] = {
+    (CallPhase.OPEN, CallEvent.ANSWERED): CallPhase.ENDED,
+    (CallPhase.ENDED, CallEvent.SETTLED): CallPhase.CLOSED,
+    (CallPhase.OPEN, CallEvent.GIVEN_UP): CallPhase.CLOSED,
+    (CallPhase.ENDED, CallEvent.GIVEN_UP): CallPhase.CLOSED,
+    (CallPhase.CLOSED, CallEvent.GIVEN_UP): CallPhase.CLOSED,
 }
 
 

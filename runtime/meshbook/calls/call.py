@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from meshbook.errors import (
     WorkerLost,
     disagreeing,
 )
+from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase, advance
 from meshbook.shape.members import Members
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.values.pickling import loads
@@ -71,22 +73,28 @@ _NOBODY: Future[Any] = Future()
 
 
 class OpenCall:
-    """Owned by the controller's I/O thread; others read it to tell who is silent."""
+    """What a call is, and what has come of it so far; only its own methods write here.
+
+    Owned by the controller's I/O thread; others read it to tell who is silent. What it goes through is
+    `meshbook.lifecycle.CallPhase`; that ranks failed, or that its end was asked for, are facts that stay.
+    """
 
     __slots__ = (
         "_disagree",
+        "_failed_at",
+        "_freed_s",
+        "_future",
         "_on_end",
+        "_on_reply",
+        "_places",
+        "_torn",
         "aborted",
         "beside",
         "cancelled",
         "dropped",
         "fail_fast",
-        "failed_at",
         "failures",
         "freed",
-        "freed_s",
-        "future",
-        "groups",
         "hurried",
         "id",
         "interrupts",
@@ -94,11 +102,9 @@ class OpenCall:
         "mailbox",
         "members",
         "mesh",
-        "on_reply",
         "output",
-        "places",
+        "phase",
         "results",
-        "torn",
         "waiting",
         "what",
     )
@@ -112,17 +118,21 @@ class OpenCall:
         future: Future[Any],
         *,
         fail_fast: bool,
-        on_reply: OnReply | None,
+        on_reply: OnReply | None = None,
         mailbox: int = 0,
         beside: bool = False,
+        output: int = 0,
     ) -> None:
-        self.id, self.mesh, self.what, self.members, self.future = id, mesh, what, members, future
+        self.id, self.mesh, self.what, self.members, self._future = id, mesh, what, members, future
+        self.output = output
+        """The id that its output goes to."""
         self.mailbox = mailbox
         """0: it runs on the main threads of its members, one after the other with others of that kind."""
         self.beside = beside
         """Other messages to the mailbox may be handled while this one is."""
-        self.fail_fast, self.on_reply = fail_fast, on_reply
+        self.fail_fast, self._on_reply = fail_fast, on_reply
         self.waiting = set(members.ranks())
+        self.phase = CallPhase.OPEN if self.waiting else CallPhase.ENDED
         self.interrupts = 0
         """How often it was interrupted (`meshbook.calls.interrupt`)."""
         self.dropped: set[int] = set()
@@ -133,22 +143,21 @@ class OpenCall:
         self.results = Results()
         self.failures: list[Failure] = []
         self.lost: list[WorkerLost] = []
-        self.output = 0
-        """The id that its output goes to."""
         self.cancelled = False
         """Somebody asked for its end."""
         self.aborted = False
-        """The process groups were aborted under it: `places` says who waited where."""
-        self.places: dict[int, str] = {}
+        """The process groups were aborted under it."""
+        self._places: dict[int, str] = {}
+        """Where ranks waited then."""
         self.freed: list[Failure] = []
         """The ranks that came back from an operation that was aborted."""
-        self.failed_at = self.freed_s = 0.0
+        self._failed_at = self._freed_s = 0.0
         self.hurried = False
         """Failures more like those that have come are not to be waited for."""
-        self.torn: dict[str, set[int]] = {}
+        self._torn: dict[str, set[int]] = {}
         """As in `CallError`."""
-        self.groups = ""
-        """Why the process groups are not back when the call completes."""
+
+    # ---- what comes of it -----------------------------------------------------------------------------------------
 
     def answer(self, reply: wire.RankReply, frames: Sequence[bytes], buffers: Sequence[Any]) -> None:
         """Take one rank's answer."""
@@ -156,23 +165,57 @@ class OpenCall:
             death = wire.decode_death(reply.inline)
             self.lose(WorkerLost(reply.rank, death.host, death.cause, death.log_tail), alone=death.alone)
             return
-        self.waiting.discard(reply.rank)
         failure = None
         if reply.status == wire.OK:
             self.results.add(reply.rank, frames[0] if frames else reply.inline, buffers)
         else:
             failure = _failure_of(reply, frames)
-            self.failed_at = self.failed_at or time.monotonic()
+            self._failed_at = self._failed_at or time.monotonic()
             if self.aborted and failure.ename == GroupAborted.__name__ and self._has_cause:
                 self.freed.append(failure)
-                self.freed_s = time.monotonic() - self.failed_at
+                self._freed_s = time.monotonic() - self._failed_at
                 failure = None  # it did nothing wrong
             else:
                 self.failures.append(failure)
             if reply.status == wire.DROPPED:
                 self.dropped.add(reply.rank)
-        if self.on_reply is not None:
-            self.on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure, reply.waited_s)
+        self._end_on(reply.rank)
+        if self._on_reply is not None:
+            self._on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure, reply.waited_s)
+
+    def _end_on(self, rank: int) -> None:
+        self.waiting.discard(rank)
+        if not self.waiting and self.phase is CallPhase.OPEN:
+            self.phase = advance(CALL_NEXT, self.phase, CallEvent.ANSWERED)
+
+    def drop(self) -> None:
+        """Its end was asked for while no rank had it: all that have not answered count as never having begun it."""
+        for rank in tuple(self.waiting):
+            self.answer(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None), (), ())
+
+    def cancel(self) -> None:
+        """Somebody asked for its end."""
+        self.cancelled = True
+
+    def interrupt(self, stage: int) -> None:
+        """The person interrupts it, for the ``stage``-th time."""
+        self.interrupts = stage
+
+    def abort(self, places: Mapping[int, str] = MappingProxyType({})) -> None:
+        """The process groups are being aborted under it. places: where ranks wait, for the error to say."""
+        self.aborted = True
+        self.wait_at(places)
+
+    def wait_at(self, places: Mapping[int, str]) -> None:
+        """Note where ranks of it wait, for the error to say should they be freed."""
+        self._places.update({rank: place for rank, place in places.items() if rank in self.waiting})
+
+    def tear(self, rank: int, torn: Iterable[str], restored: Iterable[str]) -> None:
+        """Note what operations have left half done on ``rank``, and what of that is as it was, as in `CallError`."""
+        for text in torn:
+            self._torn.setdefault(text, set()).add(rank)
+        for text in restored:
+            self._torn.get(text, set()).discard(rank)
 
     def disagree(self, ranks: Collection[int], text: str) -> bool:
         """Members entered different operations as one, so the call fails. Returns: whether that is news."""
@@ -181,20 +224,20 @@ class OpenCall:
         self._disagree |= news
         self.freed += [failure for failure in self.failures if failure.ename == GroupAborted.__name__]
         self.failures = [failure for failure in self.failures if failure.ename != GroupAborted.__name__]
-        self.failed_at = self.failed_at or time.monotonic()
+        self._failed_at = self._failed_at or time.monotonic()
         return bool(news)
 
     def lose(self, error: WorkerLost, *, alone: bool = False) -> None:
         """A member ended; alone: no others are ending for the same cause."""
         if error.rank in self.waiting:
             self.hurried = self.hurried or alone
-            self.waiting.discard(error.rank)
             self.lost.append(error)
-            self.failed_at = self.failed_at or time.monotonic()
-            if self.on_reply is not None:
+            self._failed_at = self._failed_at or time.monotonic()
+            self._end_on(error.rank)
+            if self._on_reply is not None:
                 last_lines = tuple(error.log_tail.splitlines())
                 lost = Failure(error.rank, error.host, "WorkerLost", error.cause, last_lines, "")
-                self.on_reply(error.rank, False, 0.0, lost, 0.0)
+                self._on_reply(error.rank, False, 0.0, lost, 0.0)
 
     @property
     def disagrees(self) -> bool:
@@ -211,50 +254,61 @@ class OpenCall:
         return bool(self.failures or self.lost)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether no rank is at it, and its outcome is told: that may wait for process groups to come back."""
-        return self.future is _NOBODY
+    def is_told(self) -> bool:
+        """Whether the outcome is told; with the first failure already, where the call is to fail fast."""
+        return self.phase is CallPhase.CLOSED or self._future.done()
 
-    def settle(self) -> None:
-        """Complete the future with what has come in."""
+    # ---- its outcome ----------------------------------------------------------------------------------------------
+
+    def settle(self, groups: str = "") -> None:
+        """Complete the future with what has come in. groups: why the process groups are not back, if they are not."""
         if self.lost:
-            self._fail(WorkerLost.of(self.lost, partial=self.results))
+            self._fail(WorkerLost.of(self.lost, partial=self.results), groups)
         elif self.failures:
-            self._fail(CallFailed(self.failures, partial=self.results))
+            self._fail(CallFailed(self.failures, partial=self.results), groups)
         elif self.freed:  # by an interrupt
             stopped = [freed._replace(ename="KeyboardInterrupt", evalue="", exception=None) for freed in self.freed]
-            self._fail(CallFailed(stopped, partial=self.results))
+            self._fail(CallFailed(stopped, partial=self.results), groups)
         else:
             loaders = [_loader(self.results, rank) for rank in self.members.ranks()]
-            self.future.set_result(ValueMesh.lazy(self.members, loaders))
+            self._future.set_result(ValueMesh.lazy(self.members, loaders))
 
-    def _fail(self, error: CallError) -> None:
+    def _fail(self, error: CallError, groups: str) -> None:
         if self.failures or self.lost:
-            error.freed = {failure.rank: self.places.get(failure.rank, _some(failure)) for failure in self.freed}
-        error.freed_s, error.groups = self.freed_s, self.groups
-        error.torn = {text: sorted(ranks) for text, ranks in self.torn.items() if ranks}
-        self.future.set_exception(error)
+            error.freed = {failure.rank: self._places.get(failure.rank, _some(failure)) for failure in self.freed}
+        error.freed_s, error.groups = self._freed_s, groups
+        error.torn = {text: sorted(ranks) for text, ranks in self._torn.items() if ranks}
+        self._future.set_exception(error)
 
     def give_up(self, error: Exception) -> None:
         """Complete the future with an error that is not the ranks' own."""
         if isinstance(error, CallError):
             error.partial = self.results
-        self.future.set_exception(error)
-        self.end()
+        self._future.set_exception(error)
+        self._close(CallEvent.GIVEN_UP)
 
-    def end(self) -> None:
-        """No rank is at it any more. Lets go of the future, which holds us: the collector need not come for the two."""
-        self.future = _NOBODY
-        self.on_reply = None  # whoever it belongs to may hold us
+    def complete(self, groups: str = "") -> None:
+        """All ranks have answered: tell the outcome, and be over with. groups: as `settle`."""
+        self.settle(groups)
+        self._close(CallEvent.SETTLED)
+
+    def _close(self, event: CallEvent) -> None:
+        """Let go of the future, which holds us, and of the listener, which may: the collector need not come for us."""
+        self.phase = advance(CALL_NEXT, self.phase, event)
+        self._future, self._on_reply = _NOBODY, None
         if self._on_end:
             self._run_on_end()
 
+    def when_settled(self, callback: Callable[[BaseException | None], object]) -> None:
+        """Call ``callback`` with the error of the outcome, if it is one, when that is told."""
+        self._future.add_done_callback(lambda future: callback(future.exception(0)))
+
     def when_ended(self, callback: Callable[[], object]) -> None:
-        """From any thread: call ``callback`` when no rank is at it, which may be later than the future's outcome."""
+        """From any thread: call ``callback`` when it is closed, which may be later than the future's outcome."""
         if self._on_end is None:
             self._on_end = deque()
         self._on_end.append(callback)
-        if self.has_ended:
+        if self.phase is CallPhase.CLOSED:
             self._run_on_end()
 
     def _run_on_end(self) -> None:
@@ -299,13 +353,13 @@ class CallControl(Interrupter, Protocol):
 class CallFuture(Future[T], Generic[T]):
     """The future of a call: an interrupt while waiting reaches the ranks, a timeout names the silent ones."""
 
-    call: OpenCall
     name_in_chain = 0
     """As in `wire.Call.chain`."""
 
-    def __init__(self, control: CallControl) -> None:
+    def __init__(self, control: CallControl, open_call: Callable[[Future[Any]], OpenCall]) -> None:
+        """open_call: makes the call of which this is the future."""
         super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
-        self._control = control
+        self._control, self.call = control, open_call(self)
         self._timeout_s: float | None = None
         """What the caller of `get` asked for; a part of it is waited elsewhere."""
 

@@ -18,6 +18,7 @@ from meshbook.calls.unresponsive import STOPPED
 from meshbook.concurrency.sigint import InterruptCounter, noticed
 from meshbook.errors import CallInterrupted
 from meshbook.formatting import name_ranks
+from meshbook.lifecycle import CallPhase
 
 if TYPE_CHECKING:
     from meshbook.calls.call import OpenCall
@@ -79,7 +80,7 @@ def _one_stage(
     """Send what the stage sends, and wait; whether another press cut it short."""
     insist = stage >= 2
     for call in calls:
-        call.interrupts = stage
+        call.interrupt(stage)
         call.when_ended(interrupt_counter.wake)
         control.cancel(call.id, insist=insist, ranks=ranks)
     if insist:
@@ -141,7 +142,7 @@ def _waiting(call: OpenCall, ranks: Collection[int] | None) -> set[int]:
 
 def _is_open(call: OpenCall, ranks: Collection[int] | None) -> bool:
     """Whether ranks are to obey, or have and the outcome is not told yet: whoever asks for it next is to find it."""
-    return bool(_waiting(call, ranks)) or (not call.waiting and not call.has_ended)
+    return bool(_waiting(call, ranks)) or (not call.waiting and call.phase is not CallPhase.CLOSED)
 
 
 def _runs(control: Interrupter, call: OpenCall, rank: int) -> bool:

@@ -49,7 +49,6 @@ class CallTable:
         """Expect answers to ``call``."""
         self._calls[call.id] = call
         if output is not None:
-            call.output = output.id
             self._listeners[output.id] = output.listener
             self._listeners.move_to_end(output.id)
             if len(self._listeners) >= self._look_at:
@@ -113,16 +112,15 @@ class CallTable:
         if not call.waiting:
             if not later:
                 self.complete(call)
-        elif call.fail_fast and call.failed and not call.future.done():
+        elif call.fail_fast and call.failed and not call.is_told:
             grace_s = 0.0 if call.hurried else FAILURE_GRACE_S
             self._failing.setdefault(call.id, time.monotonic() + grace_s)
 
-    def complete(self, call: OpenCall) -> None:
-        """All ranks have answered: hand out the outcome, and forget the call."""
+    def complete(self, call: OpenCall, groups: str = "") -> None:
+        """All ranks have answered: hand out the outcome, and forget the call. groups: as `OpenCall.settle`."""
         if self._calls.pop(call.id, None) is not None:
             self._failing.pop(call.id, None)
-            call.settle()
-            call.end()
+            call.complete(groups)
 
     def running(self, mesh: int) -> list[OpenCall]:
         """The calls to main threads that some rank of the mesh has not answered."""
@@ -145,12 +143,11 @@ class CallTable:
             call.lose(error, alone=alone)
             self.settle_if_done(call)
 
-    def adopt(self, call: OpenCall, listener: OutputListener | None, output: int) -> None:
+    def adopt(self, call: OpenCall, listener: OutputListener | None) -> None:
         """Expect answers to a call of a former controller, and output of it."""
         self._calls[call.id] = call
         if listener is not None:
-            call.output = output
-            self._listeners.setdefault(output, listener)
+            self._listeners.setdefault(call.output, listener)
 
     def listener_of(self, output: int) -> OutputListener | None:
         """Who listens to an output."""

@@ -48,7 +48,6 @@ from meshbook.groups.deadlock import (
 )
 from meshbook.lifecycle import GroupPhase
 from meshbook.shape.members import Members
-from meshbook.wire import messages as wire
 
 FORM_LOOK_S = 0.01
 """How often it is asked, after actors were freed, whether they have all come back."""
@@ -137,14 +136,13 @@ class ActorRecovery:
 
     def cancel(self, call: OpenCall) -> bool:
         """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
-        call.cancelled = True
+        call.cancel()
         left = [held for held in self._held if held.call is not call]
         if len(left) == len(self._held):
             self.watch(call)
             return False
         self._held = left
-        for rank in tuple(call.waiting):
-            call.answer(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None), (), ())
+        call.drop()
         self._long.forget(call)
         self._calls.settle_if_done(call)
         return True
@@ -353,8 +351,7 @@ class ActorRecovery:
         return {rank: each for rank, each in stuck.items() if rank in call.waiting}
 
     def _free(self, look: ProgressSnapshot, call: OpenCall, stuck: dict[int, Stuck]) -> None:
-        call.aborted = True
-        call.places.update(where_stuck(stuck.items()))
+        call.abort(where_stuck(stuck.items()))
         cause = cause_of(call)
         for line in place_and_absent(stuck):
             self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed", call.output))

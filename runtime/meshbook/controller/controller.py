@@ -199,7 +199,7 @@ class Controller:
 
     def adopt(self, hosts: Mapping[str, HostState]) -> Reattach:
         """Expect the reports of ``hosts``."""
-        return self.ask(lambda: Reattach(self._dispatcher, hosts, self.folder.state.meshes, self._new_future))
+        return self.ask(lambda: Reattach(self._dispatcher, hosts, self.folder.state.meshes, self))
 
     def leave(self, lease_s: float, timeout_s: float) -> None:
         """Go, and let everything live on; agents wait ``lease_s`` for the next controller.
@@ -306,25 +306,17 @@ class Controller:
         mesh.check_usable()
         generation, what = mesh.generation, str(what)[:WHAT_MAX_CHARS]
         self.wait_for_room()
-        future = self._new_future()
-        call = OpenCall(
-            self.next_id(),
-            mesh.id,
-            what,
-            members,
-            future,
-            fail_fast=fail_fast,
-            on_reply=on_reply,
-            mailbox=mailbox,
-            beside=beside,
-        )
-        future.call = call
+        future: CallFuture[Any] = CallFuture(self, functools.partial(
+            OpenCall, self.next_id(), mesh.id, what, members,
+            fail_fast=fail_fast, on_reply=on_reply, mailbox=mailbox, beside=beside, output=output.id if output else 0,
+        ))  # fmt: skip
+        call = future.call
         if lost := call.waiting & mesh.lost.keys():
             raise WorkerLost.of(mesh.lost[rank] for rank in lost)
         head, buffers = pickled
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(
-            call.id, mesh.id, endpoint, members.encode(), output.id if output else 0,
+            call.id, mesh.id, endpoint, members.encode(), call.output,
             inline=head if small else b"", label=what, no_prompt=self.front_end.refusal(),
 mailbox=mailbox,
         )  # fmt: skip
@@ -374,9 +366,6 @@ mailbox=mailbox,
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         return self._dispatcher.payloads.write(buffers) if buffers else None
-
-    def _new_future(self) -> CallFuture[Any]:
-        return CallFuture(self)
 
     def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
         """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them.
@@ -518,9 +507,8 @@ mailbox=mailbox,
     def form_groups(self, mesh: MeshState) -> CallFuture[Any]:
         """Form the process groups of a mesh, anew and in place if there are some."""
         mesh.check_usable()
-        future = self._new_future()
-        members = Region.of(mesh.extent)
-        future.call = call = forming_call(self.next_id(), mesh.id, members, future)
+        future: CallFuture[Any] = CallFuture(self, functools.partial(forming_call, self.next_id(), mesh))
+        call = future.call
         self.submit(lambda: self._dispatcher.groups_of(mesh).form(call), call.give_up)
         return future
 

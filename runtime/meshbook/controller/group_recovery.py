@@ -146,21 +146,18 @@ class GroupRecovery:
         self._is_broken = self._is_broken or told.broken
         calls = [ended for ended, _ in self._ended.values()] if call is self._forming else [call]
         for each in calls:
-            for text in (*told.torn, *(() if each.mailbox and not self._mesh.lost else told.copied)):
-                each.torn.setdefault(text, set()).add(rank)
-            for text in told.restored:
-                each.torn.get(text, set()).discard(rank)
+            copied = () if each.mailbox and not self._mesh.lost else told.copied
+            each.tear(rank, (*told.torn, *copied), told.restored)
 
     def cancel(self, call: OpenCall) -> bool:
         """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
-        call.cancelled = True
+        call.cancel()
         if self._forming is not None and self._give_up_at - FORM_S + DEADLINE_S < time.monotonic():
             self._cancel_forming()  # what was cancelled waits behind it
         if self._held.pop(call.id, None) is None:
             self._watch_running(call)
             return False
-        for rank in tuple(call.waiting):
-            call.answer(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None), (), ())
+        call.drop()
         self._calls.settle_if_done(call)
         return True
 
@@ -245,9 +242,9 @@ class GroupRecovery:
             if id not in self._ended:
                 continue
             call, _ = self._ended.pop(id)
-            call.groups = self._not_back()
+            why = self._not_back()
             self._unanswered = self._unanswered or self.phase in (GroupPhase.FORMED, GroupPhase.NONE)
-            self._calls.complete(call)
+            self._calls.complete(call, why)
         if self._unanswered and not self._poll.busy:
             self._look_at = min(self._look_at, now + SELDOM_LOOK_S)
         if self._held:
@@ -311,7 +308,7 @@ class GroupRecovery:
         for group, call in itertools.product(found, calls):
             if not any(call.members.has(rank) for rank in group.ranks):
                 continue
-            call.places.update({rank: waits[rank] for rank in call.waiting & waits.keys()})
+            call.wait_at(waits)
             if call.disagree(group.ranks, group.text) and call.waiting:
                 self._calls.tell(call.output, Notice(f"{group.text}\n  freed", call.output))
         if found and self.phase is GroupPhase.FORMED:
@@ -386,10 +383,9 @@ class GroupRecovery:
         self._why, self._unanswered, self._is_broken, self._suspected = reason, False, False, []
         places = where_stuck(stuck.items())
         for call in self._running():
-            call.aborted = True
-            call.places.update({rank: place for rank, place in places.items() if rank in call.waiting})
+            call.abort(places)
         if self._forming is not None:
-            self._forming.aborted = True
+            self._forming.abort()
         self._tell_to_abort(reason, spare, groups)
         if not spare and not groups:
             self._drop_keys(self._epochs)
@@ -421,10 +417,10 @@ class GroupRecovery:
         self._only = set(groups)
         self._forming, self._give_up_at, self._late = call, give_up_at, set()
         self._look_at = time.monotonic() + LATE_S
-        call.future.add_done_callback(lambda _: self._on_formed(call, epoch))
+        call.when_settled(lambda error: self._on_formed(call, epoch, error))
         self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1, tuple(groups)))
         if mesh.axes != dict(mesh.extent) and math.prod(mesh.axes.values()) == mesh.extent.nelements:
-            self._name_axes(Region.of(mesh.extent))
+            self._name_axes()
         self.release()
 
     def form_if_free(self, look: ProgressSnapshot | None = None) -> None:
@@ -434,9 +430,7 @@ class GroupRecovery:
             if self._only and not self._find_others(look):
                 self._look_at = time.monotonic()
                 return
-            members = Region.of(self._mesh.extent)
-            future: Future[Any] = Future()
-            call = forming_call(self._next_id(), self._mesh.id, members, future)
+            call = forming_call(self._next_id(), self._mesh, Future())
             self.form(call, time.monotonic() + FORM_S, self._only)
 
     def _find_others(self, look: ProgressSnapshot | None) -> bool:
@@ -446,10 +440,9 @@ class GroupRecovery:
         self._only.update(odd.name for odd in differing_groups(look.answers) if odd.is_certain)
         return True
 
-    def _name_axes(self, members: Region) -> None:
+    def _name_axes(self) -> None:
         """Forming binds ``mesh`` and ``point`` to the mesh's own axes: back to those that the person chose."""
-        future: Future[Any] = Future()
-        self._naming = call = forming_call(self._next_id(), self._mesh.id, members, future)
+        self._naming = call = forming_call(self._next_id(), self._mesh, Future())
         axes = self._mesh.axes
         self._transmit(call, "set_axes", (tuple(axes), tuple(axes.values())))
 
@@ -462,7 +455,7 @@ class GroupRecovery:
 
     def _watch_forming(self, call: OpenCall) -> None:
         if call.failed and call.waiting and not call.aborted:  # the others wait for it
-            call.aborted = True
+            call.abort()
             self._tell_to_abort(cause_of(call), ())
             self._drop_keys(self._epochs)
 
@@ -472,13 +465,12 @@ class GroupRecovery:
             self._why = f"{name_ranks(self._late or self._forming.waiting)} did not come"
             self._send_urgent(wire.Cancel(self._mesh.id, self._forming.id, self._forming.members.encode()))
 
-    def _on_formed(self, call: OpenCall, epoch: int) -> None:
+    def _on_formed(self, call: OpenCall, epoch: int, error: BaseException | None) -> None:
         if call is not self._forming:
             return  # there is a newer attempt
         self._forming, self._give_up_at = None, math.inf
         if not self._failing:
             self._look_at = math.inf
-        error = call.future.exception(0)
         if self.phase is not GroupPhase.FORMING:  # aborted meanwhile
             self.form_if_free()
             return
@@ -494,8 +486,7 @@ class GroupRecovery:
             again = f"try again: {advice().rebuild}"
             self._why = f"forming them again failed: {self._why or error}\n  {again}"
         for ended, _ in [self._ended.pop(id) for id in self._ended.keys() - self._ended_in_new]:
-            ended.groups = self._not_back()
-            self._calls.complete(ended)
+            self._calls.complete(ended, self._not_back())
         self._ended_in_new.clear()
         if self._ended and not self._poll.busy:
             self._ask()
@@ -553,9 +544,9 @@ class GroupRecovery:
         return f"the process groups {'are not back yet' if known else 'could not be compared'}: {why}"
 
 
-def forming_call(id: int, mesh: int, members: Region, future: Future[Any]) -> OpenCall:
+def forming_call(id: int, mesh: MeshState, future: Future[Any]) -> OpenCall:
     """The call of `GroupRecovery.form`."""
-    return OpenCall(id, mesh, "the process groups", members, future, fail_fast=False, on_reply=None)
+    return OpenCall(id, mesh.id, "the process groups", Region.of(mesh.extent), future, fail_fast=False)
 
 
 def cause_of(call: OpenCall) -> str:

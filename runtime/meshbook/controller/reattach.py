@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from meshbook.calls.call import CallFuture, OpenCall
+from meshbook.calls.call import CallControl
 from meshbook.concurrency.future import Future
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.host_state import HostState
@@ -30,8 +29,8 @@ NOT_KEPT = "its answer went to the controller that ended, or the call never reac
 class _Call:
     """One call, as the hosts tell of it."""
 
-    def __init__(self, adopted: ResumedCall, call: OpenCall) -> None:
-        self.adopted, self.call = adopted, call
+    def __init__(self, adopted: ResumedCall) -> None:
+        self.adopted, self.call = adopted, adopted.future.call
         self.told: set[int] = set()
         """Ranks that are at it, or whose answers are on their way."""
         self.is_due = False
@@ -45,12 +44,12 @@ class Reattach:
         dispatcher: Dispatcher,
         hosts: Mapping[str, HostState],
         saved: Mapping[int, SavedMesh],
-        new_future: Callable[[], CallFuture[Any]],
+        control: CallControl,
     ) -> None:
         self.meshes: dict[int, MeshState] = {}
         self.calls: list[ResumedCall] = []
         self.done: Future[None] = Future()
-        self._dispatcher, self._hosts, self._saved, self._new_future = dispatcher, hosts, saved, new_future
+        self._dispatcher, self._hosts, self._saved, self._control = dispatcher, hosts, saved, control
         self._expected = set(hosts.values())
         self._host_ranks: dict[int, dict[HostState, int]] = defaultdict(dict)
         self._found: dict[int, _Call] = {}
@@ -120,19 +119,12 @@ class Reattach:
         found.is_due = found.is_due or state.is_due
 
     def _make_call(self, mesh: MeshState, state: wire.CallState) -> _Call:
-        future = self._new_future()
-        members = _members(mesh, state.target)
-        label = state.label or "a call"
-        call = OpenCall(
-            state.id, mesh.id, label, members, future, fail_fast=False, on_reply=None, mailbox=state.mailbox
-        )
-        future.call = call
         events = self._dispatcher.calls.listener_of(state.output) if state.output else None
         if not isinstance(events, WaitingEvents):
             events = WaitingEvents()
-        adopted = ResumedCall(call, future, state.output, events)
-        self._dispatcher.calls.adopt(call, events if state.output else None, state.output)
-        return _Call(adopted, call)
+        adopted = ResumedCall(self._control, state, mesh.id, _members(mesh, state.target), events)
+        self._dispatcher.calls.adopt(adopted.future.call, events if state.output else None)
+        return _Call(adopted)
 
     # ---- when all have reported -----------------------------------------------------------------------------------
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from meshbook.calls.call import CallFuture, OpenCall
+from meshbook.calls.call import CallControl, CallFuture, OpenCall
 from meshbook.calls.output import OutputEvent, OutputListener, RankDone
 from meshbook.errors import CallInterrupted, Failure
+from meshbook.shape.members import Members
 from meshbook.shape.value_mesh import ValueMesh
+from meshbook.wire import messages as wire
 
 
 class WaitingEvents:
@@ -35,31 +38,35 @@ class WaitingEvents:
 class ResumedCall:
     """A call that was open when its controller ended, or whose answers that one has not had."""
 
-    def __init__(self, call: OpenCall, future: CallFuture[ValueMesh[Any]], output: int, events: WaitingEvents) -> None:
-        self.id, self.what = call.id, call.what
+    def __init__(
+        self, control: CallControl, state: wire.CallState, mesh: int, members: Members, events: WaitingEvents
+    ) -> None:
+        self.id, self.what = state.id, state.label or "a call"
         """What a person called it."""
-        self.output_id = output
+        self.output_id = state.output
         """What its prints belong to; 0: to nobody in particular."""
-        self.mesh_id = call.mesh
-        self.future = future
+        self.mesh_id = mesh
+        self.future: CallFuture[ValueMesh[Any]] = CallFuture(control, partial(
+            OpenCall, self.id, mesh, self.what, members,
+            fail_fast=False, on_reply=self._on_reply, mailbox=state.mailbox, output=state.output,
+        ))  # fmt: skip
         """Completes with the values of all ranks, or with what went wrong."""
         self.durations_s: dict[int, float] = {}
         self.waited_s: dict[int, float] = {}
         self.had_ended = True
         """Whether no rank was at it any more when its hosts reported; then its answers follow at once."""
         self.on_io_thread: Callable[[Callable[[], None]], None] = lambda action: action()
-        self._call, self._events = call, events
-        call.on_reply = self._on_reply
+        self._events = events
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that it was sent to."""
-        return tuple(self._call.members.ranks())
+        return tuple(self.future.call.members.ranks())
 
     @property
     def waiting(self) -> tuple[int, ...]:
         """The ranks that have not ended."""
-        return tuple(sorted(self._call.waiting))
+        return tuple(sorted(self.future.call.waiting))
 
     def listen(self, listener: OutputListener) -> None:
         """Have ``listener`` called with what it has printed and shown unheard, then with all that comes."""

@@ -78,5 +78,5 @@ class ProcessFrontEnd:
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         """See `meshbook.controller.controller.FrontEnd`. Raises: LeftStopped, KeyboardInterrupt."""
         procs = ProcMesh(controller, mesh, call.members)
-        if self.prompt_handler.attend(procs, call.future.done):
+        if self.prompt_handler.attend(procs, lambda: call.is_told):
             raise LeftStopped(call.what, mesh.stopped_ranks.of(procs.ranks))

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from meshbook.calls.answer import Unavailable
@@ -81,11 +82,11 @@ class MailCalls:
         generation: int = AS_NOW,
     ) -> CallFuture[Any]:
         """Call a mailbox of ``members`` of any mesh; as `meshbook.controller.controller.Controller.call`."""
-        future: MailFuture[Any] = MailFuture(self)
-        call = OpenCall(
-            next(self._ids), mesh_id, what, members, future, fail_fast=fail_fast, on_reply=on_reply, mailbox=mailbox
-        )
-        future.call = call
+        future: MailFuture[Any] = MailFuture(self, partial(
+            OpenCall, next(self._ids), mesh_id, what, members,
+            fail_fast=fail_fast, on_reply=on_reply, mailbox=mailbox,
+        ))  # fmt: skip
+        call = future.call
         self._wait_for_room(mesh_id, members)
         self._table.open(call, None)
         try:
