@@ -4,7 +4,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: setup fix check test test-all test-ipykernels test-pythons notebooks bench bench-peers faults demo lab
+# Tests wait more than they compute, so two more at a time than there are cores, up to eight; whole files, since the tests
+# of one share meshes. What is slow also computes. ARGS="-n 0 tests/..." runs tests one after the other.
+CORES := $(shell nproc)
+TOGETHER := --dist loadfile --no-loadscope-reorder
+JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
+SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
+
+.PHONY: setup fix check test test-slow test-all test-ipykernels test-pythons notebooks bench bench-peers faults demo lab
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -28,10 +35,13 @@ check: $(READY)
 	$(BIN)/python tests/support/check_rooms.py
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(TOGETHER) $(ARGS)
 
-test-all: $(READY)
-	$(BIN)/python -m pytest -m "" $(ARGS)
+# What is long, random or needs a browser: the campaigns of the fault suite, notebooks, pages.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow -n $(SLOW_JOBS) $(TOGETHER) $(ARGS)
+
+test-all: test test-slow
 
 # The tests that depend on how ipykernel takes its messages, under other versions of it; each downloads 120 kB.
 test-ipykernels: $(READY)
@@ -45,7 +55,7 @@ test-pythons: $(READY)
 	$(BIN)/python tests/support/other_pythons.py $(ARGS)
 
 notebooks: $(READY)
-	$(BIN)/python -m pytest tests/notebooks $(ARGS)
+	$(BIN)/python -m pytest -m "" tests/notebooks $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -11,7 +11,7 @@ from conftest import SCREENSHOTS
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
 
 CELL = "%%mesh\ntotal = rank * 10\nfor step in range(3):\n    total += step\nprint('total', total)"
 

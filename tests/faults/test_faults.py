@@ -17,6 +17,7 @@ from benchmarks.faults.plan import DEADLY, WEIGHTS, make_plan
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_nothing_hangs_and_nothing_is_lost() -> None:
     sizes = [
@@ -40,6 +41,7 @@ def test_nothing_hangs_and_nothing_is_lost() -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_campaign_finds_nothing(name: str) -> None:

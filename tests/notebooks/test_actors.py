@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from executed_notebooks import execute, text_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -14,7 +14,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 RUN_LIMIT_S = 200
 """It trains: 20 s on two quiet cores, several times that beside other tests."""
 
-pytestmark = pytest.mark.timeout(RUN_LIMIT_S + 40)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(RUN_LIMIT_S + 40)]
 
 
 @pytest.fixture(scope="module")
