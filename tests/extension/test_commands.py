@@ -40,6 +40,7 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh postmortem", "no mesh yet. Start one: %mesh spawn gpus=4"),
         ("%mesh spawn", "say how many ranks, along an axis that you name."),
         ("%mesh spawn gpus", '"gpus" has no size; write it as gpus=4.'),
+        ("%mesh spawn 4", "name the axis of the 4 ranks; write it as gpus=4."),
         ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn gpus=0", "gpus=0: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn rank=4", '"rank" means the number of a rank everywhere; name the axis otherwise.'),

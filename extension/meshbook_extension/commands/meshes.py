@@ -60,6 +60,8 @@ def spawn(session: Session, arguments: Arguments) -> None:
     if out is not None:
         check_identifier(out, "--out")
     for word in arguments.words:
+        if word.isdigit():
+            raise SPAWN.refuse(f"name the axis of the {word} ranks; write it as gpus={word}.")
         raise SPAWN.refuse(f'"{word}" has no size; write it as {word}=4.')
     sizes = _read_sizes(arguments.pairs)
     hosts = sizes.pop(HOSTS, None)
