@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from meshbook.agent.worker import AgentWorker
 from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
+from meshbook.wire.bulk import NamesPayload
 
 KEPT = 1024
 """Cancels without a call are remembered up to this number: most name calls that have ended."""
-
-ParkedCall = tuple[wire.Call, list[bytes]]
 
 
 class EarlyCancels:
@@ -43,18 +42,17 @@ def dropped_replies(call: int, ranks: Iterable[int]) -> wire.Replies:
     return wire.Replies(call, tuple(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None) for rank in sorted(ranks)))
 
 
-def take_parked(
-    parked: deque[ParkedCall], cancel: wire.Cancel, ranks: Iterable[int]
+def find_held(
+    held: Iterable[NamesPayload], cancel: wire.Cancel, ranks: Iterable[int]
 ) -> tuple[wire.Call, set[int]] | None:
-    """Take a call that waits for its payload out of the queue, if ``cancel`` names it for all of its members here.
+    """Find a call that waits for its payload, if ``cancel`` names it for all of its members here.
 
     ranks: those that live here. Returns: the call, and its members among them.
     """
-    for index, (call, _) in enumerate(parked):
-        if call.id == cancel.call:
+    for call in held:
+        if isinstance(call, wire.Call) and call.id == cancel.call:
             members = {rank for rank in ranks if wire.target_has(call.target, rank)}
             if all(wire.target_has(cancel.target, rank) for rank in members):
-                del parked[index]
                 return call, members
     return None
 

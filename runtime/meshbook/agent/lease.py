@@ -14,12 +14,12 @@ counts against the lease.
 from __future__ import annotations
 
 import os
-import time
 
 from meshbook.errors import UsageError
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import is_same_process
+from meshbook.wire.uplink import Silence
 
 LEASE_S = 600.0
 """How long meshes wait for the next controller."""
@@ -29,9 +29,6 @@ MAX_SILENCE_S = 600.0
 
 IDLE_LEASE_S = 5.0
 """Without meshes there is nothing to wait for."""
-
-STALLED_S = 5.0
-"""An agent that did nothing for so long was stopped itself."""
 
 UNHEARD_S = 4.0
 """A controller that was not heard of for so long is taken not to listen; what it misses is kept for it."""
@@ -52,12 +49,11 @@ def default_lease_s() -> float:
 
 
 class Lease:
-    """Used by the agent's loop."""
+    """Used by the agent's loop. silence: of the controller."""
 
-    def __init__(self, loop: EventLoop, lease_s: float) -> None:
+    def __init__(self, loop: EventLoop, lease_s: float, silence: Silence) -> None:
         self.lease_s = lease_s
-        self._loop = loop
-        self._heard = self._beaten = time.monotonic()
+        self._loop, self._silence = loop, silence
         self._stdin: Watch | None = None
         self._process: Watch | None = None
         self._is_connected = False
@@ -89,23 +85,12 @@ class Lease:
 
     def beat(self, *, is_connected: bool) -> None:
         """Once a second. is_connected: a connection to a controller elsewhere stands, on which its machine answers."""
-        now = time.monotonic()
-        if now - self._beaten > STALLED_S:  # it was we who did not listen
-            self._heard = now
-        self._beaten, self._is_connected = now, is_connected
-
-    def hear(self) -> None:
-        """The controller has said something."""
-        self._heard = time.monotonic()
-
-    @property
-    def silence_s(self) -> float:
-        return time.monotonic() - self._heard
+        self._is_connected = is_connected
 
     @property
     def is_heard(self) -> bool:
         """Whether somebody seems to listen."""
-        return self.silence_s < (UNHEARD_S if self.runs else UNHEARD_S / 2)
+        return self._silence.length_s < (UNHEARD_S if self.runs else UNHEARD_S / 2)
 
     @property
     def runs(self) -> bool:
@@ -115,8 +100,8 @@ class Lease:
     def is_over(self, has_meshes: bool) -> bool:
         """Whether we have waited long enough."""
         if self.runs:
-            return self.silence_s > MAX_SILENCE_S
-        return self.silence_s > (self.lease_s if has_meshes else min(self.lease_s, IDLE_LEASE_S))
+            return self._silence.length_s > MAX_SILENCE_S
+        return self._silence.length_s > (self.lease_s if has_meshes else min(self.lease_s, IDLE_LEASE_S))
 
     def _on_stdin(self) -> None:
         try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from meshbook.agent.cancels import dropped_replies
-from meshbook.agent.forwarded import ForwardedCalls, ForwardingRoute, lost_reply
+from meshbook.agent.forwarded import ForwardedCalls, lost_reply
 from meshbook.agent.peers import AgentPeers
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.worker import AgentWorker
@@ -28,6 +28,7 @@ from meshbook.shape.slices import group
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.uplink import Uplink
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
@@ -41,65 +42,66 @@ MailAnswer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]
 
 
 class AgentMail:
-    """Of one host. meshes: those that have workers here. controller: the road to its process. pool: the agent's own."""
+    """The mail of one host. meshes: those that have workers here. uplink: to the controller. pool: the agent's own.
+
+    make_peers: makes the agents of other hosts, as they are known here.
+    """
 
     def __init__(
         self,
         host: str,
         meshes: Mapping[int, AgentMesh],
         segment_refs: SegmentRefCounts,
-        controller: ForwardingRoute,
+        uplink: Uplink,
         pool: SegmentPool,
-        peers: AgentPeers,
         moves: Mapping[int, Moves],
+        make_peers: Callable[[AgentMail], AgentPeers],
     ) -> None:
         self._host, self._meshes, self._segment_refs, self._pool, self._moves = host, meshes, segment_refs, pool, moves
-        self.controller = self._make_away(controller)
+        self.controller = self.calls_by(uplink)
         """The calls that are the controller's to answer."""
-        self._peers = peers
-        peers.callee, peers.make_away = self, self._make_away
-        peers.resume, peers.give_up = self._resume, self._give_up
+        self.peers = make_peers(self)
         self._held: dict[AgentWorker, set[AgentWorker]] = {}
         """Workers that read too slowly, with those who wait for it."""
-        self._held_by_road: dict[ForwardingRoute, dict[AgentWorker, wire.MailHold]] = {}
-        """Who waits for room on a road, and what they were told."""
+        self._held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
+        """Who waits for room on an uplink, and what they were told."""
 
     def call(self, sender: AgentWorker, mesh_id: int, call: wire.Call, payload: Sequence[Buffer]) -> None:
         """Pass on what a worker of mesh ``mesh_id`` has called."""
         call = msgspec.structs.replace(call, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
         if call.mesh == 0:
             self.controller.send(sender, call, payload, (0,))
-            self._hold_if_full(self.controller.router, sender, wire.MailHold(0, (0,), True))
+            self._hold_if_full(self.controller.uplink, sender, wire.MailHold(0, (0,), True))
             return
         if call.segment is not None:
             self._segment_refs.lend((call.segment.pid, call.segment.segment))  # until it has been passed on
         mesh = self._meshes.get(call.mesh)
-        if self._peers.must_wait(call.mesh, is_here=mesh is not None and mesh.is_all_here):
-            self._peers.wait(sender, call, payload)
+        if self.peers.must_wait(call.mesh, is_here=mesh is not None and mesh.is_all_here):
+            self.peers.wait(sender, call, payload)
         else:
-            self._resume(sender, call, payload)
+            self.resume(sender, call, payload)
 
-    def _resume(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
+    def resume(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
         """Pass a call on to its members, wherever they live."""
         answer = functools.partial(self._answer, sender)
         here = call
-        if parts := self._peers.parts(call.mesh, call.target):
+        if parts := self.peers.parts(call.mesh, call.target):
             elsewhere = {rank for part in parts for rank in part.ranks}
             rest = group(rank for part in call.target for rank in part.ranks() if rank not in elsewhere)
             here = msgspec.structs.replace(call, target=rest)
         if here.target:
             self._hold_if_slow(sender, call.mesh, self.deliver(here, payload, answer))
         for part in parts:
-            away = self._peers.away(part.host)
+            away = self.peers.away(part.host)
             if isinstance(away, ForwardedCalls):
                 away.send(sender, msgspec.structs.replace(call, target=part.target), payload, part.ranks)
-                self._hold_if_full(away.router, sender, wire.MailHold(call.mesh, part.ranks, True))
+                self._hold_if_full(away.uplink, sender, wire.MailHold(call.mesh, part.ranks, True))
             elif call.reply:
                 answer(lost_replies(call.id, [(rank, away) for rank in part.ranks], call.origin), ())
         if call.segment is not None:
             self._segment_refs.end((call.segment.pid, call.segment.segment))
 
-    def _give_up(self, sender: AgentWorker, call: wire.Call, death: wire.DeathCause) -> None:
+    def give_up(self, sender: AgentWorker, call: wire.Call, death: wire.DeathCause) -> None:
         """Answer for a call that was not passed on."""
         if call.reply:
             ranks = [rank for part in call.target for rank in part.ranks()]
@@ -119,7 +121,7 @@ class AgentMail:
         else:
             members = ()
             if call.segment is not None:
-                self._discard(call.segment)
+                self.discard(call.segment)
         if call.reply and len(members) < sum(part.total for part in call.target):
             lost = [rank for part in call.target for rank in part.ranks() if mesh is None or rank not in mesh.workers]
             deaths = [mesh.death(rank) if mesh is not None else dead for rank in lost]
@@ -131,7 +133,7 @@ class AgentMail:
         cancel = msgspec.structs.replace(cancel, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
         if cancel.mesh == 0:
             self.controller.cancel(cancel)
-        elif (waiting := self._peers.take_waiting(cancel)) is not None:
+        elif (waiting := self.peers.take_waiting(cancel)) is not None:
             _, call, _ = waiting
             if call.segment is not None:
                 self._segment_refs.end((call.segment.pid, call.segment.segment))
@@ -140,27 +142,28 @@ class AgentMail:
             self._answer(sender, msgspec.structs.replace(dropped, origin=call.origin), ())
         else:
             self.cancel_here(cancel)
-            self._peers.cancel(cancel)
+            self.peers.cancel(cancel)
 
     def cancel_here(self, cancel: wire.Cancel) -> None:
         """The same for the members that live here."""
         if (mesh := self._meshes.get(cancel.mesh)) is not None:
             mesh.cancel(cancel)
 
-    def _make_away(self, router: ForwardingRoute) -> ForwardedCalls:
-        return ForwardedCalls(router, self._pool, self._answer, self._discard, self.explain)
+    def calls_by(self, uplink: Uplink) -> ForwardedCalls:
+        """Make the table of the calls that go by an uplink."""
+        return ForwardedCalls(uplink, self._segment_refs, self._pool, self._answer, self.discard, self.explain)
 
     def _answer(self, sender: AgentWorker, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Hand answers to the worker that has called."""
         for reply in replies.replies:
             if reply.segment is not None and sender.has_ended:
-                self._discard(reply.segment)
+                self.discard(reply.segment)
             elif reply.segment is not None:
                 self._segment_refs.lend((reply.segment.pid, reply.segment.segment), [sender])
         if not sender.has_ended:
             sender.send_mail([wire.encode(replies), *frames])
 
-    def _discard(self, segment: wire.SegmentRef) -> None:
+    def discard(self, segment: wire.SegmentRef) -> None:
         """Nobody wants this payload."""
         self._segment_refs.lend((segment.pid, segment.segment))
         self._segment_refs.end((segment.pid, segment.segment))
@@ -186,15 +189,15 @@ class AgentMail:
             if not sender.has_ended:
                 sender.urgent.send([wire.encode(wire.MailHold(mesh, (rank,), False))])
 
-    def _hold_if_full(self, router: ForwardingRoute, sender: AgentWorker, hold: wire.MailHold) -> None:
-        if router.is_full and sender not in (waiting := self._held_by_road.setdefault(router, {})):
+    def _hold_if_full(self, uplink: Uplink, sender: AgentWorker, hold: wire.MailHold) -> None:
+        if uplink.is_full and sender not in (waiting := self._held_by_uplink.setdefault(uplink, {})):
             waiting[sender] = hold
             sender.urgent.send([wire.encode(hold)])
 
     def settle(self) -> None:
         """Once per turn of the agent's loop: let go on those for whom there is room again."""
-        for router in [router for router in self._held_by_road if not router.is_full]:
-            for sender, hold in self._held_by_road.pop(router).items():
+        for uplink in [uplink for uplink in self._held_by_uplink if not uplink.is_full]:
+            for sender, hold in self._held_by_uplink.pop(uplink).items():
                 if not sender.has_ended:
                     sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
 

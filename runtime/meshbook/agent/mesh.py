@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from meshbook.agent.cancels import EarlyCancels, dropped_replies, wake_stopped
 from meshbook.agent.forwarded import lost_reply
@@ -31,8 +32,8 @@ from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, was_
 from meshbook.system.log_tail import log_tail
 from meshbook.system.processes import is_ending
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import Spans
 from meshbook.wire.frames import Buffer
+from meshbook.wire.uplink import Uplink
 
 COMBINE_S = 0.002
 """Answers of one host wait this long for each other; failures do not wait."""
@@ -49,20 +50,20 @@ UNDER_WAY_BYTES = 512 << 20
 LOG_TAIL_LINES = 5
 
 
-class Uplink(Protocol):
-    """The agent's road to the controller, and the host's shared memory."""
+@dataclass(frozen=True)
+class HostResources:
+    """What the meshes of one host share."""
 
-    oom: OomWatch
-    moves: dict[int, Moves]
-    keeping: OfflineQuota
-    segment_refs: SegmentRefCounts
+    name: str
+    log_dir: Path
+    loop: EventLoop
+    uplink: Uplink
     mail: AgentMail
-
-    @property
-    def unacked_bytes(self) -> int: ...
-    def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None: ...
-    def send_urgent(self, message: wire.FromHost) -> None: ...
-    def export(self, segment: wire.SegmentRef) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]: ...
+    segment_refs: SegmentRefCounts
+    quota: OfflineQuota
+    oom: OomWatch
+    moves: Mapping[int, Moves]
+    """By mesh, of those whose ranks got other numbers."""
 
 
 CallKey: TypeAlias = int | tuple[wire.Origin, int]
@@ -101,13 +102,13 @@ class _OpenCall:
 class AgentMesh:
     """All workers of a mesh on this host."""
 
-    def __init__(
-        self, id: int, name: str, host_rank: int, loop: EventLoop, uplink: Uplink, host: str, log_dir: Path
-    ) -> None:
+    def __init__(self, id: int, name: str, host_rank: int, host: HostResources) -> None:
         self.id = id
         self.memory = CallJournal(id, name)
-        self._loop, self._uplink = loop, uplink
-        self.worker_pool = WorkerPool(loop, self, uplink.send, self._tell_if_stopped, host, log_dir / f"{name}-{id}")
+        self._host, self._loop, self._uplink = host, host.loop, host.uplink
+        self.worker_pool = WorkerPool(
+            host.loop, self, host.uplink.send, self._tell_if_stopped, host.name, host.log_dir / f"{name}-{id}"
+        )
         self._calls: dict[CallKey, _OpenCall] = {}
         self._early_cancels = EarlyCancels()
         self._flushing = self._combining = False
@@ -116,7 +117,7 @@ class AgentMesh:
 
     @property
     def oom(self) -> OomWatch:
-        return self._uplink.oom
+        return self._host.oom
 
     @property
     def workers(self) -> dict[int, AgentWorker]:
@@ -254,15 +255,15 @@ class AgentMesh:
                 if worker not in self.worker_pool.leaving:
                     self.store.ask(worker.rank, request, op)
             case wire.SegmentFree(pid, segment):
-                self._uplink.segment_refs.take_back(worker, (pid, segment))
+                self._host.segment_refs.take_back(worker, (pid, segment))
             case wire.Call():
-                self._uplink.mail.call(worker, self.id, message, payload)
+                self._host.mail.call(worker, self.id, message, payload)
             case wire.Cancel():
-                self._uplink.mail.cancel(worker, self.id, message)
+                self._host.mail.cancel(worker, self.id, message)
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
-                for mesh, moves in self._uplink.moves.items():
+                for mesh, moves in self._host.moves.items():
                     worker.urgent.send([wire.encode(wire.Moved(mesh, moves))])
                 self.worker_pool.report_ready()
 
@@ -297,7 +298,7 @@ class AgentMesh:
     ) -> tuple[wire.RankReply, list[bytes]]:
         """The worker's answer as the controller gets it, and its frames."""
         size = sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
-        if not self._uplink.keeping.result(size):
+        if not self._host.quota.result(size):
             if reply.segment is not None:
                 self.to_worker(worker.rank, wire.SegmentFree(worker.pid, reply.segment.segment))
             why = f"its value ({format_bytes(size)}) was not kept: results made while nobody listened were too large"
@@ -308,7 +309,7 @@ class AgentMesh:
         status, inline, segment, bulk = reply.status, reply.inline, None, None
         try:
             if reply.segment is not None:
-                segment, bulk = self._uplink.export(reply.segment)
+                segment, bulk = self._host.segment_refs.export(reply.segment, self._uplink)
         except MeshError as error:
             status, inline, payload = wire.RAISED, b"", [self._explain(worker.rank, error)]
         if segment is not None:
@@ -354,7 +355,7 @@ class AgentMesh:
         worker.close()
         if not told:
             self.store.drop_client(worker.rank)
-        self._uplink.segment_refs.take_back_all(worker)
+        self._host.segment_refs.take_back_all(worker)
         if not self.worker_pool.ending and not told:
             tail = last_words(
                 log_tail(worker.output.log.path, CRASH_REPORT_LINES, worker.output.log.begin), LOG_TAIL_LINES
@@ -423,7 +424,7 @@ class AgentMesh:
 
     def on_output(self, worker: AgentWorker) -> None:
         """Something was printed: send it soon, together with what follows."""
-        if not self._flushing and self._uplink.keeping.listening:
+        if not self._flushing and self._host.quota.listening:
             self._flushing = True
             self._loop.call_later(FLUSH_S, self._flush_output)
 
@@ -433,7 +434,7 @@ class AgentMesh:
 
     def _flush_output(self) -> None:
         self._flushing = False
-        if not self._uplink.keeping.listening:
+        if not self._host.quota.listening:
             return  # it waits, and what is too much is counted and cut
         for worker in self.workers.values():
             self._send_output(worker)
@@ -459,7 +460,7 @@ class AgentMesh:
     def _send_texts(self, worker: AgentWorker, pieces: list[OutputPiece]) -> None:
         if not pieces:
             return
-        if self._uplink.keeping.output(sum(len(piece.text) for piece in pieces)):
+        if self._host.quota.output(sum(len(piece.text) for piece in pieces)):
             for chunks in _in_messages([wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces)]):
                 self._uplink.send(wire.Outputs(self.id, chunks))
         else:
@@ -468,7 +469,7 @@ class AgentMesh:
 
     def _send_shown(self, worker: AgentWorker, shown: ShownDisplay) -> None:
         is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
-        if not is_much and self._uplink.keeping.output(size):
+        if not is_much and self._host.quota.output(size):
             self._uplink.send(shown.message, shown.payload)
         else:
             self._send_cuts(worker, worker.output.cut(shown.message.output, size))
@@ -497,9 +498,9 @@ class AgentMesh:
     # ---- shared memory ------------------------------------------------------------------------------------------
 
     def _lend(self, key: tuple[int, int], members: Sequence[AgentWorker]) -> None:
-        self._uplink.segment_refs.lend(key, members)
+        self._host.segment_refs.lend(key, members)
         if not members:
-            self._uplink.segment_refs.end(key)
+            self._host.segment_refs.end(key)
 
     # ---- stop ---------------------------------------------------------------------------------------------------
 

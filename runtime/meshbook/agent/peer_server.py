@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from meshbook.agent.segment_refs import LentSegment, SegmentRefCounts
+from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.concurrency.own_faults import tell
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.system.event_loop import EventLoop
-from meshbook.values.segments import SegmentPool, map_segment
+from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
+from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import Buffer, only_frame
-from meshbook.wire.host_link import HostLink, Parked
+from meshbook.wire.host_link import HostLink
 from meshbook.wire.transport import ControllerSocket
 
 TURN_MESSAGES = 256
@@ -37,6 +37,7 @@ class Callee(Protocol):
     ) -> object: ...
     def cancel_here(self, cancel: wire.Cancel) -> None: ...
     def explain(self, rank: int, error: MeshError) -> bytes: ...
+    def discard(self, segment: wire.SegmentRef) -> None: ...
 
 
 class PeerServer:
@@ -61,7 +62,6 @@ class PeerServer:
         for fd in self._sock.descriptors:
             loop.watch(fd, lambda: None)
         self._callers: dict[str, HostLink] = {}
-        self._ended: deque[LentSegment] = deque()
 
     def admit(self, host_id: str, key: str, epoch: int) -> None:
         """Let a host in, which starts to count anew."""
@@ -97,8 +97,6 @@ class PeerServer:
                 self.drop(host_id)
             except Exception as error:
                 tell(error, "a message of another host's agent")
-        while self._ended:
-            self._segment_refs.end(self._ended.popleft())
         return busy
 
     def beat(self) -> None:
@@ -112,7 +110,7 @@ class PeerServer:
             case wire.Call() | wire.Cancel():
                 if message.origin is None or (isinstance(message, wire.Call) and not message.mailbox):
                     raise PeerProtocolError("a call that another agent may not make")
-                if not host.park(message, frames):
+                if not host.bulk_in.hold_back(message, frames):
                     self._on_whole(host, message, frames)
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(frames))
@@ -121,7 +119,7 @@ class PeerServer:
             case other:
                 raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
 
-    def _on_whole(self, host: HostLink, message: Parked, frames: list[bytes]) -> None:
+    def _on_whole(self, host: HostLink, message: NamesPayload, frames: list[bytes]) -> None:
         """It has come with all of its payload."""
         if isinstance(message, wire.Cancel):
             self._callee.cancel_here(message)
@@ -162,14 +160,12 @@ class PeerServer:
     def _cut(
         self, host: HostLink, reply: wire.RankReply, segment: wire.SegmentRef, frames: list[Buffer]
     ) -> tuple[wire.RankReply, list[Buffer]]:
-        key = (segment.pid, segment.segment)
-        self._segment_refs.lend(key)
         if host.lost:
-            self._segment_refs.end(key)
+            self._callee.discard(segment)
             return reply._replace(segment=None), frames
         try:
-            buffers = map_segment(segment, lambda _: self._ended.append(key))
+            mapped, bulk = self._segment_refs.export(segment, host)
         except MeshError as error:
             failed = reply._replace(status=wire.RAISED, frames=1, segment=None, inline=b"")
             return failed, [self._callee.explain(reply.rank, error)]
-        return reply._replace(segment=None, bulk=host.send_bulk([buffer.data for buffer in buffers])), frames
+        return reply._replace(segment=mapped, bulk=bulk), frames

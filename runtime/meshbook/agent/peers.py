@@ -1,4 +1,4 @@
-"""The agents of other hosts, as an agent knows them: roads to those that its workers call, a port for those that call.
+"""The agents of other hosts, as an agent knows them: a client for each that it calls, a port for those that call it.
 
 Where ranks live the controller says (`meshbook.controller.peer_directory`); calls wait for that once, in their order.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,7 +25,8 @@ from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.transport import AgentSocket, LaneName
+from meshbook.wire.transport import Dialer
+from meshbook.wire.uplink import Uplink
 
 PATIENCE_S = 10.0
 """Calls wait so long for the controller to say where their ranks live."""
@@ -43,32 +44,48 @@ class Part(NamedTuple):
     host: str
 
 
+class Mail(Callee, Protocol):
+    """The calls of this host's workers (`meshbook.agent.mail.AgentMail`)."""
+
+    def calls_by(self, uplink: Uplink) -> ForwardedCalls:
+        """Make the table of the calls that go by an uplink."""
+
+    def resume(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Pass on a call that had to wait."""
+
+    def give_up(self, sender: AgentWorker, call: wire.Call, death: wire.DeathCause) -> None:
+        """Answer for a call that has waited in vain."""
+
+
 class AgentPeers:
-    """Of one agent. dial: opens the lanes to the port of a ticket. send: says something urgent to the controller."""
+    """Those of one agent.
+
+    is_there: whether there is a controller, silent or not. send: says something urgent to it.
+    """
 
     def __init__(
         self,
+        mail: Mail,
+        *,
         loop: EventLoop,
-        dial: Callable[[Ticket], dict[LaneName, AgentSocket]],
+        dialer: Dialer,
         ticket: Ticket,
         segment_refs: SegmentRefCounts,
         pool: SegmentPool,
+        is_there: Callable[[], bool],
         send: Callable[[wire.FromHost], None],
     ) -> None:
-        self._loop, self._dial, self._ticket, self._segment_refs, self._pool = loop, dial, ticket, segment_refs, pool
-        self._send = send
-        self.make_away: Callable[[PeerClient], ForwardedCalls]
-        """The calls that go by a road."""
-        self.resume: Callable[[AgentWorker, wire.Call, Sequence[Buffer]], None]
-        """Takes up a call that had to wait."""
-        self.give_up: Callable[[AgentWorker, wire.Call, wire.DeathCause], None]
-        """Answers for a call that has waited in vain."""
-        self.callee: Callee
-        self.is_there: Callable[[], bool] = lambda: False
-        """Whether there is a controller, silent or not."""
-        self._routers: dict[str, tuple[PeerClient, ForwardedCalls]] = {}
+        self._loop, self._dialer, self._ticket, self._segment_refs, self._pool = (
+            loop,
+            dialer,
+            ticket,
+            segment_refs,
+            pool,
+        )
+        self._mail, self._is_there, self._send = mail, is_there, send
+        self._clients: dict[str, PeerClient] = {}
         self._lost: dict[str, wire.DeathCause] = {}
-        """Hosts to which there is no road (any more)."""
+        """Hosts to which there is no connection (any more)."""
         self._where: dict[int, tuple[wire.Peer, ...]] = {}
         self._plans: dict[tuple[int, wire.Target], tuple[Part, ...]] = {}
         self._waiting: dict[int, deque[WaitingCall]] = {}
@@ -86,7 +103,7 @@ class AgentPeers:
         queue = self._waiting.get(call.mesh)
         if queue is None:
             queue = self._waiting[call.mesh] = deque()
-            self._send(wire.AskPeers(call.mesh, tuple(self._routers)))
+            self._send(wire.AskPeers(call.mesh, tuple(self._clients)))
             self._loop.call_later(PATIENCE_S, lambda: self._lose_patience(call.mesh, queue))
         queue.append((sender, call, payload))
 
@@ -117,23 +134,23 @@ class AgentPeers:
 
     def away(self, host: str) -> ForwardedCalls | wire.DeathCause:
         """The calls that go to a host, or why none can."""
-        return self._routers[host][1] if host in self._routers else self._lost[host]
+        return self._clients[host].calls if host in self._clients else self._lost[host]
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """Pass a cancel on to wherever its call may have gone."""
-        for _, away in self._routers.values():
-            away.cancel(cancel)
+        for client in self._clients.values():
+            client.calls.cancel(cancel)
 
     def _lose_patience(self, mesh: int, queue: deque[WaitingCall]) -> None:
         if self._waiting.get(mesh) is not queue:
             return
-        if self.is_there():  # it is stopped, or waits itself, for a host that is suspect
+        if self._is_there():  # it is stopped, or waits itself, for a host that is suspect
             self._loop.call_later(PATIENCE_S, lambda: self._lose_patience(mesh, queue))
         else:
             del self._waiting[mesh]
             death = wire.DeathCause("", f"nobody has said within {PATIENCE_S:g} s where it lives", "")
             for sender, call, _ in queue:
-                self.give_up(sender, call, death)
+                self._mail.give_up(sender, call, death)
 
     # ---- what the controller says -------------------------------------------------------------------------------
 
@@ -148,26 +165,23 @@ class AgentPeers:
             self._meet(peer)
         waiting = self._waiting.pop(message.mesh, deque())
         for sender, call, payload in waiting:
-            self.resume(sender, call, payload)
+            self._mail.resume(sender, call, payload)
 
     def _meet(self, peer: wire.Peer) -> None:
         if peer.meeting.problem:
             self._lose(peer.host, peer.meeting.problem, peer.name)
-        elif peer.host not in self._routers and peer.meeting.epoch:
+        elif peer.host not in self._clients and peer.meeting.epoch:
             ticket = msgspec.structs.replace(
                 self._ticket, endpoint=peer.meeting.endpoint, controller_key=peer.key, epoch=peer.meeting.epoch
             )
             try:
-                lanes = self._dial(ticket)
+                client = PeerClient(self._dialer, ticket, self._loop, self._mail.calls_by, peer.pid)
             except OSError as error:
                 self._lose(peer.host, f"this host's agent cannot connect to it: {error}", peer.name)
                 return
-            router = PeerClient(lanes, self._loop, self._segment_refs, peer.pid)
-            away = self.make_away(router)
-            router.on_replies, router.on_whole = away.on_replies, away.serve_parked
-            self._routers[peer.host] = (router, away)
+            self._clients[peer.host] = client
             self._lost.pop(peer.host, None)
-        elif peer.host not in self._routers:
+        elif peer.host not in self._clients:
             self._lost[peer.host] = wire.DeathCause(peer.name, "the way to its host was lost; call again", "")
 
     def on_open(self, message: wire.OpenPeerPort) -> None:
@@ -176,7 +190,7 @@ class AgentPeers:
             if self._port is None:
                 keys = (self._ticket.public_key, self._ticket.secret_key)
                 self._port = PeerServer(
-                    keys, self._ip(message.ip), self._loop, self.callee, self._segment_refs, self._pool
+                    keys, self._ip(message.ip), self._loop, self._mail, self._segment_refs, self._pool
                 )
             self._port.admit(message.host, message.key, message.epoch)
         except OSError as error:
@@ -200,36 +214,34 @@ class AgentPeers:
         """A host is lost."""
         if self._port is not None:
             self._port.drop(message.host)
-        if message.host in self._routers:
+        if message.host in self._clients:
             self._lose(message.host, f"its host is lost: {message.reason}")
 
     def on_succession(self) -> None:
         """A new controller has come: it does not know yet whom to tell of what."""
         for mesh in {*self._where, *self._waiting}:
-            self._send(wire.AskPeers(mesh, tuple(self._routers)))
+            self._send(wire.AskPeers(mesh, tuple(self._clients)))
 
     def _lose(self, host: str, why: str, name: str = "") -> None:
         name = name or next((peer.name for peers in self._where.values() for peer in peers if peer.host == host), host)
         death = self._lost[host] = wire.DeathCause(name, why, "")
-        if host in self._routers:
-            router, away = self._routers.pop(host)
-            router.close()
-            away.lose(death)
+        if host in self._clients:
+            self._clients.pop(host).close(death)
 
     # ---- the agent's loop ---------------------------------------------------------------------------------------
 
     @property
     def active(self) -> bool:
         """Whether there is any to serve."""
-        return bool(self._routers) or self._port is not None
+        return bool(self._clients) or self._port is not None
 
     def serve(self, *, choked: bool) -> bool:
         """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""
         busy = self._port is not None and self._port.serve(choked=choked)
-        for host, (router, _) in tuple(self._routers.items()):
-            busy = router.serve() or busy
-            if router.lost:
-                self._lose(host, f"its host is lost: {router.lost}")
+        for host, client in tuple(self._clients.items()):
+            busy = client.serve() or busy
+            if client.lost:
+                self._lose(host, f"its host is lost: {client.lost}")
                 self._forget(host)
         if choked:
             self._loop.call_later(0.01, lambda: None)
@@ -239,11 +251,11 @@ class AgentPeers:
         """Ask anew where its ranks live: the way to it may be another one."""
         for mesh, peers in tuple(self._where.items()):
             if any(peer.host == host for peer in peers):
-                self._send(wire.AskPeers(mesh, tuple(self._routers), (host,)))
+                self._send(wire.AskPeers(mesh, tuple(self._clients), (host,)))
 
     def beat(self) -> None:
         """Once a second."""
-        for router, _ in self._routers.values():
-            router.beat()
+        for client in self._clients.values():
+            client.beat()
         if self._port is not None:
             self._port.beat()

@@ -1,11 +1,18 @@
-"""Payloads in shared memory that workers of a host look at, until the last of them has let go."""
+"""Payloads in shared memory that workers of a host look at, and connections, until the last of them has let go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from meshbook.agent.worker import AgentWorker
+from meshbook.values.segments import map_segment
+from meshbook.wire import messages as wire
+from meshbook.wire.bulk import Spans
+from meshbook.wire.frames import Buffer
+from meshbook.wire.host_link import HostLink
+from meshbook.wire.uplink import Uplink
 
 LentSegment: TypeAlias = tuple[int, int]
 """(pid of its owner, number)."""
@@ -17,6 +24,8 @@ class SegmentRefCounts:
     def __init__(self, on_unused: Callable[[int, int], None]) -> None:
         self._on_unused = on_unused
         self._holders: dict[LentSegment, int] = {}
+        self._sent: deque[LentSegment] = deque()
+        """Segments of which the other end has all pieces, or never will."""
 
     def lend(self, key: LentSegment, workers: Iterable[AgentWorker] = ()) -> None:
         """Workers are about to get it. Without any: we hold it ourselves, until `end`."""
@@ -33,6 +42,28 @@ class SegmentRefCounts:
         elif left == 0:
             del self._holders[key]
             self._on_unused(*key)
+
+    def export(
+        self, segment: wire.SegmentRef, link: Uplink | HostLink
+    ) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
+        """Make a worker's payload reachable at the other end: as it is, or in pieces, which are not copied before.
+
+        Raises: MeshError.
+        """
+        if link.shares_memory:
+            return segment, None
+        return None, link.send_bulk(self._map(segment))
+
+    def _map(self, segment: wire.SegmentRef) -> Sequence[Buffer]:
+        """Hold a payload ourselves, until the last view of it has died."""
+        key = (segment.pid, segment.segment)
+        self.lend(key)
+        return [buffer.data for buffer in map_segment(segment, lambda _: self._sent.append(key))]
+
+    def settle(self) -> None:
+        """Once per turn of the agent's loop: let go of what has been sent. Views may die on any thread."""
+        while self._sent:
+            self.end(self._sent.popleft())
 
     def take_back(self, worker: AgentWorker, key: LentSegment) -> None:
         """A worker has let go of it."""

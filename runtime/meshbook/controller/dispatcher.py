@@ -47,8 +47,8 @@ from meshbook.shape.members import Region
 from meshbook.system.processes import machine_id, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
+from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import only_frame
-from meshbook.wire.host_link import Parked
 from meshbook.wire.transport import LaneName
 
 MAX_BACKLOG = 50_000
@@ -214,7 +214,7 @@ class Dispatcher:
     def _dispatch(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
         match message:
             case wire.Replies() | wire.Call() | wire.Cancel():
-                if not host.park(message, payload):
+                if not host.bulk_in.hold_back(message, payload):
                     self.on_whole(host, message, payload)
             case wire.AskPeers():
                 self.peer_directory.on_ask(host, message)
@@ -324,7 +324,7 @@ class Dispatcher:
         if mesh.moves and host.is_up and host not in mesh.hosts:  # those learn it with their new numbers
             host.send(wire.Moved(mesh.id, mesh.moves))
 
-    def on_whole(self, host: HostState, message: Parked, frames: list[bytes]) -> None:
+    def on_whole(self, host: HostState, message: NamesPayload, frames: list[bytes]) -> None:
         """It has come with all of its payload."""
         if isinstance(message, wire.Replies):
             self._on_replies(host, message, frames)

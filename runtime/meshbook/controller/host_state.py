@@ -9,7 +9,8 @@ from meshbook.concurrency.future import Future
 from meshbook.errors import HostLost, SpawnError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.wire import messages as wire
-from meshbook.wire.host_link import HostLink, Parked
+from meshbook.wire.bulk import NamesPayload
+from meshbook.wire.host_link import HostLink
 from meshbook.wire.transport import ControllerSocket
 
 SUSPECT_S = 3.0
@@ -28,7 +29,7 @@ class HostState(HostLink):
         epoch: int,
         launched: LaunchedHost,
         sock: ControllerSocket,
-        on_whole: Callable[[HostState, Parked, list[bytes]], None],
+        on_whole: Callable[[HostState, NamesPayload, list[bytes]], None],
     ) -> None:
         super().__init__(id, epoch, sock, lambda message, frames: on_whole(self, message, frames))
         self.name = id
@@ -39,7 +40,6 @@ class HostState(HostLink):
         self._successor: HostState | None = None
         self.ready: Future[HostState] = Future()
         self.hello: wire.Hello | None = None
-        self.shares_memory = False
         self.answered = self.heard
         """When its machine was last known to be there, while it is silent."""
         self.is_found = False

@@ -22,6 +22,9 @@ Spans = tuple[tuple[int, int], ...]
 Sent: TypeAlias = tuple[bytes, Sequence[Buffer]]
 """(header, payload) of a message as it is given to a link."""
 
+NamesPayload: TypeAlias = wire.Replies | wire.Call | wire.Cancel
+"""Messages that may name a payload, and those that must not overtake them."""
+
 MAX_PAYLOAD_BYTES = 1 << 36
 
 UNDER_WAY_BYTES = 64 << 20
@@ -117,16 +120,18 @@ def _size(payload: Iterable[Buffer]) -> int:
 
 
 class BulkReceiver:
-    """Puts the pieces of one sender together again."""
+    """Puts the pieces of one sender together again, and holds its messages back until their payloads are whole."""
 
-    def __init__(self, on_whole: Callable[[], None]) -> None:
+    def __init__(self, on_whole: Callable[[NamesPayload, list[bytes]], None]) -> None:
+        """on_whole: called with each message that was held back, in their order, once its payload is whole."""
         self._on_whole = on_whole
+        self._held: deque[tuple[NamesPayload, list[bytes]]] = deque()
         self._parts: dict[int, bytearray] = {}
         self._whole: dict[int, bytearray] = {}
         self._unwanted: set[int] = set()
 
     def receive(self, piece: wire.Bulk, data: Buffer) -> None:
-        """Take a piece; tells ``on_whole`` when its payload is complete.
+        """Add a piece; passes on what waited for its payload, when that is complete.
 
         Raises: PeerProtocolError for a size or an offset that cannot be.
         """
@@ -143,7 +148,39 @@ class BulkReceiver:
         whole += data
         if piece.last:
             self._whole[piece.payload] = self._parts.pop(piece.payload)
-            self._on_whole()
+            self._pass_on()
+
+    def hold_back(self, message: NamesPayload, frames: list[bytes]) -> bool:
+        """Keep a message while its payload, or that of an earlier one, is still on its way; True when kept."""
+        if self._held or self._lacks(message):
+            self._held.append((message, frames))
+            return True
+        return False
+
+    @property
+    def held(self) -> list[NamesPayload]:
+        """The messages that are held back."""
+        return [message for message, _ in self._held]
+
+    def drop(self, call: wire.Call) -> None:
+        """Forget a call that is held back, and its payload; pass on what waited only for that."""
+        self._held = deque(each for each in self._held if each[0] is not call)
+        if call.bulk is not None:
+            self.discard(call.bulk[0])
+        self._pass_on()
+
+    def _lacks(self, message: NamesPayload) -> bool:
+        if isinstance(message, wire.Call):
+            return message.bulk is not None and message.bulk[0] not in self._whole
+        if isinstance(message, wire.Cancel):
+            return False
+        return any(reply.bulk is not None and reply.bulk[0] not in self._whole for reply in message.replies)
+
+    def _pass_on(self) -> None:
+        held, self._held = self._held, deque()
+        for message, frames in held:
+            if not self.hold_back(message, frames):
+                self._on_whole(message, frames)
 
     def has(self, payload: int) -> bool:
         return payload in self._whole
@@ -158,3 +195,10 @@ class BulkReceiver:
         """Return the buffers of a whole payload, and forget it."""
         view = memoryview(self._whole.pop(payload))
         return [view[offset : offset + length] for offset, length in spans]
+
+    def clear(self) -> None:
+        """Another sender begins: forget what this one has sent."""
+        self._held.clear()
+        self._parts.clear()
+        self._whole.clear()
+        self._unwanted.clear()

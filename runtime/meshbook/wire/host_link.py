@@ -1,6 +1,7 @@
-"""One end of a connection that another process dials in to: its lanes, what waits for them, payloads in pieces.
+"""The end of a connection that was dialled in to: its lanes, what waits for them, payloads in pieces.
 
-The other end is an agent: to the controller all agents are hosts that dial in, to an agent those of other hosts are.
+The other end is a `meshbook.wire.uplink.Uplink` of an agent: to the controller all agents are hosts that dial in, to an
+agent those of other hosts are.
 """
 
 from __future__ import annotations
@@ -9,26 +10,23 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import Batch
-from meshbook.wire.bulk import BulkReceiver, BulkSender, Sent, Spans
+from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
 from meshbook.wire.frames import Buffer
 from meshbook.wire.link import Link, check_message, epoch_of
 from meshbook.wire.transport import LANES, ControllerSocket, LaneName
-
-Parked: TypeAlias = wire.Replies | wire.Call | wire.Cancel
 
 
 class HostLink:
     """Used by one thread only, but for the plain fields.
 
-    on_whole: called with what was parked, once its payload is whole.
+    on_whole: see `meshbook.wire.bulk.BulkReceiver`.
     """
 
     def __init__(
-        self, id: str, epoch: int, sock: ControllerSocket, on_whole: Callable[[Parked, list[bytes]], None]
+        self, id: str, epoch: int, sock: ControllerSocket, on_whole: Callable[[NamesPayload, list[bytes]], None]
     ) -> None:
         self.id = id
         self.heard = time.monotonic()
@@ -36,9 +34,9 @@ class HostLink:
         """Why it is lost; empty while it lives."""
         self.usurper = 0
         """The epoch of a controller that has taken the host from us."""
-        self.bulk_in = BulkReceiver(self._serve_parked)
-        self.parked: deque[tuple[Parked, list[bytes]]] = deque()
-        self._on_whole = on_whole
+        self.shares_memory = False
+        """Whether the other end can map the shared memory of this host."""
+        self.bulk_in = BulkReceiver(on_whole)
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
         self._outbox = Batch(self._send_or_wait)
@@ -116,24 +114,6 @@ class HostLink:
         """Whether the host has acknowledged all that we have sent."""
         waits = self._backlog or self._bulk_out.waiting_bytes
         return not waits and all(link.unacked_bytes == 0 for link in self._links.values())
-
-    def park(self, message: Parked, frames: list[bytes]) -> bool:
-        """Keep a message back while its payload, or that of an earlier one, is still on its way; True when kept."""
-        if isinstance(message, wire.Cancel):
-            incomplete = False
-        else:
-            parts = message.replies if isinstance(message, wire.Replies) else (message,)
-            incomplete = any(part.bulk is not None and not self.bulk_in.has(part.bulk[0]) for part in parts)
-        if incomplete or self.parked:
-            self.parked.append((message, frames))
-            return True
-        return False
-
-    def _serve_parked(self) -> None:
-        parked, self.parked = self.parked, deque()
-        for message, frames in parked:
-            if not self.park(message, frames):
-                self._on_whole(message, frames)
 
     def _send_or_wait(self, header: bytes, payload: Sequence[Buffer]) -> None:
         if self._backlog or self._links["calls"].full:

@@ -299,10 +299,41 @@ def _user_id(frame: zmq.Frame) -> str:
         return ""
 
 
-class AgentSocket:
-    """An agent's end of one lane."""
+class Dialer:
+    """Opens lanes to processes that listen. One per agent: all of them share ZeroMQ's I/O thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ticket: Ticket, lane: LaneName) -> None:
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+
+    def dial(self, ticket: Ticket, on_newer: Callable[[int], None]) -> dict[LaneName, AgentSocket]:
+        """Open the lanes of ``ticket``; on_newer: see `AgentSocket`.
+
+        Raises: OSError where an address cannot be used, or no descriptor is left.
+        """
+        lanes: dict[LaneName, AgentSocket] = {}
+        try:
+            for lane in LANES:
+                lanes[lane] = AgentSocket(self._context, ticket, lane, on_newer)
+        except zmq.ZMQError as error:
+            for made in lanes.values():
+                made.close()
+            raise OSError(error.errno, str(error)) from error
+        return lanes
+
+
+class AgentSocket:
+    """An agent's end of one lane.
+
+    on_newer: called with the epoch of a controller that is newer than ours, before its first message is read.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        ticket: Ticket,
+        lane: LaneName,
+        on_newer: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
         self._sock = context.socket(zmq.DEALER)
         _configure(self._sock)
         self._sock.routing_id = routing_id(ticket.public_key, lane)
@@ -324,8 +355,7 @@ class AgentSocket:
         """Something may have come: the descriptor has told of it, or the socket was used since the last look."""
         self.paused = False
         """Send nothing, but keep it: nobody listens."""
-        self.on_newer: Callable[[int], None] = lambda epoch: None
-        """Called with the epoch of a controller that is newer than ours, before its first message is read."""
+        self._on_newer = on_newer
 
     @property
     def fd(self) -> int:
@@ -370,7 +400,7 @@ class AgentSocket:
             frames = _receive(self._sock)
             epoch = epoch_of(frames)
             if epoch > self.link.epoch:
-                self.on_newer(epoch)
+                self._on_newer(epoch)
             elif 0 < epoch < self.link.epoch:
                 self.beat()  # so that the former controller learns that it is the former
             if (message := self.link.receive(frames)) is not None:

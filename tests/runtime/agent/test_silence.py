@@ -29,6 +29,7 @@ from meshbook.errors import CallFailed, CallInterrupted, MeshError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire.ticket import Ticket
+from meshbook.wire.uplink import Silence
 
 
 @pytest.fixture(params=["local", "elsewhere"])
@@ -253,9 +254,11 @@ def test_an_agent_that_was_stopped_does_not_take_its_own_silence_for_its_control
 ) -> None:
     clock = [1000.0]
     monkeypatch.setattr("meshbook.agent.lease.time.monotonic", lambda: clock[0])
-    lease = Lease(EventLoop(), 60.0)
+    silence = Silence()
+    lease = Lease(EventLoop(), 60.0, silence)
     for seconds in (1, 1, 8000, *[1] * 60):
         clock[0] += seconds
+        silence.look()
         lease.beat(is_connected=True)
     assert lease.runs
     assert not lease.is_over(has_meshes=True)

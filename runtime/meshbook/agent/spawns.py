@@ -1,0 +1,99 @@
+"""Workers that were asked for and wait for the template that they are forked from, and those templates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from meshbook.agent.mesh import AgentMesh
+from meshbook.agent.template import TemplateProcess
+from meshbook.system.event_loop import EventLoop
+from meshbook.system.os_errors import explain
+from meshbook.system.processes import kill_strays
+from meshbook.wire import messages as wire
+
+
+class Spawns:
+    """Those of one agent. mesh_of: the mesh of a request, made where there is none. report: to the controller."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        mesh_of: Callable[[wire.Spawn], AgentMesh],
+        report: Callable[[wire.FromHost], None],
+    ) -> None:
+        self._loop, self._mesh_of, self._report = loop, mesh_of, report
+        self._standard = TemplateProcess.start(loop)
+        self._special: dict[tuple[str, ...], TemplateProcess] = {}
+        """By the modules that they have imported besides."""
+        self._waiting: list[wire.Spawn] = []
+
+    @property
+    def _templates(self) -> list[TemplateProcess]:
+        return [self._standard, *self._special.values()]
+
+    @property
+    def template_pids(self) -> set[int]:
+        return {template.pid for template in self._templates}
+
+    def start(self, spawn: wire.Spawn, again: bool = False) -> None:
+        """Start workers, once their template is ready.
+
+        again: the template that was asked first has ended; another one is made, once.
+        """
+        try:
+            template = self._template_for(spawn)
+        except OSError as error:
+            self._fail(spawn, f"the workers' template could not be started: {explain(error)}")
+            return
+        mesh = self._mesh_of(spawn)
+        mesh.memory.on_spawn(spawn)
+        self._waiting.append(spawn)
+        template.when_ready(lambda: self._fork(spawn, mesh, template, again))
+
+    def _template_for(self, spawn: wire.Spawn) -> TemplateProcess:
+        """What its workers are forked from: the standard one if that with its modules must not be forked.
+
+        One that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
+        """
+        template = self._special.get(spawn.preload) if spawn.preload else self._standard
+        if template is not None and not template.failure and not template.problem:
+            return template
+        if self._standard.failure:
+            self._standard = TemplateProcess.start(self._loop)
+        if not spawn.preload or (template is not None and not template.failure):
+            return self._standard
+        forked = self._special[spawn.preload] = self._standard.fork_template(spawn.preload, spawn.sys_path)
+        return forked
+
+    def _fork(self, spawn: wire.Spawn, mesh: AgentMesh, template: TemplateProcess, again: bool) -> None:
+        if spawn not in self._waiting:
+            return  # stopped before it began
+        self._waiting.remove(spawn)
+        if template.failure:
+            self._fail(spawn, f"the workers' template failed:\n{template.failure}")
+        elif template.problem and template is not self._standard:
+            self.start(spawn, again)  # from the standard one
+        else:
+            in_workers = bool(spawn.preload) and template is self._standard
+            retry = None if again else functools.partial(self.start, spawn, again=True)
+            mesh.worker_pool.start(spawn, template, in_workers, retry)
+
+    def _fail(self, spawn: wire.Spawn, reason: str) -> None:
+        self._report(wire.SpawnFailed(spawn.mesh, reason, request=spawn.request))
+
+    def give_up(self, mesh: int, ranks: Sequence[int] | None = None) -> None:
+        """Do not start what waits for a template still, for some workers of a mesh or for all."""
+        for spawn in tuple(self._waiting):
+            if spawn.mesh == mesh and (ranks is None or any(seat.known_as in ranks for seat in spawn.seats)):
+                self._waiting.remove(spawn)
+
+    def end_strays(self) -> None:
+        """End what ranks have left in sessions of their own; the last mesh has ended."""
+        if all(template.pid or template.failure for template in self._templates):
+            kill_strays(self.template_pids)
+
+    def close(self) -> None:
+        for template in self._templates:
+            template.close()
+        kill_strays(())

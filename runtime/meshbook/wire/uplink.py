@@ -1,0 +1,190 @@
+"""The dialling end of a connection: its lanes, what waits for them, payloads in pieces, and the silence of the peer.
+
+The other end is a `meshbook.wire.host_link.HostLink`. An agent dials its controller, and the agents of other hosts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from meshbook.system.event_loop import EventLoop
+from meshbook.wire import messages as wire
+from meshbook.wire.batches import Batch, unbatch
+from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
+from meshbook.wire.frames import Buffer
+from meshbook.wire.ticket import Ticket
+from meshbook.wire.transport import Dialer
+
+FULL_BYTES = 8 << 20
+"""With so much on its way, in messages, senders wait."""
+FULL_BULK_BYTES = 256 << 20
+"""The same in payloads, which lie in the senders' shared memory until their turn comes."""
+
+STALLED_S = 5.0
+"""A process that did nothing for so long was stopped itself."""
+
+
+class Silence:
+    """How long a peer was not heard of; the time in which we ourselves were stopped does not count."""
+
+    def __init__(self) -> None:
+        self.heard = self._looked = time.monotonic()
+
+    def end(self) -> None:
+        """The peer has said something."""
+        self.heard = time.monotonic()
+
+    def look(self) -> None:
+        """Once a second: notice that we were stopped."""
+        now = time.monotonic()
+        if now - self._looked > STALLED_S:
+            self.heard = now
+        self._looked = now
+
+    @property
+    def length_s(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self.heard
+
+
+class UplinkOwner(Protocol):
+    """Who uses an `Uplink`."""
+
+    def on_heard(self) -> None:
+        """Something new has come, and is handed over next."""
+
+    def on_message(self, header: bytes, payload: list[bytes]) -> None:
+        """A message has come."""
+
+    def on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
+        """A message that was held back (`meshbook.wire.bulk.BulkReceiver`) has all of its payload."""
+
+
+class Uplink:
+    """Used by the agent's loop only."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        ticket: Ticket,
+        loop: EventLoop,
+        owner: UplinkOwner,
+        on_newer: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
+        """on_newer: see `meshbook.wire.transport.AgentSocket`. Raises: OSError, see `Dialer.dial`."""
+        self.silence = Silence()
+        self.shares_memory = False
+        """Whether the other end can map the shared memory of this host."""
+        self.bulk_in = BulkReceiver(owner.on_whole)
+        self._loop, self._owner = loop, owner
+        self._lanes = dialer.dial(ticket, on_newer)
+        self._watches = [lane.watch(loop) for lane in self._lanes.values()]
+        self._calls, bulk = self._lanes["calls"], self._lanes["bulk"]
+        self._outbox = Batch(self._calls.send)
+        self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
+
+    def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send on the lane of calls, in order, at the latest with the next `flush`."""
+        self._outbox.add(wire.encode(message), payload)
+
+    def send_urgent(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send on the lane that never waits behind payloads."""
+        self._lanes["urgent"].send(wire.encode(message), payload)
+
+    def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
+        """Send a payload, as fast as it is taken; see `meshbook.wire.bulk.BulkSender.send`."""
+        return self._bulk_out.send(buffers)
+
+    def flush(self) -> bool:
+        """Send what waits, as far as there is room; whether that was anything."""
+        return self._outbox.flush() or self._bulk_out.pump()
+
+    @property
+    def unacked_bytes(self) -> int:
+        """What is on its way, on the lane of calls."""
+        return self._calls.link.unacked_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is on its way that workers should send no more."""
+        return self._calls.link.unacked_bytes > FULL_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
+
+    def receive(self, choked: Callable[[], bool] = lambda: False) -> bool:
+        """Hand over what has come; whether that was anything. choked: whether to leave the lane of calls for later.
+
+        Raises: PeerProtocolError for frames that no peer sends; the rest is there still.
+        """
+        busy = False
+        for name, lane in self._lanes.items():
+            if lane.readable() and not (name == "calls" and choked()):
+                busy = True
+                for header, payload in lane.receive():
+                    self._owner.on_heard()
+                    for each in unbatch(header):
+                        self._owner.on_message(each, payload)
+        return busy
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Once a second: see whether the peer, or its machine, is there."""
+        self.silence.look()
+        self._lanes["urgent"].look()
+
+    @property
+    def is_answered(self) -> bool:
+        """As `AgentSocket.is_answered`."""
+        return self._lanes["urgent"].is_answered
+
+    @property
+    def unanswered_s(self) -> float:
+        """How long neither the peer nor its machine has given a sign of life."""
+        return time.monotonic() - max(self.silence.heard, self._lanes["urgent"].answered)
+
+    def beat(self) -> None:
+        """Once per heartbeat: say that we are there, and how far each lane is."""
+        self.send_urgent(wire.Heartbeat())
+        self.knock()
+
+    def knock(self) -> None:
+        """Say on every lane how far we are: the peer sees what it lacks, and asks for it."""
+        for lane in self._lanes.values():
+            lane.beat()
+
+    def pause(self) -> None:
+        """Send nothing, but keep it: nobody listens."""
+        self._outbox.flush()
+        for lane in self._lanes.values():
+            lane.paused = True
+
+    def resume(self) -> None:
+        """Somebody listens again."""
+        for lane in self._lanes.values():
+            lane.paused = False
+        self.knock()
+
+    def restart(self, epoch: int) -> tuple[list[Sent], list[Sent]]:
+        """Speak with the peer of ``epoch`` from now on; returns what the one before it has not acknowledged.
+
+        Returns: messages of the lane of calls, and pieces of payloads.
+        """
+        self._outbox.flush()
+        kept = {name: lane.restart(epoch) for name, lane in self._lanes.items()}
+        self.bulk_in.clear()
+        self.silence.end()
+        return [*kept["calls"]], [*kept["bulk"], *self._bulk_out.take_unsent()]
+
+    def send_again(self, pieces: Sequence[Sent]) -> None:
+        """Send pieces of payloads that the peer before this one has not got."""
+        self._bulk_out.send_again(pieces)
+
+    def close(self) -> None:
+        """Close the lanes; what was not sent is dropped."""
+        for watch in self._watches:
+            self._loop.forget(watch)
+        for lane in self._lanes.values():
+            lane.close()
+        self._bulk_out.clear()
+        self.bulk_in.clear()
