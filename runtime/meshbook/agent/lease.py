@@ -19,7 +19,7 @@ from meshbook.errors import UsageError
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import is_same_process
-from meshbook.wire.uplink import Silence
+from meshbook.wire.uplink import PeerSilence
 
 LEASE_S = 600.0
 """How long meshes wait for the next controller."""
@@ -51,7 +51,7 @@ def default_lease_s() -> float:
 class Lease:
     """Used by the agent's loop. silence: of the controller."""
 
-    def __init__(self, loop: EventLoop, lease_s: float, silence: Silence) -> None:
+    def __init__(self, loop: EventLoop, lease_s: float, silence: PeerSilence) -> None:
         self.lease_s = lease_s
         self._loop, self._silence = loop, silence
         self._stdin: Watch | None = None

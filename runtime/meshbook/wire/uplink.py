@@ -26,7 +26,7 @@ STALLED_S = 5.0
 """A process that did nothing for so long was stopped itself."""
 
 
-class Silence:
+class PeerSilence:
     """How long a peer was not heard of; the time in which we ourselves were stopped does not count."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Uplink:
         on_newer: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         """on_newer: see `meshbook.wire.transport.AgentSocket`. Raises: OSError, see `Dialer.dial`."""
-        self.silence = Silence()
+        self.silence = PeerSilence()
         self.shares_memory = False
         """Whether the other end can map the shared memory of this host."""
         self.bulk_in = BulkReceiver(owner.on_whole)

@@ -29,7 +29,7 @@ from meshbook.errors import CallFailed, CallInterrupted, MeshError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.uplink import Silence
+from meshbook.wire.uplink import PeerSilence
 
 
 @pytest.fixture(params=["local", "elsewhere"])
@@ -254,7 +254,7 @@ def test_an_agent_that_was_stopped_does_not_take_its_own_silence_for_its_control
 ) -> None:
     clock = [1000.0]
     monkeypatch.setattr("meshbook.agent.lease.time.monotonic", lambda: clock[0])
-    silence = Silence()
+    silence = PeerSilence()
     lease = Lease(EventLoop(), 60.0, silence)
     for seconds in (1, 1, 8000, *[1] * 60):
         clock[0] += seconds
