@@ -6,6 +6,7 @@ from pathlib import Path
 
 import check_rooms
 import pytest
+import tomllib
 
 LONG = '"""A page."""\n' + "\n" * 60
 
@@ -66,7 +67,25 @@ def test_names_in_back_quotes_and_links_lead_somewhere(tmp_path: Path) -> None:
     assert [line.split()[-5] for line in told] == ["meshbook.one.Lost,", "meshbook.gone,", "meshbook/two.py,"]
 
 
+def test_places_that_pages_name_are_there(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`wire/link.py:Link.send` `docs/conf.py` `tests/conftest.py:Held` `wire/link.py:Chain`")
+    told = [line.split()[3] for line in check_rooms.dead_places([page])]
+    assert told == ["docs/conf.py,", "wire/link.py:Chain,"]
+
+
 def test_type_variables_and_constants_may_have_equal_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LONG + 'T = TypeVar("T")\nSelf = TypeVar("Self")\nWAIT_S = 3\n'
     assert check_rooms.main([str(lay_out(tmp_path, {"one.py": text, "other.py": text}))]) == 0
     assert "in order: 3 modules" in capsys.readouterr().out
+
+
+def test_the_docs_draw_the_order_of_the_contract() -> None:
+    contracts = tomllib.loads((check_rooms.ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = {contract["containers"][0]: contract["layers"] for contract in contracts if "containers" in contract}
+    design = (check_rooms.ROOT / "docs" / "design.md").read_text()
+    assert "\n\n" + "".join(f"    {layer}\n" for layer in layers["meshbook"]) + "\n" in design
+    drawn = [line.strip() for line in (check_rooms.ROOT / "docs" / "architecture.md").read_text().splitlines()]
+    for package in ("meshbook_extension", "meshbook"):
+        places = [next(i for i, line in enumerate(drawn) if line.startswith(f"{layer}  ")) for layer in layers[package]]
+        assert places == sorted(places)

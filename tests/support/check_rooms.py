@@ -5,7 +5,7 @@
 One name, one type: no class or type alias of a module's top level has a twin in another module. No page of a few lines:
 a module under `SHORT` lines has `USED` importers, or says ``A module of its own because ...`` in its docstring. And
 each room's ``__init__`` begins with its purpose in one sentence. What moves is found where others speak of it: names in
-back quotes, ``meshbook.room.module.Name``, and links of pages lead to what is there.
+back quotes, ``meshbook.room.module.Name`` or, in pages, ``room/module.py:Name``, and links lead to what is there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ TYPE_FACTORIES = {"NewType", "NamedTuple", "TypedDict", "Enum", "namedtuple", "d
 ENTRY_POINTS = {"__main__", "_version"}
 REFERENCE = re.compile(r"`(meshbook(?:_extension|_kernel)?(?:\.\w+)+)`")
 LINK = re.compile(r"\]\(([^)#: ]+)(?:#[^)]*)?\)")
+PLACE = re.compile(r"`((?:\w+/)+\w+\.py)(?::([\w.]+))?`")
 PAGES = ("*.md", "docs/*.md", "changes/*.md")
 """Names in these, too, and their links."""
 
@@ -161,12 +162,28 @@ def dead_links(pages: Iterable[Path]) -> Iterator[str]:
                 yield f"{page.name} links to {link}, which is not there"
 
 
+def _finds_place(path: str, name: str) -> bool:
+    """Whether a package has this file, and the file this name with its members."""
+    for folder in (ROOT, *(folder for source in SOURCES for folder in (source, *source.iterdir()))):
+        if (file := folder / path).is_file():
+            return not name or _names_in(ast.parse(file.read_text())).issuperset(name.split("."))
+    return False
+
+
+def dead_places(pages: Iterable[Path]) -> Iterator[str]:
+    """One line for each ``room/module.py:Name`` of a page that leads nowhere."""
+    for page in pages:
+        for path, name in PLACE.findall(page.read_text()):
+            if not _finds_place(path, name):
+                yield f"{page.name} speaks of {path}{name and ':' + name}, which is not there"
+
+
 def main(arguments: list[str]) -> int:
     """Print what is wrong; returns the exit code."""
     modules = parse_all([Path(argument) for argument in arguments] or SOURCES)
     pages = [] if arguments else [page for pattern in PAGES for page in ROOT.glob(pattern)]
     wrong = [*twins(modules), *short_modules(modules), *rooms_without_purpose(modules)]
-    wrong += [*dead_references(modules, pages), *dead_links(pages)]
+    wrong += [*dead_references(modules, pages), *dead_links(pages), *dead_places(pages)]
     print("\n".join(wrong) or f"Rooms are in order: {len(modules)} modules.")
     return 1 if wrong else 0
 
