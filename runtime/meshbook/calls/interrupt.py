@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from meshbook.calls.unresponsive import STOPPED
+from meshbook.calls.rank_state import Reaction, Reactions, place_of
 from meshbook.concurrency.sigint import InterruptCounter, noticed
 from meshbook.errors import CallInterrupted
 from meshbook.formatting import name_ranks
@@ -40,7 +40,7 @@ class Interrupter(Protocol):
     def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
         """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them."""
 
-    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
+    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> Reactions:
         """What each rank is doing, and how it takes an interrupt; an answer for every rank."""
 
     def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
@@ -116,8 +116,9 @@ def _report(
     if all(call.mailbox for call in every):  # what main threads do says nothing of it
         places, stopped = dict.fromkeys(stuck | busy.keys(), UNANSWERED), set()
     else:
-        places = control.reactions(mesh, stuck | busy.keys(), LOOK_S) if stuck or busy else {}
-        stopped = {rank for rank in stuck if places[rank] in (STOPPED, "idle")}
+        reactions = control.reactions(mesh, stuck | busy.keys(), LOOK_S) if stuck or busy else {}
+        places = {rank: place_of(answer) for rank, answer in reactions.items()}
+        stopped = {rank for rank in stuck if isinstance(it := reactions[rank], Reaction) and it.has_stopped}
     stuck -= stopped
     obeyed = (obeyed | stopped) - stuck
     skipping -= obeyed
@@ -195,7 +196,7 @@ def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = Fa
     places = control.reactions(call.mesh, ahead, LOOK_S)
     texts: dict[str, list[int]] = {}
     for rank, other in ahead.items():
-        texts.setdefault(_in_call(other, places[rank]), []).append(rank)
+        texts.setdefault(_in_call(other, place_of(places[rank])), []).append(rank)
     return "\n".join(
         f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still in {text}" for text, ranks in texts.items()
     )

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from meshbook.calls.call import CallFuture, OnReply, OpenCall
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.output import OutputTarget
+from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, StatusAnswer, Unresponsive, no_reactions
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt
@@ -472,21 +473,23 @@ mailbox=mailbox,
 
     def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
         """What the main threads of ``ranks`` are doing; of those that cannot answer, why."""
-        return self._look(mesh_id, ranks, "where", 0.5)
-
-    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
-        """The same, and how each rank takes the interrupt that was sent to it."""
-        return self._look(mesh_id, ranks, "reaction", timeout_s)
-
-    def _look(self, mesh_id: int, ranks: Iterable[int], endpoint: str, timeout_s: float) -> dict[int, str]:
         mesh = self._dispatcher.meshes.get(mesh_id)
         if mesh is None:
-            return dict.fromkeys(ranks, "its mesh was stopped")
-        return look(self, mesh, ranks, endpoint, timeout_s)
+            return dict.fromkeys(ranks, SilenceCause.MESH_STOPPED.value)
+        return {rank: str(answer) for rank, answer in look(self, mesh, ranks, "where", str, 0.5).items()}
 
-    def statuses(self, mesh: MeshState, ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
-        """What each rank tells of itself; where it does not answer, a text that says why."""
-        return look(self, mesh, ranks, "status", timeout_s)
+    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> Reactions:
+        """The same, and how each rank takes the interrupt that was sent to it."""
+        mesh = self._dispatcher.meshes.get(mesh_id)
+        if mesh is None:
+            return no_reactions(ranks, SilenceCause.MESH_STOPPED)
+        return look(self, mesh, ranks, "reaction", Reaction, timeout_s)
+
+    def statuses(
+        self, mesh: MeshState, ranks: Iterable[int], timeout_s: float
+    ) -> dict[int, StatusAnswer | Unresponsive]:
+        """What each rank tells of itself, or why it does not."""
+        return look(self, mesh, ranks, "status", StatusAnswer, timeout_s)
 
     def stacks(self, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
         """The stacks of ``members``, and who of the mesh holds others up."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from meshbook.calls.unresponsive import describe_silence
+import msgspec
+
+from meshbook.calls.rank_state import Unresponsive, find_silence
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
 from meshbook.shape.members import Members, Region
 from meshbook.wire import messages as wire
+
+T = TypeVar("T")
 
 STATES_TIMEOUT_S = 0.15
 """Agents answer at once."""
@@ -30,21 +34,22 @@ class Asker(Protocol):
     ) -> dict[int, Any]: ...
 
 
-def look(asker: Asker, mesh: MeshState, ranks: Iterable[int], endpoint: str, timeout_s: float) -> dict[int, Any]:
-    """The answers of all ``ranks`` to a query; of those that do not answer in time, why they do not."""
+def look(
+    asker: Asker, mesh: MeshState, ranks: Iterable[int], endpoint: str, kind: type[T], timeout_s: float
+) -> dict[int, T | Unresponsive]:
+    """The answers of all ``ranks`` to a query, as ``kind``; of those that do not answer in time, why they do not."""
     ranks = sorted(ranks)
     if not ranks:
         return {}
     answers = asker.query(mesh.id, endpoint, Region.of(mesh.extent).select(ranks), timeout_s)
-    return {**answers, **explain_silence(asker, mesh, [rank for rank in ranks if rank not in answers])}
+    told = {rank: msgspec.convert(answer, kind) for rank, answer in answers.items()}
+    return {**told, **explain_silence(asker, mesh, [rank for rank in ranks if rank not in answers])}
 
 
-def explain_silence(asker: Asker, mesh: MeshState, ranks: Iterable[int]) -> dict[int, str]:
+def explain_silence(asker: Asker, mesh: MeshState, ranks: Iterable[int]) -> dict[int, Unresponsive]:
     """Why the control threads of ``ranks`` do not answer."""
     states = process_states(asker, mesh, ranks := list(ranks))
-    return {
-        rank: describe_silence(states.get(rank), mesh.lost.get(rank), mesh.host_of(rank).suspicion) for rank in ranks
-    }
+    return {rank: find_silence(states.get(rank), mesh.lost.get(rank), mesh.host_of(rank).suspicion) for rank in ranks}
 
 
 def process_states(asker: Asker, mesh: MeshState, ranks: Iterable[int]) -> dict[int, str]:

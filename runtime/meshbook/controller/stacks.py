@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from meshbook.calls.rank_state import SilenceCause, State, Unresponsive
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.queries import Asker, explain_silence, read_stacks
 from meshbook.groups.deadlock import place_of
 from meshbook.shape.members import Members, Region
 from meshbook.source.location import RUNTIME, USER, kind_of_file
 from meshbook.stacks.frames import NATIVE, Frame, RankTold, ThreadStack, make_frame
-from meshbook.stacks.mesh_stacks import BUSY, DEAD, IDLE, PDB, SILENT, STOPPED, WAITING, MeshStacks, RankStack
+from meshbook.stacks.mesh_stacks import MeshStacks, RankStack
 from meshbook.wire import messages as wire
 
 ANSWER_S = 0.5
@@ -38,7 +39,6 @@ def collect_stacks(asker: Asker, mesh: MeshState, members: Members, ask: StackQu
     answers = {
         rank: msgspec.convert(told, RankTold)
         for rank, told in asker.query(mesh.id, "stacks", everyone, ANSWER_S, (ask.all_threads,)).items()
-        if not isinstance(told, str)
     }
     silent = [rank for rank in everyone.ranks() if rank not in answers and rank not in mesh.lost]
     reasons = explain_silence(asker, mesh, silent)
@@ -57,32 +57,32 @@ def collect_stacks(asker: Asker, mesh: MeshState, members: Members, ask: StackQu
 def _told(rank: int, told: RankTold, read: Sequence[ThreadStack] | None, dump: wire.RankDump | None) -> RankStack:
     """read: what its agent saw, with native frames, where that was asked for."""
     waiting = told.collectives.waiting
-    state, doing, since_s = IDLE, "idle", 0.0
+    state: State = "idle"
+    doing, since_s = "idle", 0.0
     if told.paused:
-        state, doing, since_s = PDB, told.paused, told.busy_s
+        state, doing, since_s = "pdb", told.paused, told.busy_s
     elif waiting:
-        state, doing, since_s = WAITING, place_of(waiting[0]), waiting[0].since_s
-    elif told.where != "idle" or told.busy_s:
-        state, doing, since_s = BUSY, told.where, told.busy_s
-    threads = tuple(read) if read and state != IDLE else told.threads
-    problem = dump.problem if dump is not None and state != IDLE else ""
-    read_by = dump.read_by if read and dump is not None and state != IDLE else ""
+        state, doing, since_s = "waiting", place_of(waiting[0]), waiting[0].since_s
+    elif told.busy_s:
+        state, doing, since_s = "busy", told.where, told.busy_s
+    threads = tuple(read) if read and state != "idle" else told.threads
+    problem = dump.problem if dump is not None and state != "idle" else ""
+    read_by = dump.read_by if read and dump is not None and state != "idle" else ""
     return RankStack(rank, state, doing, since_s, threads, told.collectives, read_by, problem)
 
 
 def _silent(
     rank: int,
     mesh: MeshState,
-    reasons: Mapping[int, str],
+    reasons: Mapping[int, Unresponsive],
     threads: Sequence[ThreadStack],
     dump: wire.RankDump | None,
 ) -> RankStack:
     if (lost := mesh.lost.get(rank)) is not None:
-        return RankStack(rank, DEAD, f"ended: {lost.cause}", 0.0, ())
-    reason = reasons.get(rank, "its host does not answer")
-    state = STOPPED if reason.startswith("stopped") else SILENT
+        return RankStack(rank, "dead", f"ended: {lost.cause}", 0.0, ())
+    reason = reasons.get(rank, Unresponsive(SilenceCause.HOST_SILENT))
     read_by, problem = (dump.read_by, dump.problem) if dump is not None else ("", "")
-    return RankStack(rank, state, reason, 0.0, tuple(threads), None, read_by, problem)
+    return RankStack(rank, reason.state, str(reason), 0.0, tuple(threads), None, read_by, problem)
 
 
 def _with_lines(
@@ -117,7 +117,7 @@ def _ask_lines(
         return lines
     some = Region.of(mesh.extent).select(sorted(helpers)[:HELPERS])
     for told in asker.query(mesh.id, "source_lines", some, LINES_S, (users,)).values():
-        known: list[Any] = msgspec.convert(told, list[Frame]) if not isinstance(told, str) else []
+        known = msgspec.convert(told, list[Frame])
         lines.update({place: frame for place, frame in zip(users, known, strict=False) if frame.source})
     return lines
 

@@ -58,7 +58,7 @@ from meshbook.groups.rendezvous import RankPlace, choose_master, meet, set_envir
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.groups.use import Handled
 from meshbook.groups.work import GroupState, describe_waits
-from meshbook.source.location import describe_frame, users_place
+from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 
 __all__ = [
@@ -67,7 +67,6 @@ __all__ = [
     "RankPlace",
     "broadcast_value",
     "choose_backend",
-    "describe_frame",
     "warm",
 ]
 

@@ -13,6 +13,7 @@ from meshbook.actor.router import router_for
 from meshbook.calls.call import CallFuture
 from meshbook.calls.interrupt import interrupt
 from meshbook.calls.output import OutputListener, OutputTarget
+from meshbook.calls.rank_state import State, StatusAnswer, Unresponsive
 from meshbook.calls.stopped import StoppedRanks
 from meshbook.concurrency.future import Future, MappedFuture, join_futures
 from meshbook.controller.controller import Controller
@@ -53,7 +54,7 @@ class RankStatus(NamedTuple):
     host: str
     pid: int
     device: str
-    state: str
+    state: State
     """``idle``, ``busy``, ``pdb`` (at a prompt), ``stopped`` (by SIGSTOP, say), ``silent`` (its control thread did not
     answer) or ``dead``."""
     busy_s: float
@@ -65,6 +66,8 @@ class RankStatus(NamedTuple):
     gpu: GpuUse | None = None
     kept_bytes: int = 0
     """What the frames of its last exception hold, which are kept for a post-mortem; see `ProcMesh.free`."""
+    in_collective: bool = False
+    """Whether what it does is a collective, or another function of torch.distributed."""
 
 
 class HostPart(NamedTuple):
@@ -467,20 +470,16 @@ class ProcMesh(MeshView):
         answers = self._controller.statuses(self._mesh, self._members.ranks(), timeout_s=0.5)
         return [self._status_of(rank, answers[rank]) for rank in self._members.ranks()]
 
-    def _status_of(self, rank: int, answer: Mapping[str, Any] | str) -> RankStatus:
-        """answer: a text says why there is none."""
+    def _status_of(self, rank: int, answer: StatusAnswer | Unresponsive) -> RankStatus:
         worker, lost = self._mesh.workers.get(rank), self._mesh.lost.get(rank)
         host, pid, device = (worker.host.name, worker.pid, worker.device) if worker else ("?", 0, "?")
         point = self._members.point(rank)
         if lost is not None:
             return RankStatus(rank, point, host, pid, device, "dead", 0.0, lost.cause, 0)
-        if isinstance(answer, str):
-            state = "stopped" if answer.startswith("stopped") else "silent"
-            return RankStatus(rank, point, host, pid, device, state, 0.0, answer, 0)
-        state = "pdb" if answer["paused"] else "busy" if answer["busy"] else "idle"
-        known = (answer["busy_s"], answer["where"], answer["rss_bytes"], answer["moved_bytes"])
-        gpu = GpuUse(*answer["gpu"]) if answer["gpu"] else None
-        return RankStatus(rank, point, host, pid, device, state, *known, gpu, answer["kept_bytes"])
+        if isinstance(answer, Unresponsive):
+            return RankStatus(rank, point, host, pid, device, answer.state, 0.0, str(answer), 0)
+        known = (answer.busy_s, answer.where, answer.rss_bytes, answer.moved_bytes, answer.gpu, answer.kept_bytes)
+        return RankStatus(rank, point, host, pid, device, answer.state, *known, answer.in_collective)
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Frames are read from outside while the thread runs on, so a line may be one step
 
 from __future__ import annotations
 
+import enum
 import linecache
 import re
 import sys
@@ -41,6 +42,31 @@ def describe_frame(frame: FrameType | None) -> str:
     place = name_place(frame.f_code.co_filename, frame.f_lineno)
     operation = collective or _name_running_call(frame)
     return f"in {operation} ({place})" if operation else f"at {place}"
+
+
+class Activity(enum.Enum):
+    """What kind of code a thread runs."""
+
+    IDLE = enum.auto()
+    CODE = enum.auto()
+    """The user's, or what that has called."""
+    COLLECTIVE = enum.auto()
+    """A function of torch.distributed."""
+    RUNTIME = enum.auto()
+    """Ours alone."""
+    PAUSED = enum.auto()
+    """None, since a debugger holds it."""
+
+
+def frame_activity(frame: FrameType | None) -> Activity:
+    """The kind of code that `describe_frame` describes."""
+    called: list[FrameType] = []
+    while frame is not None and not is_users_code(frame.f_code):
+        called.append(frame)
+        frame = frame.f_back
+    if _name_collective(called):
+        return Activity.COLLECTIVE
+    return Activity.RUNTIME if frame is None else Activity.CODE
 
 
 def users_place(frame: FrameType | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from meshbook.calls.rank_state import State
 from meshbook.groups.progress import Collectives
 from meshbook.groups.stragglers import RankProgress, Verdict, find_stragglers
 from meshbook.stacks.frames import ThreadStack
@@ -13,14 +14,12 @@ from meshbook.stacks.text import describe_groups
 PATIENCE_S = 0.5
 """A wait that is shorter is no reason to speak of odd ranks."""
 
-IDLE, BUSY, WAITING, PDB, STOPPED, SILENT, DEAD = "idle", "busy", "waiting", "pdb", "stopped", "silent", "dead"
-
 
 class RankStack(NamedTuple):
     """One rank."""
 
     rank: int
-    state: str
+    state: State
     """``idle``, ``busy``, ``waiting`` (in a collective), ``pdb``, ``stopped``, ``silent`` or ``dead``."""
     doing: str
     """``all_reduce (cell 7, line 5)`` where it waits, ``in time.sleep (train.py:41)``; why it does not answer."""
@@ -82,15 +81,14 @@ class MeshStacks:
 
 def predicate(one: RankStack) -> str:
     """What a rank does, as a sentence goes on."""
-    if one.state == IDLE:
+    if one.state == "idle":
         return "is idle: it runs no cell"
-    if one.state == PDB:
+    if one.state == "pdb":
         return f"is stopped in pdb ({one.doing})"
-    if one.state in (STOPPED, SILENT, DEAD):
-        place = f" ({found})" if one.state == SILENT and (found := users_place(one)) else ""
-        known = one.doing.startswith(("stopped", "ended"))
-        return f"is {one.doing}" if known and one.state == STOPPED else f"does not answer: {one.doing}{place}"
-    return f"is {one.doing}" if one.state == BUSY else f"waits in {one.doing}"
+    if one.state in ("silent", "dead"):
+        place = f" ({found})" if one.state == "silent" and (found := users_place(one)) else ""
+        return f"does not answer: {one.doing}{place}"
+    return f"waits in {one.doing}" if one.state == "waiting" else f"is {one.doing}"
 
 
 def users_place(one: RankStack) -> str:

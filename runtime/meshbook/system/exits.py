@@ -40,6 +40,11 @@ class End(NamedTuple):
     oom_killed: bool | None
     """None when no counter of the kernel's can be read."""
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody else ended it, rather than what it ran."""
+        return self.status == -signal.SIGKILL
+
 
 class OomWatch:
     """Compares the kernel's counts of OOM kills; call `sample` regularly, `blames` for each process that was killed.
@@ -116,11 +121,6 @@ def reap(pid: int, oom: OomWatch) -> End:
     oom_killed = oom.blames(pid) if suspicious else False
     _, status, usage = os.wait4(pid, 0)
     return End(os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10, oom_killed)
-
-
-def was_killed(cause: str) -> bool:
-    """Whether `describe_end` says that somebody else ended it, rather than what it ran."""
-    return cause.startswith(f"killed by {signal.SIGKILL.name}")
 
 
 def describe_end(end: End) -> str:

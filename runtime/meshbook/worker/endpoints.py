@@ -15,16 +15,16 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshbook.calls.answer import Outcome
-from meshbook.calls.unresponsive import STOPPED
+from meshbook.calls.rank_state import Reaction, StatusAnswer
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
 from meshbook.groups.progress import Collectives
-from meshbook.groups.rank_groups import RankPlace, broadcast_value, describe_frame
+from meshbook.groups.rank_groups import RankPlace, broadcast_value
 from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
 from meshbook.shell.postmortem_memory import free as free_kept
-from meshbook.source.location import users_place
+from meshbook.source.location import Activity, describe_frame, frame_activity, users_place
 from meshbook.source.tasks import cell_frames
 from meshbook.source.thread_frames import exception_of, frame_of
 from meshbook.stacks.frames import Frame, RankTold
@@ -213,21 +213,25 @@ CALLS: dict[str, Callable[..., Outcome]] = {
 
 def where(worker: Worker) -> str:
     """What the main thread is doing: ``idle``, or ``in all_reduce (cell 7, line 5)``."""
+    return _doing(worker)[1]
+
+
+def _doing(worker: Worker) -> tuple[Activity, str]:
     frame = frame_of(worker.main_thread)
     if worker.current is None or frame is None:
-        return "idle"
+        return Activity.IDLE, "idle"
     if place := worker.shell.debugger.place:
-        return f"stopped at {place}"
+        return Activity.PAUSED, f"stopped at {place}"
     if place := debugged_place(worker):
-        return f"stopped by the debugger at {place}"
+        return Activity.PAUSED, f"stopped by the debugger at {place}"
     if operation := worker.groups.waits_in(worker.main_thread):
         place = users_place(frame)
-        return f"in {operation} ({place})" if place else f"in {operation}"
+        return Activity.COLLECTIVE, f"in {operation} ({place})" if place else f"in {operation}"
     if worker.shell.loop.is_running() and (awaiting := cell_frames(worker.shell.loop)):
         place = next((at for each in awaiting if (at := users_place(each))), "")
         if place and not users_place(frame):  # else a coroutine runs just now
-            return f"awaiting at {place}"
-    return describe_frame(frame)
+            return Activity.CODE, f"awaiting at {place}"
+    return frame_activity(frame), describe_frame(frame)
 
 
 def collectives(worker: Worker, recent: int = 0) -> Collectives:
@@ -237,41 +241,50 @@ def collectives(worker: Worker, recent: int = 0) -> Collectives:
     return told._replace(actors=worker.registry.busy, handling=worker.registry.handling)
 
 
-def reaction(worker: Worker) -> str:
+def reaction(worker: Worker) -> Reaction:
     """`where`, and how the running call takes an interrupt that was sent to it."""
-    place = where(worker)
+    activity, place = _doing(worker)
     if worker.current is None:
-        return place
+        return Reaction(place, has_stopped=True)
     if not worker.gate.is_open:
-        return STOPPED
+        return _STOPPED_NOW
     if not worker.gate.meant:
-        return place
+        return Reaction(place, has_stopped=False)
     if worker.gate.unheard:
-        return f"{place}; native code there does not look at interrupts"
-    if place.startswith("in the runtime"):
-        return STOPPED
+        return Reaction(f"{place}; native code there does not look at interrupts", has_stopped=False)
+    if activity is Activity.RUNTIME:
+        return _STOPPED_NOW
+    return Reaction(f"{place}; {_why_it_goes_on(worker)}", has_stopped=False)
+
+
+_STOPPED_NOW = Reaction("it stopped just now", has_stopped=True)
+
+
+def _why_it_goes_on(worker: Worker) -> str:
     if worker.gate.has_handler:
-        return f"{place}; it deals with interrupts itself (signal.signal), and goes on"
+        return "it deals with interrupts itself (signal.signal), and goes on"
     handled: Any = exception_of(worker.main_thread)
     handled = handled[1] if isinstance(handled, tuple) else handled  # until Python 3.11
     if isinstance(handled, KeyboardInterrupt):
-        return f"{place}; it is still cleaning up after KeyboardInterrupt"
-    return f"{place}; it caught KeyboardInterrupt and goes on"
+        return "it is still cleaning up after KeyboardInterrupt"
+    return "it caught KeyboardInterrupt and goes on"
 
 
-def status(worker: Worker) -> dict[str, object]:
+def status(worker: Worker) -> StatusAnswer:
     """What a person who looks at the mesh is shown of a rank."""
     current, place = worker.current, worker.shell.debugger.place or debugged_place(worker)
-    return {
-        "busy": current[1] if current else "",
-        "busy_s": time.monotonic() - current[2] if current else 0.0,
-        "where": place or where(worker),
-        "paused": place,
-        "rss_bytes": resident_bytes(os.getpid()),
-        "moved_bytes": worker.groups.moved_bytes,
-        "gpu": worker.gpu.last(),
-        "kept_bytes": worker.kept.last(worker.shell),
-    }
+    activity, doing = _doing(worker)
+    return StatusAnswer(
+        busy=current[1] if current else "",
+        busy_s=time.monotonic() - current[2] if current else 0.0,
+        where=place or doing,
+        paused=place,
+        in_collective=activity is Activity.COLLECTIVE,
+        rss_bytes=resident_bytes(os.getpid()),
+        moved_bytes=worker.groups.moved_bytes,
+        gpu=worker.gpu.last(),
+        kept_bytes=worker.kept.last(worker.shell),
+    )
 
 
 def clock(worker: Worker) -> float:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from meshbook.calls.answer import Unavailable
 from meshbook.calls.call import CallFuture, OpenCall
+from meshbook.calls.rank_state import Reactions, SilenceCause, no_reactions
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.errors import Failure, MeshError
@@ -189,9 +190,9 @@ class MailCalls:
     def attend(self, call: OpenCall) -> None:
         """Nothing."""
 
-    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> dict[int, str]:
+    def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> Reactions:
         """Workers do not look at each other."""
-        return dict.fromkeys(ranks, "it has not answered")
+        return no_reactions(ranks, SilenceCause.NOT_ASKED)
 
     def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
         """Process groups are the controller's to abort."""

@@ -15,7 +15,7 @@ import torch
 from collector import Collector
 
 from meshbook import ProcMesh, errors, this_host
-from meshbook.calls.unresponsive import describe_silence
+from meshbook.calls.rank_state import find_silence
 from meshbook.mesh.cell_run import CellRun
 from meshbook.system.processes import descendants, is_same_process, start_time
 
@@ -405,9 +405,9 @@ def test_an_interrupted_spawn_leaves_nothing(mesh4: ProcMesh) -> None:
 
 
 def test_why_a_rank_is_silent_is_told_by_the_state_of_its_process() -> None:
-    assert describe_silence("R") == describe_silence("S") == "native code holds the GIL"
-    assert describe_silence("T") == "stopped by SIGSTOP"
-    assert describe_silence("t") == "stopped by a debugger"
-    assert "state D" in describe_silence("D")
-    assert describe_silence(None) == "its host does not answer"
-    assert describe_silence(None, None, "silent for 7 s: it is busy") == "its host is silent for 7 s: it is busy"
+    assert str(find_silence("R")) == str(find_silence("S")) == "native code holds the GIL"
+    assert str(find_silence("T")) == "stopped by SIGSTOP"
+    assert str(find_silence("t")) == "stopped by a debugger"
+    assert "state D" in str(find_silence("D"))
+    assert str(find_silence(None)) == "its host does not answer"
+    assert str(find_silence(None, None, "silent for 7 s: it is busy")) == "its host is silent for 7 s: it is busy"

@@ -51,6 +51,7 @@ def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -
     while run.waiting != (0,) or mesh2.where()[0] != "in all_reduce (cell 7, line 4)":
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert [one.in_collective for one in mesh2.status()] == [True, False]
     started = time.monotonic()
     run.interrupt()
     with pytest.raises(errors.CallFailed, match="rank 0 raised KeyboardInterrupt"):

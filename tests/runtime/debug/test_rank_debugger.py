@@ -102,8 +102,7 @@ def test_a_stopped_rank_says_where_and_others_wait(mesh4: ProcMesh) -> None:
     run = start(mesh4, "x = rank\nif rank == 2:\n    breakpoint()\ndist.barrier()")
     wait_stopped(mesh4, [2])
     status = mesh4.status()
-    assert (status[2].state, status[2].where) == ("pdb", f"cell {CELL}, line 4")
-    assert mesh4.ask("status")[2]["paused"] == f"cell {CELL}, line 4" and mesh4.ask("status")[0]["paused"] == ""
+    assert (status[2].state, status[2].where) == ("pdb", f"cell {CELL}, line 4") and status[0].state != "pdb"
     assert f"[2] > <cell {CELL}>(4)<module>()\n[2] -> breakpoint()\n" in debug(mesh4, run, "c")
     run.future.get(ENOUGH_S)
     assert mesh4.status()[2].state == "idle"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.source.cells import add_cell
-from meshbook.source.location import describe_frame, name_call, name_place
+from meshbook.source.location import Activity, describe_frame, frame_activity, name_call, name_place
 
 names_c_calls = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of instructions, Python 3.11")
 
@@ -72,6 +72,11 @@ def test_the_place_is_the_innermost_line_of_the_users_own_code(script: Callable[
 
 def test_a_call_spread_over_lines_is_placed_without_a_name(script: Callable[[str], tuple[str, str]]) -> None:
     assert watch(*script("(gate\n  .get\n  ())"), until="train.py").startswith("at train.py:")
+
+
+def test_the_kind_of_code_is_known_without_its_description() -> None:
+    assert frame_activity(sys._getframe()) is Activity.CODE
+    assert frame_activity(None) is Activity.RUNTIME
 
 
 def test_no_frame_is_idle() -> None:
