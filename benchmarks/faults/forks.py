@@ -22,6 +22,8 @@ ELEMENTS = 1 << 18
 """float64: 2 MB, which is mapped and not copied."""
 LONGEST_HOLD_S = 0.3
 """So long children look on while the next payloads come."""
+OPEN_NOTHING = {"closes", "returns", "exits", "asks"}
+"""Kinds that open no file themselves, beside which descriptors are closed; the runtime's threads do all the same."""
 CELL = """
 data = given; del given
 found = forking.fork({kind!r}, {number}, {hold_s}, data, echo); del data
@@ -65,8 +67,8 @@ class ForkCampaign:
         if in_actor != "interrupt":
             self.findings.count(f"{in_actor} (actor)")
             told = self.forkers.fork.call(in_actor, -number, hold_s, _data(-number))
-            if "closes" in (in_cell, in_actor):  # whoever opens a file meanwhile gets the number
-                told.get(DEADLINE_S)
+            if "closes" in (in_cell, in_actor) and not {in_cell, in_actor} <= OPEN_NOTHING:
+                told.get(DEADLINE_S)  # their own file would get the number
         cell = self.mesh.start_cell(CELL.format(kind=in_cell, number=number, hold_s=hold_s), on_output=events.append)
         cell.future.get(DEADLINE_S)
         for rank, found in enumerate(self.mesh.pull("found").get(DEADLINE_S).values()):

@@ -40,6 +40,7 @@ from meshbook.source.cells import add_cell
 from meshbook.source.functions import CellSource
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
+from meshbook.system.descriptors import above_standard
 from meshbook.wire import messages as wire
 
 if TYPE_CHECKING:
@@ -348,7 +349,8 @@ class ActorRunner:
     # ---- in an event loop ---------------------------------------------------------------------------------------
 
     def _serve_in_loop(self) -> None:
-        self._loop = loop = asyncio.new_event_loop()
+        with above_standard():
+            self._loop = loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         self._inbox.enter_loop(loop, self._take_aside)
         serving = loop.create_task(self._serve_async())

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.debug.pydevd import forget_step, is_suspended, load_pydevd, start_tracing, stop_at, stop_tracing
+from meshbook.system.descriptors import above_standard
 
 if TYPE_CHECKING:
     pass
@@ -48,7 +49,8 @@ class DebugSession:
         """Why it has ended; empty while it lives."""
         self._visit = visit
         self._pydevd = load_pydevd()
-        self._ours, self._theirs = socket.socketpair()
+        with above_standard():
+            self._ours, self._theirs = socket.socketpair()
         self._changed = threading.Condition()
         self._unread = bytearray()
         self._unread_at = self._written = 0

@@ -31,6 +31,7 @@ from meshbook.groups.gloo_sockets import connections, descriptors, gloo_devices,
 from meshbook.groups.torn import Operands, Torn, settle
 from meshbook.groups.use import Failures, Users
 from meshbook.groups.work import GroupState, PeerWork
+from meshbook.system.descriptors import above_standard
 
 GIVE_UP_AFTER_S = 600.0
 """Operations that have not ended so long after their group was given up keep it for the life of the process."""
@@ -143,7 +144,7 @@ class BackendGroup:
 
     def _gloo(self, recipe: GroupSpec, store: Store) -> Any:
         options = vars(dist.ProcessGroupGloo)["_Options"]()  # its name in all versions of torch
-        with _device_lock:
+        with _device_lock, above_standard():
             before, threads = descriptors(), gloo_aborts.threads()
             options._devices = gloo_devices()
             gloo_aborts.park(gloo_aborts.threads() - threads, self)

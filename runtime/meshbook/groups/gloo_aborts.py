@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from meshbook.system.descriptors import above_standard
+
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
@@ -38,7 +40,8 @@ _before: Any = None
 def threads() -> set[int]:
     """All threads of the process that are not Python's."""
     known = {thread.native_id for thread in threading.enumerate()}
-    return {int(entry) for entry in os.listdir("/proc/self/task")} - known
+    with above_standard():
+        return {int(entry) for entry in os.listdir("/proc/self/task")} - known
 
 
 def park(gloos: Iterable[int], owner: Losable) -> None:

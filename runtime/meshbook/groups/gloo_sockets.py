@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import socket
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshbook.system.processes import own_address
+from meshbook.system.descriptors import FIRST, above_standard
+from meshbook.system.processes import connect_to, own_address
 
 _GREETING = struct.Struct("=q")
 
@@ -42,7 +44,8 @@ def gloo_devices() -> list[Any]:
 
 
 def descriptors() -> set[int]:
-    return {int(entry) for entry in os.listdir("/proc/self/fd")}
+    with above_standard():
+        return {int(entry) for entry in os.listdir("/proc/self/fd")}
 
 
 def listening_at(fd: int) -> tuple[str, int] | None:
@@ -65,7 +68,8 @@ def connections(poll: int) -> Iterator[tuple[socket.socket, bool]]:
     One that a peer has made and no operation has needed yet is not.
     """
     try:
-        watched = Path(f"/proc/self/fdinfo/{poll}").read_text()
+        with above_standard():
+            watched = Path(f"/proc/self/fdinfo/{poll}").read_text()
     except OSError:  # closed by now
         return
     for found in _WATCHED.finditer(watched):
@@ -82,7 +86,7 @@ def connections(poll: int) -> Iterator[tuple[socket.socket, bool]]:
 def internet_socket(fd: int) -> Iterator[socket.socket | None]:
     """A second descriptor for ``fd``, if that is an internet socket."""
     try:
-        copy = os.dup(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else -1
+        copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST) if stat.S_ISSOCK(os.fstat(fd).st_mode) else -1
     except OSError:  # closed by now
         copy = -1
     if copy < 0:
@@ -101,7 +105,7 @@ def internet_socket(fd: int) -> Iterator[socket.socket | None]:
 def greet_and_leave(address: tuple[str, int], peer: int) -> None:
     """Connect as the group's rank ``peer`` would, and end the connection: whoever waits for that peer fails."""
     try:
-        with socket.create_connection(address, timeout=1.0) as sock:
+        with connect_to(address, 1.0) as sock:
             sock.sendall(_GREETING.pack(peer))
     except OSError:
         return  # the group is gone already

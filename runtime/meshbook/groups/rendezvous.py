@@ -17,6 +17,7 @@ from torch.distributed import DistStoreError
 
 from meshbook.formatting import name_ranks
 from meshbook.groups.store_client import LinkStore
+from meshbook.system.descriptors import open_above
 from meshbook.system.processes import loopback_address, own_address
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -103,7 +104,7 @@ def choose_master(on_one_host: bool) -> tuple[str, str]:
 
     The port cannot be held: torch's TCPStore must bind it itself, if anybody ever starts one.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with open_above(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
     return loopback_address() if on_one_host else own_address(), port

@@ -22,6 +22,7 @@ import msgspec
 
 from meshbook.groups.operation_log import Operation, OperationLog
 from meshbook.profiling.events import Event, RankEvents
+from meshbook.system.descriptors import above_standard, open_above
 from meshbook.system.os_errors import explain
 
 if TYPE_CHECKING:
@@ -222,12 +223,13 @@ class _Exported(msgspec.Struct):
 
 def _export(recording: _Recording) -> _Exported:
     """What the profiler saw. Raises: OSError."""
-    handle, path = tempfile.mkstemp(suffix=".json", prefix="meshbook-")
-    os.close(handle)
+    with above_standard():
+        handle, path = tempfile.mkstemp(suffix=".json", prefix="meshbook-")
+        os.close(handle)
     try:
         recording.profiler.export_chrome_trace(path)
         recording.profiler = None
-        with open(path, "rb") as file:
+        with open_above(lambda: open(path, "rb")) as file:
             exported = msgspec.json.decode(file.read(), type=_Exported, strict=False)
     finally:
         os.unlink(path)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from typing import IO
 
+from meshbook.system.descriptors import open_above
 from meshbook.system.processes import descendants, is_same_process, start_time
 
 PATIENCE_S = 0.5
@@ -39,7 +40,7 @@ def run_command(command: str, *, capture: bool = False) -> tuple[int, str]:
 
 def run_script(interpreter: str, script: str) -> int:
     """Have ``interpreter`` run the text of a script; returns and raises as `run_command`."""
-    with tempfile.TemporaryFile() as file:
+    with open_above(tempfile.TemporaryFile) as file:
         file.write(script.encode("utf-8", "surrogateescape"))
         file.seek(0)
         process = subprocess.Popen([interpreter], stdin=file)

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from meshbook.system.descriptors import above_standard
+
 SOURCE_MAX_BYTES = 1 << 20
 TOP_LEVEL_FRESH_S = 30.0
 """How long the list of all modules may be used: the folders are read again then."""
@@ -105,7 +107,9 @@ def _defined_in(path: str) -> list[str]:
     if source.suffix != ".py" or source.stat().st_size > SOURCE_MAX_BYTES:
         return []
     names: list[str] = []
-    for node in ast.parse(source.read_bytes()).body:
+    with above_standard():
+        text = source.read_bytes()
+    for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.append(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -15,13 +15,15 @@ import io
 import os
 import select
 
+from meshbook.system import descriptors
+
 
 class RankPipe:
     """One of them. Any thread may call any method."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._kept = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        self._kept = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, descriptors.FIRST)
         self._file = self._open()
 
     def write(self, data: bytes) -> None:
@@ -55,11 +57,8 @@ class RankPipe:
                 _await_room(self._kept)
 
     def reopen(self) -> None:
-        """Open the descriptor again if it was closed: else the next file of ours gets its number, and the text."""
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_GETFD)
-        except OSError:
-            os.dup2(self._kept, self._fd)
+        """Open the descriptor again if it was closed: else the next file gets its number, and the text."""
+        descriptors.fill(self._fd, self._kept)
 
     def after_fork(self) -> None:
         """In a forked child: another thread may hold the file's lock, and unwritten text is the parent's to write."""
@@ -72,12 +71,14 @@ class RankPipe:
 
     def _lead_back(self) -> bool:
         """Whether the descriptor led elsewhere, or nowhere; now it leads to the agent."""
+        if descriptors.fill(self._fd, self._kept):
+            return True
         try:
             if os.path.samestat(os.fstat(self._fd), os.fstat(self._kept)):
                 return False
         except OSError:
-            pass  # it was closed
-        os.dup2(self._kept, self._fd)
+            return True  # it was closed just now: the next try finds out
+        descriptors.replace(self._fd, self._kept)
         return True
 
 

@@ -35,6 +35,7 @@ from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
 from meshbook.shell.streams import Attribution, flush_c_streams, install_streams, unheard
 from meshbook.shell.tqdm import plain_progress_bars
+from meshbook.system.descriptors import FIRST, fill, open_above
 
 _INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
 _COLOURS_AND_PAGERS = {
@@ -130,8 +131,8 @@ class RankShell:
         self._attribution.mark_threads()
         self._streams = install_streams(self._attribution)
         self._ends = select.poll()
-        for stream in self._streams:
-            self._ends.register(stream.fileno(), 0)  # tells by itself of descriptors that are closed
+        for fd in range(FIRST):
+            self._ends.register(fd, 0)  # tells by itself of descriptors that are closed
         self._loop = asyncio.new_event_loop()
         self._ipython.show = Show(self._display, self._mark_place)
         self._ipython.enter_main()
@@ -305,8 +306,11 @@ class RankShell:
         self.flush_text()
 
     def reopen(self) -> None:
-        """On the main thread: open stdout and stderr again if user code has closed them."""
+        """On the main thread: open stdin, stdout and stderr again if user code has closed them."""
         if self._ends.poll(0):
+            null = open_above(lambda: os.open(os.devnull, os.O_RDONLY))
+            fill(0, null)
+            os.close(null)
             for stream in self._streams:
                 stream.reopen()
 

@@ -14,6 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from meshbook.system.descriptors import above_standard, open_above
 from meshbook.system.user_folders import runtime_base
 
 _F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 2
@@ -23,9 +24,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 def create_memory_file(name: str) -> int:
     """A new file called ``name``; returns its descriptor."""
     if has_memfds():
-        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return open_above(lambda: os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     usable = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
-    fd, path = tempfile.mkstemp(prefix=f"{name}.", dir=_SHARED_MEMORY if usable else runtime_base())
+    with above_standard():
+        fd, path = tempfile.mkstemp(prefix=f"{name}.", dir=_SHARED_MEMORY if usable else runtime_base())
     os.unlink(path)
     return fd
 

@@ -12,6 +12,8 @@ import socket
 from collections.abc import Collection
 from pathlib import Path
 
+from meshbook.system.descriptors import above_standard, open_above
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
@@ -193,7 +195,9 @@ def describe_exit(status: int) -> str:
 def resident_bytes(pid: int) -> int:
     """Resident memory of ``pid``, shared pages included; 0 when it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with above_standard():
+            pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
 
@@ -205,7 +209,7 @@ def own_address() -> str:
     """The address of this host on its default route; no packet is sent. Without a route: what its name means here."""
     for family, address in _FAR_AWAY:
         try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            with _datagram_socket(family) as probe:
                 probe.connect((address, 1))
                 return str(probe.getsockname()[0])
         except OSError:
@@ -227,14 +231,30 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """A connection to an address, not a name, whose waits end after ``timeout_s``. Raises: OSError."""
+    sock = open_above(lambda: socket.socket(family_of(address[0]), socket.SOCK_STREAM))
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def in_endpoint(address: str) -> str:
     """The address as endpoints have it: ``[::1]``."""
     return f"[{address}]" if ":" in address else address
 
 
+def _datagram_socket(family: socket.AddressFamily) -> socket.socket:
+    return open_above(lambda: socket.socket(family, socket.SOCK_DGRAM))
+
+
 def _is_ours(address: str) -> bool:
     try:
-        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        with _datagram_socket(family_of(address)) as probe:
             probe.bind((address, 0))
         return True
     except OSError:

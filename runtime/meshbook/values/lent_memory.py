@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 
 from meshbook.concurrency import forks
+from meshbook.system.descriptors import open_above
 
 LOOK_S = 0.1
 """How often it is looked whether children live."""
@@ -80,7 +81,7 @@ class _Brood:
         self._fd = -1
         self._page: mmap.mmap | None = None
         try:
-            self._fd = os.memfd_create("meshbook-fork", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._fd = open_above(lambda: os.memfd_create("meshbook-fork", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(self._fd, mmap.PAGESIZE)
             self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
         except (AttributeError, OSError):  # no such call, no descriptor left: it counts as living for ever

@@ -32,6 +32,7 @@ import numpy as np
 from meshbook.concurrency import forks
 from meshbook.errors import LocalProtocolError, MeshError
 from meshbook.formatting import format_bytes
+from meshbook.system.descriptors import open_above
 from meshbook.system.memory_files import create_memory_file, forbid_shrinking, is_memory_file, may_be_mapped
 from meshbook.system.mmap import Bytes, map_fd
 from meshbook.values.lent_memory import Loan
@@ -242,7 +243,8 @@ def _open(ref: SegmentRef) -> int:
     path = f"/proc/{ref.pid}/fd/{ref.fd}"
     if not is_memory_file(path, _name(ref.pid)):
         raise FileNotFoundError  # the owner has closed it, and the number means something else by now
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # enough for a private mapping, and no way to spoil it
+    # Enough for a private mapping, and no way to spoil it.
+    return open_above(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _explain(ref: SegmentRef, error: OSError) -> str:

@@ -112,7 +112,7 @@ def refuse_connections() -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise ConnectionRefusedError
 
-    socket.create_connection = refuse
+    tcp.connect_to = refuse
 
 
 def test_where_no_connection_can_be_made_it_goes_by_mail(mesh2x2: ProcMesh) -> None:
@@ -120,14 +120,14 @@ def test_where_no_connection_can_be_made_it_goes_by_mail(mesh2x2: ProcMesh) -> N
     buffer = owner.make.call_one(BIG, 1.5).get(20)
     mesh2x2.execute(say_unreachable, set()).get(20)
     first = mesh2x2.slice(hosts=0, gpus=0)
-    first.run("import socket; kept = socket.create_connection").get(20)
+    first.run("from meshbook.actor.buffers import tcp; kept = tcp.connect_to").get(20)
     first.execute(refuse_connections).get(20)
     try:
         assert reader.read.call_one(buffer).get(30) == (1.5, 1.5, 1.5)
         found = mesh2x2.execute(lambda: list(transfer._unreachable)).get(20).values()
         assert found == [[], [], [], [buffer._target.spot.memory]]
     finally:
-        first.run("socket.create_connection = kept").get(20)
+        first.run("tcp.connect_to = kept").get(20)
         mesh2x2.execute(say_unreachable, set()).get(20)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from collector import Collector
 
 from meshbook import ProcMesh, this_host
+from meshbook.actor import Actor, endpoint
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,15 @@ def _run(mesh: ProcMesh, code: str) -> tuple[str, str]:
     collector = Collector()
     mesh.start_cell(code, on_output=collector).future.get(60)
     return collector.text(0), collector.text(0, "stderr")
+
+
+class Loop(Actor):
+    """An actor with an event loop."""
+
+    @endpoint
+    async def numbers(self) -> list[int]:
+        loop: Any = asyncio.get_running_loop()
+        return [loop._selector.fileno(), loop._ssock.fileno(), loop._csock.fileno()]
 
 
 PRINTS = "import os, sys; print('out'); print('err', file=sys.stderr); os.system('echo child; echo bad >&2'); x = 1"
@@ -90,3 +101,14 @@ def test_a_full_pipe_that_a_child_made_non_blocking_costs_neither_rank_nor_text(
     for _ in range(5):  # each cell marks a pipe that is full of the one before
         _run(one, f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {unblock!r}])\nprint('x' * 300_000)")
     assert one.run("import os; os.get_blocking(1)").get(30).values() == [False]
+
+
+def test_stdin_that_a_cell_closes_is_open_again_in_the_next(one: ProcMesh) -> None:
+    _run(one, "import os; os.close(0)")
+    assert one.run("os.read(0, 1)").get(30).values() == [b""]
+
+
+def test_an_event_loop_of_an_actor_does_not_take_the_place_of_stdout(one: ProcMesh) -> None:
+    one.run("import os; os.close(1); held = __import__('time').sleep(0.3)")
+    loops = one.spawn("loops", Loop)
+    assert all(min(numbers) > 2 for numbers in loops.numbers.call().get(30).values())

@@ -23,6 +23,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from meshbook.system.descriptors import open_above
 from meshbook.system.memory_files import create_memory_file, is_memory_file
 from meshbook.system.processes import let_peers_read, memory_name
 
@@ -82,7 +83,7 @@ class LiveTable:
     def drop(self, slot: int, *, wait: bool = False) -> bool:
         """Let nobody begin any more; whether nobody is at it any more. wait: come back only then."""
         os.pwrite(self.fd, _DROPPED, slot)
-        own = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        own = open_above(lambda: os.open(self._path, os.O_RDWR | os.O_CLOEXEC))
         try:
             return _lock(own, fcntl.F_WRLCK, slot, wait=wait)
         finally:
@@ -100,7 +101,7 @@ def access(spot: RemoteAddress) -> Iterator[None]:
     path = f"/proc/{spot.pid}/fd/{spot.fd}"
     name = _guard_name(spot.token)
     try:
-        guard = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        guard = open_above(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as error:
         raise NotDirect from error
     try:

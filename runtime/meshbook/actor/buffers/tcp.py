@@ -17,13 +17,15 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from meshbook.errors import MeshError
-from meshbook.system.processes import family_of, own_address
+from meshbook.system.descriptors import above_standard, open_above
+from meshbook.system.processes import connect_to, family_of, own_address
 
 PIECE_BYTES = 1 << 20
 LOOK_S = 0.01
@@ -59,7 +61,7 @@ class BufferListener:
 
     def __init__(self) -> None:
         own = own_address()
-        self._sock = socket.socket(family_of(own), socket.SOCK_STREAM)
+        self._sock = open_above(lambda: socket.socket(family_of(own), socket.SOCK_STREAM))
         try:
             self._sock.bind((own, 0))
             self._sock.listen(2)
@@ -67,6 +69,8 @@ class BufferListener:
             self._sock.close()
             raise
         self._sock.settimeout(LOOK_S)
+        self._knocks = select.poll()
+        self._knocks.register(self._sock, select.POLLIN)
         address, port = self._sock.getsockname()[:2]
         self.door = Rendezvous(address, port, secrets.token_bytes(32))
 
@@ -74,8 +78,11 @@ class BufferListener:
         """Wait for the owner. look: called again and again with the bytes done; what it raises ends the wait."""
         while True:
             look(0)
+            if not self._knocks.poll(LOOK_S * 1000):
+                continue
             with contextlib.suppress(TimeoutError):
-                connection, _ = self._sock.accept()
+                with above_standard():
+                    connection, _ = self._sock.accept()
                 if self._is_owner(connection):
                     connection.settimeout(LOOK_S)
                     return connection
@@ -99,7 +106,7 @@ class BufferListener:
 def connect(door: Rendezvous) -> socket.socket:
     """The owner's side. Raises: OSError, StreamError."""
     try:
-        connection = socket.create_connection((door.address, door.port), timeout=CONNECT_S)
+        connection = connect_to((door.address, door.port), CONNECT_S)
     except OSError as error:
         raise UnreachableError(f"{door.address} cannot be reached: {error}") from error
     try:

@@ -1,0 +1,108 @@
+"""Descriptors 0, 1 and 2 belong to user code; what a rank opens for itself has a higher number.
+
+Linux gives the lowest number that is free. So when user code closes its stdout, the next file of another thread of ours
+would become that stdout: text would go into it, and leading the stream back to its pipe would take the file away from
+whoever has opened it.
+
+    open_above, above_standard     how the runtime opens anything in a rank while user code may run
+    fill, replace                  how a stream gets its pipe back
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
+
+from meshbook.concurrency import forks
+
+FIRST = 3
+"""The lowest number that is the runtime's."""
+
+
+_lock = threading.RLock()
+"""Reentrant, since a signal's handler may print."""
+
+
+class _File(Protocol):
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+Opened = TypeVar("Opened", bound="int | _File")
+
+
+def open_above(open: Callable[[], Opened]) -> Opened:
+    """Return what ``open`` opens (a descriptor, or an object that has one), with a number of `FIRST` or more.
+
+    open: called again for each lower number that it gets; it leaves nothing but its descriptor behind.
+    Raises: what it raises.
+    """
+    with above_standard(), contextlib.ExitStack() as low:
+        while _number(opened := open()) < FIRST:  # user code on another thread has closed it just now
+            low.callback(_close, opened)
+        return opened
+
+
+@contextlib.contextmanager
+def above_standard() -> Iterator[None]:
+    """What is opened in this block has such a number too: for code that opens several files, or none of ours.
+
+    Lower numbers are taken meanwhile, by what takes no text: nothing is printed into a file of ours. To be short.
+    """
+    with _lock, contextlib.ExitStack() as low:
+        if not all(map(_is_open, range(FIRST))):
+            while (fd := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < FIRST:
+                low.callback(_close, fd)
+            os.close(fd)
+        yield
+
+
+def fill(fd: int, source: int) -> bool:
+    """Make ``fd`` another descriptor of what ``source`` leads to, if it is closed; whether it was.
+
+    In one step, so that nothing that is opened meanwhile is replaced.
+    """
+    got = fcntl.fcntl(source, fcntl.F_DUPFD, fd)
+    if got != fd:
+        os.close(got)
+    return got == fd
+
+
+def replace(fd: int, source: int) -> None:
+    """Make ``fd``, which user code has led elsewhere, another descriptor of what ``source`` leads to."""
+    with _lock:
+        os.dup2(source, fd)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_GETFD)
+    except OSError:
+        return False
+    return True
+
+
+def _number(opened: int | _File) -> int:
+    return opened if isinstance(opened, int) else opened.fileno()
+
+
+def _close(opened: int | _File) -> None:
+    with contextlib.suppress(OSError):  # user code that closes its stdout twice has closed it
+        if isinstance(opened, int):
+            os.close(opened)
+        else:
+            opened.close()
+
+
+def _renew() -> None:
+    """In a fork, which may have copied it held by another thread."""
+    global _lock
+    _lock = threading.RLock()
+
+
+forks.at_fork(in_child=_renew)
