@@ -13,6 +13,7 @@ from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor.this_worker import this_worker
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.calls.request import CallRequest
 from meshbook.shape.members import Members
 from meshbook.values.pickling import dumps
 from meshbook.wire.messages import OK, Call
@@ -39,7 +40,8 @@ def run(settings: Settings) -> Iterator[Figure]:
         body = dumps(((), {}), what="nothing")
 
         def mail() -> None:
-            here._controller.call(here._mesh, "", first.members, body, what="mail", mailbox=MAILBOX).get(TIMEOUT_S)
+            request = CallRequest("", first.members, body, "mail", mailbox=MAILBOX)
+            here._controller.call(here._mesh, request).get(TIMEOUT_S)
 
         samples = interleave(
             {"main thread": lambda: no_op(first).get(TIMEOUT_S), "mailbox": mail},
@@ -82,7 +84,7 @@ def round_trips(mesh_id: int, callee: Members, count: int) -> list[float]:
     times = []
     for index in range(count + 50):
         started = time.perf_counter()
-        mail.call(mesh_id, callee, MAILBOX, "", body, what="mail").get(TIMEOUT_S)
+        mail.call(CallRequest("", callee, body, "mail", mesh_id, MAILBOX)).get(TIMEOUT_S)
         if index >= 50:
             times.append(time.perf_counter() - started)
     return times
@@ -92,12 +94,11 @@ def many(mesh_id: int, callee: Members, answered: bool) -> float:
     """How long `IN_FLIGHT` messages take until the last has come."""
     mail, body = _mail(), dumps(((), {}), what="nothing")
     started = time.perf_counter()
-    if answered:
-        futures = [mail.call(mesh_id, callee, MAILBOX, "", body, what="mail") for _ in range(IN_FLIGHT)]
-    else:
+    if not answered:
         for _ in range(IN_FLIGHT - 1):
-            mail.post(mesh_id, callee, MAILBOX, "", body)
-        futures = [mail.call(mesh_id, callee, MAILBOX, "", body, what="mail")]
+            mail.call(CallRequest("", callee, body, "mail", mesh_id, MAILBOX, reply=False))
+    count = IN_FLIGHT if answered else 1
+    futures = [mail.call(CallRequest("", callee, body, "mail", mesh_id, MAILBOX)) for _ in range(count)]
     for future in futures:
         future.get(TIMEOUT_S)
     return time.perf_counter() - started

@@ -15,8 +15,9 @@ import numpy as np
 from meshbook import ProcMesh
 from meshbook.actor.this_worker import this_worker
 from meshbook.calls.answer import Outcome
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, ReplyTo
+from meshbook.calls.request import CallRequest
 from meshbook.shape.members import Members
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
@@ -152,12 +153,14 @@ class There(NamedTuple):
     def on(self, *ranks: int) -> There:
         return self._replace(members=self.members.select(ranks))
 
-    def call(self, endpoint: str, *args: Any) -> CallFuture[Any]:
+    def call(self, endpoint: str, *args: Any, reply: bool = True) -> RequestFuture[Any]:
         body = dumps((args, {}), what=endpoint)
-        return worker().mail.call(self.mesh, self.members, self.mailbox, endpoint, body, what=endpoint)
+        return worker().mail.call(
+            CallRequest(endpoint, self.members, body, endpoint, self.mesh, self.mailbox, reply=reply)
+        )
 
     def post(self, endpoint: str, *args: Any) -> None:
-        worker().mail.post(self.mesh, self.members, self.mailbox, endpoint, dumps((args, {}), what=endpoint))
+        self.call(endpoint, *args, reply=False)
 
 
 def ask(there: There, endpoint: str, *args: Any, timeout: float = 20) -> dict[int, Any]:

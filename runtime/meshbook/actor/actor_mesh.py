@@ -20,6 +20,7 @@ from meshbook.actor.reload import RELOAD, newest_class, refusal
 from meshbook.actor.router import DESK, READY, STOP, WATCH, Address, Router
 from meshbook.actor.signatures import check_construction, describe_class
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.errors import (
@@ -205,11 +206,11 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     except SerializationError:  # once more, to say which argument it was
         pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
     owner = router.supervisor
-    spawned = router.call(
-        mesh, members, DESK, f"{group.mailbox}:{router.session}:{name}", pickled,
-        what=f"{cls.__qualname__}()", fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
-        generation=generation,
+    request = CallRequest(
+        f"{group.mailbox}:{router.session}:{name}", members, pickled, f"{cls.__qualname__}()", mesh, DESK,
+        generation, fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
     )  # fmt: skip
+    spawned = router.call(request)
     group.initialized = ActorFuture(spawned, _nothing, name, INIT)
     keep_group(group)
     if router.place.mesh and owner is not None:  # an actor: nobody else tells it

@@ -77,7 +77,7 @@ class ActorEndpoint:
         return self._group.find(self._members)
 
     def _post(self, to: Address, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
-        self._group.post(to, self._info.name, self._pack(view, args, kwargs, port))
+        self._group.call(to, self._info.name, self._pack(view, args, kwargs, port), reply=False)
 
     def _call(self, to: Address, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
         group, name = self._group, self._info.name

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from meshbook.actor.context import context
 from meshbook.actor.errors import ActorError, ActorLostError, ActorStoppedError, ProcsStoppedError, SupervisionError
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import RequestFuture
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, Failure, MailboxClosed, MeshDetachedError, MeshStoppedError, WorkerLost
 from meshbook.shape.value_mesh import ValueMesh
@@ -45,10 +45,10 @@ def _restarted(closed: list[Failure]) -> tuple[int, ...]:
 
 
 class ActorFuture(Future[T], Generic[T]):
-    """The outcome of a call, made of its `CallFuture` by ``make``, on the thread that asks for it."""
+    """The outcome of a call, made of its `RequestFuture` by ``make``, on the thread that asks for it."""
 
     def __init__(
-        self, source: CallFuture[ValueMesh[Any]], make: Callable[[ValueMesh[Any]], T], actor: str, endpoint: str
+        self, source: RequestFuture[ValueMesh[Any]], make: Callable[[ValueMesh[Any]], T], actor: str, endpoint: str
     ) -> None:
         super().__init__(on_cancel=source.cancel)
         self._source, self._make, self._names = source, make, (actor, endpoint)
@@ -95,9 +95,9 @@ class Stream(Generic[T]):
         self._parts: list[_Part[T]] = [_Part(self) for _ in range(count)]
         self._come = 0
         self._given = 0
-        self.source: CallFuture[ValueMesh[T]] | None = None
+        self.source: RequestFuture[ValueMesh[T]] | None = None
 
-    def begin(self, source: CallFuture[ValueMesh[T]]) -> None:
+    def begin(self, source: RequestFuture[ValueMesh[T]]) -> None:
         """The call has been made."""
         self.source = source
         source.add_done_callback(self._on_end)
@@ -157,10 +157,10 @@ class _Part(Future[T], Generic[T]):
         """Wait for it. An interrupt reaches all actors that have not answered."""
         try:
             super().get(timeout)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as pressed:
             if self._stream.source is None:
                 raise
-            raise self._stream.source.interrupt() from None
+            raise self._stream.source.on_interrupt(pressed) from None
         return self._stream.value_of(self)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

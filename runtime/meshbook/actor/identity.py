@@ -9,7 +9,8 @@ from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedE
 from meshbook.actor.router import Address, Router, router_for
 from meshbook.actor.signatures import ActorClass
 from meshbook.actor.supervision import MeshFailure, join_failures
-from meshbook.calls.call import CallFuture, OnReply
+from meshbook.calls.call import RequestFuture
+from meshbook.calls.request import CallRequest, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.shape.members import Members, Region
@@ -70,28 +71,22 @@ class ActorIdentity:
         endpoint: str,
         pickled: Pickled,
         *,
-        on_reply: OnReply | None = None,
+        reply: bool = True,
         fail_fast: bool = True,
-    ) -> CallFuture[Any]:
-        """Call an endpoint. Raises: ProcsStoppedError, ActorLostError where a process is known to have ended."""
-        what, info = f"{self.name}.{endpoint}", self.cls.endpoints.get(endpoint)
-        beside = info is None or info.concurrent or info.wants_port
-        try:
-            return self.router.call(
-                self.mesh, to.members, self.mailbox, endpoint, pickled, what=what, on_reply=on_reply,
-                fail_fast=fail_fast, beside=beside, generation=to.generation,
-            )  # fmt: skip
-        except MeshDetachedError:
-            raise
-        except MeshStoppedError:
-            raise ProcsStoppedError(self.mesh_name) from None
-        except WorkerLost as lost:
-            raise ActorLostError.of_worker(lost, self.name) from None
+        on_reply: OnReply | None = None,
+    ) -> RequestFuture[Any]:
+        """Call an endpoint; without a reply what fails is told to the owner.
 
-    def post(self, to: Address, endpoint: str, pickled: Pickled) -> None:
-        """Call an endpoint without an answer; what fails is told to the owner. Raises: as `call`."""
+        Raises: ProcsStoppedError, ActorLostError where a process is known to have ended.
+        """
+        info = self.cls.endpoints.get(endpoint)
+        request = CallRequest(
+            endpoint, to.members, pickled, f"{self.name}.{endpoint}", self.mesh, self.mailbox, to.generation,
+            fail_fast=fail_fast, beside=info is None or info.concurrent or info.wants_port, reply=reply,
+            on_reply=on_reply,
+        )  # fmt: skip
         try:
-            self.router.post(self.mesh, to.members, self.mailbox, endpoint, pickled, generation=to.generation)
+            return self.router.call(request)
         except MeshDetachedError:
             raise
         except MeshStoppedError:

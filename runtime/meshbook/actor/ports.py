@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from meshbook.actor.router import Place, Router, current_router, router_for
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import dumps, loads
@@ -51,8 +52,10 @@ class Port(Generic[R]):
             call = wire.Call(0, self._place.mesh, endpoint, (), mailbox=self._mailbox, reply=False)
             mailbox.handler(call, lambda: loads(head, buffers), _drop)
         else:
-            to = router.find(self._place.mesh, one_member(self._place.rank), self._place.generation)
-            router.post(self._place.mesh, to.members, self._mailbox, endpoint, pickled, generation=to.generation)
+            mesh, rank, generation = self._place
+            members, generation, _ = router.find(mesh, one_member(rank), generation)
+            what = "the value"
+            router.call(CallRequest(endpoint, members, pickled, what, mesh, self._mailbox, generation, reply=False))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Port, (self._session, tuple(self._place), self._mailbox)

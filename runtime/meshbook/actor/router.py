@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from meshbook.calls.call import CallFuture, OnReply
+from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import Mailboxes
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.errors import RanksLeft, UsageError
 from meshbook.shape.generations import AS_NOW, GONE, Moves, arranged_now, ranks_now
 from meshbook.shape.members import Members
-from meshbook.values.pickling import Pickled
 
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
@@ -101,30 +101,8 @@ class Router(Protocol):
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         """Where the processes are that are meant (`find_now`). Raises: RanksLeft, MeshStoppedError."""
 
-    def call(
-        self,
-        mesh: int,
-        members: Members,
-        mailbox: int,
-        endpoint: str,
-        pickled: Pickled,
-        *,
-        what: str,
-        on_reply: OnReply | None = None,
-        fail_fast: bool = True,
-        beside: bool = False,
-        generation: int = AS_NOW,
-    ) -> CallFuture[Any]:
-        """Call ``endpoint`` of a mailbox on every member. Raises: MeshStoppedError, WorkerLost.
-
-        beside: other messages may be handled while this one is. generation: of the members' ranks, as `find` gave it;
-        if they get other numbers meanwhile the call fails.
-        """
-
-    def post(
-        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
-    ) -> None:
-        """The same without an answer. Raises: MeshStoppedError, WorkerLost."""
+    def call(self, request: CallRequest) -> RequestFuture[Any]:
+        """Call a mailbox, with a generation as `find` gave it. Raises: MeshStoppedError, WorkerLost."""
 
     @property
     def supervisor(self) -> Port[Any] | None:

@@ -8,12 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from meshbook.calls.interrupt import Interrupter, describe_wait, interrupt
+from meshbook.calls.request import OnReply
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.errors import (
@@ -27,7 +29,7 @@ from meshbook.errors import (
     disagreeing,
 )
 from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase, advance
-from meshbook.shape.members import Members
+from meshbook.shape.members import Members, Region
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.values.pickling import loads
 from meshbook.wire import messages as wire
@@ -39,9 +41,6 @@ WAIT_NOTE_S = 1.5
 
 _decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str]).decode
 _NOTHING = object()
-
-OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
-"""Told as each rank ends: rank, whether all is well, seconds in all, what went wrong, seconds waited in collectives."""
 
 
 class Results(Mapping[int, Any]):
@@ -337,8 +336,60 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
         return Failure(reply.rank, "", "PeerProtocolError", f"what it raised cannot be read here: {error}", (), "")
 
 
+class RequestFuture(Future[T], Generic[T]):
+    """The future of a call in any process: an interrupt while waiting cancels the call, a timeout names silent ranks.
+
+    cancel: asks for the end of the call of that id. open_call: makes the call of which this is the future.
+    """
+
+    name_in_chain = 0
+    """As in `wire.Call.chain`."""
+
+    def __init__(self, cancel: Callable[[int], object], open_call: Callable[[Future[Any]], OpenCall]) -> None:
+        super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
+        self._cancel_call, self.call = cancel, open_call(self)
+        self._timeout_s: float | None = None
+        """What the caller of `get` asked for; a part of it is waited elsewhere."""
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for all ranks and return their values.
+
+        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout; KeyboardInterrupt, at once.
+        """
+        self._timeout_s = timeout
+        try:
+            if not self.done():
+                timeout = self._serve(timeout)
+            return super().get(timeout)
+        except CallInterrupted:
+            raise
+        except KeyboardInterrupt as pressed:
+            raise self.on_interrupt(pressed) from None
+
+    def _serve(self, timeout: float | None) -> float | None:
+        """Do what only a thread that waits can do; returns what is left of the timeout."""
+        return timeout
+
+    def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
+        """Pass an interrupt of a wait on to the ranks; returns what the wait raises."""
+        self.cancel()
+        return pressed
+
+    def _cancel(self) -> None:
+        self._cancel_call(self.call.id)
+
+    def _timed_out(self, timeout_s: float) -> BaseException:
+        asked_s = timeout_s if self._timeout_s is None else self._timeout_s
+        return CallTimeout(self.call.what, asked_s, self.call.waiting, partial=self.call.results)
+
+
+SENT: RequestFuture[Any] = RequestFuture(lambda id: None, partial(OpenCall, 0, 0, "", Region.of({}), fail_fast=False))
+"""The future of every message that a worker sends and nobody answers: it is complete."""
+SENT.set_result(None)
+
+
 class CallControl(Interrupter, Protocol):
-    """What the future of a call needs of the controller."""
+    """What the future of a controller's call needs of it."""
 
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
@@ -350,35 +401,15 @@ class CallControl(Interrupter, Protocol):
         """Open it. Raises: KeyboardInterrupt, LeftStopped."""
 
 
-class CallFuture(Future[T], Generic[T]):
-    """The future of a call: an interrupt while waiting reaches the ranks, a timeout names the silent ones."""
+class CallFuture(RequestFuture[T], Generic[T]):
+    """The future of a controller's call: who waits for it serves the sockets, and interrupts its ranks in stages.
 
-    name_in_chain = 0
-    """As in `wire.Call.chain`."""
+    Waiting raises CallInterrupted if the person interrupts.
+    """
 
     def __init__(self, control: CallControl, open_call: Callable[[Future[Any]], OpenCall]) -> None:
-        """open_call: makes the call of which this is the future."""
-        super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
-        self._control, self.call = control, open_call(self)
-        self._timeout_s: float | None = None
-        """What the caller of `get` asked for; a part of it is waited elsewhere."""
-
-    def get(self, timeout: float | None = None) -> T:
-        """Wait for all ranks and return their values.
-
-        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout, and CallInterrupted if the person interrupts.
-        """
-        self._timeout_s = timeout
-        try:
-            if not self.done():
-                if self._generation != forks.generation:
-                    forks.refuse_inherited(self._generation)
-                timeout = self._wait_in_turn(timeout)
-            return super().get(timeout)
-        except CallInterrupted:
-            raise
-        except KeyboardInterrupt:
-            raise self.interrupt() from None
+        super().__init__(control.cancel, open_call)
+        self._control = control
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait without blocking the running asyncio loop; an interrupt reaches the ranks, as with `get`.
@@ -389,9 +420,9 @@ class CallFuture(Future[T], Generic[T]):
         try:
             return (yield from super().__await__())
         except BaseException as error:
-            from meshbook.concurrency.asyncio_interrupts import in_a_cell, pressed_lately
+            from meshbook.concurrency.asyncio_interrupts import in_a_cell, is_interrupt  # who awaits has asyncio
 
-            if type(error).__name__ != "CancelledError" or not pressed_lately():
+            if not is_interrupt(error):
                 raise
             interrupted = self.interrupt()
             if not in_a_cell():
@@ -413,8 +444,12 @@ class CallFuture(Future[T], Generic[T]):
         """Whom the call waits behind, ``rank 3 is still in cell 7: ...``; empty when it runs everywhere."""
         return describe_wait(self._control, self.call)
 
-    def _wait_in_turn(self, timeout: float | None) -> float | None:
-        """Serve the sockets while waiting; returns what is left of the timeout."""
+    def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
+        return self.interrupt()
+
+    def _serve(self, timeout: float | None) -> float | None:
+        """Serve the sockets while waiting."""
+        forks.refuse_inherited(self._generation)
         started = time.monotonic()
         if timeout is None or timeout > WAIT_NOTE_S:
             started += self._drive(WAIT_NOTE_S)
@@ -447,10 +482,3 @@ class CallFuture(Future[T], Generic[T]):
         self.call.when_ended(ended.set)
         self._control.cancel(self.call.id)
         ended.wait(timeout_s)
-
-    def _cancel(self) -> None:
-        self._control.cancel(self.call.id)
-
-    def _timed_out(self, timeout_s: float) -> BaseException:
-        asked_s = timeout_s if self._timeout_s is None else self._timeout_s
-        return CallTimeout(self.call.what, asked_s, self.call.waiting, partial=self.call.results)

@@ -3,7 +3,7 @@
 Whoever runs the event loop handles SIGINT by cancelling the task of the cell (ipykernel, `asyncio.run`). A handler in
 Python does not wake an event loop that sleeps, so the cancellation would come when something else happens: seconds
 later, or never. While a future is awaited on the main thread our handler stands before the other one: it notes the
-press, lets the other do its work, and wakes the loop. `pressed_lately` then tells an interrupt from any other cancel.
+press, lets the other do its work, and wakes the loop. `is_interrupt` then tells an interrupt from any other cancel.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def interruptible() -> Iterator[None]:
         _watch.end()
 
 
-def pressed_lately() -> bool:
-    """Whether the person interrupted a moment ago, while something was awaited."""
-    return time.monotonic() - _watch.pressed_at < LATELY_S
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a task was cancelled because the person interrupted a moment ago, while something was awaited."""
+    return isinstance(error, asyncio.CancelledError) and time.monotonic() - _watch.pressed_at < LATELY_S
 
 
 def in_a_cell() -> bool:

@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from meshbook.calls.call import CallFuture, OnReply, OpenCall
+from meshbook.calls.call import CallFuture, OpenCall
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, StatusAnswer, Unresponsive, no_reactions
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt
@@ -34,7 +35,6 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.io_turns import SocketTurn
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.pending_workers import PendingWorkers
-from meshbook.controller.posting import post
 from meshbook.controller.queries import look
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.stacks import StackQuestion, collect_stacks
@@ -46,7 +46,6 @@ from meshbook.sessions.folder import SavedHost, SavedMesh, SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.system.processes import in_endpoint, loopback_address
-from meshbook.values.pickling import Pickled
 from meshbook.wire import messages as wire
 from meshbook.wire.link import check_message
 from meshbook.wire.ticket import Ticket
@@ -282,56 +281,47 @@ class Controller:
         self.submit(ask, pending_workers.give_up)
         return pending_workers
 
-    def call(
-        self,
-        mesh: MeshState,
-        endpoint: str,
-        members: Members,
-        pickled: Pickled,
-        *,
-        what: str,
-        output: OutputTarget | None = None,
-        on_reply: OnReply | None = None,
-        fail_fast: bool = True,
-        mailbox: int = 0,
-        beside: bool = False,
-    ) -> CallFuture[Any]:
-        """Start a call on ``members``; the future's value is a ValueMesh over them.
+    def call(self, mesh: MeshState, request: CallRequest, output: OutputTarget | None = None) -> CallFuture[Any]:
+        """Start a call on members of ``mesh``; the future's value is a ValueMesh over them.
 
-        output: where to send what the call prints; our own stdout by default. fail_fast: complete at the first failure
-        rather than when every rank has ended. mailbox: as in `wire.Call`. beside: as in `OpenCall`.
+        output: where to send what the call prints; our own stdout by default.
         Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         mesh.check_usable()
-        generation, what = mesh.generation, str(what)[:WHAT_MAX_CHARS]
+        generation, what, members = mesh.generation, str(request.what)[:WHAT_MAX_CHARS], request.members
         self.wait_for_room()
         future: CallFuture[Any] = CallFuture(self, functools.partial(
-            OpenCall, self.next_id(), mesh.id, what, members,
-            fail_fast=fail_fast, on_reply=on_reply, mailbox=mailbox, beside=beside, output=output.id if output else 0,
+            OpenCall, self.next_id(), mesh.id, what, members, fail_fast=request.fail_fast, on_reply=request.on_reply,
+            mailbox=request.mailbox, beside=request.beside, output=output.id if output else 0,
         ))  # fmt: skip
         call = future.call
         if lost := call.waiting & mesh.lost.keys():
             raise WorkerLost.of(mesh.lost[rank] for rank in lost)
-        head, buffers = pickled
+        head, buffers = request.pickled
         small = len(head) <= wire.INLINE_MAX_BYTES
         message = wire.Call(
-            call.id, mesh.id, endpoint, members.encode(), call.output,
-            inline=head if small else b"", label=what, no_prompt=self.front_end.refusal(),
-mailbox=mailbox,
+            call.id, mesh.id, request.endpoint, members.encode(), call.output,
+            inline=head if small else b"", label=what if request.reply else "", mailbox=request.mailbox,
+            reply=request.reply, no_prompt=self.front_end.refusal(),
         )  # fmt: skip
         payload = [] if small else [head]
 
         def send() -> None:
             if mesh.generation != generation:
                 call.give_up(stale_view(mesh))
+            elif not request.reply:
+                self._dispatcher.mail_rescue_of(mesh).send(request.mailbox, members, lambda: transmit(reachable()))
             elif (hosts := self._dispatcher.open(mesh, call, output)) is None:
                 return
-            elif mailbox:
-                self._dispatcher.mail_rescue_of(mesh).send(mailbox, members, lambda: transmit(hosts), call)
+            elif request.mailbox:
+                self._dispatcher.mail_rescue_of(mesh).send(request.mailbox, members, lambda: transmit(hosts), call)
             else:
                 self._dispatcher.groups_of(mesh).send(call, lambda: transmit_later(hosts))
+
+        def reachable() -> list[HostState]:  # it may have queued until the mesh ends
+            return [] if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED) else list(mesh.by_host(members.ranks()))
 
         def transmit(hosts: list[HostState]) -> None:
             if mesh.generation != generation:  # it queued while ranks got other numbers
@@ -350,12 +340,10 @@ mailbox=mailbox,
         segment = self.write_payload(buffers)
         if segment is not None:
             call.when_ended(functools.partial(self._dispatcher.payloads.drop, segment))  # unless it was sent
-        self.submit(send, fail)
+        self.submit(send, fail if request.reply else None)
+        if not request.reply:
+            future.set_result(None)
         return future
-
-    def post(self, mesh: MeshState, endpoint: str, members: Members, pickled: Pickled, mailbox: int) -> None:
-        """Send a message that nobody answers (`meshbook.controller.posting`). Raises: MeshStoppedError, WorkerLost."""
-        post(self, mesh, members, mailbox, endpoint, pickled)
 
     @property
     def mailboxes(self) -> Mailboxes:

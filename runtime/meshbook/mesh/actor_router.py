@@ -11,8 +11,9 @@ from meshbook.actor.identity import groups_on
 from meshbook.actor.ports import Port
 from meshbook.actor.router import ROOT, SUPERVISOR, Address, Place, find_now
 from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
-from meshbook.calls.call import CallFuture, OnReply
+from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import LoadArgs, Mailboxes, ReplyTo
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
@@ -23,7 +24,6 @@ from meshbook.mesh.actor_services import ControllerServices
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.generations import AS_NOW, ranks_now
 from meshbook.shape.members import Members, Region
-from meshbook.values.pickling import Pickled
 from meshbook.wire import messages as wire
 
 
@@ -79,39 +79,11 @@ class ControllerRouter:
     def new_mailbox(self) -> int:
         return self._controller.next_id()
 
-    def call(
-        self,
-        mesh: int,
-        members: Members,
-        mailbox: int,
-        endpoint: str,
-        pickled: Pickled,
-        *,
-        what: str,
-        on_reply: OnReply | None = None,
-        fail_fast: bool = True,
-        beside: bool = False,
-        generation: int = AS_NOW,
-    ) -> CallFuture[Any]:
-        known = self._find(mesh, generation)
-        source = self._controller.front_end.output_source
-        return self._controller.call(
-            known,
-            endpoint,
-            members,
-            pickled,
-            what=what,
-            output=source(ProcMesh(self._controller, known, Region.of(known.extent))) if source else None,
-            on_reply=on_reply,
-            fail_fast=fail_fast,
-            mailbox=mailbox,
-            beside=beside,
-        )
-
-    def post(
-        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
-    ) -> None:
-        self._controller.post(self._find(mesh, generation), endpoint, members, pickled, mailbox)
+    def call(self, request: CallRequest) -> RequestFuture[Any]:
+        mesh = self._find(request.mesh, request.generation)
+        source = self._controller.front_end.output_source if request.reply else None
+        output = source(ProcMesh(self._controller, mesh, Region.of(mesh.extent))) if source else None
+        return self._controller.call(mesh, request, output)
 
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         return find_now(self._find(mesh).moves, members, generation, partly=partly)

@@ -14,6 +14,7 @@ from meshbook.calls.call import CallFuture
 from meshbook.calls.interrupt import interrupt
 from meshbook.calls.output import OutputListener, OutputTarget
 from meshbook.calls.rank_state import State, StatusAnswer, Unresponsive
+from meshbook.calls.request import CallRequest
 from meshbook.calls.stopped import StoppedRanks
 from meshbook.concurrency.future import Future, MappedFuture, join_futures
 from meshbook.controller.controller import Controller
@@ -157,17 +158,11 @@ class ProcMesh(MeshView):
         """
         self._present()
         run = CellRun(self.new_output_id(), on_output)
-        future = self._controller.call(
-            self._mesh,
-            "run_cell",
-            self._members,
-            dumps(((code, cell_number, line_offset, forbid_collectives, debug_name, profile), {}), what="the cell"),
-            what=f"cell {cell_number}" if cell_number else "the cell",
-            output=OutputTarget(run.id, on_output),
-            on_reply=run.on_reply,
-            fail_fast=False,
-        )
-        run.attach(future)
+        what = f"cell {cell_number}" if cell_number else "the cell"
+        arguments = (code, cell_number, line_offset, forbid_collectives, debug_name, profile)
+        pickled = dumps((arguments, {}), what="the cell")
+        request = CallRequest("run_cell", self._members, pickled, what, fail_fast=False, on_reply=run.on_reply)
+        run.attach(self._controller.call(self._mesh, request, OutputTarget(run.id, on_output)))
         return run
 
     def execute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[ValueMesh[T]]:
@@ -341,15 +336,8 @@ class ProcMesh(MeshView):
         self._present()
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
         source = self._controller.front_end.output_source
-        return self._controller.call(
-            self._mesh,
-            endpoint,
-            self._members,
-            pickled,
-            what=what,
-            output=source(self) if source else None,
-            fail_fast=fail_fast,
-        )
+        request = CallRequest(endpoint, self._members, pickled, what, fail_fast=fail_fast)
+        return self._controller.call(self._mesh, request, source(self) if source else None)
 
     def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
         """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.

@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshbook.calls.answer import Outcome
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import RequestFuture
 from meshbook.calls.incoming import IncomingCall, refusal
 from meshbook.calls.mailboxes import Mailboxes
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
-from meshbook.errors import Failure
-from meshbook.shape.generations import AS_NOW
-from meshbook.shape.members import Members
-from meshbook.values.pickling import Pickled
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.worker.channel import AgentChannel
@@ -48,45 +45,11 @@ class WorkerMail:
         self._started = False
         self._generation = forks.generation
 
-    def call(
-        self,
-        mesh_id: int,
-        members: Members,
-        mailbox: int,
-        endpoint: str,
-        pickled: Pickled,
-        *,
-        what: str,
-        output: int = 0,
-        on_reply: Callable[[int, bool, float, Failure | None, float], None] | None = None,
-        fail_fast: bool = True,
-        chain: tuple[int, ...] = (),
-        generation: int = AS_NOW,
-    ) -> CallFuture[Any]:
-        """Call a mailbox (not 0) of ``members`` of any mesh of the session; as `Controller.call`, on any thread.
-
-        What the members print goes to ``output``. chain, generation: as in `wire.Call`.
-        A rank that is lost is told by the future.
-        """
-        self.start()
-        return self._calls.call(
-            mesh_id, members, mailbox, endpoint, pickled,
-            what=what, output=output, on_reply=on_reply, fail_fast=fail_fast, chain=chain, generation=generation,
-        )  # fmt: skip
-
-    def post(
-        self,
-        mesh_id: int,
-        members: Members,
-        mailbox: int,
-        endpoint: str,
-        pickled: Pickled,
-        *,
-        output: int = 0,
-        generation: int = AS_NOW,
-    ) -> None:
-        """Send a message that nobody answers; whoever ends before it has come there does not get it."""
-        self._calls.post(mesh_id, members, mailbox, endpoint, pickled, output=output, generation=generation)
+    def call(self, request: CallRequest, *, output: int = 0, chain: tuple[int, ...] = ()) -> RequestFuture[Any]:
+        """Call a mailbox of any mesh of the session, as `MailCalls.call` does; its future tells of lost ranks."""
+        if request.reply:
+            self.start()
+        return self._calls.call(request, output=output, chain=chain)
 
     def start(self) -> None:
         """Read the mail from now on. From any thread, any number of times."""

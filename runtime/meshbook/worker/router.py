@@ -14,12 +14,12 @@ from meshbook.actor.futures import ActorFuture, only_value
 from meshbook.actor.ports import Port, one_member
 from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.router import FIRST_OF_RANKS, ROOT, Address, Place, find_now
-from meshbook.calls.call import CallFuture, OnReply
+from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import Mailboxes
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
-from meshbook.shape.generations import AS_NOW
 from meshbook.shape.members import Members
-from meshbook.values.pickling import Pickled, dumps
+from meshbook.values.pickling import dumps
 
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
@@ -55,44 +55,16 @@ class WorkerRouter:
     def new_mailbox(self) -> int:
         return next(self._ids)
 
-    def call(
-        self,
-        mesh: int,
-        members: Members,
-        mailbox: int,
-        endpoint: str,
-        pickled: Pickled,
-        *,
-        what: str,
-        on_reply: OnReply | None = None,
-        fail_fast: bool = True,
-        beside: bool = False,
-        generation: int = AS_NOW,
-    ) -> CallFuture[Any]:
+    def call(self, request: CallRequest) -> RequestFuture[Any]:
+        mail, output = self._worker.mail, self._worker.shell.output_here
+        if not request.reply:
+            return mail.call(request, output=output)
         name, chain = random.getrandbits(62), context().chain
         if len(chain) >= MAX_CHAIN:
-            raise CallsTooDeepError(what, len(chain))
-        future = self._worker.mail.call(
-            mesh,
-            members,
-            mailbox,
-            endpoint,
-            pickled,
-            what=what,
-            output=self._worker.shell.output_here,
-            on_reply=on_reply,
-            fail_fast=fail_fast,
-            chain=(*chain, name),
-            generation=generation,
-        )
+            raise CallsTooDeepError(request.what, len(chain))
+        future = mail.call(request, output=output, chain=(*chain, name))
         future.name_in_chain = name
         return future
-
-    def post(
-        self, mesh: int, members: Members, mailbox: int, endpoint: str, pickled: Pickled, *, generation: int = AS_NOW
-    ) -> None:
-        output = self._worker.shell.output_here
-        self._worker.mail.post(mesh, members, mailbox, endpoint, pickled, output=output, generation=generation)
 
     @property
     def supervisor(self) -> Port[Any] | None:
@@ -111,7 +83,8 @@ class WorkerRouter:
     def _ask(self, endpoint: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Future[Any]:
         """Ask the process that drives the meshes."""
         what = f"{name}.{endpoint}"
-        source = self.call(0, one_member(0), ROOT, endpoint, dumps((args, dict(kwargs)), what=what), what=what)
+        pickled = dumps((args, dict(kwargs)), what=what)
+        source = self.call(CallRequest(endpoint, one_member(0), pickled, what, mailbox=ROOT))
         return ActorFuture(source, only_value, name, endpoint)
 
     def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> ProcRef:

@@ -14,6 +14,7 @@ from patience import wait_until
 from meshbook import ProcMesh, this_host
 from meshbook.actor import ActorError, SupervisionError, get_or_spawn_controller
 from meshbook.actor.errors import ActorsLeftError
+from meshbook.calls.request import CallRequest
 from meshbook.errors import LayoutError, RanksLeft
 from meshbook.shape.generations import GONE, ranks_now, step_of
 from meshbook.shape.members import Members, Region
@@ -101,7 +102,7 @@ def test_a_call_to_ranks_that_are_no_more_is_answered_at_once(mesh3: ProcMesh) -
     outside: Members = Region.build(7, [])
     began = time.monotonic()
     with pytest.raises(LayoutError):
-        mesh3._controller.call(mesh, "run_cell", outside, dumps(((), {}), what="nobody"), what="nobody").get(20)
+        mesh3._controller.call(mesh, CallRequest("run_cell", outside, dumps(((), {}), what="nobody"), "nobody")).get(20)
     assert time.monotonic() - began < 10
     assert mesh3._controller.open_calls(mesh.id) == []
 

@@ -13,6 +13,7 @@ from patience import wait_until
 
 from meshbook import ProcMesh
 from meshbook.calls.call import CallFuture
+from meshbook.calls.request import CallRequest
 from meshbook.errors import CallFailed, CallInterrupted, CallTimeout, WorkerLost
 from meshbook.values.pickling import dumps
 
@@ -29,19 +30,15 @@ class Desks:
 
     def call(self, endpoint: str, *args: Any, mesh: ProcMesh | None = None, mailbox: int = 0) -> CallFuture[Any]:
         mesh = mesh or self.mesh
-        return mesh._controller.call(
-            mesh._mesh,
-            endpoint,
-            mesh.members,
-            dumps((args, {}), what=endpoint),
-            what=endpoint,
-            mailbox=mailbox or self.mailbox,
-        )
+        body = dumps((args, {}), what=endpoint)
+        request = CallRequest(endpoint, mesh.members, body, endpoint, mailbox=mailbox or self.mailbox)
+        return mesh._controller.call(mesh._mesh, request)
 
     def post(self, endpoint: str, *args: Any, mesh: ProcMesh | None = None) -> None:
         mesh = mesh or self.mesh
         body = dumps((args, {}), what=endpoint)
-        mesh._controller.post(mesh._mesh, endpoint, mesh.members, body, self.mailbox)
+        request = CallRequest(endpoint, mesh.members, body, endpoint, mailbox=self.mailbox, reply=False)
+        mesh._controller.call(mesh._mesh, request)
 
 
 def lent_by(mesh: ProcMesh) -> set[int]:

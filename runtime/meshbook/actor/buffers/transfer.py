@@ -16,7 +16,8 @@ from meshbook.actor.buffers.tcp import BufferListener, StreamError, UnreachableE
 from meshbook.actor.errors import ActorLostError, BufferDroppedError
 from meshbook.actor.ports import one_member
 from meshbook.actor.router import Place, router_for
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import RequestFuture
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
 from meshbook.formatting import format_bytes
@@ -178,7 +179,7 @@ class Transfer:
                 return not (broken and self._kind == READ)  # the owner knows what it has sent, not what has come
         return False
 
-    def _stream(self, listener: BufferListener, future: CallFuture[Any]) -> None:
+    def _stream(self, listener: BufferListener, future: RequestFuture[Any]) -> None:
         """Raises: OSError, StreamError, and what `finish` does once the owner has failed."""
 
         def look(done: int) -> None:
@@ -193,7 +194,7 @@ class Transfer:
     def _by_mail(self) -> None:
         """In pieces, several under way at once. An empty one asks whether the buffer is there."""
         pieces = deque(range(0, max(self.size_bytes, 1), PIECE_BYTES))
-        asked: deque[tuple[int, int, CallFuture[Any]]] = deque()
+        asked: deque[tuple[int, int, RequestFuture[Any]]] = deque()
         while pieces or asked:
             while pieces and len(asked) < UNDER_WAY:
                 offset = pieces.popleft()
@@ -215,21 +216,19 @@ def ask(target: TransferTarget, endpoint: str, args: tuple[Any, ...], timeout_s:
     return finish(target, begin(target, endpoint, args), timeout_s)
 
 
-def begin(target: TransferTarget, endpoint: str, args: tuple[Any, ...]) -> CallFuture[Any]:
+def begin(target: TransferTarget, endpoint: str, args: tuple[Any, ...]) -> RequestFuture[Any]:
     """Ask the owner for something; `finish` waits for it."""
     what = f"{endpoint} of {target.name}"
     pickled = dumps((args, {}), what=what)
     try:
         router, place = router_for(target.session), target.place
         to = router.find(place.mesh, one_member(place.rank), place.generation)
-        return router.call(
-            place.mesh, to.members, target.mailbox, endpoint, pickled, what=what, generation=to.generation
-        )
+        return router.call(CallRequest(endpoint, to.members, pickled, what, place.mesh, target.mailbox, to.generation))
     except WorkerLost as lost:
         raise ActorLostError.of_worker(lost, "") from None
 
 
-def finish(target: TransferTarget, future: CallFuture[Any], timeout_s: float | None) -> Any:
+def finish(target: TransferTarget, future: RequestFuture[Any], timeout_s: float | None) -> Any:
     """Wait for what was asked for. Raises: as `ask`."""
     try:
         return future.get(timeout_s).values()[0]
