@@ -23,7 +23,6 @@ class SilenceCause(enum.Enum):
     TRACED = "stopped by a debugger"
     UNINTERRUPTIBLE = "in uninterruptible I/O (state D): a disk or a network file system does not answer"
     HOLDS_GIL = "native code holds the GIL"
-    NOT_ASKED = "it has not answered"
 
 
 _BY_STATE = {
