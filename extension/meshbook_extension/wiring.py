@@ -13,7 +13,7 @@ from meshbook_extension.cells.jobs import Jobs
 from meshbook_extension.cells.prompt import CallPromptHandler
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
-from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE
+from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE, name_notebook_cells
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.reattach.auto_attach import AutoAttach
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
@@ -35,7 +35,7 @@ def open_session(shell: Any, earlier: Session | None) -> Session:
     calls, state_writer = CallOutput(session), StateWriter(session)
     for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session))):
         session.add_part(part)
-    set_advice(NOTEBOOK_ADVICE)
+    set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     set_output_source(calls.target)
     set_prompt_handler(CallPromptHandler(session))
     observe_unhandled(session.errors.note_unhandled)

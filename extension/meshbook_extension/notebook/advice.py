@@ -1,11 +1,12 @@
-"""What helps, in the words of a notebook: magics, and Python where an error comes of a Python call too.
-
-A module of its own because it is the notebook's one list of words, to be read beside `meshbook.errors.advice`.
-"""
+"""What helps, in the words of a notebook: magics, and Python where an error comes of a Python call too."""
 
 from __future__ import annotations
 
+import linecache
+import re
+
 from meshbook.errors.advice import Advice
+from meshbook.source.cells import number_of_input
 
 NOTEBOOK_ADVICE = Advice(
     heal="%mesh heal",
@@ -36,3 +37,19 @@ NOTEBOOK_ADVICE = Advice(
     ask="Ask in the notebook, and send the answer with: %mesh push NAME",
     cpu='--device cpu (device="cpu" in Python)',
 )
+
+_NOTEBOOK_FILE = re.compile(r"(\S*/ipykernel_\d+/\d+\.py)(?=, line \d)")
+"""What ipykernel calls the file of a cell, in the last words of a rank."""
+
+
+def name_notebook_cells(text: str) -> str:
+    """``/tmp/ipykernel_8/19.py, line 3`` in ``text`` as ``cell 7, line 3``, in the process of that notebook."""
+
+    def label(found: re.Match[str]) -> str:
+        source = "".join(linecache.getlines(found[1]))
+        if not source:
+            return found[0]
+        number = number_of_input(source)
+        return "a cell" if number is None else f"cell {number}"
+
+    return _NOTEBOOK_FILE.sub(label, text)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshbook.errors import CallFailed, Failure, UsageError, WorkerLost, group_failures
 from meshbook.formatting import name_ranks
+from meshbook_extension.notebook.advice import name_notebook_cells
 from meshbook_extension.output.failures import INTERRUPT, LOST
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class ErrorLog:
             self._note_deaths(mesh, "", [death for death in each if (mesh, death.rank) not in self._dead])
 
     def _note_deaths(self, mesh: str, what: str, deaths: Sequence[Any]) -> None:
-        lines = [(death, tuple(death.log_tail.splitlines())) for death in deaths]
+        lines = [(death, tuple(name_notebook_cells(death.log_tail).splitlines())) for death in deaths]
         self.note(mesh, what, [Failure(d.rank, d.host, LOST, d.cause, tail, "") for d, tail in lines])
 
     def all(self) -> list[LoggedError]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook.concurrency.background import SerialQueue
 from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
+from meshbook.errors.advice import name_cells
 from meshbook.formatting import name_ranks
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class MeshFailure:
             if self.is_of_init or group[0].ename == WorkerLost.__name__:
                 waited = ""
             lines.append(f"{self.what}{waited}: {_cause(group)}")
-            lines += [f"  {line}" for part in group[0].traceback for line in part.splitlines()]
+            lines += [f"  {line}" for part in group[0].traceback for line in name_cells(part).splitlines()]
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 from meshbook.errors.advice import advice
 from meshbook.errors.deaths import RankDeath, describe_deaths, next_steps
 from meshbook.formatting import did_you_mean, format_bytes, format_ranks, format_sizes, name_ranks
-from meshbook.source.cells import name_notebook_cells
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -404,7 +403,6 @@ class WorkerLost(CallError):
         *,
         partial: Mapping[int, Any] | None = None,
     ) -> None:
-        log_tail = name_notebook_cells(log_tail)
         self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
         self.others = tuple(RankDeath(*death) for death in others)
         super().__init__(rank, host, cause, log_tail, self.others, partial=partial)

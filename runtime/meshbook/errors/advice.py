@@ -6,6 +6,7 @@ it when they start, and again when another process takes their mesh over, since 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -47,6 +48,7 @@ class Advice(NamedTuple):
 
 
 _current = Advice()
+_name_cells: Callable[[str], str] = str
 
 
 def advice() -> Advice:
@@ -54,7 +56,12 @@ def advice() -> Advice:
     return _current
 
 
-def set_advice(words: Advice | None) -> None:
+def name_cells(text: str) -> str:
+    """``text``, that a rank wrote, with the front end's own names for the files of its cells."""
+    return _name_cells(text)
+
+
+def set_advice(words: Advice | None, name_cells: Callable[[str], str] = str) -> None:
     """Take the words of another front end; None for those of a script."""
-    global _current
-    _current = words or Advice()
+    global _current, _name_cells
+    _current, _name_cells = words or Advice(), name_cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from meshbook.errors.advice import advice
+from meshbook.errors.advice import advice, name_cells
 from meshbook.formatting import format_ranks, name_ranks
 
 
@@ -30,7 +30,7 @@ def describe_deaths(deaths: Iterable[RankDeath]) -> list[str]:
         spoke = [death for death in group if death.log_tail]
         if spoke:
             lines.append("  its last lines:" if len(ranks) == 1 else f"  the last lines of rank {spoke[0].rank}:")
-            lines += [f"    {line}" for line in spoke[0].log_tail.splitlines()]
+            lines += [f"    {line}" for line in name_cells(spoke[0].log_tail).splitlines()]
     return lines
 
 

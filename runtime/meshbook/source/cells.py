@@ -13,8 +13,6 @@ import re
 import sys
 from typing import Any
 
-_NOTEBOOK_FILE = re.compile(r"(\S*/ipykernel_\d+/\d+\.py)(?=, line \d)")
-"""What ipykernel calls the file of a cell, in the last words of a rank."""
 _labels: dict[str, str] = {}
 _NAME = re.compile(r"<cell (?:(\d{1,7})(?: [0-9a-f]{8})?|[0-9a-f]{8})>")
 
@@ -61,19 +59,6 @@ def name_line(file_name: str, line: int | None) -> str:
     if label is None:
         return ""
     return label if line is None else f"{label}, line {line}"
-
-
-def name_notebook_cells(text: str) -> str:
-    """``/tmp/ipykernel_8/19.py, line 3`` in ``text`` as ``cell 7, line 3``, in the process of that notebook."""
-
-    def label(found: re.Match[str]) -> str:
-        source = "".join(linecache.getlines(found[1]))
-        if not source:
-            return found[0]
-        number = number_of_input(source)
-        return "a cell" if number is None else f"cell {number}"
-
-    return _NOTEBOOK_FILE.sub(label, text)
 
 
 def number_of_input(source: str) -> int | None:

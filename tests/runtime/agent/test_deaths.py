@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import pickle
 import re
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -269,15 +267,6 @@ def test_last_words_of_a_crash_keep_what_was_printed_and_where_python_was() -> N
         "Fatal Python error: Bus error",
         "  cell 7, line 3, in step",
     ]
-
-
-def test_last_words_name_cells_of_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, source = "/tmp/ipykernel_8/1.py", "def crash():\n    pass"
-    monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(keepends=True), name))
-    monkeypatch.setattr(sys.modules["__main__"], "In", ["", source], raising=False)
-    words = f"  {name}, line 2, in crash\n  /tmp/ipykernel_9/1.py, line 2, in other"
-    lost = errors.WorkerLost(0, "a", "exit code 1", words)
-    assert lost.log_tail == "  cell 1, line 2, in crash\n  /tmp/ipykernel_9/1.py, line 2, in other"
 
 
 # ---- agents and templates ------------------------------------------------------------------------------------------
