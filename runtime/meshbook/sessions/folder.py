@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import secrets
 import shutil
@@ -196,7 +197,8 @@ def _trim_logs(base: Path) -> None:
     ended = [folder for folder in base.iterdir() if not (runtime_base() / folder.name).exists()]
     left_bytes = KEPT_LOG_BYTES
     for number, folder in enumerate(sorted(ended, key=_modified, reverse=True)):
-        left_bytes -= sum(_size_bytes(path) for path in folder.rglob("*"))
+        inside = os.walk(folder)  # which passes over what another session removes meanwhile
+        left_bytes -= sum(_size_bytes(Path(at, name)) for at, _, names in inside for name in names)
         if number and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -104,3 +105,19 @@ def test_logs_of_ended_sessions_are_kept_within_bounds_the_oldest_go_first(
     begin(2_000_000).close()
     begin(0).close()
     assert [folder.logs.exists() for folder in begun] == [False] * 6 + [True, True]
+
+
+def test_logs_that_another_session_removes_meanwhile_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "ended" / name).mkdir(parents=True)
+        (tmp_path / "ended" / name / "rank0.log").write_text("x")
+
+    def remove_all(path: Path) -> int:
+        shutil.rmtree(tmp_path / "ended", ignore_errors=True)
+        return 1
+
+    monkeypatch.setattr(session_folder, "_size_bytes", remove_all)
+    session_folder._trim_logs(tmp_path)
+    assert not (tmp_path / "ended").exists()
