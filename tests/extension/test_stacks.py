@@ -41,9 +41,9 @@ def test_mesh_stacks_names_the_odd_rank_and_shows_the_lines_of_the_notebook(note
     assert re.fullmatch(rf"\[3\] busy for [\d.]+ s, in time.sleep \({cell}, line 5\)", blocks[0])
     assert blocks[1:3] == [f"    {cell}, line 7  <module>  step()", f"    {cell}, line 5  step      time.sleep(60)"]
     assert re.fullmatch(rf"\[0-2\] waiting in all_reduce \({cell}, line 6\) for [\d.]+ s, operation \d+", blocks[3])
-    assert "rank_ipython" not in text
+    assert "ipython.py" not in text
     more = notebook.run("%mesh stacks rank=3 --all-frames --all-threads").stdout
-    assert "rank_ipython.py" in more and "[0-2]" not in more
+    assert "ipython.py" in more and "[0-2]" not in more
 
 
 def test_a_job_that_hangs_says_so_and_how_to_end_it(notebook, job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ class LineReader:
         """Returns the beginnings of lines that have waited for their end long enough."""
         lines: list[Line] = []
         for (rank, stream), tail in self._tails.items():
-            if now - tail.since >= REST_S or len(tail.text) > LONGEST_TAIL:
+            if now >= tail.since + REST_S or len(tail.text) > LONGEST_TAIL:
                 lines += _give_out(rank, stream, tail)
         return lines
 
