@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
 from benchmarks.figures import Figure, Goal, Settings, timed
+from benchmarks.running_kernel import RunningKernel
 from benchmarks.stats import seconds, summarise
 from benchmarks.subject import TIMEOUT_S
 
@@ -37,15 +35,12 @@ BUSY = {
 GOAL = Goal("at most", 100)
 
 
-class FrontEnd:
+class FrontEnd(RunningKernel):
     """A stock ipykernel with the extension, and the questions that a front end asks."""
 
     def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel()
-        self.client: BlockingKernelClient = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=TIMEOUT_S)
+        super().__init__()
+        self.wait_for_ready()
         self.missed = 0
 
     def run(self, code: str) -> None:
@@ -64,27 +59,16 @@ class FrontEnd:
             yield
         finally:
             self.manager.interrupt_kernel()
-            self._reply(request)
+            self.reply_to(request)
 
     def complete(self, cell: str, expected: str) -> None:
         """Ask for completions at the end of ``cell``; count it if ``expected`` is not among them."""
-        self.missed += expected not in self._reply(self.client.complete(cell, len(cell)))["matches"]
+        self.missed += expected not in self.reply_to(self.client.complete(cell, len(cell)))["matches"]
 
     def inspect(self, cell: str, expected: str) -> None:
         """Ask what stands at the end of ``cell``."""
-        data = self._reply(self.client.inspect(cell, len(cell)))["data"]
+        data = self.reply_to(self.client.inspect(cell, len(cell)))["data"]
         self.missed += expected not in data.get("text/plain", "")
-
-    def _reply(self, request: str) -> Any:
-        while True:
-            message = self.client.get_shell_msg(timeout=TIMEOUT_S)
-            if message["parent_header"].get("msg_id") == request:
-                return message["content"]
-
-    def close(self) -> None:
-        self.client.stop_channels()
-        self.manager.shutdown_kernel()
-        self.manager.cleanup_resources()
 
 
 def run(settings: Settings) -> Iterator[Figure]:

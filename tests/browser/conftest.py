@@ -162,6 +162,16 @@ class Lab:
         except Exception:
             self._load(page, f"{self.url}/{path}/{name}?reset")
 
+    def show(self, browser: Browser, name: str, cells: list[str], run: int, until: str, height: int = 1000) -> Page:
+        """Write a notebook, open it on a page, run its first ``run`` cells, and wait for ``until`` in their output."""
+        self.write(name, cells)
+        page = browser.new_page(viewport={"width": 1280, "height": height})
+        self.open(page, name)
+        for index in range(run):
+            self.run_cell(page, index)
+        page.locator(".jp-OutputArea-output", has_text=until).wait_for(timeout=2 * PATIENCE_MS)
+        return page
+
     def run_cell(self, page: Page, index: int) -> None:
         """Start a cell; the command itself would last as long as the cell."""
         page.evaluate(

@@ -22,7 +22,8 @@ ANSWER_S = 20.0
 @pytest.fixture(scope="module")
 def notebook(lab: Any, browser: Any) -> Iterator[Page]:
     """A notebook with a mesh of 8 ranks."""
-    lab.write(
+    page = lab.show(
+        browser,
         "cells.ipynb",
         [
             "%load_ext meshbook_extension",
@@ -30,12 +31,9 @@ def notebook(lab: Any, browser: Any) -> Iterator[Page]:
             "%%mesh\nfor i in range(20_000):\n    print(f'line {i} of rank {rank}')",
             "print('all', 'shown')",
         ],
+        run=2,
+        until="8 ranks on 1 host",
     )
-    page = browser.new_page(viewport={"width": 1280, "height": 1000})
-    lab.open(page, "cells.ipynb")
-    lab.run_cell(page, 0)
-    lab.run_cell(page, 1)
-    page.locator(".jp-OutputArea-output", has_text="8 ranks on 1 host").wait_for(timeout=SOON_MS)
     yield page
     page.close()
 

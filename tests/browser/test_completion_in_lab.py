@@ -19,7 +19,8 @@ STATUS = "() => window.jupyterapp.shell.currentWidget.sessionContext.session.ker
 @pytest.fixture(scope="module")
 def notebook(lab: Any, browser: Any) -> Iterator[Page]:
     """A notebook with a mesh whose ranks are in a loop, and a cell to type into."""
-    lab.write(
+    page = lab.show(
+        browser,
         "completion.ipynb",
         [
             "%load_ext meshbook_extension",
@@ -28,12 +29,9 @@ def notebook(lab: Any, browser: Any) -> Iterator[Page]:
             "%%mesh\nprint('begun', flush=True)\nwhile True: pass",
             "%%mesh\naverage",
         ],
+        run=4,
+        until="begun",
     )
-    page = browser.new_page(viewport={"width": 1280, "height": 1000})
-    lab.open(page, "completion.ipynb")
-    for index in range(4):
-        lab.run_cell(page, index)
-    page.locator(".jp-OutputArea-output", has_text="begun").wait_for(timeout=SOON_MS)
     editor = page.locator(".jp-CodeCell .cm-content").nth(4)
     editor.click()
     page.keyboard.press("Control+End")

@@ -20,7 +20,8 @@ INPUT = ".jp-Stdin-input"
 @pytest.fixture(scope="module")
 def notebook(lab: Any, browser: Any) -> Iterator[Page]:
     """A notebook with a mesh of 2 ranks."""
-    lab.write(
+    page = lab.show(
+        browser,
         "prompt.ipynb",
         [
             "%load_ext meshbook_extension",
@@ -30,12 +31,10 @@ def notebook(lab: Any, browser: Any) -> Iterator[Page]:
             "    threading.Timer(3, os._exit, (3,)).start()\n    breakpoint()",
             "print('usable', 'again')",
         ],
+        run=2,
+        until="2 ranks on 1 host",
+        height=1400,
     )
-    page = browser.new_page(viewport={"width": 1280, "height": 1400})
-    lab.open(page, "prompt.ipynb")
-    lab.run_cell(page, 0)
-    lab.run_cell(page, 1)
-    page.locator(".jp-OutputArea-output", has_text="2 ranks on 1 host").wait_for(timeout=SOON_MS)
     yield page
     page.close()
 

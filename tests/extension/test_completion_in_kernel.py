@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from stock_kernel import TIMEOUT_S, StockKernel, folders_of_its_own
+from stock_kernel import TIMEOUT_S, StockKernel, with_extension
 
 ANSWER_S = 5.0
 """A reply takes a few milliseconds; on a machine that is busy with other tests, more."""
@@ -105,16 +105,11 @@ class FrontEnd(StockKernel):
 
 @pytest.fixture(scope="module")
 def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
-    with folders_of_its_own(tmp_path_factory):
-        front = FrontEnd()
-    try:
-        front.run("%load_ext meshbook_extension")
+    with with_extension(FrontEnd, tmp_path_factory) as front:
         front.run("%mesh spawn gpus=3 --device cpu")
         front.run(NAMES)
         front.run("here = 1\n%mesh slice left gpus=0:2")
         yield front
-    finally:
-        front.close()
 
 
 def test_names_of_ranks_are_known_in_mesh_cells_and_nowhere_else(front: FrontEnd) -> None:

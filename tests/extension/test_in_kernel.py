@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stock_kernel import TIMEOUT_S, StockKernel, folders_of_its_own
+from stock_kernel import TIMEOUT_S, StockKernel, with_extension
 
 
 class Request:
@@ -82,15 +82,10 @@ class Kernel(StockKernel):
 
 @pytest.fixture(scope="module")
 def kernel(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with folders_of_its_own(tmp_path_factory):
-        kernel = Kernel()
-    try:
-        assert kernel.run("%load_ext meshbook_extension").reply["status"] == "ok"
+    with with_extension(Kernel, tmp_path_factory) as kernel:
         ready = kernel.run("%mesh spawn gpus=4 --device cpu")
         assert 'mesh "main": gpus=4, cpu, gloo; ready in ' in ready.text()
         yield kernel
-    finally:
-        kernel.close()
 
 
 def test_output_and_results_are_there_before_the_cell_is_idle(kernel: Kernel) -> None:

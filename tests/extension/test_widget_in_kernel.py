@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stock_kernel import TIMEOUT_S, StockKernel, folders_of_its_own
+from stock_kernel import TIMEOUT_S, StockKernel, with_extension
 
 pytest.importorskip("anywidget")
 
@@ -86,14 +86,9 @@ def _is_idle(message: dict[str, Any], request: str) -> bool:
 
 @pytest.fixture(scope="module")
 def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
-    with folders_of_its_own(tmp_path_factory):
-        front = FrontEnd()
-    try:
-        front.run("%load_ext meshbook_extension")
+    with with_extension(FrontEnd, tmp_path_factory) as front:
         front.run("%mesh spawn hosts=1 gpus=4 --device cpu")
         yield front
-    finally:
-        front.close()
 
 
 @pytest.fixture(scope="module")

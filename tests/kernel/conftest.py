@@ -10,11 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
-from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
-START_TIMEOUT_S = 60
+from benchmarks.running_kernel import RunningKernel
+
 CELL_TIMEOUT_S = 60
 
 
@@ -41,18 +40,8 @@ def installed_kernelspec(jupyter_folders: Path) -> Path:
     return jupyter_folders / "share" / "jupyter" / "kernels" / "meshbook"
 
 
-class Kernel:
+class Kernel(RunningKernel):
     """A running kernel and the client that talks to it."""
-
-    def __init__(self, name: str, **start_options: Any) -> None:
-        self.manager = KernelManager(kernel_name=name)
-        self.manager.start_kernel(**start_options)
-        self.client: BlockingKernelClient = self.manager.blocking_client()
-        self.client.start_channels()
-
-    def wait_for_ready(self) -> None:
-        """Wait until the kernel answers."""
-        self.client.wait_for_ready(timeout=START_TIMEOUT_S)
 
     @property
     def process(self) -> psutil.Process:
@@ -87,13 +76,6 @@ class Kernel:
         """Send ``code`` and return at once, with the id of the request."""
         return str(self.client.execute(code, allow_stdin=False, stop_on_error=False))
 
-    def reply_to(self, request: str, timeout_s: float = CELL_TIMEOUT_S) -> dict[str, Any]:
-        """The content of the execute reply to ``request``."""
-        while True:
-            message = self.client.get_shell_msg(timeout=timeout_s)
-            if message["parent_header"].get("msg_id") == request:
-                return dict(message["content"])
-
     def wait_for_text(self, text: str, timeout_s: float = CELL_TIMEOUT_S) -> None:
         """Read output until ``text`` shows in a stream."""
         seen = ""
@@ -101,13 +83,6 @@ class Kernel:
             message = self.client.get_iopub_msg(timeout=timeout_s)
             if message["msg_type"] == "stream":
                 seen += message["content"]["text"]
-
-    def close(self) -> None:
-        """End the kernel if it still runs, and every thread of the client."""
-        self.client.stop_channels()
-        if self.manager.has_kernel:
-            self.manager.shutdown_kernel(now=not self.manager.is_alive())
-        self.manager.cleanup_resources()
 
 
 class Cell:
