@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import check_rooms
@@ -65,6 +66,16 @@ def test_names_in_back_quotes_and_links_lead_somewhere(tmp_path: Path) -> None:
     modules = check_rooms.parse_all([tmp_path])
     told = [*check_rooms.dead_references(modules, [page]), *check_rooms.dead_links([page])]
     assert [line.split()[-5] for line in told] == ["meshbook.one.Lost,", "meshbook.gone,", "meshbook/two.py,"]
+
+
+def test_what_a_test_replaces_is_there(tmp_path: Path) -> None:
+    modules = check_rooms.parse_all([lay_out(tmp_path / "code", {"one.py": "import time\n"})])
+    test = tmp_path / "test_it.py"
+    for name, told in (("house.one.time.monotonic", 0), ("house.one.sleep", 1)):
+        test.write_text(f'patch.setattr("{name}", 1)')
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(check_rooms, "PATCHED", re.compile(check_rooms.PATCHED.pattern.replace("meshbook", "house")))
+            assert len(list(check_rooms.dead_patches(modules, [test]))) == told
 
 
 def test_places_that_pages_name_are_there(tmp_path: Path) -> None:

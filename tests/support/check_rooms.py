@@ -5,7 +5,7 @@
 One name, one type: no class or type alias of a module's top level has a twin in another module. No page of a few lines:
 a module under `SHORT` lines has `USED` importers, or says ``A module of its own because ...`` in its docstring. And
 each room's ``__init__`` begins with its purpose in one sentence. What moves is found where others speak of it: names in
-back quotes, ``meshbook.room.module.Name`` or, in pages, ``room/module.py:Name``, and links lead to what is there.
+back quotes, ``meshbook.room.module.Name`` or, in pages, ``room/module.py:Name``, links, and names that tests replace.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ENTRY_POINTS = {"__main__", "_version"}
 REFERENCE = re.compile(r"`(meshbook(?:_extension|_kernel)?(?:\.\w+)+)`")
 LINK = re.compile(r"\]\(([^)#: ]+)(?:#[^)]*)?\)")
 PLACE = re.compile(r"`((?:\w+/)+\w+\.py)(?::([\w.]+))?`")
+PATCHED = re.compile(r"""(?:setattr|patch)\(\s*["'](meshbook[\w.]+)["']""")
 PAGES = ("*.md", "docs/*.md", "changes/*.md")
 """Names in these, too, and their links."""
 
@@ -134,23 +135,29 @@ def _names_in(tree: ast.Module) -> set[str]:
     return names
 
 
+def _leads_somewhere(modules: Modules, reference: str, depth: int | None = None) -> bool:
+    """Whether a dotted name is a module's, or something in one; ``depth`` limits the names behind the module."""
+    parts = reference.split(".")
+    candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    module = next((name for name in candidates if name in modules), None)
+    if module is None:
+        return False
+    return _names_in(modules[module][1]).issuperset(parts[module.count(".") + 1 :][:depth])
+
+
+def dead_patches(modules: Modules, tests: Iterable[Path]) -> Iterator[str]:
+    """One line for each name that a test replaces and that is not there: the test may be skipped where others run."""
+    for path in tests:
+        for name in PATCHED.findall(path.read_text()):
+            if not _leads_somewhere(modules, name, depth=1):
+                yield f"{path.name} replaces {name}, which is not there"
+
+
 def dead_references(modules: Modules, pages: Iterable[Path]) -> Iterator[str]:
     """One line for each name in back quotes, in a module or a page, that leads nowhere."""
-    names: dict[str, set[str]] = {}
-
-    def is_there(reference: str) -> bool:
-        parts = reference.split(".")
-        candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        module = next((name for name in candidates if name in modules), None)
-        if module is None:
-            return False
-        if module not in names:
-            names[module] = _names_in(modules[module][1])
-        return names[module].issuperset(parts[module.count(".") + 1 :])
-
     for path in itertools.chain((path for path, _ in modules.values()), pages):
         for reference in REFERENCE.findall(path.read_text()):
-            if not is_there(reference):
+            if not _leads_somewhere(modules, reference):
                 yield f"{path.name} speaks of {reference}, which is not there"
 
 
@@ -183,7 +190,8 @@ def main(arguments: list[str]) -> int:
     modules = parse_all([Path(argument) for argument in arguments] or SOURCES)
     pages = [] if arguments else [page for pattern in PAGES for page in ROOT.glob(pattern)]
     wrong = [*twins(modules), *short_modules(modules), *rooms_without_purpose(modules)]
-    wrong += [*dead_references(modules, pages), *dead_links(pages), *dead_places(pages)]
+    tests = [] if arguments else ROOT.glob("tests/**/*.py")
+    wrong += [*dead_patches(modules, tests), *dead_references(modules, pages), *dead_links(pages), *dead_places(pages)]
     print("\n".join(wrong) or f"Rooms are in order: {len(modules)} modules.")
     return 1 if wrong else 0
 

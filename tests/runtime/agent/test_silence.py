@@ -127,6 +127,7 @@ def elsewhere(clean_end: None) -> Iterator[ProcMesh]:
         yield mesh
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_host_elsewhere_fills_its_connection_and_arrives_once(elsewhere: ProcMesh) -> None:
     elsewhere.run("numbers = []").get(30)
     payload = torch.arange(16 << 20, dtype=torch.int32)
@@ -190,6 +191,7 @@ class ProxiedLauncher(FarLauncher):
         return super().launch(tickets)
 
 
+@pytest.mark.slow
 def test_a_host_behind_a_proxy_that_passes_nothing_on_is_suspect_until_it_is_given_up(clean_end: None) -> None:
     launcher = ProxiedLauncher()
     hosts = start_hosts({"hosts": 2}, launcher)
@@ -223,6 +225,7 @@ def cable() -> Iterator[Namespace]:
     namespace.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_first", [False, True], ids=["at work", "stopped before"])
 def test_a_machine_that_is_cut_off_is_lost_in_time(
     clean_end: None, cable: Namespace, monkeypatch: pytest.MonkeyPatch, stopped_first: bool
@@ -253,7 +256,7 @@ def test_an_agent_that_was_stopped_does_not_take_its_own_silence_for_its_control
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("meshbook.agent.lease.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     silence = PeerSilence()
     lease = Lease(EventLoop(), 60.0, silence)
     for seconds in (1, 1, 8000, *[1] * 60):
@@ -281,6 +284,7 @@ mesh.stop()
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_controller_elsewhere_keeps_its_mesh_beyond_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     lease_s = 3
     monkeypatch.setenv("MESHBOOK_LEASE_S", str(lease_s))

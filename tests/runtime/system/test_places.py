@@ -181,7 +181,11 @@ def old_kernel(refusal: str, calls: str, code: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize(
     ("refusal", "calls"),
-    [("ENOSYS", "memfd_create,pidfd_open,pidfd_send_signal"), ("EPERM", "pidfd_open"), ("EPERM", "memfd_create")],
+    [
+        ("ENOSYS", "memfd_create,pidfd_open,pidfd_send_signal"),
+        pytest.param("EPERM", "pidfd_open", marks=pytest.mark.slow),
+        pytest.param("EPERM", "memfd_create", marks=pytest.mark.slow),
+    ],
 )
 def test_meshes_live_on_kernels_without_pidfds_or_memory_files(refusal: str, calls: str) -> None:
     before = set(os.listdir("/dev/shm"))
@@ -296,8 +300,12 @@ ONLY_IPV6 = """
 
 @pytest.mark.parametrize(
     ("more", "own"),
-    [("true", "::1"), ("ip addr add fd77::7/128 dev lo && ip -6 route add default dev lo src fd77::7", "fd77::7")],
-    ids=["loopback", "routed"],
+    [
+        pytest.param("true", "::1", id="loopback", marks=pytest.mark.slow),
+        pytest.param(
+            "ip addr add fd77::7/128 dev lo && ip -6 route add default dev lo src fd77::7", "fd77::7", id="routed"
+        ),
+    ],
 )
 def test_meshes_live_on_hosts_that_have_ipv6_only(more: str, own: str) -> None:
     if not all(map(shutil.which, ("ip", "unshare"))):
