@@ -37,11 +37,6 @@ class EarlyCancels:
         return {rank for rank in ranks if target is not None and wire.target_has(target, rank)}
 
 
-def dropped_replies(call: int, ranks: Iterable[int]) -> wire.Replies:
-    """What ranks answer that will never begin ``call``."""
-    return wire.Replies(call, tuple(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None) for rank in sorted(ranks)))
-
-
 def find_held(
     held: Iterable[NamesPayload], cancel: wire.Cancel, ranks: Iterable[int]
 ) -> tuple[wire.Call, set[int]] | None:

@@ -13,6 +13,7 @@ from meshbook.errors import MeshError
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.replies import failed_replies, failed_reply, lost_replies, split_replies
 from meshbook.wire.uplink import Uplink
 
 ForwardedKey: TypeAlias = tuple[wire.Origin | None, int]
@@ -29,7 +30,7 @@ class ForwardedCalls:
     """Of one uplink: to the controller's process, or to the agent of another host.
 
     answer: hands answers to the worker that has called. discard: lets go of a payload that nobody wants.
-    explain: the payload of a failed reply.
+    host: our own, which failed replies name.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class ForwardedCalls:
         pool: SegmentPool,
         answer: Callable[[AgentWorker, wire.Replies, Sequence[Buffer]], None],
         discard: Callable[[wire.SegmentRef], None],
-        explain: Callable[[int, MeshError], bytes],
+        host: str,
     ) -> None:
         self.uplink = uplink
         self._segment_refs, self._pool = segment_refs, pool
-        self._answer, self._discard, self._explain = answer, discard, explain
+        self._answer, self._discard, self._host = answer, discard, host
         self._open: dict[ForwardedKey, _Away] = {}
 
     def send(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer], ranks: Collection[int]) -> None:
@@ -54,9 +55,7 @@ class ForwardedCalls:
                 segment, bulk = self._segment_refs.export(call.segment, self.uplink)
             except MeshError as error:
                 if call.reply:
-                    failed = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in sorted(ranks))
-                    frames = [self._explain(reply.rank, error) for reply in failed]
-                    self._answer(sender, wire.Replies(call.id, failed, call.origin), frames)
+                    self._answer(sender, *failed_replies(call, ranks, self._host, error))
                 return
         if segment is not None:
             sender.lent.add(segment.segment)
@@ -73,17 +72,14 @@ class ForwardedCalls:
         """Nothing comes from there any more."""
         opened, self._open = self._open, {}
         for (origin, id), away in opened.items():
-            lost = tuple(lost_reply(rank, death) for rank in sorted(away.ranks))
-            self._answer(away.sender, wire.Replies(id, lost, origin), ())
+            self._answer(away.sender, lost_replies(id, [(rank, death) for rank in sorted(away.ranks)], origin), ())
 
     def on_replies(self, replies: wire.Replies, frames: Sequence[bytes]) -> None:
         """Answers have come, with all of their payloads."""
         away = self._open.get((replies.origin, replies.id))
         kept: list[wire.RankReply] = []
         mine: list[bytes] = []
-        at = 0
-        for reply in replies.replies:
-            part, at = list(frames[at : at + reply.frames]), at + reply.frames
+        for reply, part in split_replies(replies, frames):
             if reply.bulk is not None:
                 reply, part = self._bring(reply, part)
             if away is not None and reply.rank in away.ranks:  # else nobody there was asked
@@ -97,17 +93,11 @@ class ForwardedCalls:
         if away is not None and kept:
             self._answer(away.sender, wire.Replies(replies.id, tuple(kept), replies.origin), mine)
 
-    def _bring(self, reply: wire.RankReply, frames: list[bytes]) -> tuple[wire.RankReply, list[bytes]]:
+    def _bring(self, reply: wire.RankReply, frames: Sequence[bytes]) -> tuple[wire.RankReply, Sequence[bytes]]:
         """Put a payload that came in pieces into our shared memory."""
         assert reply.bulk is not None
         try:
             segment = self._pool.write(self.uplink.bulk_in.take(*reply.bulk))
         except MeshError as error:
-            failed = reply._replace(status=wire.RAISED, frames=1, bulk=None, inline=b"")
-            return failed, [self._explain(reply.rank, error)]
+            return failed_reply(reply, self._host, error)
         return reply._replace(segment=segment, bulk=None), frames
-
-
-def lost_reply(rank: int, death: wire.DeathCause) -> wire.RankReply:
-    """The answer in the name of a rank that has ended."""
-    return wire.RankReply(rank, wire.LOST, 0, 0.0, None, inline=wire.encode(death))

@@ -22,12 +22,12 @@ from pathlib import Path
 import msgspec
 from typing_extensions import assert_never
 
-from meshbook.agent.cancels import dropped_replies, find_held, states_of
+from meshbook.agent.cancels import find_held, states_of
 from meshbook.agent.handover import PreviousControllers, report
 from meshbook.agent.lease import Lease
 from meshbook.agent.mail import AgentMail
 from meshbook.agent.mesh import AgentMesh, HostResources
-from meshbook.agent.offline_quota import OfflineQuota
+from meshbook.agent.output_pump import OfflineQuota
 from meshbook.agent.peers import AgentPeers
 from meshbook.agent.rank_log import settle_logs
 from meshbook.agent.segment_refs import SegmentRefCounts
@@ -47,6 +47,7 @@ from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import only_frame
+from meshbook.wire.replies import dropped_replies
 from meshbook.wire.ticket import Ticket, decode_ticket
 from meshbook.wire.transport import HEARTBEAT_S, Dialer
 from meshbook.wire.uplink import Uplink
@@ -89,9 +90,16 @@ class HostAgent:
         self._moves: dict[int, Moves] = {}
         """By mesh, of those whose ranks got other numbers."""
         make_peers = functools.partial(
-            AgentPeers, loop=self._loop, dialer=dialer, ticket=ticket, segment_refs=self._segment_refs, pool=self._pool,
-            is_there=lambda: self._lease.runs or self._lease.is_heard, send=self._uplink.send_urgent,
-        )  # fmt: skip
+            AgentPeers,
+            host=self._name,
+            loop=self._loop,
+            dialer=dialer,
+            ticket=ticket,
+            segment_refs=self._segment_refs,
+            pool=self._pool,
+            is_there=lambda: self._lease.runs or self._lease.is_heard,
+            send=self._uplink.send_urgent,
+        )
         self._mail = AgentMail(
             self._name, self._meshes, self._segment_refs, self._uplink, self._pool, self._moves, make_peers
         )
@@ -117,13 +125,18 @@ class HostAgent:
         return self._exit_code
 
     def _serve(self) -> None:
-        self._receive()  # ZeroMQ's descriptors tell edges only, so look before every sleep
-        while self._uplink.flush():  # what has come by then may be told of no more
-            self._receive()
+        try:
+            self._uplink.receive(self._choked)  # ZeroMQ's descriptors tell edges only, so look before every sleep
+            while self._uplink.flush():  # what has come by then may be told of no more
+                self._uplink.receive(self._choked)
+        except PeerProtocolError as error:
+            self._refuse("", 0, error)
+            self._loop.call_later(0.0, lambda: None)
         peers = self._mail.peers
         if peers.active and peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
             self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
-        self._segment_refs.settle()
+        if self._segment_refs.sent:
+            self._segment_refs.settle()
         self._mail.settle()
         self._loop.run_once()
 
@@ -148,14 +161,6 @@ class HostAgent:
             self._uplink.send_urgent(wire.SegmentFree(owner_pid, segment))
 
     # ---- controller ---------------------------------------------------------------------------------------------
-
-    def _receive(self) -> None:
-        again = True
-        while again:
-            try:
-                again = self._uplink.receive(self._choked)
-            except PeerProtocolError as error:
-                self._refuse("", 0, error)
 
     def on_heard(self) -> None:
         """The controller has spoken (`meshbook.wire.uplink.UplinkOwner`)."""
@@ -201,9 +206,12 @@ class HostAgent:
 
     def _dispatch(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
-            case wire.Call() | wire.Replies():
+            case wire.Call():
                 if not self._uplink.bulk_in.hold_back(message, payload):
-                    self.on_whole(message, payload)
+                    self._on_call(message, payload)
+            case wire.Replies():
+                if not self._uplink.bulk_in.hold_back(message, payload):
+                    self._mail.controller.on_replies(message, payload)
             case wire.Query():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.query(message)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from meshbook.formatting import format_bytes
 from meshbook.shape.generations import Moves
 from meshbook.wire import messages as wire
+from meshbook.wire.replies import split_replies
 
 KEPT_ENDED_CALLS = 256
 KEPT_REPLY_BYTES = 1 << 20
@@ -103,10 +104,8 @@ class CallJournal:
         call = self._open.get(replies.id)
         if call is None:
             return
-        at = 0
-        for reply in replies.replies:
-            call.keep(reply, frames[at : at + reply.frames])
-            at += reply.frames
+        for reply, part in split_replies(replies, frames):
+            call.keep(reply, part)
 
     def on_ended(self, id: int) -> None:
         """Every rank here has answered, or is gone."""

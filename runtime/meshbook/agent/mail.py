@@ -12,22 +12,21 @@ A rank that cannot answer is answered for (`wire.LOST`). Who sends more than a m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from meshbook.agent.cancels import dropped_replies
-from meshbook.agent.forwarded import ForwardedCalls, lost_reply
+from meshbook.agent.forwarded import ForwardedCalls
 from meshbook.agent.peers import AgentPeers
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.worker import AgentWorker
-from meshbook.errors import Failure, MeshError
 from meshbook.shape.generations import AS_NOW, Moves
 from meshbook.shape.slices import group
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.replies import dropped_replies, lost_replies
 from meshbook.wire.uplink import Uplink
 
 if TYPE_CHECKING:
@@ -138,8 +137,7 @@ class AgentMail:
             if call.segment is not None:
                 self._segment_refs.end((call.segment.pid, call.segment.segment))
             ranks = {rank for part in call.target for rank in part.ranks()}
-            dropped = dropped_replies(call.id, ranks)
-            self._answer(sender, msgspec.structs.replace(dropped, origin=call.origin), ())
+            self._answer(sender, dropped_replies(call.id, ranks, call.origin), ())
         else:
             self.cancel_here(cancel)
             self.peers.cancel(cancel)
@@ -151,7 +149,7 @@ class AgentMail:
 
     def calls_by(self, uplink: Uplink) -> ForwardedCalls:
         """Make the table of the calls that go by an uplink."""
-        return ForwardedCalls(uplink, self._segment_refs, self._pool, self._answer, self.discard, self.explain)
+        return ForwardedCalls(uplink, self._segment_refs, self._pool, self._answer, self.discard, self._host)
 
     def _answer(self, sender: AgentWorker, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Hand answers to the worker that has called."""
@@ -167,10 +165,6 @@ class AgentMail:
         """Nobody wants this payload."""
         self._segment_refs.lend((segment.pid, segment.segment))
         self._segment_refs.end((segment.pid, segment.segment))
-
-    def explain(self, rank: int, error: MeshError) -> bytes:
-        """The payload of a reply that says why there is no other."""
-        return explained(rank, self._host, error)
 
     # ---- back-pressure ------------------------------------------------------------------------------------------
 
@@ -204,14 +198,3 @@ class AgentMail:
 
 _MOVING = wire.DeathCause("", "the ranks of its mesh are getting other numbers just now; call again", "")
 _STOPPED = wire.DeathCause("", "its mesh was stopped, or was never on this host", "")
-
-
-def lost_replies(call: int, lost: Iterable[tuple[int, wire.DeathCause]], origin: wire.Origin | None) -> wire.Replies:
-    """The answers in the name of ranks that have none."""
-    return wire.Replies(call, tuple(lost_reply(rank, death) for rank, death in lost), origin)
-
-
-def explained(rank: int, host: str, error: MeshError) -> bytes:
-    """The payload of a reply that says why there is no other."""
-    name, text = type(error).__name__, str(error)
-    return wire.encode(Failure(rank, host, name, text, (f"{name}: {text}",), "")[:6])

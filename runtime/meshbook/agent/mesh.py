@@ -7,18 +7,17 @@ until the last worker has let go of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from meshbook.agent.cancels import EarlyCancels, dropped_replies, wake_stopped
-from meshbook.agent.forwarded import lost_reply
+from meshbook.agent.cancels import EarlyCancels, wake_stopped
 from meshbook.agent.journal import CallJournal
 from meshbook.agent.logs import read_on
-from meshbook.agent.mail import AgentMail, MailAnswer, explained
-from meshbook.agent.offline_quota import OfflineQuota
+from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import OutputPiece, ShownDisplay
+from meshbook.agent.output_pump import OfflineQuota, OutputPump
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.store import StoreAccess, StoreHome, StoreRoad
 from meshbook.agent.worker import AgentWorker
@@ -33,19 +32,11 @@ from meshbook.system.log_tail import log_tail
 from meshbook.system.processes import is_ending
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.replies import dropped_replies, explain_failure, failed_replies, lost_reply
 from meshbook.wire.uplink import Uplink
 
 COMBINE_S = 0.002
 """Answers of one host wait this long for each other; failures do not wait."""
-
-FLUSH_S = 0.05
-"""How long output may wait for more of it."""
-
-MESSAGE_CHARS = 1 << 20
-"""Of text in one message."""
-
-UNDER_WAY_BYTES = 512 << 20
-"""With so much on its way to the controller what ranks show is counted and left out."""
 
 LOG_TAIL_LINES = 5
 
@@ -109,9 +100,10 @@ class AgentMesh:
         self.worker_pool = WorkerPool(
             host.loop, self, host.uplink.send, self._tell_if_stopped, host.name, host.log_dir / f"{name}-{id}"
         )
+        self._output = OutputPump(id, host.loop, host.uplink, host.quota, self.worker_pool)
         self._calls: dict[CallKey, _OpenCall] = {}
         self._early_cancels = EarlyCancels()
-        self._flushing = self._combining = False
+        self._combining = False
         self._on_stopped: Callable[[], None] = lambda: None
         self.store = self._make_store(host_rank)
 
@@ -169,11 +161,7 @@ class AgentMesh:
         if not call.reply:
             return
         ranks = [rank for rank in self.workers if wire.target_has(call.target, rank)]
-        replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
-        self._uplink.send(wire.Replies(call.id, replies), [self._explain(rank, error) for rank in ranks])
-
-    def _explain(self, rank: int, error: MeshError) -> bytes:
-        return explained(rank, self.worker_pool.host, error)
+        self._uplink.send(*failed_replies(call, ranks, self._host.name, error))
 
     def query(self, query: wire.Query) -> None:
         """Pass a query on to the control threads of its members here."""
@@ -242,15 +230,15 @@ class AgentMesh:
                 worker.output.show(
                     place, ShownDisplay(wire.Display(self.id, worker.rank, output, update, is_result), payload)
                 )
-                self._send_output(worker)
+                self._output.send(worker)
             case wire.RankPrompted(output, at):
-                self._send_output(worker, final=True)
+                self._output.send(worker, final=True)
                 self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
             case wire.LateText(output, stream, text):
                 if worker.output.is_writing(output):
                     worker.drain()  # its thread has printed there while its cell still ran
                 worker.output.add_late(OutputPiece(output, stream, text), time.monotonic())
-                self.on_output(worker)
+                self._output.on_output()
             case wire.RankStore(request, op):
                 if worker not in self.worker_pool.leaving:
                     self.store.ask(worker.rank, request, op)
@@ -275,7 +263,7 @@ class AgentMesh:
                 worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
             return
         if call.prints:
-            self._send_output(worker, final=True)
+            self._output.send(worker, final=True)
             worker.output.renew()
         if call.answer is None:
             answer, payload = self._pass_on(worker, reply, payload)
@@ -311,7 +299,7 @@ class AgentMesh:
             if reply.segment is not None:
                 segment, bulk = self._host.segment_refs.export(reply.segment, self._uplink)
         except MeshError as error:
-            status, inline, payload = wire.RAISED, b"", [self._explain(worker.rank, error)]
+            status, inline, payload = wire.RAISED, b"", [explain_failure(worker.rank, self._host.name, error)]
         if segment is not None:
             worker.lent.add(segment.segment)
         answer = wire.RankReply(
@@ -350,7 +338,7 @@ class AgentMesh:
     def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
         """A worker ended: settle its calls and segments, say why."""
         worker.output.release()
-        self._send_output(worker, final=True)
+        self._output.send(worker, final=True)
         told = self.worker_pool.left(worker)
         worker.close()
         if not told:
@@ -377,7 +365,7 @@ class AgentMesh:
         for worker in self.worker_pool.retire(retire):
             worker.drain()
             worker.output.release()
-            self._send_output(worker, final=True)
+            self._output.send(worker, final=True)
             self.store.drop_client(worker.rank)
             self._forget_rank(worker.rank, self.death(worker.rank))
 
@@ -420,63 +408,15 @@ class AgentMesh:
         store = StoreRoad if host_rank else StoreHome
         return store(self.id, self.to_worker, self._uplink.send_urgent)
 
-    # ---- output -------------------------------------------------------------------------------------------------
-
     def on_output(self, worker: AgentWorker) -> None:
-        """Something was printed: send it soon, together with what follows."""
-        if not self._flushing and self._host.quota.listening:
-            self._flushing = True
-            self._loop.call_later(FLUSH_S, self._flush_output)
+        """Something was printed."""
+        self._output.on_output()
 
     def flush_output(self) -> None:
         """Somebody listens again: send what was printed meanwhile."""
-        self._flush_output()
+        self._output.flush()
 
-    def _flush_output(self) -> None:
-        self._flushing = False
-        if not self._host.quota.listening:
-            return  # it waits, and what is too much is counted and cut
-        for worker in self.workers.values():
-            self._send_output(worker)
-        if any(worker.output.waiting for worker in self.workers.values()):
-            self._flushing = True
-            self._loop.call_later(FLUSH_S, self._flush_output)
-
-    def _send_output(self, worker: AgentWorker, *, final: bool = False) -> None:
-        if final:
-            worker.drain()
-        parts, cuts = worker.output.take(time.monotonic(), final=final)
-        self._send_cuts(worker, cuts)
-        texts: list[OutputPiece] = []
-        for part in parts:
-            if isinstance(part, OutputPiece):
-                texts.append(part)
-            else:
-                self._send_texts(worker, texts)
-                texts = []
-                self._send_shown(worker, part)
-        self._send_texts(worker, texts)
-
-    def _send_texts(self, worker: AgentWorker, pieces: list[OutputPiece]) -> None:
-        if not pieces:
-            return
-        if self._host.quota.output(sum(len(piece.text) for piece in pieces)):
-            for chunks in _in_messages([wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces)]):
-                self._uplink.send(wire.Outputs(self.id, chunks))
-        else:
-            for piece in pieces:
-                self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
-
-    def _send_shown(self, worker: AgentWorker, shown: ShownDisplay) -> None:
-        is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
-        if not is_much and self._host.quota.output(size):
-            self._uplink.send(shown.message, shown.payload)
-        else:
-            self._send_cuts(worker, worker.output.cut(shown.message.output, size))
-
-    def _send_cuts(self, worker: AgentWorker, cuts: dict[int, int]) -> None:
-        for output, size in cuts.items():
-            self._uplink.send(wire.OutputCut(self.id, worker.rank, output, size))
+    # ---- logs --------------------------------------------------------------------------------------------------------
 
     def logs(self, asked: wire.ReadLogs) -> dict[int, str]:
         """The last lines that each member here wrote; also of members that have ended."""
@@ -518,34 +458,3 @@ class AgentMesh:
 
 def _key(origin: wire.Origin | None, id: int) -> CallKey:
     return id if origin is None else (origin, id)
-
-
-def _in_messages(chunks: Sequence[wire.OutputChunk]) -> Iterator[tuple[wire.OutputChunk, ...]]:
-    """Cut at `MESSAGE_CHARS` or soon after."""
-    taken: list[wire.OutputChunk] = []
-    size = 0
-    for chunk in chunks:
-        taken.append(chunk)
-        size += len(chunk.text)
-        if size >= MESSAGE_CHARS:
-            yield tuple(taken)
-            taken, size = [], 0
-    if taken:
-        yield tuple(taken)
-
-
-def _join(pieces: list[OutputPiece]) -> list[OutputPiece]:
-    """Join neighbours of one output and stream."""
-    joined: list[OutputPiece] = []
-    texts: list[str] = []
-    for piece in pieces:
-        if joined and joined[-1][:2] == piece[:2]:
-            texts.append(piece.text)
-            continue
-        if len(texts) > 1:
-            joined[-1] = joined[-1]._replace(text="".join(texts))
-        joined.append(piece)
-        texts = [piece.text]
-    if len(texts) > 1:
-        joined[-1] = joined[-1]._replace(text="".join(texts))
-    return joined

@@ -23,6 +23,7 @@ from meshbook.wire.batches import unbatch
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import Buffer, only_frame
 from meshbook.wire.host_link import HostLink
+from meshbook.wire.replies import failed_replies, failed_reply, split_replies
 from meshbook.wire.transport import ControllerSocket
 
 TURN_MESSAGES = 256
@@ -36,7 +37,6 @@ class Callee(Protocol):
         self, call: wire.Call, payload: Sequence[Buffer], answer: Callable[[wire.Replies, Sequence[Buffer]], None]
     ) -> object: ...
     def cancel_here(self, cancel: wire.Cancel) -> None: ...
-    def explain(self, rank: int, error: MeshError) -> bytes: ...
     def discard(self, segment: wire.SegmentRef) -> None: ...
 
 
@@ -48,11 +48,12 @@ class PeerServer:
         keys: tuple[str, str],
         ip: str,
         loop: EventLoop,
+        host: str,
         callee: Callee,
         segment_refs: SegmentRefCounts,
         pool: SegmentPool,
     ) -> None:
-        self._callee, self._segment_refs, self._pool = callee, segment_refs, pool
+        self._host, self._callee, self._segment_refs, self._pool = host, callee, segment_refs, pool
         self._sock = ControllerSocket(keys)
         try:
             self.endpoint = self._sock.bind(f"tcp://{ip}:*")
@@ -138,18 +139,13 @@ class PeerServer:
     def _refuse(self, host: HostLink, call: wire.Call, error: MeshError) -> None:
         if call.reply:
             ranks = [rank for part in call.target for rank in part.ranks()]
-            replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
-            host.send(
-                wire.Replies(call.id, replies, call.origin), [self._callee.explain(rank, error) for rank in ranks]
-            )
+            host.send(*failed_replies(call, ranks, self._host, error))
 
     def _answer(self, host: HostLink, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Send answers back; their large payloads in pieces, which are not copied before."""
         sent: list[wire.RankReply] = []
         mine: list[Buffer] = []
-        at = 0
-        for reply in replies.replies:
-            part, at = list(frames[at : at + reply.frames]), at + reply.frames
+        for reply, part in split_replies(replies, frames):
             if reply.segment is not None:
                 reply, part = self._cut(host, reply, reply.segment, part)
             sent.append(reply)
@@ -158,14 +154,13 @@ class PeerServer:
             host.send(wire.Replies(replies.id, tuple(sent), replies.origin), mine)
 
     def _cut(
-        self, host: HostLink, reply: wire.RankReply, segment: wire.SegmentRef, frames: list[Buffer]
-    ) -> tuple[wire.RankReply, list[Buffer]]:
+        self, host: HostLink, reply: wire.RankReply, segment: wire.SegmentRef, frames: Sequence[Buffer]
+    ) -> tuple[wire.RankReply, Sequence[Buffer]]:
         if host.lost:
             self._callee.discard(segment)
             return reply._replace(segment=None), frames
         try:
             mapped, bulk = self._segment_refs.export(segment, host)
         except MeshError as error:
-            failed = reply._replace(status=wire.RAISED, frames=1, segment=None, inline=b"")
-            return failed, [self._callee.explain(reply.rank, error)]
+            return failed_reply(reply, self._host, error)
         return reply._replace(segment=mapped, bulk=bulk), frames

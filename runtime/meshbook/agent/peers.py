@@ -60,13 +60,14 @@ class Mail(Callee, Protocol):
 class AgentPeers:
     """Those of one agent.
 
-    is_there: whether there is a controller, silent or not. send: says something urgent to it.
+    host: our own name. is_there: whether there is a controller, silent or not. send: says something urgent to it.
     """
 
     def __init__(
         self,
         mail: Mail,
         *,
+        host: str,
         loop: EventLoop,
         dialer: Dialer,
         ticket: Ticket,
@@ -82,7 +83,7 @@ class AgentPeers:
             segment_refs,
             pool,
         )
-        self._mail, self._is_there, self._send = mail, is_there, send
+        self._mail, self._host, self._is_there, self._send = mail, host, is_there, send
         self._clients: dict[str, PeerClient] = {}
         self._lost: dict[str, wire.DeathCause] = {}
         """Hosts to which there is no connection (any more)."""
@@ -190,7 +191,7 @@ class AgentPeers:
             if self._port is None:
                 keys = (self._ticket.public_key, self._ticket.secret_key)
                 self._port = PeerServer(
-                    keys, self._ip(message.ip), self._loop, self._mail, self._segment_refs, self._pool
+                    keys, self._ip(message.ip), self._loop, self._host, self._mail, self._segment_refs, self._pool
                 )
             self._port.admit(message.host, message.key, message.epoch)
         except OSError as error:

@@ -24,7 +24,7 @@ class SegmentRefCounts:
     def __init__(self, on_unused: Callable[[int, int], None]) -> None:
         self._on_unused = on_unused
         self._holders: dict[LentSegment, int] = {}
-        self._sent: deque[LentSegment] = deque()
+        self.sent: deque[LentSegment] = deque()
         """Segments of which the other end has all pieces, or never will."""
 
     def lend(self, key: LentSegment, workers: Iterable[AgentWorker] = ()) -> None:
@@ -58,12 +58,12 @@ class SegmentRefCounts:
         """Hold a payload ourselves, until the last view of it has died."""
         key = (segment.pid, segment.segment)
         self.lend(key)
-        return [buffer.data for buffer in map_segment(segment, lambda _: self._sent.append(key))]
+        return [buffer.data for buffer in map_segment(segment, lambda _: self.sent.append(key))]
 
     def settle(self) -> None:
         """Once per turn of the agent's loop: let go of what has been sent. Views may die on any thread."""
-        while self._sent:
-            self.end(self._sent.popleft())
+        while self.sent:
+            self.end(self.sent.popleft())
 
     def take_back(self, worker: AgentWorker, key: LentSegment) -> None:
         """A worker has let go of it."""

@@ -10,6 +10,7 @@ from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
 from meshbook.wire.bulk import Sent
 from meshbook.wire.frames import Buffer
+from meshbook.wire.replies import split_replies
 
 _OF_THE_OLD = (
     wire.MeshReady, wire.SpawnFailed, wire.MeshStopped, wire.Retired, wire.Hosted, wire.Call, wire.Cancel,
@@ -59,9 +60,7 @@ def _checked(message: wire.Replies, frames: Sequence[Buffer], whole: set[int]) -
     """Without the values of which a part has gone to the former controller."""
     replies: list[wire.RankReply] = []
     kept: list[Buffer] = []
-    at = 0
-    for reply in message.replies:
-        mine, at = frames[at : at + reply.frames], at + reply.frames
+    for reply, mine in split_replies(message, frames):
         if reply.bulk is not None and reply.bulk[0] not in whole:
             replies.append(without_value(reply, "its value was on its way to the controller that ended"))
         else:

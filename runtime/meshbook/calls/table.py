@@ -15,6 +15,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.output import ConsoleOutput, OutputEvent, OutputListener, OutputTarget
 from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
 from meshbook.wire import messages as wire
+from meshbook.wire.replies import split_replies
 
 KEPT_LISTENERS = 1024
 """Outputs without an open call whose late text still finds its listener."""
@@ -83,9 +84,7 @@ class CallTable:
     def answer(self, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[Any]]) -> None:
         """Hand out combined replies. ``buffers``: the large buffers of each reply."""
         call, query = self._calls.get(message.id), self._queries.get(message.id)
-        at = 0
-        for reply, large in zip(message.replies, buffers, strict=True):
-            mine, at = frames[at : at + reply.frames], at + reply.frames
+        for (reply, mine), large in zip(split_replies(message, frames), buffers, strict=True):
             if call is not None:
                 if reply.rank not in call.waiting:
                     continue  # it was not asked, or has answered, or was taken for dead meanwhile

@@ -48,6 +48,7 @@ from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.wire import messages as wire
 from meshbook.wire.link import check_message
+from meshbook.wire.replies import place_head
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import HEARTBEAT_S, ControllerSocket
 
@@ -300,13 +301,12 @@ class Controller:
         if lost := call.waiting & mesh.lost.keys():
             raise WorkerLost.of(mesh.lost[rank] for rank in lost)
         head, buffers = request.pickled
-        small = len(head) <= wire.INLINE_MAX_BYTES
+        inline, payload = place_head(head)
         message = wire.Call(
             call.id, mesh.id, request.endpoint, members.encode(), call.output,
-            inline=head if small else b"", label=what if request.reply else "", mailbox=request.mailbox,
+            inline=inline, label=what if request.reply else "", mailbox=request.mailbox,
             reply=request.reply, no_prompt=self.front_end.refusal(),
         )  # fmt: skip
-        payload = [] if small else [head]
 
         def send() -> None:
             if mesh.generation != generation:

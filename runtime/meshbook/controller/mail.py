@@ -19,6 +19,7 @@ from meshbook.controller.payloads import Payloads
 from meshbook.errors import MailboxClosed, MeshError
 from meshbook.values.pickling import dumps, loads
 from meshbook.wire import messages as wire
+from meshbook.wire.replies import place_head
 
 
 class ControllerMail:
@@ -89,8 +90,7 @@ class ControllerMail:
                 frames = [bytes(part) for part in pack_failure(answer.failure)]
             elif answer.has_value:
                 head, large = answer.pickled or dumps(answer.value, what=answer.what)
-                if len(head) > wire.INLINE_MAX_BYTES:
-                    frames, head = [head], b""
+                head, frames = place_head(head)
                 segment = self._payloads.write(large)
         except Exception as error:
             status, head, segment = wire.RAISED, b"", None

@@ -46,7 +46,8 @@ class BulkSender:
         """link: that of the lane, as it is now. transmit: sends a message on it."""
         self._link, self._transmit = link, transmit
         self._ids = itertools.count(1)
-        self._queue: deque[Iterator[Sent]] = deque()
+        self.queue: deque[Iterator[Sent]] = deque()
+        """The payloads that are being sent."""
         self.waiting_bytes = 0
         """What has not been sent yet."""
 
@@ -69,36 +70,36 @@ class BulkSender:
         self._add(iter(pieces), sum(_size(payload) for _, payload in pieces))
 
     def _add(self, pieces: Iterator[Sent], size_bytes: int) -> None:
-        self._queue.append(pieces)
+        self.queue.append(pieces)
         self.waiting_bytes += size_bytes
         self._at_work.add(self)
 
     def pump(self) -> bool:
         """Send as much as may be under way now; whether that was anything."""
-        if not self._queue:
+        if not self.queue:
             return False
         window = max(LEAST_BYTES, min(MOST_BYTES, UNDER_WAY_BYTES // len(self._at_work)))
         sent = False
-        while self._queue and self._link().unacked_bytes < window:
-            if (piece := next(self._queue[0], None)) is None:
-                self._queue.popleft()
+        while self.queue and self._link().unacked_bytes < window:
+            if (piece := next(self.queue[0], None)) is None:
+                self.queue.popleft()
                 continue
             self.waiting_bytes -= _size(piece[1])
             self._transmit(*piece)
             sent = True
-        if not self._queue:
+        if not self.queue:
             self._at_work.discard(self)
         return sent
 
     def take_unsent(self) -> list[Sent]:
         """Give up what has not been sent, and return it."""
-        unsent = [piece for pieces in self._queue for piece in pieces]
+        unsent = [piece for pieces in self.queue for piece in pieces]
         self.clear()
         return unsent
 
     def clear(self) -> None:
         """Give up what has not been sent."""
-        self._queue.clear()
+        self.queue.clear()
         self.waiting_bytes = 0
         self._at_work.discard(self)
 
@@ -152,10 +153,17 @@ class BulkReceiver:
 
     def hold_back(self, message: NamesPayload, frames: list[bytes]) -> bool:
         """Keep a message while its payload, or that of an earlier one, is still on its way; True when kept."""
-        if self._held or self._lacks(message):
-            self._held.append((message, frames))
-            return True
-        return False
+        if not self._held:  # it is on the path of every call, so no function takes part
+            if isinstance(message, wire.Call):
+                is_whole = message.bulk is None or message.bulk[0] in self._whole
+            elif isinstance(message, wire.Replies):
+                is_whole = all(reply.bulk is None or reply.bulk[0] in self._whole for reply in message.replies)
+            else:
+                is_whole = True
+            if is_whole:
+                return False
+        self._held.append((message, frames))
+        return True
 
     @property
     def held(self) -> list[NamesPayload]:
@@ -168,13 +176,6 @@ class BulkReceiver:
         if call.bulk is not None:
             self.discard(call.bulk[0])
         self._pass_on()
-
-    def _lacks(self, message: NamesPayload) -> bool:
-        if isinstance(message, wire.Call):
-            return message.bulk is not None and message.bulk[0] not in self._whole
-        if isinstance(message, wire.Cancel):
-            return False
-        return any(reply.bulk is not None and reply.bulk[0] not in self._whole for reply in message.replies)
 
     def _pass_on(self) -> None:
         held, self._held = self._held, deque()

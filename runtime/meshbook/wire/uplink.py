@@ -99,7 +99,7 @@ class Uplink:
 
     def flush(self) -> bool:
         """Send what waits, as far as there is room; whether that was anything."""
-        return self._outbox.flush() or self._bulk_out.pump()
+        return self._outbox.flush() or (bool(self._bulk_out.queue) and self._bulk_out.pump())
 
     @property
     def unacked_bytes(self) -> int:
@@ -112,18 +112,20 @@ class Uplink:
         return self._calls.link.unacked_bytes > FULL_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
 
     def receive(self, choked: Callable[[], bool] = lambda: False) -> bool:
-        """Hand over what has come; whether that was anything. choked: whether to leave the lane of calls for later.
+        """Hand over all that has come; whether that was anything. choked: whether to leave the lane of calls for later.
 
         Raises: PeerProtocolError for frames that no peer sends; the rest is there still.
         """
-        busy = False
-        for name, lane in self._lanes.items():
-            if lane.readable() and not (name == "calls" and choked()):
-                busy = True
-                for header, payload in lane.receive():
-                    self._owner.on_heard()
-                    for each in unbatch(header):
-                        self._owner.on_message(each, payload)
+        busy, again = False, True
+        while again:
+            again = False
+            for name, lane in self._lanes.items():
+                if lane.readable() and not (name == "calls" and choked()):
+                    busy = again = True
+                    for header, payload in lane.receive():
+                        self._owner.on_heard()
+                        for each in unbatch(header):
+                            self._owner.on_message(each, payload)
         return busy
 
     # ---- life ---------------------------------------------------------------------------------------------------

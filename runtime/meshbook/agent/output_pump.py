@@ -1,0 +1,154 @@
+"""What ranks print, on its way from their agent to the controller; and how much is kept while that does not listen.
+
+Whatever is not kept is counted and named: output as `wire.OutputCut`, the value of a result by a reply without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from meshbook.agent.output import OutputPiece, ShownDisplay
+from meshbook.agent.worker import AgentWorker
+from meshbook.agent.worker_pool import WorkerPool
+from meshbook.system.event_loop import EventLoop
+from meshbook.wire import messages as wire
+from meshbook.wire.uplink import Uplink
+
+FLUSH_S = 0.05
+"""How long output may wait for more of it."""
+
+MESSAGE_CHARS = 1 << 20
+"""Of text in one message."""
+
+UNDER_WAY_BYTES = 512 << 20
+"""With so much on its way to the controller what ranks show is counted and left out."""
+
+KEPT_OUTPUT_BYTES = 16 << 20
+"""Of all meshes of the host; the logs have the rest."""
+
+KEPT_RESULT_BYTES = 1 << 30
+"""Of all meshes of the host, payloads in the shared memory of workers included."""
+
+
+class OfflineQuota:
+    """Counts from the moment when nobody listens any more."""
+
+    def __init__(self) -> None:
+        self.listening = True
+        self._output_bytes = self._result_bytes = 0
+
+    def begin(self) -> None:
+        """Nobody listens from now on."""
+        self.listening = False
+        self._output_bytes = self._result_bytes = 0
+
+    def end(self) -> None:
+        """Somebody listens again."""
+        self.listening = True
+
+    def output(self, size_bytes: int) -> bool:
+        """Whether to send output, or keep it; False: it must be cut."""
+        if self.listening:
+            return True
+        self._output_bytes += size_bytes
+        return self._output_bytes <= KEPT_OUTPUT_BYTES
+
+    def result(self, size_bytes: int) -> bool:
+        """Whether to send a result, or keep it; False: the value must go, and the reply says so."""
+        if self.listening:
+            return True
+        self._result_bytes += size_bytes
+        return self._result_bytes <= KEPT_RESULT_BYTES
+
+
+class OutputPump:
+    """The output of one mesh on one host. pool: of those that print."""
+
+    def __init__(self, mesh: int, loop: EventLoop, uplink: Uplink, quota: OfflineQuota, pool: WorkerPool) -> None:
+        self._mesh, self._loop, self._uplink, self._quota, self._pool = mesh, loop, uplink, quota, pool
+        self._is_due = False
+
+    def on_output(self) -> None:
+        """Something was printed: send it soon, together with what follows."""
+        if not self._is_due and self._quota.listening:
+            self._is_due = True
+            self._loop.call_later(FLUSH_S, self.flush)
+
+    def flush(self) -> None:
+        """Send what was printed."""
+        self._is_due = False
+        if not self._quota.listening:
+            return  # it waits, and what is too much is counted and cut
+        for worker in self._pool.workers.values():
+            self.send(worker)
+        if any(worker.output.waiting for worker in self._pool.workers.values()):
+            self.on_output()
+
+    def send(self, worker: AgentWorker, *, final: bool = False) -> None:
+        """Send what one worker has printed. final: all of it, also what more could follow."""
+        if final:
+            worker.drain()
+        parts, cuts = worker.output.take(time.monotonic(), final=final)
+        self._send_cuts(worker, cuts)
+        texts: list[OutputPiece] = []
+        for part in parts:
+            if isinstance(part, OutputPiece):
+                texts.append(part)
+            else:
+                self._send_texts(worker, texts)
+                texts = []
+                self._send_shown(worker, part)
+        self._send_texts(worker, texts)
+
+    def _send_texts(self, worker: AgentWorker, pieces: list[OutputPiece]) -> None:
+        if not pieces:
+            return
+        if self._quota.output(sum(len(piece.text) for piece in pieces)):
+            for chunks in _in_messages([wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces)]):
+                self._uplink.send(wire.Outputs(self._mesh, chunks))
+        else:
+            for piece in pieces:
+                self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
+
+    def _send_shown(self, worker: AgentWorker, shown: ShownDisplay) -> None:
+        is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
+        if not is_much and self._quota.output(size):
+            self._uplink.send(shown.message, shown.payload)
+        else:
+            self._send_cuts(worker, worker.output.cut(shown.message.output, size))
+
+    def _send_cuts(self, worker: AgentWorker, cuts: dict[int, int]) -> None:
+        for output, size in cuts.items():
+            self._uplink.send(wire.OutputCut(self._mesh, worker.rank, output, size))
+
+
+def _in_messages(chunks: Sequence[wire.OutputChunk]) -> Iterator[tuple[wire.OutputChunk, ...]]:
+    """Cut at `MESSAGE_CHARS` or soon after."""
+    taken: list[wire.OutputChunk] = []
+    size = 0
+    for chunk in chunks:
+        taken.append(chunk)
+        size += len(chunk.text)
+        if size >= MESSAGE_CHARS:
+            yield tuple(taken)
+            taken, size = [], 0
+    if taken:
+        yield tuple(taken)
+
+
+def _join(pieces: list[OutputPiece]) -> list[OutputPiece]:
+    """Join neighbours of one output and stream."""
+    joined: list[OutputPiece] = []
+    texts: list[str] = []
+    for piece in pieces:
+        if joined and joined[-1][:2] == piece[:2]:
+            texts.append(piece.text)
+            continue
+        if len(texts) > 1:
+            joined[-1] = joined[-1]._replace(text="".join(texts))
+        joined.append(piece)
+        texts = [piece.text]
+    if len(texts) > 1:
+        joined[-1] = joined[-1]._replace(text="".join(texts))
+    return joined

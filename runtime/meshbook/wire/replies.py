@@ -1,0 +1,63 @@
+"""Replies of several ranks as one message: shared out, put together, and made in the name of ranks that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from meshbook.errors import Failure, MeshError
+from meshbook.wire import messages as wire
+
+TFrame = TypeVar("TFrame")
+
+
+def split_replies(message: wire.Replies, frames: Sequence[TFrame]) -> list[tuple[wire.RankReply, Sequence[TFrame]]]:
+    """Return each reply with the frames that are its own."""
+    parts = []
+    at = 0
+    for reply in message.replies:
+        parts.append((reply, frames[at : at + reply.frames]))
+        at += reply.frames
+    return parts
+
+
+def place_head(head: bytes) -> tuple[bytes, list[bytes]]:
+    """Return where the head of a pickle travels: inside its message where it is small, else in a frame of its own."""
+    return (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
+
+
+def explain_failure(rank: int, host: str, error: MeshError) -> bytes:
+    """Return the payload of a reply that says why there is no other."""
+    name, text = type(error).__name__, str(error)
+    return wire.encode(Failure(rank, host, name, text, (f"{name}: {text}",), "")[:6])
+
+
+def failed_reply(reply: wire.RankReply, host: str, error: MeshError) -> tuple[wire.RankReply, list[bytes]]:
+    """Return what an agent sends in the place of a reply whose payload cannot be had."""
+    failed = reply._replace(status=wire.RAISED, frames=1, segment=None, bulk=None, inline=b"")
+    return failed, [explain_failure(reply.rank, host, error)]
+
+
+def failed_replies(
+    call: wire.Call, ranks: Iterable[int], host: str, error: MeshError
+) -> tuple[wire.Replies, list[bytes]]:
+    """Return the replies of ``ranks`` to a call that an agent cannot pass on."""
+    ranks = sorted(ranks)
+    replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
+    return wire.Replies(call.id, replies, call.origin), [explain_failure(rank, host, error) for rank in ranks]
+
+
+def dropped_replies(call: int, ranks: Iterable[int], origin: wire.Origin | None = None) -> wire.Replies:
+    """Return what ranks answer that will never begin ``call``."""
+    dropped = tuple(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None) for rank in sorted(ranks))
+    return wire.Replies(call, dropped, origin)
+
+
+def lost_reply(rank: int, death: wire.DeathCause) -> wire.RankReply:
+    """Return the answer in the name of a rank that has ended."""
+    return wire.RankReply(rank, wire.LOST, 0, 0.0, None, inline=wire.encode(death))
+
+
+def lost_replies(call: int, lost: Iterable[tuple[int, wire.DeathCause]], origin: wire.Origin | None) -> wire.Replies:
+    """Return the answers in the name of ranks that have none."""
+    return wire.Replies(call, tuple(lost_reply(rank, death) for rank, death in lost), origin)
