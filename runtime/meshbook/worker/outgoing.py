@@ -19,6 +19,7 @@ from meshbook.calls.request import CallRequest
 from meshbook.calls.table import CallTable
 from meshbook.errors import MeshError
 from meshbook.wire import messages as wire
+from meshbook.wire.replies import place_head
 from meshbook.worker.channel import AgentChannel
 from meshbook.worker.payloads import RankPayloads
 
@@ -63,7 +64,7 @@ class MailCalls:
 
     def _send(self, id: int, request: CallRequest, output: int, chain: tuple[int, ...]) -> None:
         head, buffers = request.pickled
-        inline, payload = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
+        inline, payload = place_head(head)
         message = wire.Call(
             id, request.mesh, request.endpoint, request.members.encode(), output, inline=inline,
             label=request.what if request.reply else "", mailbox=request.mailbox, reply=request.reply,
