@@ -84,31 +84,79 @@ class GroupPhase(enum.Enum):
     """The process groups of a mesh, seen from its controller."""
 
     NONE = "none"  # the controller has formed none; cells may have made their own
+    SOUGHT = "sought"  # the same, and if there are any they are to be aborted: the ranks are asked
     FORMING = "forming"  # the ranks have been asked to form them, under a new epoch
     FORMED = "formed"  # all ranks have counted each other
     ABORTED = "aborted"  # every wait and every operation on the ranks raises GroupAborted
+    DRAINING = "draining"  # the same, and they are formed again when the actors that were freed have come back
 
 
 class GroupEvent(enum.Enum):
     FOUND = "ranks have some"
+    MISSED = "ranks have none"
     FORM = "form"
     FORMED = "all ranks counted each other"
     FAILED = "a rank could not"
     ABORT = "abort"
+    DRAIN = "abort, for actors"
+    DRAINED = "those are back"
 
 
 GROUP_NEXT: Mapping[tuple[GroupPhase, GroupEvent], GroupPhase] = {
     (GroupPhase.NONE, GroupEvent.FORM): GroupPhase.FORMING,
-    (GroupPhase.NONE, GroupEvent.ABORT): GroupPhase.NONE,  # there is nothing to abort
     (GroupPhase.NONE, GroupEvent.FOUND): GroupPhase.FORMED,  # cells, or an earlier controller, have made them
+    (GroupPhase.NONE, GroupEvent.MISSED): GroupPhase.NONE,
+    (GroupPhase.NONE, GroupEvent.ABORT): GroupPhase.SOUGHT,
+    (GroupPhase.SOUGHT, GroupEvent.ABORT): GroupPhase.SOUGHT,
+    (GroupPhase.SOUGHT, GroupEvent.FOUND): GroupPhase.ABORTED,
+    (GroupPhase.SOUGHT, GroupEvent.MISSED): GroupPhase.NONE,
+    (GroupPhase.SOUGHT, GroupEvent.FORM): GroupPhase.FORMING,
     (GroupPhase.FORMING, GroupEvent.FORM): GroupPhase.FORMING,  # under a newer epoch still
     (GroupPhase.FORMING, GroupEvent.FORMED): GroupPhase.FORMED,
     (GroupPhase.FORMING, GroupEvent.FAILED): GroupPhase.ABORTED,
     (GroupPhase.FORMING, GroupEvent.ABORT): GroupPhase.ABORTED,  # a rank ended meanwhile
     (GroupPhase.FORMED, GroupEvent.FORM): GroupPhase.FORMING,
+    (GroupPhase.FORMING, GroupEvent.DRAIN): GroupPhase.DRAINING,
     (GroupPhase.FORMED, GroupEvent.ABORT): GroupPhase.ABORTED,
+    (GroupPhase.FORMED, GroupEvent.DRAIN): GroupPhase.DRAINING,
     (GroupPhase.ABORTED, GroupEvent.FORM): GroupPhase.FORMING,
     (GroupPhase.ABORTED, GroupEvent.ABORT): GroupPhase.ABORTED,
+    (GroupPhase.ABORTED, GroupEvent.DRAIN): GroupPhase.DRAINING,
+    (GroupPhase.DRAINING, GroupEvent.DRAIN): GroupPhase.DRAINING,
+    (GroupPhase.DRAINING, GroupEvent.DRAINED): GroupPhase.ABORTED,
+    (GroupPhase.DRAINING, GroupEvent.ABORT): GroupPhase.ABORTED,  # a rank ended, or cells are stuck too
+    (GroupPhase.DRAINING, GroupEvent.FORM): GroupPhase.FORMING,
+}
+
+
+class GroupDoubt(enum.Enum):
+    """Why process groups that are formed may be of no use, seen from their controller."""
+
+    NONE = "none"  # as far as is known the members of each are equally far
+    PARTIAL = "partial"  # some could not be compared, since their ranks ran other calls
+    TOLD = "told"  # a rank has told that some are of no use
+    UNANSWERED = "unanswered"  # a call has completed though ranks did not answer: they are asked on and on
+
+
+class DoubtEvent(enum.Enum):
+    TOLD = "a rank tells of it"
+    UNANSWERED = "nobody knows in time"
+    COMPARED = "compared"
+    COMPARED_PARTLY = "compared where ranks were idle"
+    ABORTED = "aborted"
+    FORMED = "formed"
+
+
+DOUBT_NEXT: Mapping[tuple[GroupDoubt, DoubtEvent], GroupDoubt] = {
+    **{(doubt, DoubtEvent.TOLD): GroupDoubt.TOLD for doubt in GroupDoubt},
+    **{(doubt, DoubtEvent.UNANSWERED): GroupDoubt.UNANSWERED for doubt in GroupDoubt},
+    **{(doubt, DoubtEvent.COMPARED): GroupDoubt.NONE for doubt in GroupDoubt},
+    **{(doubt, DoubtEvent.COMPARED_PARTLY): GroupDoubt.PARTIAL for doubt in GroupDoubt},
+    **{(doubt, DoubtEvent.ABORTED): GroupDoubt.NONE for doubt in GroupDoubt},
+    **{(doubt, DoubtEvent.FORMED): doubt for doubt in GroupDoubt},
+    (GroupDoubt.UNANSWERED, DoubtEvent.TOLD): GroupDoubt.UNANSWERED,  # they are being asked already
+    (GroupDoubt.PARTIAL, DoubtEvent.ABORTED): GroupDoubt.PARTIAL,  # who was spared has the old ones
+    (GroupDoubt.PARTIAL, DoubtEvent.FORMED): GroupDoubt.NONE,
 }
 
 

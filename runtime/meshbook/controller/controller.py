@@ -30,7 +30,7 @@ from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
-from meshbook.controller.group_recovery import forming_call
+from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
 from meshbook.controller.io_turns import SocketTurn
 from meshbook.controller.mesh_state import MeshState, stale_view
@@ -311,14 +311,12 @@ class Controller:
         def send() -> None:
             if mesh.generation != generation:
                 call.give_up(stale_view(mesh))
-            elif not request.reply:
-                self._dispatcher.mail_rescue_of(mesh).send(request.mailbox, members, lambda: transmit(reachable()))
-            elif (hosts := self._dispatcher.open(mesh, call, output)) is None:
                 return
-            elif request.mailbox:
-                self._dispatcher.mail_rescue_of(mesh).send(request.mailbox, members, lambda: transmit(hosts), call)
-            else:
-                self._dispatcher.groups_of(mesh).send(call, lambda: transmit_later(hosts))
+            recovery = self._dispatcher.groups_of(mesh)
+            if not request.reply:
+                recovery.send(request.mailbox, members, lambda: transmit_later(reachable()))
+            elif (hosts := self._dispatcher.open(mesh, call, output)) is not None:
+                recovery.send(request.mailbox, members, lambda: transmit_later(hosts), call)
 
         def reachable() -> list[HostState]:  # it may have queued until the mesh ends
             return [] if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED) else list(mesh.by_host(members.ranks()))
@@ -367,10 +365,7 @@ class Controller:
             mesh = self._dispatcher.meshes.get(call.mesh) if call is not None else None
             if call is None or mesh is None:
                 return
-            if call.mailbox:
-                if self._dispatcher.mail_rescue_of(mesh).cancel(call):
-                    return
-            elif self._dispatcher.groups_of(mesh).cancel(call):
+            if self._dispatcher.groups_of(mesh).cancel(call):
                 return
             meant = call.members
             if ranks is not None:
@@ -518,7 +513,7 @@ class Controller:
             if mesh.phase is MeshPhase.STOPPED:
                 return
             mesh.stop()
-            self._dispatcher.end_rescues(mesh)
+            self._dispatcher.groups_of(mesh).stop()
             self._dispatcher.calls.give_up(mesh.id, mesh.name)
             for host in mesh.hosts:
                 if host.lost:

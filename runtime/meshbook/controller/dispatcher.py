@@ -23,7 +23,6 @@ from meshbook.calls.output import DisplayData, OutputDropped, OutputTarget, Rank
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt, tell
-from meshbook.controller.actor_recovery import ActorRecovery
 from meshbook.controller.group_recovery import GroupRecovery
 from meshbook.controller.host_checks import check, check_ranks, check_replies
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState
@@ -69,8 +68,7 @@ class Dispatcher:
         self.calls = CallTable()
         self.calls.watch = self._watch
         self.calls.on_told = self._on_told
-        self._rescues: dict[int, GroupRecovery] = {}
-        self._mail_rescues: dict[int, ActorRecovery] = {}
+        self._recoveries: dict[int, GroupRecovery] = {}
         self.payloads = Payloads(wake)
         self.mail = ControllerMail(self.payloads)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes)
@@ -125,45 +123,24 @@ class Dispatcher:
             self._lose(host, reason)
 
     def groups_of(self, mesh: MeshState) -> GroupRecovery:
-        """Who looks after the process groups of a mesh."""
-        if mesh.id not in self._rescues:
+        """Who looks after ranks of a mesh that wait in vain, and after its process groups."""
+        if mesh.id not in self._recoveries:
             drop_keys = functools.partial(self.drop_keys, mesh)
-            self._rescues[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
-        return self._rescues[mesh.id]
-
-    def mail_rescue_of(self, mesh: MeshState) -> ActorRecovery:
-        """Who frees actors of a mesh that wait in its process groups."""
-        if mesh.id not in self._mail_rescues:
-            groups = self.groups_of(mesh)
-            self._mail_rescues[mesh.id] = ActorRecovery(mesh, self.calls, self._next_id, groups)
-        return self._mail_rescues[mesh.id]
-
-    def end_rescues(self, mesh: MeshState) -> None:
-        """The mesh is being stopped, or left."""
-        self.groups_of(mesh).stop()
-        self.mail_rescue_of(mesh).stop()
+            self._recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
+        return self._recoveries[mesh.id]
 
     def _on_told(self, call: OpenCall, rank: int, told: bytes) -> None:
         if (mesh := self.meshes.get(call.mesh)) is not None:
-            news = decode_told(told)
-            self.groups_of(mesh).on_told(call, rank, news)
-            if news.broken and call.mailbox:
-                self.mail_rescue_of(mesh).note_uneven()
+            self.groups_of(mesh).on_told(call, rank, decode_told(told))
 
     def _watch(self, call: OpenCall) -> bool:
         mesh = self.meshes.get(call.mesh)
-        if mesh is None:
-            return False
-        if not call.mailbox:
-            return self.groups_of(mesh).watch(call)
-        if call.failed or call.cancelled:
-            self.mail_rescue_of(mesh).watch(call)
-        return not call.waiting and self.mail_rescue_of(mesh).holds(call)
+        return mesh is not None and self.groups_of(mesh).watch(call)
 
     @property
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""
-        due = min([self.calls.next_deadline(), *(recovery.due for recovery in self._all_rescues())])
+        due = min([self.calls.next_deadline(), *(recovery.due for recovery in self._recoveries.values())])
         return max(due, self._rests_until)
 
     def expire(self) -> None:
@@ -172,14 +149,11 @@ class Dispatcher:
         if now < self._rests_until:
             return
         well = attempt(self.calls.expire, "failing calls")
-        for recovery in self._all_rescues():
+        for recovery in list(self._recoveries.values()):
             if recovery.due <= now:
                 well = attempt(functools.partial(recovery.expire, now), "the care for process groups") and well
         if not well:  # it may be due still
             self._rests_until = now + FAULT_REST_S
-
-    def _all_rescues(self) -> list[GroupRecovery | ActorRecovery]:
-        return [*self._rescues.values(), *self._mail_rescues.values()]
 
     # ---- messages -----------------------------------------------------------------------------------
 
@@ -463,7 +437,7 @@ class Dispatcher:
         if mesh.host_of(error.rank) is not mesh.store_host:
             self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
         if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):
-            self.groups_of(mesh).on_lost(error)
+            self.groups_of(mesh).on_lost()
         self.calls.lose(mesh.id, error, alone=alone)
         for listener in self.on_worker_lost:
             listener(mesh, error)
@@ -489,8 +463,7 @@ class Dispatcher:
     def forget(self, mesh: MeshState) -> None:
         mesh.stopped_ranks.clear()
         self.meshes.pop(mesh.id, None)
-        self._rescues.pop(mesh.id, None)
-        self._mail_rescues.pop(mesh.id, None)
+        self._recoveries.pop(mesh.id, None)
 
     def dismiss(self, host: HostState) -> None:
         """Tell a host to end, and forget it: what is still open on it counts as lost."""
@@ -512,7 +485,7 @@ class Dispatcher:
     def leave(self, session: str) -> None:
         """The meshes live on without us."""
         for mesh in self.meshes.values():
-            self.end_rescues(mesh)
+            self.groups_of(mesh).stop()
             mesh.detach(session)
             self.calls.leave(mesh.id, MeshDetachedError(mesh.name, session))
         self.meshes.clear()

@@ -13,9 +13,16 @@ import msgspec
 from meshbook.calls.call import OpenCall
 from meshbook.calls.table import CallTable
 from meshbook.controller.mesh_state import MeshState
+from meshbook.groups.deadlock import Odd
 from meshbook.groups.progress import Collectives
 from meshbook.shape.members import Members, Region
 from meshbook.wire import messages as wire
+
+FIRST_LOOK_S = 0.025
+"""So long after a rank failed, the others are asked; most failures have ended everywhere by then."""
+
+SELDOM_LOOK_S = 0.25
+"""They are asked again less and less often, in the end once in so many seconds."""
 
 ANSWER_S = 0.25
 """How long ranks may take to answer; native code may hold the GIL."""
@@ -51,7 +58,10 @@ class ProgressSnapshot(NamedTuple):
 
 
 class ProgressPoll:
-    """``on_complete(look)`` is called when all living ranks have answered, or had `ANSWER_S` to."""
+    """When to ask, and the question that is under way.
+
+    ``on_complete(look)`` is called when all living ranks have answered, or had `ANSWER_S` to.
+    """
 
     def __init__(
         self,
@@ -63,19 +73,48 @@ class ProgressPoll:
         self._mesh, self._calls, self._next_id, self._on_complete = mesh, calls, next_id, on_complete
         self._look: ProgressSnapshot | None = None
         self._answer_s = ANSWER_S
+        self._look_at = math.inf
+        self._pause_s = FIRST_LOOK_S
+        self._odd: list[Odd] = []
+
+    # ---- when -----------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether answers are awaited."""
         return self._look is not None
 
-    @property
-    def due(self) -> float:
-        """When `expire` wants to be called."""
-        return self._look.until if self._look is not None else math.inf
+    def due_with(self, other: float) -> float:
+        """When to ask, for what is due at ``other`` too; or when to go on without the answers that have not come."""
+        return self._look.until if self._look is not None else min(self._look_at, other)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to `ask`."""
+        return self._look is None and self._look_at <= now
+
+    def look_in(self, pause_s: float) -> None:
+        """Have the ranks asked after ``pause_s`` at the latest."""
+        self._look_at = min(self._look_at, time.monotonic() + pause_s)
+
+    def look_soon(self, pause_s: float = FIRST_LOOK_S) -> None:
+        """Something has failed: have them asked after ``pause_s``, then less and less often."""
+        self._pause_s = FIRST_LOOK_S
+        self.look_in(pause_s)
+
+    def look_again(self, longest_s: float = SELDOM_LOOK_S) -> None:
+        """Have them asked after a pause twice as long as the one before."""
+        self.look_in(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, longest_s)
+
+    def rest(self) -> None:
+        """They need not be asked."""
+        self._look_at = math.inf
+
+    # ---- the question -----------------------------------------------------------------------------------------------
 
     def ask(self, calls: list[OpenCall], recent: int = RECENT) -> None:
         """Ask all living ranks. calls: those that are open, or have just ended. recent: operations of each group."""
+        self.rest()
         mesh = self._mesh
         alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()
         ended = {call.id: frozenset(call.members.ranks()) - call.waiting for call in calls}
@@ -97,6 +136,10 @@ class ProgressPoll:
 
     def give_up(self) -> None:
         """The mesh ends."""
+        self.rest()
+        self._end_query()
+
+    def _end_query(self) -> None:
         if self._look is not None:
             self._calls.end_query(self._look.id)
             self._look = None
@@ -107,6 +150,23 @@ class ProgressPoll:
             self._complete(look)
 
     def _complete(self, look: ProgressSnapshot) -> None:
-        self.give_up()
+        self._end_query()
         self._answer_s = min(2 * self._answer_s, PATIENCE_S) if look.missing(self._mesh.lost) else ANSWER_S
         self._on_complete(look)
+
+    # ---- groups that seem odd --------------------------------------------------------------------------------------
+
+    @property
+    def suspects(self) -> bool:
+        """Whether groups were odd when the ranks were asked last, which may have been chance."""
+        return bool(self._odd)
+
+    def confirm(self, found: list[Odd]) -> list[Odd]:
+        """Those of ``found`` that are odd for certain, or were so when the ranks were asked before, equally far."""
+        confirmed = [each for each in found if each.is_certain or each in self._odd]
+        self._odd = [] if confirmed else found
+        return confirmed
+
+    def forget_suspects(self) -> None:
+        """Groups were aborted: the next ones count from the start."""
+        self._odd = []

@@ -375,15 +375,13 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
-def test_healthy_programs_give_no_alarm(mesh4: ProcMesh, kind: str) -> None:
-    groups = _groups_of(mesh4)
+def test_healthy_programs_give_no_alarm(mesh4: ProcMesh, kind: str, groups: _Watched) -> None:
     mesh4.run(f"x = torch.ones(4)\n{_dedent(HEALTHY[kind])}").get(60)
     assert not groups.doubted
     assert groups.told == {True}
 
 
-def test_calls_of_some_ranks_whose_operations_overlap_give_no_alarm(mesh4: ProcMesh) -> None:
-    groups = _groups_of(mesh4)
+def test_calls_of_some_ranks_whose_operations_overlap_give_no_alarm(mesh4: ProcMesh, groups: _Watched) -> None:
     for _ in range(5):
         some = mesh4.slice(gpus=slice(0, 2)).run("for n in range(1, 30): dist.all_reduce(torch.ones(n))")
         others = mesh4.slice(gpus=slice(2, 4)).run("for n in range(1, 30): dist.all_reduce(torch.ones(n))")
@@ -391,8 +389,7 @@ def test_calls_of_some_ranks_whose_operations_overlap_give_no_alarm(mesh4: ProcM
     assert not groups.doubted
 
 
-def test_sends_of_a_later_cell_that_are_under_way_give_no_alarm(mesh4: ProcMesh) -> None:
-    groups = _groups_of(mesh4)
+def test_sends_of_a_later_cell_that_are_under_way_give_no_alarm(mesh4: ProcMesh, groups: _Watched) -> None:
     for n in range(1, 6):
         mesh4.run(f"if rank == 0: works = [dist.isend(torch.ones({n} + k), 1) for k in range(3)]").get(30)
         mesh4.run(f"if rank == 1: [dist.recv(torch.ones({n} + k), 0) for k in range(2)]").get(30)
@@ -404,23 +401,27 @@ def _dedent(code: str) -> str:
     return "\n".join(line.removeprefix("        ") for line in code.splitlines())
 
 
-class _Watched(Agreements):
-    """Tells whether there was ever a doubt."""
+class _Watched:
+    """Tells whether the controller ever doubts the groups of a mesh, from now on."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, agreements: Agreements, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._agreements, self._compare = agreements, agreements.compare
         self.told: set[bool] = set()
+        monkeypatch.setattr(agreements, "compare", self._watch)
 
-    def compare(self, rank: int, told: Told) -> None:
-        super().compare(rank, told)
-        self.told.add(not self.doubted)
+    def _watch(self, rank: int, told: Told) -> None:
+        self._compare(rank, told)
+        self.told.add(not self._agreements.doubted)
+
+    @property
+    def doubted(self) -> bool:
+        return self._agreements.doubted
 
 
-def _groups_of(mesh: ProcMesh) -> _Watched:
-    """What the controller compares for this mesh, from now on."""
-    watched = _Watched()
-    mesh._controller._dispatcher.groups_of(mesh._mesh).agreements = watched
-    return watched
+@pytest.fixture
+def groups(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> _Watched:
+    """What the controller compares for the mesh."""
+    return _Watched(mesh4._controller._dispatcher.groups_of(mesh4._mesh).agreements, monkeypatch)
 
 
 # ---- pure ------------------------------------------------------------------------------------------------------------

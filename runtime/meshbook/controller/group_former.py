@@ -1,0 +1,347 @@
+"""The process groups of one mesh, as its controller knows them: aborted, and formed again in place. Under the turn.
+
+Aborting frees every rank that waits in operations; forming makes the same groups anew under a new epoch, so that all
+handles stay good. Whether groups are to be aborted is decided elsewhere (`meshbook.controller.cell_recovery`,
+`meshbook.controller.actor_recovery`); here it is done, in an order that matters:
+
+    1  phase first     what is decided while messages are under way must find the groups aborted already
+    2  then the calls  a GroupAborted that comes back is no failure of its rank, if the call knows of the abort
+    3  then the ranks  on the urgent lane, so before any call that is sent after
+    4  then the store  a rank that waits there, still forming, is answered with an error and comes back too
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from meshbook.calls.call import OpenCall
+from meshbook.calls.table import CallTable
+from meshbook.concurrency.future import Future
+from meshbook.controller.call_queue import CallQueue
+from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.progress_poll import FIRST_LOOK_S, ProgressSnapshot
+from meshbook.errors import MeshStoppedError, RanksDisagree, WorkerLost
+from meshbook.errors.advice import advice
+from meshbook.formatting import name_ranks
+from meshbook.groups.deadlock import differing_groups
+from meshbook.lifecycle import (
+    DOUBT_NEXT,
+    GROUP_NEXT,
+    DoubtEvent,
+    GroupDoubt,
+    GroupEvent,
+    GroupPhase,
+    MeshPhase,
+    advance,
+)
+from meshbook.shape.members import Region
+from meshbook.values.pickling import dumps
+from meshbook.wire import messages as wire
+
+LATE_S = 1.0
+"""When forming takes longer than this, the ranks are asked who has not come."""
+
+FORM_S = 10.0
+"""Ranks have so long to form groups again; then they are asked to give up."""
+
+
+class _Forming:
+    """One attempt."""
+
+    def __init__(self, call: OpenCall, epoch: int, give_up_at: float) -> None:
+        self.call, self.epoch, self.give_up_at = call, epoch, give_up_at
+        self.began_at = time.monotonic()
+        self.late: Collection[int] = call.waiting
+        """Ranks that have not come."""
+
+
+class GroupOwner(Protocol):
+    """Who hears of what happens to the groups."""
+
+    def on_aborted(self) -> None:
+        """They are being aborted."""
+
+    def on_formed(self) -> None:
+        """They are formed, or will not come back by themselves."""
+
+    def look_in(self, pause_s: float) -> None:
+        """Have ranks asked after ``pause_s``, and `GroupFormer.on_look` called with what they say."""
+
+
+class GroupFormer:
+    """What is known of the groups, and the attempt to form them that is under way."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        calls: CallTable,
+        queue: CallQueue,
+        next_id: Callable[[], int],
+        drop_prefix: Callable[[str], None],
+        owner: GroupOwner,
+    ) -> None:
+        self.mesh, self.calls, self.queue, self.next_id = mesh, calls, queue, next_id
+        self._drop_prefix, self._owner = drop_prefix, owner
+        self.phase = GroupPhase.NONE
+        self.doubt = GroupDoubt.NONE
+        self.why = ""
+        """Why the groups are not there, or not known to be sound; kept from the abort until they are formed."""
+        self._only: set[str] = set()
+        """The groups that were aborted; all of them where it is empty."""
+        self._forming: _Forming | None = None
+        self._own: set[int] = set()
+        """Calls to main threads that were made here."""
+        self._epochs: set[int] = set()
+        """Those that may have left keys in the store."""
+
+    # ---- what is known ------------------------------------------------------------------------------------------
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether they are to be formed again, and are not being formed yet."""
+        return self.phase in (GroupPhase.ABORTED, GroupPhase.DRAINING)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether they can be used, or there are none."""
+        return not self.is_aborted and self.phase is not GroupPhase.FORMING
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether only some groups were aborted."""
+        return bool(self._only)
+
+    @property
+    def is_coming_back(self) -> bool:
+        """Whether they are being formed, or will be at once: no call has to end first."""
+        if self.phase is GroupPhase.FORMING:
+            return True
+        return self.is_aborted and not self.mesh.lost and not self.running()
+
+    def is_own(self, call: OpenCall) -> bool:
+        """Whether the call was made here."""
+        return call.id in self._own
+
+    def running(self) -> list[OpenCall]:
+        """The calls that main threads are at, or will be next; in the order in which they were sent."""
+        calls = self.calls.running(self.mesh.id)
+        return [call for call in calls if call.id not in self._own and not self.queue.holds(call)]
+
+    def current(self) -> dict[int, OpenCall]:
+        """What each rank that is not idle runs now."""
+        return {rank: call for call in reversed(self.running()) for rank in call.waiting}
+
+    def note(self, event: DoubtEvent) -> None:
+        """Something was found out on whether they are sound."""
+        self.doubt = advance(DOUBT_NEXT, self.doubt, event)
+        if event in (DoubtEvent.COMPARED, DoubtEvent.COMPARED_PARTLY, DoubtEvent.FORMED):
+            self.why = ""
+
+    def not_compared(self, why: str) -> None:
+        """It could not be found out whether they are sound."""
+        self.why = why
+
+    def on_look(self, look: ProgressSnapshot) -> None:
+        """Take in what ranks tell of their groups, whoever has asked."""
+        self._epochs.update(told.epoch for told in look.answers.values() if told.epoch >= 0)
+        if self._forming is not None:
+            id = self._forming.call.id
+            self._forming.late = self._forming.call.waiting - {r for r, told in look.answers.items() if told.call == id}
+            if (left_s := self._forming.began_at + LATE_S - time.monotonic()) > 0:
+                self._owner.look_in(left_s)
+        if self.phase in (GroupPhase.NONE, GroupPhase.SOUGHT):
+            are_there = any(told.groups for told in look.answers.values())
+            self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FOUND if are_there else GroupEvent.MISSED)
+            if self.is_aborted:  # as was wanted before it was known whether there are any
+                self._carry_out({}, (), ())
+            else:
+                self.why = ""
+
+    # ---- aborting -------------------------------------------------------------------------------------------------
+
+    def abort(
+        self,
+        reason: str,
+        *,
+        places: Mapping[int, str] | None = None,
+        spare: Collection[int] = (),
+        groups: Collection[str] = (),
+        drain: bool = False,
+    ) -> None:
+        """Abort the groups of all ranks, or of as many as can be.
+
+        places: where ranks are stuck. spare: ranks that keep theirs for now, for the sake of the calls that they run.
+        groups: only these, if any are given. drain: they are formed again by `end_draining`, not before.
+        """
+        self._only = {*self._only, *groups} if groups and (self._only or self.is_sound) else set()
+        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.DRAIN if drain else GroupEvent.ABORT)
+        self.why = reason
+        if self.is_aborted:
+            self._carry_out(places or {}, spare, groups)
+
+    def reset(self, reason: str, *, spare: Collection[int] = (), groups: Collection[str] = ()) -> None:
+        """Abort groups, as `abort`, and form them again as soon as nothing runs that was begun before."""
+        self.abort(reason, spare=spare, groups=groups)
+        self.form_if_free()
+        if self.phase is GroupPhase.SOUGHT:
+            self._owner.look_in(0.0)
+        elif self.is_aborted:
+            self._owner.look_in(FIRST_LOOK_S)
+
+    def _carry_out(self, places: Mapping[int, str], spare: Collection[int], groups: Collection[str]) -> None:
+        self._owner.on_aborted()
+        self.note(DoubtEvent.ABORTED)
+        for call in self.running():
+            call.abort(places)
+        if self._forming is not None:
+            self._forming.call.abort()
+        self._tell_to_abort(spare, groups)
+        if not spare and not groups:
+            self._drop_keys(self._epochs)
+
+    def _tell_to_abort(self, spare: Collection[int] = (), groups: Collection[str] = (), why: str = "") -> None:
+        mesh = self.mesh
+        target = [rank for rank in range(mesh.extent.nelements) if rank not in mesh.lost and rank not in spare]
+        if target:
+            encoded = Region.of(mesh.extent).select(target).encode()
+            self._send_urgent(wire.AbortGroups(mesh.id, encoded, self.next_id(), why or self.why, tuple(groups)))
+
+    def end_draining(self) -> None:
+        """The actors that were freed have come back, or had the time to."""
+        if self.phase is GroupPhase.DRAINING:
+            self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.DRAINED)
+
+    # ---- forming --------------------------------------------------------------------------------------------------
+
+    def form_if_free(self, look: ProgressSnapshot | None = None) -> None:
+        """Form the groups again, once no rank runs anything that was begun before.
+
+        look: taken now. Where only some groups were aborted, there must be one: more of them may be of no use by now.
+        """
+        if self.phase is not GroupPhase.ABORTED or self._forming is not None or self.mesh.lost or self.running():
+            return
+        if self._only:
+            if look is None or any(told.call for told in look.answers.values()):
+                self._owner.look_in(0.0)
+                return
+            self._only.update(odd.name for odd in differing_groups(look.answers) if odd.is_certain)
+        self.form(forming_call(self.next_id(), self.mesh, Future()), time.monotonic() + FORM_S, self._only)
+
+    def form(self, call: OpenCall, give_up_at: float = math.inf, groups: Collection[str] = ()) -> None:
+        """Form the groups under a new epoch, in place where there are some; ``call`` is what the caller waits for.
+
+        groups: only these, if any are given.
+        """
+        mesh = self.mesh
+        if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+            call.give_up(MeshStoppedError(mesh.name))
+            return
+        if mesh.lost:
+            call.give_up(WorkerLost.of(mesh.lost.values()))
+            return
+        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORM)
+        epoch = self.next_id()
+        self._epochs.add(epoch)
+        self._only = set(groups)
+        forming = self._forming = _Forming(call, epoch, give_up_at)
+        self._owner.look_in(LATE_S)
+        call.when_settled(lambda error: self._on_formed(forming, error))
+        self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1, tuple(groups)))
+        if mesh.axes != dict(mesh.extent) and math.prod(mesh.axes.values()) == mesh.extent.nelements:
+            # forming binds `mesh` and `point` to the mesh's own axes: back to those that the person chose
+            naming = forming_call(self.next_id(), mesh, Future())
+            self._transmit(naming, "set_axes", (tuple(mesh.axes), tuple(mesh.axes.values())))
+
+    def _transmit(self, call: OpenCall, endpoint: str, args: tuple[Any, ...]) -> None:
+        self._own.add(call.id)
+        call.when_ended(lambda: self._own.discard(call.id))
+        self.calls.open(call, None)
+        pickled, _ = dumps((args, {}), what=call.what)
+        message = wire.Call(call.id, self.mesh.id, endpoint, call.members.encode(), inline=pickled, label=call.what)
+        for host in self.mesh.hosts:
+            host.send(message)
+
+    def watch(self, call: OpenCall) -> None:
+        """A rank has answered a call that was made here, or was lost: where one cannot form, the others wait for it."""
+        forming = self._forming
+        if forming is not None and call is forming.call and call.failed and call.waiting and not call.aborted:
+            call.abort()
+            self._tell_to_abort(why=cause_of(call))
+            self._drop_keys(self._epochs)
+
+    @property
+    def due(self) -> float:
+        """When `expire` wants to be called."""
+        return self._forming.give_up_at if self._forming is not None else math.inf
+
+    def expire(self, now: float) -> None:
+        """Have ranks give up forming that had the time to come."""
+        if self.due <= now:
+            self.cancel_forming()
+
+    def cancel_forming(self, older_than_s: float = 0.0) -> None:
+        """Have ranks give up forming, if the attempt is one that has a limit and has lasted so long."""
+        forming = self._forming
+        if forming is None or forming.give_up_at == math.inf or time.monotonic() < forming.began_at + older_than_s:
+            return
+        forming.give_up_at = math.inf
+        self.why = f"{self.name_late()} did not come"
+        self._send_urgent(wire.Cancel(self.mesh.id, forming.call.id, forming.call.members.encode()))
+
+    def is_forming(self, call: OpenCall) -> bool:
+        """Whether it is the attempt that is under way."""
+        return self._forming is not None and call is self._forming.call
+
+    def name_late(self) -> str:
+        """Those that have not come to form groups; empty where none are being formed."""
+        return name_ranks(self._forming.late or self._forming.call.waiting) if self._forming is not None else ""
+
+    def _on_formed(self, forming: _Forming, error: BaseException | None) -> None:
+        if forming is not self._forming:
+            return  # there is a newer attempt
+        self._forming = None
+        if self.phase is not GroupPhase.FORMING:  # aborted meanwhile
+            self.form_if_free()
+            return
+        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FAILED if error else GroupEvent.FORMED)
+        if error is None:
+            self.note(DoubtEvent.FORMED)
+            if not self._only:
+                self._drop_keys({old for old in self._epochs if old < forming.epoch})
+        else:
+            self.why = f"forming them again failed: {self.why or error}\n  try again: {advice().rebuild}"
+        self._only = set()
+        self._owner.on_formed()
+
+    def _drop_keys(self, epochs: Collection[int]) -> None:
+        """Drop what the store keeps for these; ranks that wait there are answered with an error."""
+        for epoch in sorted(epochs):
+            self._drop_prefix(f"epoch{epoch}/")
+        self._epochs = self._epochs.difference(epochs)
+
+    def _send_urgent(self, message: wire.ToHost) -> None:
+        for host in self.mesh.hosts:
+            if not host.lost:
+                host.send_urgent(message)
+
+
+def forming_call(id: int, mesh: MeshState, future: Future[Any]) -> OpenCall:
+    """The call of `GroupFormer.form`."""
+    return OpenCall(id, mesh.id, "the process groups", Region.of(mesh.extent), future, fail_fast=False)
+
+
+def cause_of(call: OpenCall) -> str:
+    """Why a call has failed: ``rank 1 raised ValueError``."""
+    if call.lost:
+        return f"{name_ranks(error.rank for error in call.lost)} ended"
+    if not call.failures:
+        return f"{call.what} was interrupted"
+    first = call.failures[0]
+    if first.ename == RanksDisagree.__name__:
+        return first.evalue.splitlines()[0]
+    if first.ename == "KeyboardInterrupt":
+        return f"rank {first.rank} was interrupted"
+    return f"rank {first.rank} raised {first.ename}"
