@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
-    "tests/extension/test_widget_in_kernel.py",
-    "tests/extension/test_in_kernel.py",
-    "tests/extension/test_completion_in_kernel.py",
+    "tests/extension/widget/test_in_kernel.py",
+    "tests/extension/cells/test_in_kernel.py",
+    "tests/extension/completion/test_in_kernel.py",
 )
 """What depends on how the kernel takes its messages: live updates, buttons and Tab in a busy cell, prompts, order."""
 
