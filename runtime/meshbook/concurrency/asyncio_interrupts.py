@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+
+from meshbook.concurrency.sigint import SigintScope
 
 LATELY_S = 2.0
 """A task that is cancelled so soon after an interrupt was cancelled by it."""
@@ -27,32 +27,29 @@ class _Watch:
     def __init__(self) -> None:
         self.awaited = 0
         self.pressed_at = float("-inf")
-        self._before: Callable[[int, FrameType | None], Any] | int | None = None
+        self._scope = SigintScope(self._on_sigint)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Another await; the first of them puts the handler in place."""
-        handler = signal.getsignal(signal.SIGINT)
-        if handler == self._on_sigint:
+        if self._scope.is_in_place:
             self.awaited += 1
-        elif callable(handler):
-            self.awaited = 1
-            self._before, self._loop = handler, loop
-            signal.signal(signal.SIGINT, self._on_sigint)
+        elif self._scope.open():
+            self.awaited, self._loop = 1, loop
 
     def end(self) -> None:
         """An await less; after the last the earlier handler is back, unless somebody has set another since."""
         self.awaited -= 1
-        if self.awaited <= 0 and signal.getsignal(signal.SIGINT) == self._on_sigint:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = self._loop = None
+        if self.awaited <= 0:
+            self._scope.close()
+            self._loop = None
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         self.pressed_at = time.monotonic()
-        loop, before = self._loop, self._before
+        loop, before = self._loop, self._scope.before
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(_nothing)
-        if callable(before):
+        if before is not None:
             before(signum, frame)
 
 

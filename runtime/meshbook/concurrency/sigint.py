@@ -1,7 +1,8 @@
-"""Interrupts that the person presses while we already deal with one.
+"""SIGINT while something of ours must not be torn: one scope, that others build on.
 
-During `noticed` SIGINT raises nothing: each press is counted and wakes whoever waits in `InterruptCounter.wait`. Only
-on the main thread, where Python runs signal handlers; on others nothing is noticed, and nothing raises there either.
+`SigintScope` puts a handler in the place of the one before it, and gives the place back. With it the main thread serves
+sockets (`meshbook.controller.io_turns`) and awaits (`meshbook.concurrency.asyncio_interrupts`); and in `noticed`, while
+we deal with one interrupt, further presses are counted and wake whoever waits in `InterruptCounter.wait`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,60 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any, TypeAlias
 
 from meshbook.concurrency.future import Future
+
+_plain_signals: Any = vars(signal)["_signal"]
+_SIGINT = int(signal.SIGINT)
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object]
+
+
+def _signals() -> Any:
+    """Where `signal` and `getsignal` are: those without enumerations, which take as long as a call's other work here.
+
+    Where somebody has put functions in their place, as ranks have (`meshbook.worker.interrupt_gate`), these.
+    """
+    return _plain_signals if signal.signal.__module__ == "signal" else signal
+
+
+class SigintScope:
+    """While it is open, SIGINT calls ``on_press`` and not the handler before it."""
+
+    def __init__(self, on_press: Handler) -> None:
+        self._on_press = on_press
+        self.before: Handler | None = None
+        """The handler that was there when it was opened last."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether our handler is there: it was opened, and nobody has set another since."""
+        return bool(_signals().getsignal(_SIGINT) == self._on_press)
+
+    def open(self) -> bool:
+        """Take the place; returns whether it could be taken.
+
+        Only the main thread runs handlers. One that is no function of Python's could not be put back, and raises
+        nothing in our midst.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        signals = _signals()
+        handler = signals.getsignal(_SIGINT)
+        if not callable(handler):
+            return False
+        self.before = handler
+        signals.signal(_SIGINT, self._on_press)
+        return True
+
+    def close(self) -> None:
+        """Give the place back, unless somebody else has taken it since."""
+        signals = _signals()
+        if signals.getsignal(_SIGINT) == self._on_press:
+            signals.signal(_SIGINT, self.before)
 
 
 class InterruptCounter:
@@ -52,15 +103,10 @@ class InterruptCounter:
 def noticed() -> Iterator[InterruptCounter]:
     """Inside of the block presses are counted rather than raised."""
     interrupt_counter = InterruptCounter()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt_counter
-        return
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is None:  # not Python's: it cannot be put back
-        yield interrupt_counter
-        return
-    signal.signal(signal.SIGINT, interrupt_counter.press)
+    scope = SigintScope(interrupt_counter.press)
+    opened = scope.open()
     try:
         yield interrupt_counter
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if opened:
+            scope.close()

@@ -15,16 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from meshbook.concurrency.own_faults import tell
-
-_plain_signals: Any = vars(signal)["_signal"]
+from meshbook.concurrency.sigint import SigintScope
 
 REST_S = 0.003
 """The I/O thread takes over again when the main thread has not come back for so long."""
-
-_SIGINT = int(signal.SIGINT)
 
 _LOOK_S = 0.005
 """How often the resting I/O thread looks."""
@@ -40,6 +36,7 @@ class SocketTurn:
         self._rest_until = 0.0
         self._rest = threading.Event()
         self._interrupted = False
+        self._scope = SigintScope(self._note)
 
     def serve_until(self, ended: Callable[[], bool]) -> None:
         """The I/O thread's life."""
@@ -57,20 +54,17 @@ class SocketTurn:
         """
         if self._driving or threading.current_thread() is not threading.main_thread():
             return
-        signals = _signals()
-        handler = signals.getsignal(_SIGINT)
-        if not callable(handler):  # ignored, default, or another language's: it raises nothing in our midst
+        self._interrupted = False
+        if not self._scope.open():
             self._drive(done, timeout_s)
             return
-        self._interrupted = False
-        signals.signal(_SIGINT, self._note)
         try:
             self._drive(done, timeout_s)
         finally:
-            signals.signal(_SIGINT, handler)
-            if self._interrupted:
+            self._scope.close()
+            if self._interrupted and self._scope.before is not None:
                 self._interrupted = False
-                handler(signal.SIGINT, None)
+                self._scope.before(signal.SIGINT, None)
 
     def _drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -98,11 +92,3 @@ class SocketTurn:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._interrupted = True
         self._wake()
-
-
-def _signals() -> Any:
-    """Where `signal` and `getsignal` are: those without enumerations, which take as long as a call's other work here.
-
-    Where somebody has put functions in their place, as ranks have (`meshbook.worker.interrupt_gate`), these.
-    """
-    return _plain_signals if signal.signal.__module__ == "signal" else signal
