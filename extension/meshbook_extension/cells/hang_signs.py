@@ -59,7 +59,7 @@ class _Start(NamedTuple):
 
 
 class HangDetector:
-    """Of one cell."""
+    """The detector watches one cell."""
 
     def __init__(self) -> None:
         self._given: set[tuple[str, tuple[int, ...]]] = set()
@@ -73,7 +73,7 @@ class HangDetector:
         return len(self._given) >= MOST
 
     def given(self, sign: Sign) -> None:
-        """The person was told."""
+        """Note that the person was told."""
         self._given.add((sign.kind, sign.odd))
 
     def look(

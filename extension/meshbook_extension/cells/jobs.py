@@ -20,7 +20,7 @@ KEPT = 50
 
 @dataclass
 class Job:
-    """One of them."""
+    """A job is one cell that was started with ``--async``."""
 
     number: int
     cell: RunningCell

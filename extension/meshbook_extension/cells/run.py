@@ -276,7 +276,7 @@ class _Deadline:
         return None
 
     def fail(self, error: Exception) -> None:
-        """Nobody waits for it."""
+        """Ignore the error: no cell waits for it."""
 
 
 def _whole_cell(session: Session) -> str:

@@ -127,7 +127,7 @@ class RunningCell:
         return CellTimeout(self.what, timeout_s, silent, interrupted, partial=interrupted.partial)
 
     def _look_after(self) -> None:
-        """While the person waits."""
+        """Do at each step what a person who waits needs."""
         if self.prompt is not None:
             self.prompt.open_if_wanted()
         self._tell_who_is_ahead()

@@ -116,7 +116,7 @@ def _left_by(saved: SavedSession, notebook: str) -> bool:
 
 
 def names_of(saved: SavedSession) -> list[str]:
-    """Its meshes."""
+    """Return the names of a session's meshes."""
     return [mesh.name for mesh in saved.meshes]
 
 

@@ -18,7 +18,7 @@ from meshbook_extension.output.labels import format_seconds
 
 @command(Grammar(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",)))
 def list_jobs(session: Session, arguments: Arguments) -> None:
-    """One line each."""
+    """Print one line for each job."""
     jobs = session.part(Jobs).all()
     print("\n".join(job.describe() for job in jobs) or "no job yet. Start one: %%mesh --async above a cell")
 

@@ -84,7 +84,7 @@ def _show_last(procs: ProcMesh, lines: int, text: str) -> None:
 
 
 class _Following:
-    """One ``%mesh logs -f``."""
+    """What one ``%mesh logs -f`` follows and prints."""
 
     def __init__(self, session: Session, procs: ProcMesh, lines: int, wanted: str) -> None:
         self._procs, self._wanted = procs, wanted

@@ -73,7 +73,7 @@ def heal(session: Session, arguments: Arguments) -> None:
 
 @command(RESPAWN)
 def respawn(session: Session, arguments: Arguments) -> None:
-    """Repair of chosen ranks."""
+    """End the chosen ranks and start them again."""
     if not arguments.words and not arguments.pairs:
         raise RESPAWN.refuse("say which ranks.")
     procs = session.mesh()
@@ -92,7 +92,7 @@ def respawn(session: Session, arguments: Arguments) -> None:
 
 @command(GROW)
 def grow(session: Session, arguments: Arguments) -> None:
-    """More ranks."""
+    """Add ranks to the current mesh."""
     more = _read(GROW, arguments.pairs)
     if not more:
         raise GROW.refuse("say along which axis, and by how much.")
@@ -107,7 +107,7 @@ def grow(session: Session, arguments: Arguments) -> None:
 
 @command(SHRINK)
 def shrink(session: Session, arguments: Arguments) -> None:
-    """Fewer ranks."""
+    """Take ranks from the current mesh."""
     fewer = _read(SHRINK, arguments.pairs)
     procs = session.mesh()
     change = _repair(lambda: procs.change(shrink=fewer, note=_note))

@@ -128,7 +128,7 @@ def pull(session: Session, arguments: Arguments) -> None:
 
 @command(SCATTER)
 def scatter(session: Session, arguments: Arguments) -> None:
-    """Cut and send."""
+    """Cut a value along an axis and send each rank its piece."""
     name = check_identifier(arguments.words[0], SCATTER.name)
     value = session.lookup(name)
     axis, dim = _axis_and_dim(SCATTER, arguments)
@@ -140,7 +140,7 @@ def scatter(session: Session, arguments: Arguments) -> None:
 
 @command(GATHER)
 def gather(session: Session, arguments: Arguments) -> None:
-    """Bring and join."""
+    """Bring the pieces of all ranks and join them."""
     name = check_identifier(arguments.words[0], GATHER.name)
     bound = check_identifier(arguments.text("--out") or name, "--out")
     axis, dim = _axis_and_dim(GATHER, arguments)

@@ -88,7 +88,7 @@ def rename(session: Session, arguments: Arguments) -> None:
     )
 )
 def flatten(session: Session, arguments: Arguments) -> None:
-    """One axis of all."""
+    """Make one axis of all axes."""
     _arrange(session, session.mesh().flatten(arguments.words[0]))
 
 

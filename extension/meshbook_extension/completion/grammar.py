@@ -44,7 +44,7 @@ class Known(Protocol):
         """The axes of the current mesh."""
 
     def ranks(self) -> Sequence[int]:
-        """Its ranks."""
+        """Return the ranks of the mesh."""
 
     def names(self, kind: str, prefix: str) -> Iterable[str]:
         """Names of a kind (`Grammar.names`), or of a placeholder such as ``SLICE``."""

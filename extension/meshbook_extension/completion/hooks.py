@@ -33,7 +33,7 @@ class Hooks:
             self._busy = BusyCompletion(shell, completer)
 
     def uninstall(self) -> None:
-        """As it was before."""
+        """Put the shell's own methods back."""
         if self._busy is not None:
             self._busy.uninstall()
         for owner, name in self._replaced:

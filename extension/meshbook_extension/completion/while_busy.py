@@ -35,7 +35,7 @@ class BusyCompletion:
         shell.events.register("post_execute", self._end)
 
     def uninstall(self) -> None:
-        """As it was before."""
+        """Put the kernel's own methods back."""
         self._shell.events.unregister("pre_execute", self._begin)
         self._shell.events.unregister("post_execute", self._end)
         BusyComms.of(self._kernel).take_with(None)

@@ -105,11 +105,11 @@ class ErrorLog:
         self.note(mesh, what, [Failure(d.rank, d.host, LOST, d.cause, tail, "") for d, tail in lines])
 
     def all(self) -> list[LoggedError]:
-        """Those that are kept."""
+        """Return the errors that are kept."""
         return list(self._errors)
 
     def of(self, mesh: str) -> list[LoggedError]:
-        """Those of one mesh."""
+        """Return the errors of one mesh."""
         return [error for error in self.all() if error.mesh == mesh]
 
     def find(self, number: int) -> LoggedError:

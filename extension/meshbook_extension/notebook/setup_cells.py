@@ -40,12 +40,12 @@ class Setups:
         self._owed: dict[str, set[int]] = {}
 
     def add(self, setup: Setup) -> None:
-        """It has run well."""
+        """Keep a cell that has run well."""
         self._cells = [cell for cell in self._cells if not _is_same(cell, setup)]
         self._cells.append(setup)
 
     def of(self, mesh: str) -> Iterator[Setup]:
-        """Those of a mesh."""
+        """Return the cells of a mesh."""
         return (cell for cell in self._cells if cell.mesh == mesh)
 
     def forget(self, mesh: str) -> None:
@@ -63,7 +63,7 @@ class Setups:
         self._owed.pop(mesh, None)
 
     def follow(self, mesh: str, before: ProcMesh, change: Change) -> None:
-        """Ranks have other numbers."""
+        """Follow ranks that have got other numbers."""
         moved = change.moved
         self._owed[mesh] = {moved[rank] for rank in self._owed.get(mesh, ()) if rank in moved}
         kept = []

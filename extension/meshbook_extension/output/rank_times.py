@@ -31,7 +31,7 @@ WORK, WAIT = "█", "░"
 
 
 class RankTime(NamedTuple):
-    """One rank's."""
+    """The times of one rank."""
 
     rank: int
     total_s: float
@@ -52,7 +52,7 @@ class Bin(NamedTuple):
 
 
 class Timed(Protocol):
-    """A cell that ran."""
+    """The times of a cell that ran."""
 
     durations_s: dict[int, float]
     waited_s: dict[int, float]
@@ -71,7 +71,7 @@ def has_waits(times: Sequence[RankTime]) -> bool:
 
 
 def slowest_of(times: Sequence[RankTime]) -> RankTime:
-    """Who worked longest."""
+    """Return the rank that worked longest."""
     return max(times, key=lambda time: (time.own_s, time.total_s))
 
 

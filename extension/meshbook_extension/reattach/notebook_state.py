@@ -192,7 +192,7 @@ def read_traces(notebook: str) -> list[Trace]:
 
 
 def drop_traces(notebook: str) -> None:
-    """All was told."""
+    """Remove the notebook's trace: all of it was told."""
     if notebook:
         _trace_path(notebook).unlink(missing_ok=True)
 

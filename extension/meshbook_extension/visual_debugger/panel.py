@@ -129,7 +129,7 @@ class RankPanel:
         return {**response, "request_seq": message["seq"]}
 
     def _on_message(self, message: Message) -> None:
-        """On the tunnel's thread."""
+        """Handle a message of the rank, on the tunnel's thread."""
         self._loop.call_soon_threadsafe(self._take, to_panel(message))
 
     def _on_end(self, reason: str) -> None:

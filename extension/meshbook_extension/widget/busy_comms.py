@@ -55,7 +55,7 @@ class BusyComms:
         self._listeners[comm_id] = listener
 
     def forget(self, comm_id: str) -> None:
-        """The comm is closed."""
+        """Forget a comm that was closed."""
         self._listeners.pop(comm_id, None)
 
     def take_with(self, taker: Taker | None) -> None:

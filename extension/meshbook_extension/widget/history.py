@@ -29,7 +29,7 @@ class History:
         self._charts: dict[str, deque[Spread]] = {name: deque(maxlen=POINTS) for name in names}
 
     def add(self, snapshot: Snapshot) -> None:
-        """One tick."""
+        """Add one tick."""
         columns = {
             "memory_mb": [mb for mb in snapshot.memory_mb if mb],
             "moved_kb_s": snapshot.moved_kb_s,
@@ -40,7 +40,7 @@ class History:
                 self._charts[name].append((min(values), median_low(values), max(values)))
 
     def live(self) -> dict[str, list[Spread]]:
-        """For the browser."""
+        """Return the points that travel to the browser."""
         return {name: list(points) for name, points in self._charts.items()}
 
 

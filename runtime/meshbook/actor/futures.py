@@ -144,7 +144,7 @@ class Stream(Generic[T]):
 
 
 class _Part(Future[T], Generic[T]):
-    """One of the answers."""
+    """The future of one of several answers."""
 
     def __init__(self, stream: Stream[T]) -> None:
         super().__init__(on_cancel=lambda: stream.source is not None and stream.source.cancel())

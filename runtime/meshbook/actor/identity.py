@@ -125,12 +125,12 @@ def forget_session(session: str) -> None:
 
 
 def keep_group(group: ActorIdentity) -> None:
-    """It was spawned here."""
+    """Keep a group that was spawned here."""
     _groups[group.session, group.mailbox] = group
 
 
 def forget_group(group: ActorIdentity) -> None:
-    """It was stopped."""
+    """Forget a group that was stopped."""
     _groups.pop((group.session, group.mailbox), None)
 
 

@@ -42,7 +42,7 @@ class Inbox:
         """Those that the actor has not begun, by serial."""
 
     def put(self, call: wire.Call, load: LoadArgs, reply: ReplyTo) -> None:
-        """A message has come."""
+        """Append a message that has come."""
         with self._lock:
             self._serial += 1
             message = InboxMessage(self._serial, call, load, reply, time.monotonic())
@@ -119,7 +119,7 @@ class Inbox:
                 loop.call_soon(self._sort, self._queue.get())
 
     async def get_async(self) -> _Item:
-        """As `get`."""
+        """Wait for the next message as `get` does, without blocking the loop."""
         assert self._loop_queue is not None
         while True:
             message = await self._loop_queue.get()

@@ -13,7 +13,7 @@ RANKS_CHARS = 24
 
 
 class ActorState(NamedTuple):
-    """One actor."""
+    """The state of one actor."""
 
     rank: int
     mailbox: int

@@ -85,7 +85,7 @@ class Router(Protocol):
 
     @property
     def mailboxes(self) -> Mailboxes:
-        """Those of this process."""
+        """The mailboxes of this process."""
 
     @property
     def session(self) -> str:

@@ -62,7 +62,7 @@ class MeshFailure:
         return self.what == f"{self.mesh.name}.{INIT}"
 
     def parts(self) -> list[MeshFailure]:
-        """One for each rank."""
+        """Return one failure for each rank."""
         return [MeshFailure(self.mesh, self.what, [failure]) for failure in self.failures]
 
     def report(self) -> str:

@@ -66,7 +66,7 @@ class CallJournal:
         self._ended_bytes = 0
 
     def on_spawn(self, spawn: wire.Spawn) -> None:
-        """Workers are asked for."""
+        """Note that workers are asked for."""
         self.spawn = spawn
         if self.arrangement is None or all(seat.known_as == seat.rank for seat in spawn.seats):
             self.arrangement = spawn.arrangement  # else it is one that the mesh is to have, if all goes well
@@ -100,7 +100,7 @@ class CallJournal:
         self._open[call.id] = RememberedCall(call, waiting)
 
     def on_replies(self, replies: wire.Replies, frames: Sequence[bytes]) -> None:
-        """Answers are sent."""
+        """Note answers that are sent."""
         call = self._open.get(replies.id)
         if call is None:
             return

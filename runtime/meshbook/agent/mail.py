@@ -162,7 +162,7 @@ class AgentMail:
             sender.send_mail([wire.encode(replies), *frames])
 
     def discard(self, segment: wire.SegmentRef) -> None:
-        """Nobody wants this payload."""
+        """Drop a payload that no call wants."""
         self._segment_refs.lend((segment.pid, segment.segment))
         self._segment_refs.end((segment.pid, segment.segment))
 

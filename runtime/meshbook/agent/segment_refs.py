@@ -35,7 +35,7 @@ class SegmentRefCounts:
             worker.segments.add(key)
 
     def end(self, key: LentSegment) -> None:
-        """One holder less."""
+        """Note that one holder has let go."""
         left = self._holders.get(key, 0) - 1
         if left > 0:
             self._holders[key] = left
@@ -72,6 +72,6 @@ class SegmentRefCounts:
             self.end(key)
 
     def take_back_all(self, worker: AgentWorker) -> None:
-        """A worker has ended."""
+        """Take back all that a worker held, since it has ended."""
         for key in tuple(worker.segments):
             self.take_back(worker, key)

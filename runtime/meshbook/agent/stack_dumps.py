@@ -163,7 +163,7 @@ class _Spy:
         self._on_end(self)
 
     def dump(self, rank: int) -> wire.RankDump:
-        """What it has found."""
+        """Return the stacks that it has found."""
         text = self._text.decode(errors="replace")
         try:
             return wire.RankDump(rank, parse_py_spy(text, self._pid), "py-spy")

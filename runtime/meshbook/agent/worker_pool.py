@@ -227,7 +227,7 @@ class WorkerPool:
                 worker.kill()
 
     def kill_all(self) -> None:
-        """SIGKILL to everyone."""
+        """Send SIGKILL to every worker."""
         for worker in (*self.workers.values(), *self.leaving):
             worker.kill()
 

@@ -78,7 +78,7 @@ class StoppedRanks:
             self._changed_now()
 
     def clear(self) -> None:
-        """All of them."""
+        """Forget all stops."""
         for rank in list(self._numbers):
             self.lose(rank)
 

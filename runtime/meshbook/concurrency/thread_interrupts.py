@@ -60,7 +60,7 @@ class ThreadGate:
         _make_waits_interruptible()
 
     def end(self) -> None:
-        """The thread ends."""
+        """Note that the thread ends."""
         _gates.pop(self._thread, None)
 
     # ---- any other thread ---------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class SocketTurn:
         self._scope = SigintScope(self._note)
 
     def serve_until(self, ended: Callable[[], bool]) -> None:
-        """The I/O thread's life."""
+        """Serve as the I/O thread until ``ended()``."""
         while not ended():
             if self._driving or time.monotonic() < self._rest_until:
                 self._rest.wait(_LOOK_S)

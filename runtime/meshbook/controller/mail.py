@@ -23,7 +23,7 @@ from meshbook.wire.replies import place_head
 
 
 class ControllerMail:
-    """Of one controller."""
+    """The mail of one controller: calls that ranks make to its mailboxes."""
 
     def __init__(self, payloads: Payloads) -> None:
         self.boxes = Mailboxes()

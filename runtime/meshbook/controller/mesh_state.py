@@ -160,7 +160,7 @@ class MeshState:
             self.advance(MeshEvent.REPAIR)
 
     def end_repair(self, who: threading.Thread) -> None:
-        """Well or not."""
+        """End a repair, whether it went well or not."""
         if self._repairer is who:
             self._repairer = None
             self.advance(MeshEvent.REPAIRED)

@@ -41,7 +41,7 @@ class PendingWorkers:
         self.failure: SpawnError | None = None
 
     def come(self, host: HostState, started: wire.WorkerStarted) -> None:
-        """One has answered."""
+        """Note a worker that has answered."""
         if started.rank in self.waiting:
             self.waiting.discard(started.rank)
             self.workers[started.rank] = WorkerRecord(started.rank, host, started.pid, started.device, started.log_path)

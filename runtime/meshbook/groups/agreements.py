@@ -115,7 +115,7 @@ class Agreements:
                 del numbers[next(iter(numbers))]
 
     def clear(self) -> None:
-        """The ranks were asked."""
+        """Forget what was noted, since the ranks were asked."""
         self.doubted = False
         self._digests.clear()
         self._weights.clear()

@@ -202,7 +202,7 @@ class BackendGroup:
                 self.note_torn(operation, number, operands, raw, False)
 
     def take_torn(self) -> list[Torn]:
-        """All that was noted."""
+        """Return all that was noted of torn operations, and forget it."""
         noted, self._torn = self._torn or {}, None
         return [each for each in noted.values() if each.text]
 

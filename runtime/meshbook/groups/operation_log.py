@@ -26,7 +26,7 @@ class Operation(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A thread waited."""
+    """A thread's wait for an operation."""
 
     thread: int
     what: str
@@ -35,7 +35,7 @@ class Wait(NamedTuple):
 
 
 class OperationLog:
-    """Filled by any thread."""
+    """The log of operations, which any thread may fill."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []

@@ -34,7 +34,7 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What rank 0 answers."""
+    """What rank 0 answers to the ranks that form groups again."""
 
     prefix: str
     """Of the keys of this epoch's groups."""

@@ -414,7 +414,7 @@ class PeerWork(AbortableWork):
         """Whether C++ is done with it, unlike `is_completed` also after an abort."""
 
     def run(self) -> None:
-        """On the side thread."""
+        """Begin the operation and wait for it, on the side thread."""
         try:
             begin, self._begin = self._begin, None
             if begin is not None and not self.inner.dead:

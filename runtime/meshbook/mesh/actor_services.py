@@ -56,7 +56,7 @@ class ControllerServices:
             return actors
 
     def handle(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
-        """A rank asks."""
+        """Answer a question that a rank asks."""
 
         def work() -> None:
             try:

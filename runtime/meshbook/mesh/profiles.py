@@ -23,7 +23,7 @@ ROUND_TRIPS = 7
 
 
 class Profile(NamedTuple):
-    """What the ranks recorded."""
+    """The profile that the ranks recorded of one cell."""
 
     traces: dict[int, RankTrace]
     problems: dict[int, str]

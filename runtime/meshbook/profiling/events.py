@@ -66,7 +66,7 @@ class RankEvents:
         self._add(name, "cell", begun_s, ended_s)
 
     def add_wait(self, name: str, begun_s: float, ended_s: float) -> None:
-        """The main thread waited."""
+        """Note a wait of the main thread."""
         margin_s = min(MARGIN_US * 1e-6, (ended_s - begun_s) / 4)  # it must lie inside of what waited
         self._add(name, "wait", begun_s + margin_s, ended_s - margin_s)
 

@@ -49,7 +49,7 @@ class Slice(Sequence[int]):
 
     @property
     def offset(self) -> int:
-        """The first rank."""
+        """The first rank of the slice."""
         return self._piece.offset
 
     @property
@@ -71,7 +71,7 @@ class Slice(Sequence[int]):
         return self._piece.total
 
     def ranks(self) -> Iterator[int]:
-        """As iteration."""
+        """Return the ranks that iteration gives."""
         return self._piece.ranks()
 
     def find(self, rank: int) -> int | None:

@@ -32,7 +32,7 @@ class Frame(NamedTuple):
 
 
 class ThreadStack(NamedTuple):
-    """One thread."""
+    """The stack of one thread."""
 
     name: str
     is_main: bool

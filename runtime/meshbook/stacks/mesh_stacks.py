@@ -16,7 +16,7 @@ PATIENCE_S = 0.5
 
 
 class RankStack(NamedTuple):
-    """One rank."""
+    """The stacks of one rank, and its state."""
 
     rank: int
     state: State
@@ -35,7 +35,7 @@ class RankStack(NamedTuple):
 
     @property
     def main(self) -> ThreadStack | None:
-        """The main thread."""
+        """Return the stack of the main thread."""
         return next((thread for thread in self.threads if thread.is_main), None)
 
 

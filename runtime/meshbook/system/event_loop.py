@@ -19,7 +19,7 @@ REST_S = 0.1
 
 
 class Watch:
-    """One registered descriptor."""
+    """One descriptor that the loop watches."""
 
     __slots__ = ("active", "fd", "on_readable", "on_writable", "resting", "wants_writable")
 

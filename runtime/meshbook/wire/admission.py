@@ -82,7 +82,7 @@ class ConnectionFilter:
             self._turn_away(next(iter(self._strangers)))
 
     def closed(self, fd: int) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         if self._strangers.pop(fd, None) is not None:
             self.unproven += 1
         for name in [name for name, lane in self._lanes.items() if lane.fd == fd]:

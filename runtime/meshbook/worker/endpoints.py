@@ -103,7 +103,7 @@ def invoke(worker: Worker, call: wire.Call, function: Callable[..., object], *ar
 
 
 def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Outcome:
-    """Bind names."""
+    """Bind names in the rank's namespace."""
     worker.shell.namespace.update(values)
     return _ok()
 

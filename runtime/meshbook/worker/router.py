@@ -30,7 +30,7 @@ MAX_CHAIN = 100
 
 
 class WorkerRouter:
-    """One per worker."""
+    """The router of one worker: its actors speak through it."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

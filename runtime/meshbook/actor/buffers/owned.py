@@ -136,7 +136,7 @@ class KeptBuffers:
         return self._live.pop(buffer.mailbox, None) is not None
 
     def settle(self, buffer: KeptBuffer) -> None:
-        """Its memory is free."""
+        """Note that the memory of one buffer is free."""
         with self._lock:
             self._unsettled -= 1
             if not self._unsettled and self._guard is not None:

@@ -49,7 +49,7 @@ class RDMABuffer:
         self._target, self._writable = target, writable
 
     def size(self) -> int:
-        """In bytes."""
+        """The size of the buffer in bytes."""
         return self._target.size_bytes
 
     @property

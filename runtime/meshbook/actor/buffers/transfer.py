@@ -56,7 +56,7 @@ class TransferTarget(NamedTuple):
 
 
 class Cancelled(Exception):
-    """Nobody wants the rest."""
+    """The reader does not want the rest."""
 
 
 class TransferFuture(Future[None]):
