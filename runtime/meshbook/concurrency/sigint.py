@@ -20,7 +20,7 @@ from meshbook.concurrency.future import Future
 _plain_signals: Any = vars(signal)["_signal"]
 _SIGINT = int(signal.SIGINT)
 
-Handler: TypeAlias = Callable[[int, FrameType | None], object]
+SigintHandler: TypeAlias = Callable[[int, FrameType | None], object]
 
 
 def _signals() -> Any:
@@ -34,9 +34,9 @@ def _signals() -> Any:
 class SigintScope:
     """While it is open, SIGINT calls ``on_press`` and not the handler before it."""
 
-    def __init__(self, on_press: Handler) -> None:
+    def __init__(self, on_press: SigintHandler) -> None:
         self._on_press = on_press
-        self.before: Handler | None = None
+        self.before: SigintHandler | None = None
         """The handler that was there when it was opened last."""
 
     @property
