@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from meshbook.formatting import format_ranks, name_ranks
 from meshbook.stacks.frames import RankTold
@@ -116,7 +114,7 @@ class HangWatch:
             watched.told_suspects = True
             hosts = "; ".join(f"host {name} is {why}" for name, why in mesh.suspects.items())
             cell.output.note(f"{hosts}\n  its ranks keep their state and go on when it answers    stop: {watched.stop}")
-        told = {rank: _told(answer) for rank, answer in mesh.ask("progress", timeout_s=ANSWER_S).items()}
+        told = mesh.ask_for(RankTold, "progress", timeout_s=ANSWER_S)
         now = time.monotonic()
         running = set(cell.waiting)
         sign = watched.signs.look(now, told, running, watched.note_ended(now))
@@ -150,7 +148,3 @@ class HangWatch:
             f"{name_ranks(sign.odd)} still run{'s' if one else ''} it{what}\n"
             f"  look: %mesh stacks rank={format_ranks(sign.odd)}    {stop}"
         )
-
-
-def _told(answer: Any) -> RankTold:
-    return msgspec.convert(answer, RankTold)

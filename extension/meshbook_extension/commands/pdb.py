@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshbook.calls.rank_state import LastError
 from meshbook.debug.prompt import DebugPrompt
 from meshbook.errors import UsageError
 from meshbook.formatting import name_ranks
@@ -161,9 +162,7 @@ def postmortem(session: Session, arguments: Arguments) -> None:
 
 def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]]:
     """The rank to look at first, and all that have an exception of the same call, itself included."""
-    errors: dict[int, dict[str, Any]] = {
-        rank: error for rank, error in procs.ask("last_error").items() if error and error["frames"]
-    }
+    errors = {rank: error for rank, error in procs.ask_for(LastError, "last_error").items() if error.has_frames}
     busy = set(procs.busy)
     if words:
         chosen = _rank_of(procs, words[0])
@@ -179,15 +178,15 @@ def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]
             f"rank {chosen} is busy: {procs.select([chosen]).where()[chosen]}.\n"
             f"  look at that: %mesh pdb rank={chosen}    end it: %mesh interrupt rank={chosen}"
         )
-    same = [rank for rank, error in errors.items() if error["call"] == errors[chosen]["call"] and rank not in busy]
+    same = [rank for rank, error in errors.items() if error.call == errors[chosen].call and rank not in busy]
     return chosen, sorted(same)
 
 
-def _first_cause(errors: dict[int, dict[str, Any]]) -> int:
+def _first_cause(errors: dict[int, LastError]) -> int:
     """Of the last call in which a rank failed by itself, the rank that did so first."""
-    causes = {rank: error for rank, error in errors.items() if not error["freed"]} or errors
-    last = max(error["call"] for error in causes.values())
-    return max((rank for rank in causes if causes[rank]["call"] == last), key=lambda rank: causes[rank]["ago_s"])
+    causes = {rank: error for rank, error in errors.items() if not error.freed} or errors
+    last = max(error.call for error in causes.values())
+    return max((rank for rank in causes if causes[rank].call == last), key=lambda rank: causes[rank].ago_s)
 
 
 def _rank_of(procs: ProcMesh, word: str) -> int:

@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -292,9 +293,10 @@ class RankPanel:
         return answer(message)
 
     async def _names(self) -> list[tuple[str, str, str]]:
-        ask = lambda: self._rank.ask("debug_names", timeout_s=NAMES_TIMEOUT_S)  # noqa: E731
+        kind = list[tuple[str, str, str]]
+        ask = partial(self._rank.ask_for, kind, "debug_names", timeout_s=NAMES_TIMEOUT_S)
         found = await self._loop.run_in_executor(self._sender, ask)
-        return [tuple(each) for names in found.values() for each in names]
+        return [each for names in found.values() for each in names]
 
 
 def _request(command: str, arguments: Message | None = None) -> Message:

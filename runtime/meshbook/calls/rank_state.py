@@ -106,3 +106,16 @@ class StatusAnswer(NamedTuple):
     def state(self) -> State:
         """``pdb``, ``busy`` or ``idle``."""
         return "pdb" if self.paused else "busy" if self.busy else "idle"
+
+
+class LastError(NamedTuple):
+    """The exception of a rank that a post-mortem would be of."""
+
+    ename: str
+    evalue: str
+    ago_s: float
+    call: int
+    """In which it was raised."""
+    freed: bool
+    """Whether the rank raised it since it was freed or interrupted, not by itself."""
+    has_frames: bool

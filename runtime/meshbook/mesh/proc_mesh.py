@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.listing import ActorState, states_from
 from meshbook.actor.proc_ref import find_procs
@@ -314,6 +316,11 @@ class ProcMesh(MeshView):
         """
         return self._controller.query(self._mesh.id, endpoint, self._present().members, timeout_s, args)
 
+    def ask_for(self, kind: type[T], endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, T]:
+        """The same, with answers as ``kind``; members that answer None are left out."""
+        answers = self.ask(endpoint, *args, timeout_s=timeout_s)
+        return {rank: msgspec.convert(answer, kind) for rank, answer in answers.items() if answer is not None}
+
     def ask_one(
         self, endpoint: str, *args: object, ranks: Sequence[int], patience_s: float, timeout_s: float
     ) -> tuple[int, Any] | None:
@@ -485,8 +492,7 @@ class ProcMesh(MeshView):
 
     def stopped(self) -> tuple[int, ...]:
         """The members that wait at a prompt of pdb, also those that stopped under an earlier controller."""
-        answers = self.ask("pdb_prompt")
-        prompts = {rank: AtPrompt(*answer) for rank, answer in answers.items() if answer is not None}
+        prompts = self.ask_for(AtPrompt, "pdb_prompt")
         self._controller.ask_dispatcher(lambda dispatcher: dispatcher.merge_prompts(self._mesh, prompts))
         return tuple(self.stopped_ranks.of(self.ranks))
 

@@ -83,7 +83,7 @@ def _compare(procs: ProcMesh, rank: int) -> _Clock:
     best = _Clock(0.0, float("inf"))
     for _ in range(ROUND_TRIPS):
         asked = time.time()
-        answer = one.ask("clock")
+        answer = one.ask_for(float, "clock")
         now = time.time()
         if rank in answer and (now - asked) / 2 < best.error_s:
             best = _Clock(answer[rank] - (asked + now) / 2, (now - asked) / 2)

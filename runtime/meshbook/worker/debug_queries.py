@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from bdb import BdbQuit
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshbook.calls.rank_state import LastError
 from meshbook.errors import GroupAborted
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.shell.failures import text_of
@@ -54,17 +55,17 @@ def learn_advice(worker: Worker, *words: str) -> None:
     set_advice(Advice(*words))
 
 
-def last_error(worker: Worker) -> dict[str, Any] | None:
-    """The exception that a post-mortem would be of: its name, its text, how long ago (seconds), in which call."""
+def last_error(worker: Worker) -> LastError | None:
+    """The exception that a post-mortem would be of, if there is one."""
     kept = worker.shell.last_error
     if kept is None:
         return None
     error = kept.error
-    return {
-        "ename": type(error).__name__,
-        "evalue": text_of(error)[:500],
-        "ago_s": time.monotonic() - kept.at,
-        "call": kept.call,
-        "freed": isinstance(error, (GroupAborted, KeyboardInterrupt, BdbQuit)),
-        "frames": error.__traceback__ is not None,
-    }
+    return LastError(
+        type(error).__name__,
+        text_of(error)[:500],
+        time.monotonic() - kept.at,
+        kept.call,
+        freed=isinstance(error, (GroupAborted, KeyboardInterrupt, BdbQuit)),
+        has_frames=error.__traceback__ is not None,
+    )

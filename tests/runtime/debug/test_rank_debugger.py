@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshbook import ProcMesh
+from meshbook.calls.rank_state import LastError
 from meshbook.debug.prompt import DebugPrompt
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
 from meshbook.mesh.cell_run import CellRun
@@ -275,9 +276,9 @@ def test_postmortem_has_the_frames_of_the_last_error(mesh4: ProcMesh) -> None:
         mesh4.run("def load(shard):\n    if rank == 1: raise ValueError('bad')\n    dist.barrier()\nload(3)").get(
             ENOUGH_S
         )
-    told = mesh4.ask("last_error")
-    assert (told[1]["ename"], told[1]["freed"]) == ("ValueError", False)
-    assert (told[0]["ename"], told[0]["freed"]) == ("GroupAborted", True)
+    told = mesh4.ask_for(LastError, "last_error")
+    assert (told[1].ename, told[1].freed) == ("ValueError", False)
+    assert (told[0].ename, told[0].freed) == ("GroupAborted", True)
     view = mesh4.select([0, 1])
     future = view.postmortem()
     script = Script("p shard", "cast p shard", "u", "q")
