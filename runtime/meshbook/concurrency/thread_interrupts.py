@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from meshbook.concurrency.forks import at_fork
+from meshbook.concurrency.patches import patch
 
 STEP_S = 0.05
 """How long a wait may not notice an interrupt."""
@@ -183,6 +184,6 @@ at_fork(in_child=_forget_threads)
 def _make_waits_interruptible() -> None:
     """From now on, in threads that have a gate."""
     if time.sleep is _sleep:
-        time.sleep = _sleep_in_steps  # type: ignore[assignment]
+        patch(time, "sleep", _sleep_in_steps)
         if hasattr(threading, "_allocate_lock"):  # what Condition.wait makes its waiter with, on every Python so far
-            threading._allocate_lock = waiting_lock
+            patch(threading, "_allocate_lock", waiting_lock)

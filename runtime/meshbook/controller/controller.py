@@ -27,6 +27,7 @@ from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, StatusAnswer, Unresponsive, no_reactions
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
+from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
@@ -103,7 +104,7 @@ class Controller:
         self._socket_turn = SocketTurn(self._serve, self._wake)
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="meshbook.io", daemon=True)
-        self._thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+        hide_from_debuggers(self._thread)
         self._thread.start()
         try:
             started.get()

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from meshbook.concurrency.forks import at_fork
+from meshbook.concurrency.patches import patch, unpatch
 from meshbook.source.location import PACKAGE
 
 END_TIMEOUT_S = 3.0
@@ -81,8 +82,7 @@ def start_tracing(pydevd: Any, sock: socket.socket) -> None:
     """Have pydevd speak over ``sock``, in place of a TCP connection that it would make."""
     import debugpy
 
-    connect = pydevd.start_client
-    pydevd.start_client = lambda host, port: sock
+    patch(pydevd, "start_client", lambda host, port: sock)
     try:
         pydevd.settrace(
             host="127.0.0.1",
@@ -95,7 +95,7 @@ def start_tracing(pydevd: Any, sock: socket.socket) -> None:
         )
         pydevd.get_global_debugger().disable_tracing()  # of this thread
     finally:
-        pydevd.start_client = connect
+        unpatch(pydevd, "start_client")
 
 
 def stop_tracing(pydevd: Any, visit_main: Callable[[Callable[[Any], object]], None]) -> None:

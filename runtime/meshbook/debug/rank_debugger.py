@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from meshbook.concurrency.patches import patch
 from meshbook.debug.pdb import COMPLETIONS_MAX, RankPdb
 from meshbook.errors import UsageError
 from meshbook.source.location import is_runtimes_code, is_users_code
@@ -216,4 +217,5 @@ def _take_over_pdb(debugger: RankDebugger) -> None:
             return interaction(self, frame, traceback)
         return debugger.post_mortem(traceback)
 
-    own.set_trace, own.interaction = stop_here, look_at
+    patch(own, "set_trace", stop_here)
+    patch(own, "interaction", look_at)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.autograd
 
+from meshbook.concurrency.patches import patch
 from meshbook.errors import GroupAborted
 from meshbook.groups.work import EXPLAIN_S, GroupState
 
@@ -55,4 +56,4 @@ def install(guard: GroupState) -> None:
             if since := computed_at.pop(thread, 0.0):
                 guard.add_wait(thread, since, "the backward pass")
 
-    vars(torch.autograd)["_engine_run_backward"] = run_backward
+    patch(torch.autograd, "_engine_run_backward", run_backward)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group
 from torch.distributed import distributed_c10d as c10d
 
+from meshbook.concurrency.patches import patch
 from meshbook.groups.backend_group import GroupSpec
 from meshbook.groups.gloo_sockets import connects_at_once
 from meshbook.groups.group import AbortableGroup
@@ -33,7 +34,7 @@ class GroupFactory:
 
     def install(self) -> None:
         """From now on torch makes guarded groups. Idempotent."""
-        vars(c10d)["_new_process_group_helper"] = self._helper
+        patch(c10d, "_new_process_group_helper", self._helper)
 
     def _helper(
         self,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import _register_comm_hook
 
+from meshbook.concurrency.patches import patch
+
 _ddp_modules: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -32,8 +34,7 @@ def watch_modules() -> None:
         torch_init(self, *args, **kwargs)
         _ddp_modules.add(self)
 
-    vars_of_class: Any = DistributedDataParallel
-    vars_of_class.__init__ = remembering_init
+    patch(DistributedDataParallel, "__init__", remembering_init)
 
 
 def repair_modules(groups: Collection[object] | None = None) -> None:

@@ -41,6 +41,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.patches import patch
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.groups import autograd, rebuild
@@ -487,9 +488,9 @@ class RankGroups:
                 _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")
 
         for module in (dist, c10d, torch_device_mesh):
-            vars(module)["init_process_group"] = init_process_group
+            patch(module, "init_process_group", init_process_group)
         for module in (dist, c10d):
-            vars(module)["destroy_process_group"] = destroy_process_group
+            patch(module, "destroy_process_group", destroy_process_group)
 
     def _init_in_cell(self, wanted: dict[str, Any]) -> None:
         """`init_process_group` as cells see it; ``wanted`` has the arguments that were given."""

@@ -23,6 +23,7 @@ from IPython.core import oinspect
 from IPython.core.completer import IPCompleter, ProvisionalCompleterWarning, has_open_quotes
 from IPython.utils.tokenutil import token_at_cursor
 
+from meshbook.concurrency.patches import patch
 from meshbook.shell.attributes import attribute_names, listed
 from meshbook.shell.imports import import_names
 from meshbook.shell.inspect_text import summarise
@@ -74,8 +75,8 @@ class _LiveCompleter(IPCompleter):
 def prepare() -> None:
     """Once per process: make IPython's completer fit for ranks."""
     expect_provisional()
-    ipython_completer.MATCHES_LIMIT = MATCHES_MAX
-    vars(ipython_completer)["dir2"] = lambda thing: sorted({name for name in listed(thing) if isinstance(name, str)})
+    patch(ipython_completer, "MATCHES_LIMIT", MATCHES_MAX)
+    patch(ipython_completer, "dir2", lambda thing: sorted({name for name in listed(thing) if isinstance(name, str)}))
     _trust_modules_of_torch()
 
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+from meshbook.concurrency.patches import patch
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
 from meshbook.errors.advice import advice
@@ -137,7 +138,7 @@ class RankShell:
         self._ipython.show = Show(self._display, self._mark_place)
         self._ipython.enter_main()
         self.define(namespace)
-        builtins.input = _refuse_input
+        patch(builtins, "input", _refuse_input)
         self.debugger.begin()
 
     def become(self, rank: int) -> None:

@@ -22,6 +22,7 @@ from threading import get_ident
 from typing import Any
 
 from meshbook.concurrency.forks import at_fork
+from meshbook.concurrency.patches import patch
 from meshbook.shell.pipes import RankPipe
 
 PARTIAL_LINE_MAX = 8192
@@ -114,7 +115,7 @@ class Attribution:
             thread._meshbook_cell = self.origin()  # type: ignore[attr-defined]
             start(thread)
 
-        threading.Thread.start = start_marked  # type: ignore[method-assign, assignment]
+        patch(threading.Thread, "start", start_marked)
 
 
 class RankStream(io.TextIOBase):

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from meshbook.concurrency.patches import patch
+
 _NAME = "tqdm.notebook"
 
 
@@ -58,6 +60,6 @@ def _make_plain(module: ModuleType) -> None:
 
     PlainBar.__name__ = PlainBar.__qualname__ = "tqdm_notebook"
     for name in ("tqdm_notebook", "tqdm"):
-        setattr(module, name, PlainBar)
+        patch(module, name, PlainBar)
     for name in ("tnrange", "trange"):
-        setattr(module, name, plain_range)
+        patch(module, name, plain_range)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from meshbook.concurrency.patches import patch, unpatch
 from meshbook.concurrency.thread_interrupts import gate_of_this_thread
 from meshbook.worker.interrupt_trace import SwallowedInterrupts
 
@@ -178,7 +179,8 @@ class InterruptGate:
 
     def keep_signal(self) -> None:
         """From now on what user code sets for SIGINT is noted here, and ours stays: it must not tear what we write."""
-        signal.signal, signal.getsignal = self._set_handler, self._get_handler
+        patch(signal, "signal", self._set_handler)
+        patch(signal, "getsignal", self._get_handler)
 
     def take_signal(self) -> None:
         """Have SIGINT call ours, after code of the user's has run that may have set another handler."""
@@ -204,7 +206,8 @@ class InterruptGate:
         A child that an actor's thread has forked keeps SIGINT blocked, as that thread does: interrupts of cells are not
         meant for it.
         """
-        signal.signal, signal.getsignal = _set_signal, _get_signal
+        unpatch(signal, "signal")
+        unpatch(signal, "getsignal")
         if _get_signal(signal.SIGINT) == self._on_sigint:
             _set_signal(signal.SIGINT, self._handler or signal.default_int_handler)
 

@@ -19,6 +19,7 @@ from meshbook.calls.incoming import IncomingCall, refusal
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
+from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.worker.channel import AgentChannel
@@ -60,8 +61,7 @@ class WorkerMail:
                 return
             self._started = True
         thread = threading.Thread(target=self._serve, name="meshbook.mail", daemon=True)
-        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # a debugger must not stop it
-        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        hide_from_debuggers(thread)
         thread.start()
 
     def _serve(self) -> None:

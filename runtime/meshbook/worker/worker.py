@@ -33,7 +33,7 @@ from meshbook.actor.router import set_own_road
 from meshbook.actor.this_worker import set_worker
 from meshbook.calls.answer import Outcome, pack_failure
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.background import hide_from_debuggers, run_in_background
 from meshbook.concurrency.own_faults import attempt
 from meshbook.concurrency.thread_interrupts import gate_of_this_thread
 from meshbook.debug.dap_session import DebugSession
@@ -335,8 +335,7 @@ class Worker:
     def _start_control_thread(self) -> int:
         """Returns the kernel's number of it."""
         thread = threading.Thread(target=self._control, name="meshbook.control", daemon=True)
-        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # a debugger must not stop the heartbeat
-        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        hide_from_debuggers(thread)
         thread.start()
         return thread.native_id or 0
 
