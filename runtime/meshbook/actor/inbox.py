@@ -101,15 +101,15 @@ class Inbox:
 
     # ---- the actor's thread -------------------------------------------------------------------------------------
 
-    def get(self) -> _Item:
-        """Wait for the next; None: the actor is to end."""
+    async def get(self) -> _Item:
+        """Wait for the next; None: the actor is to end. Outside of a loop it blocks the thread."""
         while True:
-            message = self._queue.get()
+            message = self._queue.get() if self._loop_queue is None else await self._loop_queue.get()
             if message is None or self.begin(message):
                 return message
 
     def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[InboxMessage], bool]) -> None:
-        """From now on `get_async`, in ``loop``, is used.
+        """From now on `get` is awaited in ``loop``.
 
         aside: asked in the loop about each message as it comes; True: it does not wait for those before it.
         """
@@ -117,14 +117,6 @@ class Inbox:
             self._loop, self._loop_queue, self._aside = loop, asyncio.Queue(), aside
             while not self._queue.empty():
                 loop.call_soon(self._sort, self._queue.get())
-
-    async def get_async(self) -> _Item:
-        """Wait for the next message as `get` does, without blocking the loop."""
-        assert self._loop_queue is not None
-        while True:
-            message = await self._loop_queue.get()
-            if message is None or self.begin(message):
-                return message
 
     def begin(self, message: InboxMessage) -> bool:
         """Whether the message still waits; from now on it does not."""

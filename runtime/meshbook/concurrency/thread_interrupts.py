@@ -15,12 +15,17 @@ never between the entry of a ``with`` on a C lock and its body.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import threading
 import time
-from typing import Any
+import types
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
 from meshbook.concurrency.forks import at_fork
 from meshbook.concurrency.patches import patch
+
+T = TypeVar("T")
 
 STEP_S = 0.05
 """How long a wait may not notice an interrupt."""
@@ -115,6 +120,37 @@ class ThreadGate:
                 raises = self.running != 0
         if raises:
             raise KeyboardInterrupt
+
+
+@types.coroutine
+def interruptible(gate: ThreadGate, serial: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await ``coroutine`` with the gate open for ``serial`` during each of its steps, and only then.
+
+    So an interrupt reaches code that blocks in the midst of an event loop, and never the loop itself.
+    """
+    step: Callable[[Any], Any] = coroutine.send
+    given: Any = None
+    while True:
+        try:
+            try:
+                gate.open(serial)
+                yielded = step(given)
+            finally:
+                gate.close()
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        except KeyboardInterrupt as error:
+            gate.close()  # the interrupt may have come just before it was
+            if inspect.getcoroutinestate(coroutine) != inspect.CORO_SUSPENDED:
+                coroutine.close()  # it may have come before the first step
+                raise
+            step, given = coroutine.throw, error  # it came when the step had ended
+            continue
+        try:
+            step, given = coroutine.send, (yield yielded)
+        except BaseException as error:
+            step, given = coroutine.throw, error
 
 
 def _nothing() -> None:
