@@ -153,6 +153,8 @@ class AgentWorker:
         self.rank, self.device = rank, device
         self.request = 0
         """Which `Spawn` asked for it."""
+        self.identity: wire.Identity
+        """What it was told when it began, or when ranks got other numbers."""
         self.slot = 0
         """Which of the mesh's devices on this host it has; other than ``rank`` it never changes."""
         self.pid = 0

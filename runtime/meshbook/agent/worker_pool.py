@@ -11,6 +11,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from meshbook.agent.template import TemplateProcess
 from meshbook.agent.worker import AgentWorker, Owner
@@ -117,29 +120,19 @@ class WorkerPool:
         environment: dict[str, str],
         import_in_workers: bool,
     ) -> wire.Begin:
-        arrangement = spawn.arrangement
         own = {key.encode(): value.encode() for key, value in environment.items()}
         own[b"LOCAL_RANK"] = b"%d" % seat.local_rank
+        worker.identity = wire.Identity(
+            mesh=spawn.mesh, name=spawn.name, host=self.host, device=worker.device,
+            **_place_of(seat, spawn.arrangement, spawn.generation),
+        )  # fmt: skip
         return wire.Begin(
-            mesh=spawn.mesh,
-            name=spawn.name,
-            rank=seat.rank,
-            world_size=arrangement.world_size,
-            local_rank=seat.local_rank,
-            local_world_size=arrangement.local_world_size,
-            host_rank=arrangement.host_rank,
-            hosts=arrangement.hosts,
-            host=self.host,
-            axes=arrangement.axes,
-            sizes=arrangement.sizes,
-            device=worker.device,
-            threads=_threads_per_rank(arrangement),
+            worker.identity,
             marker=self._marker,
             preload=spawn.preload if import_in_workers else (),
             cwd=spawn.cwd,
             sys_path=spawn.sys_path,
             environment={**spawn.environment, **own},
-            generation=spawn.generation,
             advice=spawn.advice,
         )
 
@@ -248,7 +241,9 @@ class WorkerPool:
             self.workers[seat.rank] = worker
             worker.rank = seat.rank
             worker.output.log.path = self.logs[seat.rank]
-            worker.calls.send([wire.encode(_renumbered(seat, renumber.arrangement, len(renumber.moves)))])
+            place = _place_of(seat, renumber.arrangement, len(renumber.moves))
+            worker.identity = msgspec.structs.replace(worker.identity, **place)
+            worker.calls.send([wire.encode(wire.Renumbered(worker.identity))])
 
     def _move_logs(self, logs: dict[int, Path]) -> dict[int, Path]:
         """Rename by way of names that nobody has, since ranks may change places."""
@@ -274,19 +269,11 @@ def _describe(worker: AgentWorker) -> wire.WorkerStarted:
     return wire.WorkerStarted(worker.rank, worker.pid, worker.device, str(worker.output.log.path))
 
 
-def _renumbered(seat: wire.Seat, arrangement: wire.Arrangement, generation: int) -> wire.Renumbered:
-    return wire.Renumbered(
-        rank=seat.rank,
-        world_size=arrangement.world_size,
-        local_rank=seat.local_rank,
-        local_world_size=arrangement.local_world_size,
-        host_rank=arrangement.host_rank,
-        hosts=arrangement.hosts,
-        axes=arrangement.axes,
-        sizes=arrangement.sizes,
-        threads=_threads_per_rank(arrangement),
-        generation=generation,
-    )
+def _place_of(seat: wire.Seat, arrangement: wire.Arrangement, generation: int) -> dict[str, Any]:
+    """What of an identity changes when the mesh's ranks get other numbers."""
+    threads = _threads_per_rank(arrangement)
+    own = {"rank": seat.rank, "local_rank": seat.local_rank, "threads": threads, "generation": generation}
+    return {**arrangement._asdict(), **own}
 
 
 def _threads_per_rank(arrangement: wire.Arrangement) -> int:

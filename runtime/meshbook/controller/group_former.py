@@ -249,7 +249,7 @@ class GroupFormer:
         forming = self._forming = _Forming(call, epoch, give_up_at)
         self._owner.look_in(LATE_S)
         call.when_settled(lambda error: self._on_formed(forming, error))
-        self._transmit(call, "form_group", (epoch, len(mesh.hosts) == 1, tuple(groups)))
+        self._transmit(call, "form_group", (epoch, tuple(groups)))
         if mesh.axes != dict(mesh.extent) and math.prod(mesh.axes.values()) == mesh.extent.nelements:
             # forming binds `mesh` and `point` to the mesh's own axes: back to those that the person chose
             naming = forming_call(self.next_id(), mesh, Future())

@@ -55,17 +55,17 @@ from meshbook.groups.operands import MessageRecord
 from meshbook.groups.operation_log import OperationLog
 from meshbook.groups.progress import Collectives, Waiting
 from meshbook.groups.rebuild import Agreement, Greeting, agree
-from meshbook.groups.rendezvous import RankPlace, choose_master, meet, set_environment
+from meshbook.groups.rendezvous import choose_master, meet, set_environment
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.groups.use import Handled
 from meshbook.groups.work import GroupState, describe_waits
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
+from meshbook.wire.messages import Identity
 
 __all__ = [
     "LinkStore",
     "RankGroups",
-    "RankPlace",
     "broadcast_value",
     "choose_backend",
     "warm",
@@ -104,7 +104,7 @@ class RankGroups:
     """Owns the default process group of this rank and what is built on it. All calls come on the main thread."""
 
     def __init__(self) -> None:
-        self._place: RankPlace | None = None
+        self._place: Identity | None = None
         self._epoch = -1
         self._link: LinkStore | None = None
         self._scope = self._lineage = ""
@@ -143,17 +143,9 @@ class RankGroups:
     def form(
         self,
         rpc: Rpc,
+        place: Identity,
         *,
         epoch: int,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        local_world_size: int,
-        host_rank: int,
-        axes: Sequence[str],
-        sizes: Sequence[int],
-        device: str,
-        on_one_host: bool,
         groups: Collection[str] = (),
         timeout_s: float = FORM_TIMEOUT_S,
     ) -> None:
@@ -167,25 +159,22 @@ class RankGroups:
         groups: only these are formed again, by name; others are in use and go on.
         Raises: SpawnError if not all ranks came or the collective failed; KeyboardInterrupt at any time.
         """
-        place = RankPlace(
-            rank, world_size, local_rank, local_world_size, host_rank, tuple(axes), tuple(sizes), device, on_one_host
-        )
         with self._forming():
             agreement = self._meet(rpc, place, epoch, timeout_s, keep_link=bool(groups))
-            if device.startswith("cuda"):
-                index = torch.device(device).index  # which need not be the local rank once ranks have come and gone
-                torch.cuda.set_device(min(local_rank if index is None else index, torch.cuda.device_count() - 1))
+            if place.device.startswith("cuda"):
+                index = torch.device(place.device).index  # not always the local rank: ranks come and go
+                torch.cuda.set_device(min(place.local_rank if index is None else index, torch.cuda.device_count() - 1))
             try:
                 renewed: Collection[object] | None = None
-                if rank not in agreement.fresh:
-                    renewed = rebuild.rebuild(self._factory, self._our_link, agreement, rank, groups)
+                if place.rank not in agreement.fresh:
+                    renewed = rebuild.rebuild(self._factory, self._our_link, agreement, place.rank, groups)
                 else:
                     self._make_anew(place, agreement)
                 self._lineage = agreement.lineage
                 if renewed is None or dist.group.WORLD in renewed:
                     self._prove(timeout_s)
             except BaseException as error:
-                if rank in agreement.fresh:
+                if place.rank in agreement.fresh:
                     self.close()
                 else:
                     self.abort(epoch, f"they could not be formed again: {error}")
@@ -206,7 +195,7 @@ class RankGroups:
                     inner.closed = inner.dead
             self._guard.forming = 0
 
-    def prepare(self, rpc: Rpc, place: RankPlace, *, epoch: int, timeout_s: float = FORM_TIMEOUT_S) -> None:
+    def prepare(self, rpc: Rpc, place: Identity, *, epoch: int, timeout_s: float = FORM_TIMEOUT_S) -> None:
         """Meet the other ranks and set torchrun's variables, without a group: cells may then make their own.
 
         Raises: SpawnError if not all ranks came within ``timeout_s``.
@@ -214,7 +203,7 @@ class RankGroups:
         self.close()
         self._meet(rpc, place, epoch, timeout_s)
 
-    def _meet(self, rpc: Rpc, place: RankPlace, epoch: int, timeout_s: float, *, keep_link: bool = False) -> Agreement:
+    def _meet(self, rpc: Rpc, place: Identity, epoch: int, timeout_s: float, *, keep_link: bool = False) -> Agreement:
         """keep_link: there are groups that go on over it."""
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
@@ -228,7 +217,7 @@ class RankGroups:
         def decide(greetings: list[str]) -> str:
             told = [msgspec.json.decode(text, type=Greeting) for text in greetings]
             prefix = f"{self._scope}/{uuid.uuid4().hex[:12]}"
-            return msgspec.json.encode(agree(told, prefix, choose_master(place.on_one_host))).decode()
+            return msgspec.json.encode(agree(told, prefix, choose_master(place.hosts == 1))).decode()
 
         greeting = msgspec.json.encode(Greeting(self._lineage_for(place))).decode()
         try:
@@ -247,7 +236,7 @@ class RankGroups:
         autograd.install(self._guard)
         return agreement
 
-    def _lineage_for(self, place: RankPlace) -> str:
+    def _lineage_for(self, place: Identity) -> str:
         """What our groups go back to, if they can be rebuilt at this place."""
         world = dist.group.WORLD
         if not isinstance(world, AbortableGroup):
@@ -255,7 +244,7 @@ class RankGroups:
         same = (world.recipe.rank, len(world.recipe.ranks)) == (place.rank, place.world_size)
         return self._lineage if same else ""
 
-    def _make_anew(self, place: RankPlace, agreement: Agreement) -> None:
+    def _make_anew(self, place: Identity, agreement: Agreement) -> None:
         """Make the default group, or join those that the others have."""
         link = self._our_link
         former = dist.get_world_size() if self.formed else place.world_size

@@ -11,7 +11,6 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch.distributed import DistStoreError
 
@@ -19,24 +18,9 @@ from meshbook.formatting import name_ranks
 from meshbook.groups.store_client import LinkStore
 from meshbook.system.descriptors import open_above
 from meshbook.system.processes import loopback_address, own_address
+from meshbook.wire.messages import Identity
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-
-
-class RankPlace(NamedTuple):
-    """Who a rank is among the others; what torchrun would tell it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host_rank: int
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    device: str
-    """``cpu``, or ``cuda`` with any index."""
-    on_one_host: bool
-    """All ranks share a host: gloo then uses the loopback interface, which needs no name lookup."""
 
 
 def meet(
@@ -70,19 +54,18 @@ def meet(
         raise
 
 
-def set_environment(place: RankPlace, master: tuple[str, str]) -> None:
+def set_environment(place: Identity, master: tuple[str, str]) -> None:
     """Set torchrun's variables, and what gloo and NCCL read when the first group is made; the user's own choices stay.
 
     master: MASTER_ADDR and MASTER_PORT.
     """
-    hosts = -(-place.world_size // place.local_world_size)
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world_size),
         LOCAL_RANK=str(place.local_rank),
         LOCAL_WORLD_SIZE=str(place.local_world_size),
         GROUP_RANK=str(place.host_rank),
-        GROUP_WORLD_SIZE=str(hosts),
+        GROUP_WORLD_SIZE=str(place.hosts),
         ROLE_NAME="default",
         ROLE_RANK=str(place.rank),
         ROLE_WORLD_SIZE=str(place.world_size),
@@ -90,7 +73,7 @@ def set_environment(place: RankPlace, master: tuple[str, str]) -> None:
         MASTER_PORT=master[1],
     )
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if place.on_one_host:
+    if place.hosts == 1:  # gloo then uses the loopback interface, which needs no name lookup
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     elif os.environ.get("GLOO_SOCKET_IFNAME") == _LOOPBACK:  # set above, before the mesh grew to more hosts
         del os.environ["GLOO_SOCKET_IFNAME"]

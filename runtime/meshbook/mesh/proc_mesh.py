@@ -255,10 +255,7 @@ class ProcMesh(MeshView):
 
     def prepare_group(self) -> Future[ValueMesh[None]]:
         """Set torchrun's variables on the ranks without forming a group: cells may then make their own."""
-        return self._call("prepare_group", self._meeting(), what="the ranks' variables")
-
-    def _meeting(self) -> tuple[int, bool]:
-        return self._controller.next_id(), len(self._mesh.hosts) == 1
+        return self._call("prepare_group", (self._controller.next_id(),), what="the ranks' variables")
 
     # ---- repair -------------------------------------------------------------------------------------------------
 

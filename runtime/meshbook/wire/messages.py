@@ -714,46 +714,46 @@ class LogPieces(_Message, frozen=True, tag="logpieces"):
 # ---- host agent to worker and back -----------------------------------------------------------------------------
 
 
-class Begin(_Message, frozen=True, tag="begin"):
-    """The first message to a worker: who it is."""
+class Identity(msgspec.Struct, array_like=True, frozen=True):
+    """Who a worker is: what torchrun would tell it, and the axes of its mesh."""
 
     mesh: int
     name: str
+    """Of the mesh."""
+    host: str
+    device: str
+    """``cpu``, or ``cuda`` with any index."""
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     host_rank: int
     hosts: int
-    host: str
+    """How many hosts the mesh lies on; ranks may be more on one host than on another."""
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    device: str
     threads: int
+    generation: int = 0
+    """Of the numbers of its mesh's ranks."""
+
+
+class Begin(_Message, frozen=True, tag="begin"):
+    """The first message to a worker."""
+
+    identity: Identity
     marker: bytes
     """Written to stdout and stderr, followed by an output id, where another output begins."""
     preload: tuple[str, ...]
     cwd: bytes | None
     sys_path: tuple[bytes, ...]
     environment: dict[bytes, bytes]
-    generation: int = 0
-    """Of the numbers of its mesh's ranks."""
     advice: Advice = Advice()
 
 
 class Renumbered(_Message, frozen=True, tag="renumbered"):
     """Who the worker is from now on; travels among the calls, in their order."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host_rank: int
-    hosts: int
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    threads: int
-    generation: int = 0
+    identity: Identity
 
 
 class Begun(_Message, frozen=True, tag="begun"):

@@ -19,7 +19,7 @@ from meshbook.calls.rank_state import Reaction, StatusAnswer
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
 from meshbook.groups.progress import Collectives
-from meshbook.groups.rank_groups import RankPlace, broadcast_value
+from meshbook.groups.rank_groups import broadcast_value
 from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
@@ -124,25 +124,11 @@ def _evaluate(worker: Worker, expression: str) -> object:
         raise NameError(f"name '{expression}' is not defined on the rank.{near}") from None
 
 
-def form_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool, groups: Sequence[str] = ()) -> Outcome:
+def form_group(worker: Worker, call: wire.Call, epoch: int, groups: Sequence[str] = ()) -> Outcome:
     """Form the default process group and the DeviceMesh; proves itself with a collective. groups: only these."""
-    begin = worker.identity
-    worker.groups.form(
-        worker.store_rpc,
-        epoch=epoch,
-        rank=begin.rank,
-        world_size=begin.world_size,
-        local_rank=begin.local_rank,
-        local_world_size=begin.local_world_size,
-        host_rank=begin.host_rank,
-        axes=begin.axes,
-        sizes=begin.sizes,
-        device=begin.device,
-        on_one_host=on_one_host,
-        groups=groups,
-    )
-    os.environ["GROUP_WORLD_SIZE"] = str(begin.hosts)
-    return set_axes(worker, call, begin.axes, begin.sizes)
+    identity = worker.identity
+    worker.groups.form(worker.store_rpc, identity, epoch=epoch, groups=groups)
+    return set_axes(worker, call, identity.axes, identity.sizes)
 
 
 def prove_group(worker: Worker, call: wire.Call) -> Outcome:
@@ -151,22 +137,9 @@ def prove_group(worker: Worker, call: wire.Call) -> Outcome:
     return _ok()
 
 
-def prepare_group(worker: Worker, call: wire.Call, epoch: int, on_one_host: bool) -> Outcome:
+def prepare_group(worker: Worker, call: wire.Call, epoch: int) -> Outcome:
     """Meet the other ranks and set torchrun's variables, so that a cell can form a group of its own."""
-    begin = worker.identity
-    place = RankPlace(
-        begin.rank,
-        begin.world_size,
-        begin.local_rank,
-        begin.local_world_size,
-        begin.host_rank,
-        begin.axes,
-        begin.sizes,
-        begin.device,
-        on_one_host,
-    )
-    worker.groups.prepare(worker.store_rpc, place, epoch=epoch)
-    os.environ["GROUP_WORLD_SIZE"] = str(begin.hosts)  # ranks may be more on one host than on another
+    worker.groups.prepare(worker.store_rpc, worker.identity, epoch=epoch)
     return _ok()
 
 

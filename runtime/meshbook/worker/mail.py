@@ -30,7 +30,7 @@ from meshbook.worker.payloads import RankPayloads
 class WorkerMail:
     """identity: who the worker is now."""
 
-    def __init__(self, channel: AgentChannel, payloads: RankPayloads, identity: Callable[[], wire.Begin]) -> None:
+    def __init__(self, channel: AgentChannel, payloads: RankPayloads, identity: Callable[[], wire.Identity]) -> None:
         self.boxes = Mailboxes()
         self._channel, self._payloads, self._identity = channel, payloads, identity
         self._calls = MailCalls(channel, payloads)

@@ -119,14 +119,15 @@ class Worker:
             os._exit(0)
         begin = received[0]
         assert isinstance(begin, wire.Begin)
-        self.identity = begin
-        self.gpu, self.kept = GpuGauge(begin.device), HeldMemoryGauge()
-        self._name = f"rank {begin.rank} on {begin.host}"
+        self.identity = identity = begin.identity
+        self._marker = begin.marker
+        self.gpu, self.kept = GpuGauge(identity.device), HeldMemoryGauge()
+        self._name = f"rank {identity.rank} on {identity.host}"
         self.gate.keep_signal()
         forks.at_fork(in_child=self._leave_to_parent)
         _enter_environment(begin)
         _seed()
-        self.shell.start_rank(rank=begin.rank, host=begin.host, sink=self, namespace=self._names())
+        self.shell.start_rank(rank=identity.rank, host=identity.host, sink=self, namespace=self._names())
         self.shell.debugger.begin(self._tell_prompt)
         self.gate.take_signal()  # modules that were imported just now may have set a handler
         control = self._start_control_thread()
@@ -138,7 +139,7 @@ class Worker:
         while (received := self.calls.receive()) is not None:
             message, frames = received
             if isinstance(message, wire.Renumbered):
-                self._renumber(message)
+                self._renumber(message.identity)
             else:
                 assert isinstance(message, wire.Call)
                 self._run_call(message, frames)
@@ -170,14 +171,14 @@ class Worker:
         self.shell.flush_text()
         os._exit(code & 0xFF)
 
-    def _renumber(self, now: wire.Renumbered) -> None:
+    def _renumber(self, now: wire.Identity) -> None:
         """Be another rank; the process groups follow when they are formed anew."""
         import torch
 
         if torch.get_num_threads() == self.identity.threads:  # else the user has chosen
             torch.set_num_threads(now.threads)
-        self.identity = msgspec.structs.replace(self.identity, **msgspec.structs.asdict(now))
-        self._name = f"rank {now.rank} on {self.identity.host}"
+        self.identity = now
+        self._name = f"rank {now.rank} on {now.host}"
         self.shell.become(now.rank)
         self.shell.define(self._names())
 
@@ -185,13 +186,13 @@ class Worker:
         import torch
         import torch.distributed
 
-        begin = self.identity
+        identity = self.identity
         return {
-            "rank": begin.rank,
-            "local_rank": begin.local_rank,
-            "world_size": begin.world_size,
-            "point": Extent(begin.axes, begin.sizes).point(begin.rank),
-            "device": torch.device(begin.device),
+            "rank": identity.rank,
+            "local_rank": identity.local_rank,
+            "world_size": identity.world_size,
+            "point": Extent(identity.axes, identity.sizes).point(identity.rank),
+            "device": torch.device(identity.device),
             "dist": torch.distributed,
             "torch": torch,
         }
@@ -269,7 +270,7 @@ class Worker:
         """Tell the agent, in the pipes themselves, that what follows belongs to ``output``."""
         if output != self._output:
             self._output = output
-            self.shell.mark_text(self.identity.marker + b"%d\n" % output)
+            self.shell.mark_text(self._marker + b"%d\n" % output)
 
     def display(
         self,
@@ -293,11 +294,11 @@ class Worker:
                 print(f"{size} to be shown at once are left out; {limit} are the most", file=sys.stderr)
                 return
             if place:
-                self.shell.mark_text(self.identity.marker + SHOWN_HERE + b"%d\n" % place)
+                self.shell.mark_text(self._marker + SHOWN_HERE + b"%d\n" % place)
 
     def mark_place(self) -> None:
         with self.gate.shield:
-            self.shell.mark_text(self.identity.marker + PLACE + b"%d\n" % next(self._places))
+            self.shell.mark_text(self._marker + PLACE + b"%d\n" % next(self._places))
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         for at in range(0, len(text), LATE_PIECE_CHARS):  # the agent cuts what is too much, a piece at a time
@@ -448,7 +449,7 @@ def _enter_environment(begin: wire.Begin) -> None:
     sys.argv = ["meshbook-worker"]
     import torch
 
-    torch.set_num_threads(begin.threads)
+    torch.set_num_threads(begin.identity.threads)
     for module in begin.preload:
         __import__(module)
 

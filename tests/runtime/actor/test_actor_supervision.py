@@ -14,7 +14,7 @@ from patience import wait_until
 
 import meshbook.actor
 from meshbook import ProcMesh
-from meshbook.actor import Actor, ActorError, MeshFailure, endpoint
+from meshbook.actor import Actor, ActorError, MeshFailure, endpoint, this_proc
 from meshbook.errors import CallFailed
 
 
@@ -52,6 +52,43 @@ class Awaiting(Actor):
 def test_an_endpoint_that_awaits_what_supervise_does_gets_it(mesh4: ProcMesh, child: type[Actor], what: str) -> None:
     owner = mesh4.slice(gpus=1).spawn("owner", Awaiting, mesh4.slice(gpus=2), child)
     assert owner.until_told.call_one().get(20) == [what]
+
+
+class AsyncParent(Actor):
+    """Has no async endpoint, and so no event loop of its own."""
+
+    def __init__(self, child: type[Actor]) -> None:
+        self._told: list[str] = []
+        self._child: Any = this_proc().spawn("child", child)
+
+    async def __supervise__(self, failure: MeshFailure) -> bool:
+        await asyncio.sleep(0.01)
+        self._told.append(failure.what)
+        return True
+
+    @endpoint
+    def fail(self) -> None:
+        self._child.fail.broadcast()
+
+    @endpoint
+    def told(self) -> list[str]:
+        return self._told
+
+    @endpoint
+    def exhausted(self) -> int:
+        return next(iter(()))
+
+
+def test_an_async_supervise_is_awaited_where_all_endpoints_are_plain(mesh2: ProcMesh) -> None:
+    parents = mesh2.spawn("parents", AsyncParent, Counter)
+    parents.fail.call().get(20)
+    wait_until(lambda: all(told == ["child.fail"] for told in parents.told.call().get(20).values()))
+
+
+def test_a_plain_endpoint_may_raise_stop_iteration(mesh2: ProcMesh) -> None:
+    with pytest.raises(ActorError) as raised:
+        mesh2.spawn("parents", AsyncParent, Counter).exhausted.call().get(20)
+    assert {failure.ename for failure in raised.value.failures} == {"StopIteration"}
 
 
 def test_the_hook_is_told_of_constructors_that_raise_for_each_process(mesh4: ProcMesh, seen: list[MeshFailure]) -> None:

@@ -38,12 +38,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import MeshError
 from meshbook.groups import rank_groups
-from meshbook.groups.rank_groups import RankGroups, RankPlace, broadcast_value, describe_frame
+from meshbook.groups.rank_groups import RankGroups, broadcast_value
 from meshbook.groups.store_client import LinkStore
 from meshbook.source.cells import add_cell
+from meshbook.source.location import describe_frame
 from meshbook.system.processes import thread_count
 from meshbook.wire.frames import FrameSocket
 from meshbook.wire.kv_store import StoreOp, StoreResult
+from meshbook.wire.messages import Identity
 
 encode = msgspec.msgpack.Encoder().encode
 decode_result = msgspec.msgpack.Decoder(tuple[int, StoreResult]).decode
@@ -84,13 +86,15 @@ class Rank:
             if (waiting := self._waiting.get(request)) is not None:
                 waiting.put(result)
 
-    def place(self, axes: dict[str, int] | None = None) -> RankPlace:
+    def place(self, axes: dict[str, int] | None = None) -> Identity:
         axes = axes or {"gpus": self.size}
         names, sizes = tuple(axes), tuple(axes.values())
-        return RankPlace(self.rank, self.size, self.rank, self.size, 0, names, sizes, "cpu", True)
+        return Identity(
+            1, "mesh", "here", "cpu", self.rank, self.size, self.rank, self.size, 0, 1, names, sizes, threads=1
+        )
 
     def form(self, axes: dict[str, int] | None = None, *, epoch: int = 0, **options: Any) -> None:
-        self.groups.form(self.rpc, epoch=epoch, **self.place(axes)._asdict(), **options)
+        self.groups.form(self.rpc, self.place(axes), epoch=epoch, **options)
 
     def everyone(self, value: object) -> list[Any]:
         """The values of all ranks, by a collective."""
@@ -200,7 +204,7 @@ def formed_again(me: Rank) -> Any:
     me.form({"dp": 2, "tp": 2}, epoch=3)
     before = me.groups.device_mesh(["dp", "tp"], [2, 2])
     sharded = distribute_tensor(torch.arange(8.0), before["tp"], [Shard(0)])
-    stale = raised(lambda: RankGroups.form(me.groups, me.rpc, epoch=3, **me.place()._asdict()), ValueError)
+    stale = raised(lambda: RankGroups.form(me.groups, me.rpc, me.place(), epoch=3), ValueError)
     me.form({"dp": 2, "tp": 2}, epoch=4)
     return stale, count(), sharded.full_tensor().sum().item(), before is me.groups.device_mesh(["dp", "tp"], [2, 2])
 
