@@ -109,13 +109,14 @@ class ActorRecovery:
         return self._uneven or any(not set(ranks).isdisjoint(call.members.ranks()) for call in self._failing.values())
 
     def watch(self, call: OpenCall) -> bool:
-        """A call was sent, a rank has answered it or was lost, or somebody wants its end.
+        """A call is opened, a rank has answered it or was lost, or somebody wants its end.
 
         Returns: whether a call that has ended everywhere completes later: ranks may have disagreed, and are asked.
         """
-        self._watch_failing(call)
+        if call.failed or call.cancelled:
+            self._watch_failing(call)
         if call.waiting:
-            self._long.suspect(call, time.monotonic())
+            self._long.suspect(call)
             return False
         self._long.forget(call)
         if not self._agreements.doubted or self._mesh.lost:
@@ -125,8 +126,6 @@ class ActorRecovery:
         return True
 
     def _watch_failing(self, call: OpenCall) -> None:
-        if not (call.failed or call.cancelled):
-            return
         if call.waiting and not self._mesh.lost:
             self._failing[call.id] = call
         else:

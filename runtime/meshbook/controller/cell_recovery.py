@@ -70,14 +70,14 @@ class CellRecovery:
         return [ended.call for ended in self._ended.values()] if self._former.is_forming(call) else [call]
 
     def watch(self, call: OpenCall) -> bool:
-        """A call was sent, a rank has answered it or was lost, or somebody wants its end.
+        """A call is opened, a rank has answered it or was lost, or somebody wants its end.
 
         Returns: whether a call that has ended everywhere completes later.
         """
         if not call.waiting:
             return self._watch_ended(call)
         if not (call.failed or call.cancelled):
-            self._uneven.suspect(call, time.monotonic())
+            self._uneven.suspect(call)
         elif call.id not in self._failing:
             self._failing[call.id] = call
             self._uneven.forget(call)

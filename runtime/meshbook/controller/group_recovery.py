@@ -49,8 +49,6 @@ class GroupRecovery:
         self, mailbox: int, members: Members, transmit: Callable[[], object], call: OpenCall | None = None
     ) -> None:
         """Have ``transmit`` send a new call, or a message that nobody answers, now or when it meets no failed one."""
-        if call is not None and call.waiting:
-            self._watch(call)
         self._queue.send(mailbox, members, transmit, call)
 
     def _must_wait(self, new: Unsent) -> bool:

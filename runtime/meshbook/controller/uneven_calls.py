@@ -8,6 +8,7 @@ ranks wait for each other in operations in which they disagree, from which they 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping
 
 from meshbook.calls.call import OpenCall
@@ -32,9 +33,10 @@ class UnevenCalls:
         self.due = math.inf
         """When the ranks should be asked; may be too early, see `is_due`."""
 
-    def suspect(self, call: OpenCall, now: float) -> None:
+    def suspect(self, call: OpenCall) -> None:
         """Ranks of the call may wait in vain from now on; again is no news."""
         if call.id not in self._calls:
+            now = time.monotonic()
             self._calls[call.id] = (call, now + TELL_S, TELL_S)
             self.due = min(self.due, now + TELL_S)
 
