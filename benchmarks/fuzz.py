@@ -39,6 +39,7 @@ from meshbook.concurrency import own_faults
 from meshbook.concurrency.future import Future
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.host_state import HostState
+from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import ProtocolError
 from meshbook.shape.members import Extent, Region
@@ -249,7 +250,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     sock = ControllerSocket()
     endpoint = sock.bind(f"ipc://{workdir}/fuzz")
     public, secret = sock.accept("host")
-    dispatcher = Dispatcher(lambda: None, itertools.count(1).__next__)
+    dispatcher = Dispatcher(TurnQueue(), itertools.count(1).__next__, sock.key_of, str)
     dispatcher.calls.default_listener = lambda event: None
     window = threading.Semaphore(UNDER_WAY)
     sender = threading.Thread(

@@ -1,4 +1,4 @@
-"""The controller: what any thread may ask of the hosts, and the thread that speaks with them.
+"""The controller: what any thread may ask of the hosts.
 
 The state (`meshbook.controller.dispatcher`) belongs to whoever has the turn (`meshbook.controller.io_turns`). User
 threads hand closures over (`submit`) and wait on futures; they pickle payloads before and unpickle results after.
@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import os
-import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -27,39 +23,36 @@ from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, StatusAnswer, Unresponsive, no_reactions
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
-from meshbook.controller.io_turns import SocketTurn
+from meshbook.controller.io_thread import IoThread
+from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import look
 from meshbook.controller.reattach import Reattach
+from meshbook.controller.session_record import SessionRecord
 from meshbook.controller.stacks import StackQuestion, collect_stacks
 from meshbook.errors import WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.local import FoundHost
 from meshbook.lifecycle import MeshPhase
-from meshbook.sessions.folder import SavedHost, SavedMesh, SessionFolder
+from meshbook.sessions.folder import SavedHost, SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
-from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.wire import messages as wire
 from meshbook.wire.link import check_message
 from meshbook.wire.replies import place_head
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.transport import HEARTBEAT_S, ControllerSocket
+from meshbook.wire.transport import ControllerSocket
 
 T = TypeVar("T")
 
 WHAT_MAX_CHARS = 200
 """Of what a person calls a call, which may be an expression of any length."""
-
-ACK_IDLE_S = 0.02
-"""When nothing has come for so long, what has come is acknowledged."""
 
 OutputSource: TypeAlias = Callable[[Any], OutputTarget | None]
 """Takes the ProcMesh that is called, on the thread of the caller."""
@@ -84,50 +77,21 @@ class Controller:
     def __init__(self, folder: SessionFolder, front_end: FrontEnd) -> None:
         """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
         self.folder, self.epoch, self.front_end = folder, folder.state.epoch, front_end
-        self._inbox: deque[tuple[Callable[[], object], Callable[[Exception], object] | None]] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._save_lock = threading.Lock()
-        self._linger_ms = 0
-        """How long to wait, at the end, for what is still to be sent."""
-        self._asleep = False
-        self._closing = False
         self._generation = forks.generation
         self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
-        self._dispatcher = Dispatcher(self._wake, self.next_id)
-        self._dispatcher.mail.submit = self.submit
-        self._dispatcher.peer_directory.key_of = lambda host: self._socket.key_of(host)
-        self._dispatcher.peer_directory.ip = self._ip
-        self._tick_at = 0.0
-        self._heard: set[str] = set()
-        """Hosts to which we may owe acknowledgements."""
-        self._ack_at = math.inf
-        self._socket_turn = SocketTurn(self._serve, self._wake)
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="meshbook.io", daemon=True)
-        hide_from_debuggers(self._thread)
-        self._thread.start()
+        self.record = SessionRecord(folder)
+        self._socket = ControllerSocket((folder.state.public_key, folder.state.secret_key))
         try:
-            started.get()
+            self._inbox = TurnQueue()
         except BaseException:
-            os.close(self._wake_fd)
+            self._socket.close()
             raise
+        self.submit, self.ask = self._inbox.submit, self._inbox.ask
+        """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
+        self._dispatcher = Dispatcher(self._inbox, self.next_id, self._socket.key_of, self.record.peer_ip)
+        self._io = IoThread(self._inbox, self._socket, self._dispatcher)
 
     # ---- any thread ---------------------------------------------------------------------------------------------
-
-    def submit(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None:
-        """Have the I/O thread run ``action``; actions run in the order of submission.
-
-        fail: takes what it raises, for whoever waits for it. Without one that is told as a fault of ours.
-        Raises: UsageError in a process that was forked from ours: it has no such thread.
-        """
-        if self._generation != forks.generation:
-            forks.refuse_inherited(self._generation)
-        self._inbox.append((action, fail))
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._asleep and not self._closing:
-            os.eventfd_write(self._wake_fd, 1)
 
     def expect_host(self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool) -> HostState:
         """Know a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in."""
@@ -149,36 +113,6 @@ class Controller:
         if address not in endpoints:
             endpoints[address] = self.ask(lambda: self._socket.bind(address))
         return endpoints[address]
-
-    # ---- the session, for the next controller -------------------------------------------------------------------
-
-    def save_hosts(self, hosts: Mapping[str, SavedHost]) -> None:
-        """Note hosts that were started."""
-        with self._save_lock:
-            self.folder.state.hosts.update(hosts)
-            self.folder.save()
-
-    def save_mesh(self, mesh: MeshState) -> None:
-        """Note a mesh that has come up, or has changed: without this the next controller does not want it."""
-        with self._save_lock:
-            ids = [host.id for host in mesh.hosts]
-            self.folder.state.meshes[mesh.id] = SavedMesh(
-                mesh.name, dict(mesh.extent), ids, mesh.owns_hosts, mesh.grouped, list(mesh.host_axes)
-            )
-            self.folder.save()
-
-    def _forget_saved(self, meshes: Iterable[int] = (), hosts: Iterable[str] = ()) -> None:
-        with self._save_lock:
-            for mesh in meshes:
-                self.folder.state.meshes.pop(mesh, None)
-            for host in hosts:
-                self.folder.state.hosts.pop(host, None)
-            self.folder.save()
-
-    def _ip(self) -> str:
-        """Where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
-        tcp = [end for end in self.folder.state.endpoints.values() if end.startswith("tcp://")]
-        return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else in_endpoint(loopback_address())
 
     def bind_again(self, address: str, endpoint: str) -> None:
         """Listen where the former controller did. Raises: OSError."""
@@ -208,7 +142,7 @@ class Controller:
 
         timeout_s: for the hosts to acknowledge what they were sent. Calls that are open end with MeshDetachedError.
         """
-        if self._closing:
+        if self._inbox.is_closed:
             return
         deadline = time.monotonic() + timeout_s
 
@@ -224,14 +158,14 @@ class Controller:
             for host in self.hosts:
                 if not host.lost:
                     host.knock()  # what has come has come; what comes now is for the next controller
-            self._closing, self._linger_ms = True, 200
+            self._io.end_serving(linger_ms=200)
 
         if timeout_s > 0:
             self.ask(say)
             while not self.ask(is_settled) and time.monotonic() < deadline:
                 time.sleep(0.01)
         self.ask(go)
-        self._end_thread()
+        self._io.close()
         for host in self.hosts:
             host.launched.release()
         self._dispatcher.leave(self.folder.id)
@@ -244,13 +178,6 @@ class Controller:
     def accept(self, host_id: str) -> tuple[str, str]:
         """A key pair (public, secret) for one host."""
         return self.ask(lambda: self._socket.accept(host_id))
-
-    def ask(self, action: Callable[[], T]) -> T:
-        """Have the I/O thread run ``action`` and return its result."""
-        future: Future[T] = Future()
-
-        self.submit(lambda: future.set_result(action()), future.set_exception)
-        return future.get(10.0)
 
     def ask_dispatcher(self, action: Callable[[Dispatcher], T]) -> T:
         """Have the I/O thread look at, or change, what the controller knows, and return what ``action`` finds."""
@@ -378,7 +305,7 @@ class Controller:
 
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """Serve the sockets while the main thread waits (`meshbook.controller.io_turns`)."""
-        self._socket_turn.drive(done, timeout_s)
+        self._io.turn.drive(done, timeout_s)
 
     def wants_person(self, call: OpenCall) -> bool:
         """Whether a rank of the call is stopped at a prompt that this thread, the main one, could open."""
@@ -508,7 +435,7 @@ class Controller:
         """Begin to end a mesh: its open calls fail at once; `MeshState.stopped` completes when no process is left."""
         if mesh.detached:
             return
-        self._forget_saved(meshes=[mesh.id])
+        self.record.forget(meshes=[mesh.id])
 
         def stop() -> None:
             if mesh.phase is MeshPhase.STOPPED:
@@ -536,85 +463,19 @@ class Controller:
         self.submit(say_goodbye)
         for host in hosts:
             host.launched.close(max(0.1, deadline - time.monotonic()))
-        self._forget_saved(hosts=[host.id for host in hosts])
+        self.record.forget(hosts=[host.id for host in hosts])
 
     def close(self, timeout_s: float) -> None:
         """End all hosts and the I/O thread. Idempotent."""
-        if self._closing:
+        if self._inbox.is_closed:
             return
         deadline = time.monotonic() + timeout_s
         self.submit(self._dispatcher.say_goodbye)
         for host in list(self._dispatcher.hosts.values()):
             host.launched.close(max(0.1, deadline - time.monotonic()))
-        self._closing = True
-        self._end_thread()
+        self._io.close()
         self._dispatcher.payloads.close()
         self.folder.close()
-
-    def _end_thread(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(timeout=5)
-        os.close(self._wake_fd)
-
-    # ---- I/O thread: the loop -----------------------------------------------------------------------------------
-
-    def _run(self, started: Future[None]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
-        state = self.folder.state
-        try:
-            sock = ControllerSocket((state.public_key, state.secret_key))
-        except Exception as error:  # no descriptors, no memory: whoever makes us must not wait for ever
-            started.set_exception(error)
-            return
-        self._socket = sock
-        started.set_result(None)
-        try:
-            self._socket_turn.serve_until(lambda: self._closing)
-        finally:
-            sock.close(self._linger_ms)
-
-    def _serve(self, timeout_s: float | None) -> None:
-        """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""
-        self._serve_inbox()
-        if self._closing:
-            return
-        self._sleep(timeout_s)
-        if self._socket.has_ended():
-            self._tick_at = 0.0
-        heard = self._heard
-        for host_id, lane, frames in self._socket.receive():
-            self._dispatcher.on_frames(host_id, lane, frames)
-            heard.add(host_id)
-            self._ack_at = math.inf
-        if heard and self._ack_at == math.inf:
-            self._ack_at = time.monotonic() + ACK_IDLE_S
-        elif heard and time.monotonic() >= self._ack_at:
-            self._dispatcher.acknowledge(heard)
-            heard.clear()
-            self._ack_at = math.inf
-        self._dispatcher.expire()
-        if time.monotonic() >= self._tick_at:
-            self._tick_at = time.monotonic() + HEARTBEAT_S
-            self._dispatcher.tick()
-            self._socket.watch_door()
-
-    def _sleep(self, timeout_s: float | None) -> None:
-        self._asleep = True  # from here on `submit` wakes us
-        next_at = min(self._tick_at, self._ack_at, self._dispatcher.next_deadline)
-        left = max(0.0, next_at - time.monotonic())
-        self._socket.poll(self._wake_fd, 0 if self._inbox else left if timeout_s is None else min(left, timeout_s))
-        self._asleep = False
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
-
-    def _serve_inbox(self) -> None:
-        while self._inbox:
-            action, fail = self._inbox.popleft()
-            attempt(action, "something that was asked of the thread of the hosts", fail)
-        self._dispatcher.flush()
-        self._dispatcher.payloads.tell_freed()
 
     def wait_for_room(self) -> None:
         """Wait while too much waits for slow hosts."""

@@ -26,6 +26,7 @@ from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.controller.group_recovery import GroupRecovery
 from meshbook.controller.host_checks import check, check_ranks, check_replies
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState
+from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mail import ControllerMail
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.payloads import Payloads
@@ -60,7 +61,10 @@ FAULT_REST_S = 0.1
 class Dispatcher:
     """Hosts, meshes and calls; `on_frames` is fed from the socket, `tick` by the clock."""
 
-    def __init__(self, wake: Callable[[], None], next_id: Callable[[], int]) -> None:
+    def __init__(
+        self, inbox: TurnQueue, next_id: Callable[[], int], key_of: Callable[[str], str], peer_ip: Callable[[], str]
+    ) -> None:
+        """key_of, peer_ip: see `PeerDirectory`."""
         self._next_id = next_id
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}
@@ -69,9 +73,9 @@ class Dispatcher:
         self.calls.watch = self._watch
         self.calls.on_told = self._on_told
         self._recoveries: dict[int, GroupRecovery] = {}
-        self.payloads = Payloads(wake)
-        self.mail = ControllerMail(self.payloads)
-        self.peer_directory = PeerDirectory(self.hosts, self.meshes)
+        self.payloads = Payloads(inbox.wake)
+        self.mail = ControllerMail(self.payloads, inbox.submit)
+        self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)
         self.on_worker_lost: list[Callable[[MeshState, WorkerLost], None]] = []
         """Told of every worker that ends without being told to."""
         self.room = threading.Event()

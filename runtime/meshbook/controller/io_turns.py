@@ -10,20 +10,64 @@ when the turn is over.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
+from meshbook.concurrency import forks
+from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import tell
 from meshbook.concurrency.sigint import SigintScope
+
+T = TypeVar("T")
 
 REST_S = 0.003
 """The I/O thread takes over again when the main thread has not come back for so long."""
 
 _LOOK_S = 0.005
 """How often the resting I/O thread looks."""
+
+
+ASK_TIMEOUT_S = 10.0
+
+
+class TurnQueue:
+    """What other threads want done under the turn. Any thread may call any method. Raises: OSError."""
+
+    def __init__(self) -> None:
+        self.asked: deque[tuple[Callable[[], object], Callable[[Exception], object] | None]] = deque()
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.is_asleep = False
+        """Whether somebody waits for ``wake_fd``."""
+        self.is_closed = False
+        self._generation = forks.generation
+
+    def submit(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None:
+        """Have the I/O thread run ``action``; actions run in the order of submission.
+
+        fail: takes what it raises, for whoever waits for it. Without one that is told as a fault of ours.
+        Raises: UsageError in a process that was forked from ours: it has no such thread.
+        """
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
+        self.asked.append((action, fail))
+        self.wake()
+
+    def ask(self, action: Callable[[], T]) -> T:
+        """Have the I/O thread run ``action`` and return its result."""
+        future: Future[T] = Future()
+        self.submit(lambda: future.set_result(action()), future.set_exception)
+        return future.get(ASK_TIMEOUT_S)
+
+    def wake(self) -> None:
+        """Have whoever serves look at what is asked."""
+        if self.is_asleep and not self.is_closed:
+            os.eventfd_write(self.wake_fd, 1)
 
 
 class SocketTurn:

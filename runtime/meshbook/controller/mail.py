@@ -23,14 +23,12 @@ from meshbook.wire.replies import place_head
 
 
 class ControllerMail:
-    """The mail of one controller: calls that ranks make to its mailboxes."""
+    """The mail of one controller: calls that ranks make to its mailboxes. submit: has a closure run under the turn."""
 
-    def __init__(self, payloads: Payloads) -> None:
+    def __init__(self, payloads: Payloads, submit: Callable[[Callable[[], None]], None]) -> None:
         self.boxes = Mailboxes()
         """From any thread."""
-        self.submit: Callable[[Callable[[], None]], None] = lambda action: action()
-        """Has a closure run under the turn; set by who gives turns."""
-        self._payloads = payloads
+        self._payloads, self._submit = payloads, submit
         self._incoming_calls: dict[tuple[wire.Origin | None, int], IncomingCall] = {}
         """Calls that wait for their reply."""
         self._strange: set[int] = set()
@@ -103,4 +101,4 @@ class ControllerMail:
             self._incoming_calls.pop((call.origin, call.id), None)
             self._payloads.send_reply(host, call.id, call.origin, reply, frames, segment)
 
-        self.submit(send)
+        self._submit(send)

@@ -21,10 +21,14 @@ from meshbook.wire import messages as wire
 class PeerDirectory:
     """Of one controller. key_of: the public key of a host. ip: where agents of this machine can be reached."""
 
-    def __init__(self, hosts: Mapping[str, HostState], meshes: Mapping[int, MeshState]) -> None:
-        self._hosts, self._meshes = hosts, meshes
-        self.key_of: Callable[[str], str] = lambda host: ""
-        self.ip: Callable[[], str] = lambda: "127.0.0.1"
+    def __init__(
+        self,
+        hosts: Mapping[str, HostState],
+        meshes: Mapping[int, MeshState],
+        key_of: Callable[[str], str],
+        ip: Callable[[], str],
+    ) -> None:
+        self._hosts, self._meshes, self._key_of, self._ip = hosts, meshes, key_of, ip
         self._told: dict[tuple[str, int], object] = {}
         """(host, mesh) that was asked for, to the placement that the host knows."""
         self.met: dict[tuple[str, str], wire.Meeting] = {}
@@ -66,7 +70,7 @@ class PeerDirectory:
         for other in others:
             if (host.id, other.id) not in self.met:
                 meeting = self.met[host.id, other.id] = wire.Meeting("", secrets.randbits(31) + 1)
-                other.send_urgent(wire.OpenPeerPort(host.id, self.key_of(host.id), meeting.epoch, self.ip()))
+                other.send_urgent(wire.OpenPeerPort(host.id, self._key_of(host.id), meeting.epoch, self._ip()))
         return all(self.met[host.id, other.id].endpoint or self.met[host.id, other.id].problem for other in others)
 
     def _peer(self, host: HostState, other: HostState, mesh: MeshState) -> wire.Peer:
@@ -74,7 +78,7 @@ class PeerDirectory:
         target = group(mesh.ranks_on(other))
         problem = f"its host is lost: {other.lost}" if other.lost else meeting.problem
         pid = other.hello.pid if other.hello and host.hello and other.hello.machine == host.hello.machine else 0
-        return wire.Peer(other.id, other.name, self.key_of(other.id), target, meeting._replace(problem=problem), pid)
+        return wire.Peer(other.id, other.name, self._key_of(other.id), target, meeting._replace(problem=problem), pid)
 
     def lose(self, lost: HostState) -> None:
         """A host is lost: the agents answer for its ranks at once."""

@@ -98,7 +98,7 @@ class HostMesh(MeshView):
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
         mesh.joined = not mesh.lost
-        self._controller.save_mesh(mesh)
+        self._controller.record.save_mesh(mesh)
         return procs
 
     def stop(self, timeout_s: float = 5.0) -> None:

@@ -30,7 +30,7 @@ def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_
         saved[ticket.host_id] = SavedHost(
             ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all
         )
-    controller.save_hosts(saved)
+    controller.record.save_hosts(saved)
     return hosts
 
 

@@ -280,7 +280,7 @@ class Repair:
                 raise SpawnError(f"the process groups did not form: {error}") from error
             raise
         self._controller.ask(self._note_joined)
-        self._controller.save_mesh(mesh)
+        self._controller.record.save_mesh(mesh)
 
     def _note_joined(self) -> None:
         self._mesh.joined = not self._mesh.lost

@@ -1,0 +1,100 @@
+"""The thread that speaks with the hosts, and how others have it do something.
+
+It serves whenever the main thread does not (`meshbook.controller.io_turns`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+
+from meshbook.concurrency.background import hide_from_debuggers
+from meshbook.concurrency.own_faults import attempt
+from meshbook.controller.dispatcher import Dispatcher
+from meshbook.controller.io_turns import SocketTurn, TurnQueue
+from meshbook.wire.transport import HEARTBEAT_S, ControllerSocket
+
+ACK_IDLE_S = 0.02
+"""When nothing has come for so long, what has come is acknowledged."""
+
+
+class IoThread:
+    """Of one controller. It owns ``sock``, and closes it."""
+
+    def __init__(self, inbox: TurnQueue, sock: ControllerSocket, dispatcher: Dispatcher) -> None:
+        self._inbox, self._socket, self._dispatcher = inbox, sock, dispatcher
+        self._linger_ms = 0
+        """How long to wait, at the end, for what is still to be sent."""
+        self._tick_at = 0.0
+        self._heard: set[str] = set()
+        """Hosts to which we may owe acknowledgements."""
+        self._ack_at = math.inf
+        self.turn = SocketTurn(self._serve, inbox.wake)
+        self._thread = threading.Thread(target=self._run, name="meshbook.io", daemon=True)
+        hide_from_debuggers(self._thread)
+        self._thread.start()
+
+    def end_serving(self, linger_ms: int = 0) -> None:
+        """Serve no more after this turn; what is still to be sent has ``linger_ms``."""
+        self._inbox.is_closed, self._linger_ms = True, linger_ms
+
+    def close(self) -> None:
+        """End the thread, once."""
+        self._inbox.is_closed = True
+        os.eventfd_write(self._inbox.wake_fd, 1)
+        self._thread.join(timeout=5)
+        os.close(self._inbox.wake_fd)
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
+        try:
+            self.turn.serve_until(lambda: self._inbox.is_closed)
+        finally:
+            self._socket.close(self._linger_ms)
+
+    def _serve(self, timeout_s: float | None) -> None:
+        """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""
+        self._serve_inbox()
+        if self._inbox.is_closed:
+            return
+        self._sleep(timeout_s)
+        if self._socket.has_ended():
+            self._tick_at = 0.0
+        heard = self._heard
+        for host_id, lane, frames in self._socket.receive():
+            self._dispatcher.on_frames(host_id, lane, frames)
+            heard.add(host_id)
+            self._ack_at = math.inf
+        if heard and self._ack_at == math.inf:
+            self._ack_at = time.monotonic() + ACK_IDLE_S
+        elif heard and time.monotonic() >= self._ack_at:
+            self._dispatcher.acknowledge(heard)
+            heard.clear()
+            self._ack_at = math.inf
+        self._dispatcher.expire()
+        if time.monotonic() >= self._tick_at:
+            self._tick_at = time.monotonic() + HEARTBEAT_S
+            self._dispatcher.tick()
+            self._socket.watch_door()
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        inbox = self._inbox
+        inbox.is_asleep = True  # from here on `submit` wakes us
+        next_at = min(self._tick_at, self._ack_at, self._dispatcher.next_deadline)
+        left = max(0.0, next_at - time.monotonic())
+        self._socket.poll(inbox.wake_fd, 0 if inbox.asked else left if timeout_s is None else min(left, timeout_s))
+        inbox.is_asleep = False
+        try:
+            os.eventfd_read(inbox.wake_fd)
+        except BlockingIOError:
+            pass
+
+    def _serve_inbox(self) -> None:
+        while self._inbox.asked:
+            action, fail = self._inbox.asked.popleft()
+            attempt(action, "something that was asked of the thread of the hosts", fail)
+        self._dispatcher.flush()
+        self._dispatcher.payloads.tell_freed()
