@@ -102,10 +102,10 @@ class Inbox:
     # ---- the actor's thread -------------------------------------------------------------------------------------
 
     async def get(self) -> _Item:
-        """Wait for the next; None: the actor is to end. Outside of a loop it blocks the thread."""
+        """Wait for the next, which `begin` takes; None: the actor is to end. Without a loop it blocks the thread."""
         while True:
             message = self._queue.get() if self._loop_queue is None else await self._loop_queue.get()
-            if message is None or self.begin(message):
+            if message is None or message.serial in self._waiting:
                 return message
 
     def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[InboxMessage], bool]) -> None:

@@ -84,7 +84,7 @@ class _Handling:
 
     __slots__ = ("call", "context", "since", "task")
 
-    def __init__(self, call: wire.Call, task: asyncio.Task[None] | None) -> None:
+    def __init__(self, call: wire.Call, task: asyncio.Task[Any] | None) -> None:
         self.call, self.task, self.since = call, task, time.monotonic()
         self.context: Context | None = None
         """Once user code runs."""
@@ -108,7 +108,7 @@ class ActorRunner:
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
         self._made: Future[Outcome] = Future()
-        self._beside: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[bool]] = set()
         """What runs beside other messages."""
         self._declared: dict[str, Any] = {}
         """What the class has under the names of endpoints, as it is declared there."""
@@ -212,7 +212,8 @@ class ActorRunner:
         try:
             first = _run_through(self._inbox.get())
             if first is not None:
-                _run_through(self._answer(first, self._make(first)))
+                if not _run_through(self._answer(first, self._make(first))):
+                    return
                 self._made.set_result(self._how_made())
                 if has_async_endpoints(type(self._actor)):
                     self._serve_in_loop()
@@ -305,8 +306,7 @@ class ActorRunner:
         """Failures of what it has spawned are told at once: the endpoint that runs may be waiting for just that."""
         if message.call.endpoint != SUPERVISE:
             return False
-        if self._inbox.begin(message):
-            self._answer_beside(message)
+        self._answer_beside(message)
         return True
 
     def _is_concurrent(self, message: InboxMessage) -> bool:
@@ -322,11 +322,18 @@ class ActorRunner:
             self._declared[endpoint] = declared
         return declared
 
-    async def _answer(self, message: InboxMessage, handle: Coroutine[Any, Any, Outcome | None]) -> None:
-        """Run ``handle``, in which an interrupt may be raised, and reply."""
+    async def _answer(self, message: InboxMessage, handle: Coroutine[Any, Any, Outcome | None]) -> bool:
+        """Run ``handle``, in which an interrupt may be raised, and reply. Returns False if it was dropped before.
+
+        The message is among those that are handled before it ceases to wait, so whoever cancels it finds it.
+        """
         gate, serial, call = self.gate, message.serial, message.call
         assert gate is not None
         self.current[serial] = _Handling(call, asyncio.current_task() if self._loop is not None else None)
+        if not self._inbox.begin(message):
+            self.current.pop(serial)
+            handle.close()
+            return False
         with self._environment.output_of(call.output):
             answer: Outcome | None
             try:
@@ -336,6 +343,7 @@ class ActorRunner:
                     error = KeyboardInterrupt().with_traceback(error.__traceback__)
                 answer = self._failed(message, error)
         self._finish(message, answer)
+        return True
 
     def _finish(self, message: InboxMessage, answer: Outcome | None) -> None:
         self._environment.end_child(None if answer is None else answer.failure)

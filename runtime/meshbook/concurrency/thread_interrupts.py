@@ -77,12 +77,16 @@ class ThreadGate:
             if not call or self.running != call:
                 return False
             self.meant = call
-            if self._depth:
-                self._held_back = True
-            else:
-                self._is_due = True
-                _set_async_exc(ctypes.c_ulong(self._thread), ctypes.py_object(KeyboardInterrupt))
+            self._raise()
         return True
+
+    def _raise(self) -> None:
+        """With the lock."""
+        if self._depth:
+            self._held_back = True
+        else:
+            self._is_due = True
+            _set_async_exc(ctypes.c_ulong(self._thread), ctypes.py_object(KeyboardInterrupt))
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
@@ -92,17 +96,24 @@ class ThreadGate:
             self._held_back = self._is_due = False
             self.running = call
 
-    def close(self) -> None:
-        """No user code runs any more: nothing is raised, once this has returned."""
+    def close(self) -> bool:
+        """No user code runs any more: nothing is raised, once this has returned.
+
+        Returns whether an interrupt came too late to be raised in it.
+        """
+        is_late = False
         while True:
             try:
                 with self._lock:
                     self.running = 0
+                    if self._is_due:
+                        _nothing()  # what was not raised yet is raised here
                     _set_async_exc(ctypes.c_ulong(self._thread), None)
+                    is_late = is_late or self._held_back
                     self._is_due = self._held_back = False
-                return
+                return is_late
             except KeyboardInterrupt:  # it came at the last moment
-                continue
+                is_late = True
 
     def __enter__(self) -> None:
         with self._lock:
@@ -130,13 +141,16 @@ def interruptible(gate: ThreadGate, serial: int, coroutine: Coroutine[Any, Any, 
     """
     step: Callable[[Any], Any] = coroutine.send
     given: Any = None
+    is_late = False
     while True:
         try:
             try:
                 gate.open(serial)
                 yielded = step(given)
             finally:
-                gate.close()
+                is_late = gate.close()
+            if is_late:
+                raise KeyboardInterrupt
         except StopIteration as end:
             value: T = end.value
             return value

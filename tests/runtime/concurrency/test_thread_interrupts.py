@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Generator
 
 import pytest
 
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.thread_interrupts import ThreadGate
+from meshbook.concurrency.thread_interrupts import ThreadGate, interruptible
 
 
 class Thread:
@@ -132,3 +134,46 @@ def test_other_threads_wait_as_ever() -> None:
     with pytest.raises(ValueError, match="negative"):
         time.sleep(-1)
     assert time.monotonic() - started >= 0.24
+
+
+@types.coroutine
+def _wait() -> Generator[None, None, None]:
+    yield
+
+
+def test_an_interrupt_that_comes_as_a_step_ends_is_raised_in_the_next() -> None:
+    ended: list[str] = []
+    goes_on = threading.Event()
+
+    async def endpoint() -> None:
+        goes_on.wait(20)
+        try:
+            await _wait()
+        except KeyboardInterrupt:
+            ended.append("interrupted")
+
+    gates: list[ThreadGate] = []
+
+    def run() -> None:
+        gates.append(ThreadGate())
+        try:
+            steps = interruptible(gates[0], 1, endpoint())
+            next(steps, None)
+            steps.close()
+        finally:
+            gates[0].end()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until = time.monotonic() + 20
+    while not (gates and gates[0].running) and time.monotonic() < until:
+        time.sleep(0.001)
+    gate = gates[0]
+    with gate._lock:  # the thread cannot close the gate meanwhile
+        goes_on.set()
+        while sys._current_frames()[thread.ident or 0].f_code is not ThreadGate.close.__code__:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        gate._raise()
+    thread.join(20)
+    assert ended == ["interrupted"]
