@@ -42,7 +42,7 @@ class FakeNvml:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch in a process that uses a device of 80 GB."""
-    monkeypatch.setattr(gpu, "run_aside", lambda job: job())
+    monkeypatch.setattr(gpu, "run_in_background", lambda job: job())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))

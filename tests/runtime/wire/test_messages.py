@@ -32,9 +32,9 @@ def _example(kind: Any) -> Any:
         return StoreOp("set", ("key",), (b"value",))
     if kind is StoreResult:
         return StoreResult((b"value",), 3)
-    if hasattr(kind, "_fields"):
+    if fields := getattr(kind, "_fields", getattr(kind, "__struct_fields__", ())):
         hints = typing.get_type_hints(kind)
-        return kind(*(_example(hints[name]) for name in kind._fields))
+        return kind(*(_example(hints[name]) for name in fields))
     if origin is tuple:
         return (_example(args[0]),) if args[-1] is Ellipsis else tuple(map(_example, args))
     if origin is dict:
