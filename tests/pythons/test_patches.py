@@ -80,7 +80,9 @@ def check_group_helper() -> None:
     theirs = parameters(original(c10d, "_new_process_group_helper"))
     assert theirs[:6] == ["group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"]
     ours = {*parameters(GroupFactory._helper), "pg_options"}
-    assert set(theirs) <= ours | {"backend_options"}, "what more has a value makes a group of torch's own"
+    assert set(theirs) <= ours | {"backend_options", "enable_reconfigure"}, (
+        "what more is true makes a group of torch's own"
+    )
     for function in (original(dist, "init_process_group"), c10d._new_group_with_tag):
         assert "_new_process_group_helper(" in inspect.getsource(function)
 
