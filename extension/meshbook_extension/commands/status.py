@@ -8,7 +8,7 @@ from meshbook_extension.commands import command
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
-from meshbook_extension.widget.display import HealthBoard
+from meshbook_extension.widget.display import HealthDisplays
 from meshbook_extension.widget.text import status_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ TEXT = Option("--text", "as text, also where the widget can be shown")
 def status(session: Session, arguments: Arguments) -> None:
     """The widget, or a table."""
     procs = session.target(arguments.words, arguments.pairs)
-    if arguments.flag(TEXT.name) or not session.part(HealthBoard).show(session, procs):
+    if arguments.flag(TEXT.name) or not session.part(HealthDisplays).show(session, procs):
         print(status_text(session, procs, procs.status()))
 
 

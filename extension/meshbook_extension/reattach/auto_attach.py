@@ -37,7 +37,7 @@ class AutoAttach:
         """Begin, and tell of it at the first cell."""
         if not self._notebook:
             return
-        self._thread = threading.Thread(target=self._attach, name="meshbook.comeback", daemon=True)
+        self._thread = threading.Thread(target=self._attach, name="meshbook.auto_attach", daemon=True)
         self._thread.start()
         self._session.shell.events.register("pre_run_cell", self._tell)
 

@@ -119,7 +119,7 @@ def describe_notebook(key: str) -> str:
 
 
 class StateWriter:
-    """Writes the keepsakes of a `Session` when something has changed."""
+    """Writes the `NotebookState` of a `Session` when something has changed."""
 
     def __init__(self, session: Session) -> None:
         self._session, self.notebook = session, session.notebook

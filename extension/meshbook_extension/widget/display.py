@@ -20,7 +20,7 @@ PLACES = 4
 """Outputs of one widget that are kept up to date."""
 
 
-class HealthBoard:
+class HealthDisplays:
     """The widgets of a session."""
 
     def __init__(self) -> None:

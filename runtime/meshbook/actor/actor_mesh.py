@@ -17,7 +17,7 @@ from meshbook.actor.futures import ActorFuture
 from meshbook.actor.identity import ActorIdentity, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.ports import Port
 from meshbook.actor.reload import RELOAD, newest_class, refusal
-from meshbook.actor.router import DESK, READY, STOP, WATCH, Address, Router
+from meshbook.actor.router import ACTORS, READY, STOP, WATCH, Address, Router
 from meshbook.actor.signatures import check_construction, describe_class
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.calls.request import CallRequest
@@ -207,7 +207,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
     owner = router.supervisor
     request = CallRequest(
-        f"{group.mailbox}:{router.session}:{name}", members, pickled, f"{cls.__qualname__}()", mesh, DESK,
+        f"{group.mailbox}:{router.session}:{name}", members, pickled, f"{cls.__qualname__}()", mesh, ACTORS,
         generation, fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
     )  # fmt: skip
     spawned = router.call(request)

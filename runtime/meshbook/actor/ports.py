@@ -1,4 +1,4 @@
-"""Ports: one-way roads for values, from any process to the one that made them.
+"""Ports: one-way channels for values, from any process to the one that made them.
 
 port, receiver = Channel.open()
 port.send(3)                       # here, or wherever the port was sent to

@@ -1,6 +1,6 @@
-"""How references find their way: the road from this process to mailboxes, its own and those of others.
+"""How references find their way: the router of this process to mailboxes, its own and those of others.
 
-A reference (a mesh of actors, a port) that arrives in a process speaks through that process's road: in a worker the
+A reference (a mesh of actors, a port) that arrives in a process speaks through that process's router: in a worker the
 mail lane of the worker, in the notebook the controller of the session.
 """
 
@@ -33,10 +33,10 @@ STOP = "__stop__"
 FIRST_OF_RANKS = 1 << 62
 """Mailboxes from here on were numbered by ranks."""
 
-DESK = FIRST_OF_RANKS - 1
+ACTORS = FIRST_OF_RANKS - 1
 """The mailbox of a process in which actors are spawned (`meshbook.worker.actors`)."""
 
-ROOT = DESK - 1
+ROOT = ACTORS - 1
 """The mailbox in which the controller's process is asked for processes (`meshbook.mesh.actor_services`)."""
 
 SUPERVISOR = ROOT - 1
@@ -129,18 +129,18 @@ _made_in = 0
 """The generation of a rank."""
 
 
-def set_own_road(own: Callable[[], Router], *, takes_all: bool = False) -> None:
-    """The road on which this process makes ports. takes_all: all references speak through it, as on a rank."""
+def set_own_router(own: Callable[[], Router], *, takes_all: bool = False) -> None:
+    """The router by which this process makes ports. takes_all: all references speak through it, as on a rank."""
     global _own, _takes_all, _made_in
     _own, _takes_all, _made_in = own, takes_all, forks.generation
 
 
-def add_road(session: str, router: Router) -> None:
+def add_router(session: str, router: Router) -> None:
     """References of ``session`` speak through ``router`` here."""
     _routers[session] = router, forks.generation
 
 
-def remove_road(session: str) -> None:
+def remove_router(session: str) -> None:
     """The session has ended, or was left."""
     _routers.pop(session, None)
 

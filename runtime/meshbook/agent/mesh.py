@@ -19,7 +19,7 @@ from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import OutputPiece, ShownDisplay
 from meshbook.agent.output_pump import OfflineQuota, OutputPump
 from meshbook.agent.segment_refs import SegmentRefCounts
-from meshbook.agent.store import StoreAccess, StoreHome, StoreRoad
+from meshbook.agent.store import StoreAccess, StoreHome, StoreRelay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.errors import MeshError
@@ -405,7 +405,7 @@ class AgentMesh:
         self.store = self._make_store(renumber.arrangement.host_rank)
 
     def _make_store(self, host_rank: int) -> StoreAccess:
-        store = StoreRoad if host_rank else StoreHome
+        store = StoreRelay if host_rank else StoreHome
         return store(self.id, self.to_worker, self._uplink.send_urgent)
 
     def on_output(self, worker: AgentWorker) -> None:

@@ -1,7 +1,7 @@
-"""The store of a mesh's process groups, on the agents: host 0 keeps it, the other hosts know the road to it.
+"""The store of a mesh's process groups, on the agents: host 0 keeps it, the other hosts ask there.
 
     worker of host 0 ──> agent 0: StoreHome ── answers at once, also while there is no controller
-    other worker     ──> its agent: StoreRoad ──> controller ──> agent 0 ──> controller ──> StoreRoad ──> worker
+    other worker     ──> its agent: StoreRelay ──> controller ──> agent 0 ──> controller ──> StoreRelay ──> worker
 
 A new controller hears all questions without an answer once more, so the home answers a question that it has answered
 already with the same words: a counter never counts twice.
@@ -101,7 +101,7 @@ class StoreHome:
             self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, result))
 
 
-class StoreRoad:
+class StoreRelay:
     """On the other hosts: questions on their way to the store."""
 
     def __init__(self, mesh: int, deliver: Deliver, send_urgent: SendUrgent) -> None:

@@ -183,7 +183,7 @@ class Controller:
         """Have the I/O thread look at, or change, what the controller knows, and return what ``action`` finds."""
         return self.ask(lambda: action(self._dispatcher))
 
-    def tell_board(self, action: Callable[[Dispatcher], object]) -> None:
+    def tell_dispatcher(self, action: Callable[[Dispatcher], object]) -> None:
         """The same without waiting for it."""
         self.submit(lambda: action(self._dispatcher))
 

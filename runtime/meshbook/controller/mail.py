@@ -44,17 +44,17 @@ class ControllerMail:
         def send(answer: Outcome, duration_s: float) -> None:
             self._reply(host, call, answer, duration_s)
 
-        letter = IncomingCall(call, load, lambda: None, send)
+        incoming = IncomingCall(call, load, lambda: None, send)
         if call.reply:
-            self._incoming_calls[call.origin, call.id] = letter
+            self._incoming_calls[call.origin, call.id] = incoming
         try:
             mailbox = self.boxes.find(call.mailbox, 0)
-            letter.on_cancel = mailbox.on_cancel
-            mailbox.handler(call, letter.load, letter.reply)
+            incoming.on_cancel = mailbox.on_cancel
+            mailbox.handler(call, incoming.load, incoming.reply)
         except Exception as error:
             if isinstance(error, MailboxClosed) and not (error.why or self.boxes.was_open(call.mailbox)):
                 self._tell_lost(call)
-            letter.reply(refusal(error, 0, socket.gethostname()))
+            incoming.reply(refusal(error, 0, socket.gethostname()))
 
     def _tell_lost(self, call: wire.Call) -> None:
         """Say, once, that nobody will ever receive what comes for a mailbox; its sender expects no answer."""
@@ -69,9 +69,9 @@ class ControllerMail:
 
     def on_cancel(self, cancel: wire.Cancel) -> None:
         """Under the turn: a worker wants the end of its call."""
-        letter = self._incoming_calls.get((cancel.origin, cancel.call))
-        if letter is not None and letter.on_cancel is not None:
-            letter.on_cancel(letter.call, cancel.insist)
+        incoming = self._incoming_calls.get((cancel.origin, cancel.call))
+        if incoming is not None and incoming.on_cancel is not None:
+            incoming.on_cancel(incoming.call, cancel.insist)
 
     def _buffers(self, host: HostState, call: wire.Call) -> Sequence[Any]:
         try:

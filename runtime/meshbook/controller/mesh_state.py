@@ -197,7 +197,7 @@ class MeshState:
     ) -> None:
         """Ranks have other numbers, on the hosts too; who is not in ``moved`` has left. No call is open.
 
-        recruits: get the ranks of their seats. why: as in ``it grew to gpus=6``, for views that are of no use any more.
+        pending_workers: get the ranks of their seats. why: as in ``it grew to gpus=6``, for views of no use any more.
         """
         known_as = {after: before for before, after in moved.items()}
         workers = {moved[rank]: worker for rank, worker in self.workers.items() if rank in moved}

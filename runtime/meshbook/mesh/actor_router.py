@@ -1,4 +1,4 @@
-"""The road of the process that drives meshes."""
+"""The router of the process that drives meshes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ControllerRouter:
         self._owned = OwnedProcs(controller)
         root.on_owned = self._owned.add
         controller.mailboxes.open(SUPERVISOR, self._on_fault)
-        controller.tell_board(lambda dispatcher: dispatcher.on_worker_lost.append(self._on_lost))
+        controller.tell_dispatcher(lambda dispatcher: dispatcher.on_worker_lost.append(self._on_lost))
 
     @property
     def mailboxes(self) -> Mailboxes:

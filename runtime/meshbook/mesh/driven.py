@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshbook.actor.identity import forget_session
-from meshbook.actor.router import Place, Router, add_road, remove_road, router_for, set_own_road
+from meshbook.actor.router import Place, Router, add_router, remove_router, router_for, set_own_router
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
 from meshbook.controller.controller import Controller, OutputSource
@@ -102,7 +102,7 @@ class DrivenSessions:
             taken = self.controllers
             self.forget()
             for controller in taken:
-                remove_road(controller.folder.id)
+                remove_router(controller.folder.id)
                 forget_session(controller.folder.id)
             return taken
 
@@ -219,7 +219,7 @@ def own_sessions() -> list[SessionFolder]:
 def _open_router(controller: Controller) -> None:
     """References of the session speak through its controller here. Called before any host speaks."""
     services: Callable[..., ProcMesh] = functools.partial(_spawn_beside, controller)
-    add_road(controller.folder.id, ControllerRouter(controller, ControllerServices(services)))
+    add_router(controller.folder.id, ControllerRouter(controller, ControllerServices(services)))
 
 
 def _spawn_beside(
@@ -236,4 +236,4 @@ def _own_router() -> Router:
     return router_for(_driven.first().folder.id)
 
 
-set_own_road(_own_router)
+set_own_router(_own_router)

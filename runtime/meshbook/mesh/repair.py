@@ -234,7 +234,7 @@ class Repair:
                     mesh.pending_workers = None
                 dispatcher.retire(mesh, pending_workers.by_host(), 0.0, id)
 
-        self._controller.tell_board(give_up)
+        self._controller.tell_dispatcher(give_up)
 
     def _prove_groups(self) -> str:
         """Prove the groups of a mesh that is whole by a collective, and form them again if it fails.

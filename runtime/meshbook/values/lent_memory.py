@@ -31,14 +31,14 @@ _F_ADD_SEALS, _F_SEAL_WRITE = 1033, 8
 _age = 0
 """Grows with each fork."""
 _open: set[int] = set()
-"""Loans whose views live, by identity."""
+"""Mappings whose views live, by identity."""
 _broods: list[_Brood] = []
-_withheld: deque[Loan] = deque()
+_withheld: deque[LentMapping] = deque()
 _look_at = 0.0
 _looking = threading.Lock()
 
 
-class Loan:
+class LentMapping:
     """One mapping. Called when its last view has died, wherever that happens: it gives the memory back, if it may.
 
     A process that ends does not call it, and in a forked child it does nothing.
@@ -76,7 +76,7 @@ class _Brood:
 
     def __init__(self) -> None:
         self.until = math.inf
-        """Loans that are younger are not seen by them; infinite while the fork is under way."""
+        """Mappings that are younger are not seen by them; infinite while the fork is under way."""
         self.has_ended = False
         self._fd = -1
         self._page: mmap.mmap | None = None

@@ -35,7 +35,7 @@ from meshbook.formatting import format_bytes
 from meshbook.system.descriptors import open_above
 from meshbook.system.memory_files import create_memory_file, forbid_shrinking, is_memory_file, may_be_mapped
 from meshbook.system.mmap import Bytes, map_fd
-from meshbook.values.lent_memory import Loan
+from meshbook.values.lent_memory import LentMapping
 from meshbook.wire.frames import Buffer
 from meshbook.wire.messages import SegmentRef
 
@@ -209,7 +209,7 @@ def map_segment(ref: SegmentRef, on_release: Callable[[int], None]) -> list[Byte
         number. A process that ends does not call it, and neither does a fork of this one.
     Raises: MeshError if the owner has ended or has released the segment, or may not be looked at.
     """
-    released = Loan(on_release, ref.segment)
+    released = LentMapping(on_release, ref.segment)
     try:
         whole = _map_or_copy(ref, released)
     except BaseException as error:

@@ -444,7 +444,7 @@ class AskPeers(_Message, frozen=True, tag="peers?"):
 
     mesh: int
     known: tuple[str, ...]
-    """Hosts to which there is a road already."""
+    """Hosts to which there is a connection already."""
     broken: tuple[str, ...] = ()
     """Hosts to which there was one."""
 

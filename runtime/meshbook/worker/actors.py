@@ -1,6 +1,6 @@
-"""Where actors of a worker are spawned and looked up: the mailbox `DESK`.
+"""Where actors of a worker are spawned and looked up: the mailbox `ACTORS`.
 
-A spawn is a call to the desk whose endpoint is ``<mailbox>:<session>:<name>``, since the thread of the mail unpickles
+A spawn is a call to it whose endpoint is ``<mailbox>:<session>:<name>``, since the thread of the mail unpickles
 nothing. It opens the actor's mailbox at once, so that messages which come behind it find it.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook.actor.errors import ActorStuckError
 from meshbook.actor.ports import Port
-from meshbook.actor.router import DESK, FIRST_OF_RANKS, READY, STOP, WATCH, Place
+from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH, Place
 from meshbook.actor.runner import ActorRunner
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.calls.answer import Outcome
@@ -61,7 +61,7 @@ class ActorRegistry:
         self._describing = threading.Lock()
         self._early: dict[int, list[tuple[wire.Call, LoadArgs, ReplyTo]]] = {}
         """What has come for actors that are not there yet, by mailbox."""
-        mailboxes.open(DESK, self._spawn, self._cancel_spawn)
+        mailboxes.open(ACTORS, self._spawn, self._cancel_spawn)
         mailboxes.not_yet = self._not_yet
 
     def end_child(self, failure: Failure | None) -> None:
@@ -103,7 +103,7 @@ class ActorRegistry:
         host.thread.start()
 
     def _not_yet(self, mailbox: int) -> Mailbox | None:
-        """For messages that have overtaken, on another road, the spawn of the actor that they are for."""
+        """For messages that have overtaken, by another connection, the spawn of the actor that they are for."""
         return Mailbox(self._keep_early)
 
     def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
@@ -215,7 +215,7 @@ class ActorRegistry:
         self._mailboxes.close(host.mailbox, why)
         spawn = f"{host.mailbox}:"
         self._worker.mail.give_up(
-            lambda call: call.mailbox == host.mailbox or (call.mailbox == DESK and call.endpoint.startswith(spawn)),
+            lambda call: call.mailbox == host.mailbox or (call.mailbox == ACTORS and call.endpoint.startswith(spawn)),
             Outcome(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
         )
 

@@ -92,28 +92,28 @@ class WorkerMail:
 
     def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
         here = self._identity()
-        letter = IncomingCall(
+        incoming = IncomingCall(
             call,
             lambda: self._payloads.load(call, frames, f"rank {here.rank} on {here.host}"),
             lambda: self._payloads.discard(call),
             lambda answer, duration_s: self._reply(call, answer, duration_s),
         )
         if call.reply:
-            self._incoming_calls[call.origin, call.id] = letter
+            self._incoming_calls[call.origin, call.id] = incoming
         self.on_call(call)
         try:
             mailbox = self.boxes.find(call.mailbox, here.rank)
-            letter.on_cancel = mailbox.on_cancel
-            mailbox.handler(call, letter.load, letter.reply)
+            incoming.on_cancel = mailbox.on_cancel
+            mailbox.handler(call, incoming.load, incoming.reply)
         except Exception as error:
-            letter.reply(refusal(error, here.rank, here.host))
+            incoming.reply(refusal(error, here.rank, here.host))
 
     def _cancel(self, cancel: wire.Cancel) -> None:
         """Tell the mailbox of a call that has no answer yet."""
-        if (letter := self._incoming_calls.get((cancel.origin, cancel.call))) is None:
+        if (incoming := self._incoming_calls.get((cancel.origin, cancel.call))) is None:
             return
-        if letter.on_cancel is not None:
-            letter.on_cancel(letter.call, cancel.insist)
+        if incoming.on_cancel is not None:
+            incoming.on_cancel(incoming.call, cancel.insist)
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
         """Say something on this lane, in order with the replies of the calling thread. Any thread."""
@@ -125,9 +125,9 @@ class WorkerMail:
 
     def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
         """Answer the open calls that nobody else will answer any more. Any thread."""
-        for letter in list(self._incoming_calls.values()):
-            if is_meant(letter.call):
-                letter.reply(answer)
+        for incoming in list(self._incoming_calls.values()):
+            if is_meant(incoming.call):
+                incoming.reply(answer)
 
     def _reply(self, call: wire.Call, answer: Outcome, duration_s: float) -> None:
         """On any thread: send an answer."""

@@ -1,4 +1,4 @@
-"""The road of a worker: its mail lane."""
+"""The router of a worker: its mail lane."""
 
 from __future__ import annotations
 

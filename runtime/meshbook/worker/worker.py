@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from meshbook.actor.router import set_own_road
+from meshbook.actor.router import set_own_router
 from meshbook.actor.this_worker import set_worker
 from meshbook.calls.answer import Outcome, pack_failure
 from meshbook.concurrency import forks
@@ -421,7 +421,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
         worker = Worker(shell, call_fd, urgent_fd, mail_fd)
         set_worker(worker)
         router = WorkerRouter(worker)
-        set_own_road(lambda: router, takes_all=True)
+        set_own_router(lambda: router, takes_all=True)
         worker.begin()
         worker.serve_calls()
         worker.registry.end_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from meshbook import ProcMesh
-from meshbook.agent.store import StoreHome, StoreRoad
+from meshbook.agent.store import StoreHome, StoreRelay
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import StoreOp, StoreResult
 
@@ -57,7 +57,7 @@ def test_a_rank_that_comes_after_a_dead_one_gets_answers_of_its_own() -> None:
 
 def test_a_road_asks_again_what_has_no_answer() -> None:
     side = Side(4)
-    router = StoreRoad(7, side.deliver, side.sent.append)
+    router = StoreRelay(7, side.deliver, side.sent.append)
     router.ask(2, 1, StoreOp("check", ("a",)))
     router.ask(2, 2, StoreOp("get", ("b",)))
     router.answer(2, 1, StoreResult(number=1))
@@ -70,7 +70,7 @@ def test_a_road_asks_again_what_has_no_answer() -> None:
 
 def test_a_lost_home_answers_whoever_waits_and_whoever_asks_later() -> None:
     side = Side(4)
-    router = StoreRoad(7, side.deliver, side.sent.append)
+    router = StoreRelay(7, side.deliver, side.sent.append)
     router.ask(2, 1, StoreOp("get", ("b",)))
     router.lose("host a is lost")
     router.ask(3, 1, StoreOp("get", ("b",)))

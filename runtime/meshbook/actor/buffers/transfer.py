@@ -25,7 +25,7 @@ from meshbook.values.pickling import dumps
 
 PIECE_BYTES = 4 << 20
 UNDER_WAY = 4
-"""So many pieces are asked for ahead: they fill the road between two hosts, and delay nobody else for long."""
+"""So many pieces are asked for ahead: they fill the connection of two hosts, and delay nobody else for long."""
 
 
 STREAM_MIN_BYTES = 1 << 16
