@@ -23,6 +23,13 @@ def mesh4(clean_end: None) -> Iterator[ProcMesh]:
         yield mesh
 
 
+@pytest.fixture(scope="module")
+def square(clean_end: None) -> Iterator[ProcMesh]:
+    """Four ranks with two axes, so with groups along each."""
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="square") as mesh:
+        yield mesh
+
+
 @pytest.fixture
 def mesh2(clean_end: None) -> Iterator[ProcMesh]:
     """Two ranks of one's own, for tests that leave them in a bad way."""

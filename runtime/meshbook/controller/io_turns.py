@@ -32,8 +32,8 @@ REST_S = 0.003
 _LOOK_S = 0.005
 """How often the resting I/O thread looks."""
 
-
 ASK_TIMEOUT_S = 10.0
+"""How long whoever asks for something under the turn waits for it."""
 
 
 class TurnQueue:

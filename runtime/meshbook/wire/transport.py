@@ -7,7 +7,8 @@
 Each lane is a connection of its own, so that an interrupt never waits behind a payload. CURVE encrypts all of them; a
 ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host's lanes. KEY is the host's
 public key, which no other host knows: a ROUTER gives a routing id that is taken to the newcomer, before anybody can ask
-who that is, so nobody must be able to guess one. Every socket is opened, used and closed by the thread that made it.
+who that is, so nobody must be able to guess one. The socket of a controller is made with it, used under its turn, and
+closed by its I/O thread; others belong to one thread.
 
 ROUTER sockets lose messages silently when a peer reconnects; `meshbook.wire.link` numbers and replays them.
 """

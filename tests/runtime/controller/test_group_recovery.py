@@ -25,13 +25,6 @@ BACK_S = 5.0
 CHECK = "t = torch.ones(1)\ndist.all_reduce(t)\nint(t.item()), kept"
 
 
-@pytest.fixture(scope="module")
-def square(clean_end: None) -> Iterator[ProcMesh]:
-    """Four ranks with two axes, so with groups along each."""
-    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="square") as mesh:
-        yield mesh
-
-
 @pytest.fixture(autouse=True)
 def whole(request: pytest.FixtureRequest) -> Iterator[None]:
     """Around each test with a lasting mesh: names and groups are there after it as before."""

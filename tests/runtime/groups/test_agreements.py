@@ -19,13 +19,6 @@ from meshbook.groups.progress import Collectives, Entered, GroupProgress, Parts
 WORKS = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
 
 
-@pytest.fixture(scope="module")
-def square(clean_end: None) -> Iterator[ProcMesh]:
-    """Four ranks with two axes, so with groups along each."""
-    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="square") as mesh:
-        yield mesh
-
-
 @pytest.fixture(autouse=True)
 def whole(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test with a mesh its groups work."""
