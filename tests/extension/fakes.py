@@ -45,7 +45,7 @@ def cut(rank: int, size_bytes: int) -> OutputDropped:
 
 
 def done(rank: int, failure: Failure | None = None) -> RankDone:
-    return RankDone(rank, failure is None, 0.5, failure, 1)
+    return RankDone(rank, failure is None, 0.5, failure)
 
 
 def failure(rank: int, evalue: str = "bad shard", ename: str = "ValueError") -> Failure:
@@ -60,4 +60,6 @@ def shown(
     update: bool = False,
     is_result: bool = False,
 ) -> DisplayData:
-    return DisplayData(rank, data, {}, {"display_id": display_id} if display_id else {}, update, is_result, 1)
+    return DisplayData(
+        rank, 1, update, is_result, data=dict(data), transient={"display_id": display_id} if display_id else {}
+    )

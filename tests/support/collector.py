@@ -20,13 +20,13 @@ class Collector:
             self.events.append(event)
             self._changed.notify_all()
 
-    def text(self, rank: int, stream: str = "stdout", cell_id: int | None = None) -> str:
+    def text(self, rank: int, stream: str = "stdout", output: int | None = None) -> str:
         return "".join(
             e.text
             for e in self.events
             if isinstance(e, StreamText)
             and (e.rank, e.stream) == (rank, stream)
-            and (cell_id is None or e.cell_id == cell_id)
+            and (output is None or e.output == output)
         )
 
     @property

@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
-from meshbook.calls.output import DisplayData, Notice, OutputDropped, OutputEvent, RankDone, RankStopped, StreamText
+import msgspec
+
+from meshbook.calls.output import DisplayData, Notice, OutputDropped, OutputEvent, RankDone, Stop, StreamText
 from meshbook.formatting import name_ranks
 from meshbook_extension.output.budget import Budget
 from meshbook_extension.output.failures import INTERRUPT, FailureView
@@ -67,7 +69,7 @@ class CellOutput:
         """The progress bars as they stand, equal ones once, each with its ranks."""
         self.stops_where = "; look: %mesh pdb"
         """What is said behind the place at which a rank stopped."""
-        self._stopped_ranks: deque[tuple[float, RankStopped]] = deque()
+        self._stopped_ranks: deque[tuple[float, Stop]] = deque()
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
@@ -106,7 +108,7 @@ class CellOutput:
     def note(self, text: str) -> None:
         """Say something in the cell's output, on a line of its own; from any thread."""
         now = time.monotonic()
-        self._events.append((now, Notice(text, 0)))
+        self._events.append((now, Notice(text)))
         self._publisher.schedule(self, now)
 
     def say(self, text: str) -> None:
@@ -201,7 +203,7 @@ class CellOutput:
             failure = event.failure
             if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
                 self._failures.add(failure, at)
-        elif isinstance(event, RankStopped):
+        elif isinstance(event, Stop):
             self._stopped_ranks.append((at + STOP_NOTE_S, event))
         else:
             self._notes.append(Text("stdout" if isinstance(event, _Words) else "stderr", f"{event.text}\n"))
@@ -221,7 +223,7 @@ class CellOutput:
         data = dict(event.data)
         if WIDGET_VIEW in data and "text/plain" in data:
             del data[WIDGET_VIEW]  # the widget lives on the rank, where no front end can reach it
-        event = event._replace(data=data)
+        event = msgspec.structs.replace(event, data=data)
         display_id = self._display_id(event)
         if event.update and display_id:
             self._take_update(display_id, event)
@@ -236,7 +238,7 @@ class CellOutput:
 
     def _take_update(self, display_id: str, event: DisplayData) -> None:
         for shown in self._on_their_way.get(display_id, ()):
-            shown.event = shown.event._replace(data=event.data, metadata=event.metadata)
+            shown.event = msgspec.structs.replace(shown.event, data=event.data, metadata=event.metadata)
         self._updates[display_id] = event
 
     def _display_id(self, event: DisplayData) -> str | None:
@@ -303,10 +305,10 @@ class CellOutput:
         if not self._stopped_ranks or self._stopped_ranks[0][0] > now:
             return
         places: dict[str, list[int]] = {}
-        for _, event in self._stopped_ranks:
-            if not event.stop.seen:
-                event.stop.seen = True
-                places.setdefault(event.stop.words, []).append(event.rank)
+        for _, stop in self._stopped_ranks:
+            if not stop.seen:
+                stop.seen = True
+                places.setdefault(stop.words, []).append(stop.rank)
         self._stopped_ranks.clear()
         self._notes += [
             Text("stderr", f"{name_ranks(ranks)} {words}{self.stops_where}\n") for words, ranks in places.items()

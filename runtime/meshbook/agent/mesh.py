@@ -16,7 +16,7 @@ from meshbook.agent.cancels import EarlyCancels, wake_stopped
 from meshbook.agent.journal import CallJournal
 from meshbook.agent.logs import read_on
 from meshbook.agent.mail import AgentMail, MailAnswer
-from meshbook.agent.output import OutputPiece, ShownDisplay
+from meshbook.agent.output import ShownDisplay
 from meshbook.agent.output_pump import OfflineQuota, OutputPump
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.store import StoreAccess, StoreHome, StoreRelay
@@ -100,7 +100,7 @@ class AgentMesh:
         self.worker_pool = WorkerPool(
             host.loop, self, host.uplink.send, self._tell_if_stopped, host.name, host.log_dir / f"{name}-{id}"
         )
-        self._output = OutputPump(id, host.loop, host.uplink, host.quota, self.worker_pool)
+        self._output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
         self._calls: dict[CallKey, _OpenCall] = {}
         self._early_cancels = EarlyCancels()
         self._combining = False
@@ -225,19 +225,17 @@ class AgentMesh:
         match message:
             case wire.Reply():
                 self._on_reply(worker, message, payload)
-            case wire.RankDisplay(output, update, is_result, place):
+            case wire.DisplayData():
                 worker.drain()  # all that was printed before
-                worker.output.show(
-                    place, ShownDisplay(wire.Display(self.id, worker.rank, output, update, is_result), payload)
-                )
+                worker.output.show(ShownDisplay(message, payload))
                 self._output.send(worker)
-            case wire.RankPrompted(output, at):
+            case wire.Prompted(output=output, at=at):
                 self._output.send(worker, final=True)
                 self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
-            case wire.LateText(output, stream, text):
-                if worker.output.is_writing(output):
+            case wire.StreamText():
+                if worker.output.is_writing(message.output):
                     worker.drain()  # its thread has printed there while its cell still ran
-                worker.output.add_late(OutputPiece(output, stream, text), time.monotonic())
+                worker.output.add_late(message, time.monotonic())
                 self._output.on_output()
             case wire.RankStore(request, op):
                 if worker not in self.worker_pool.leaving:

@@ -19,7 +19,7 @@ from meshbook.agent.output_order import OutputOrder, OutputPlace
 from meshbook.agent.rank_log import RankLog
 from meshbook.system.exits import CrashReportCut
 from meshbook.wire import messages as wire
-from meshbook.wire.messages import PLACE, SHOWN_HERE
+from meshbook.wire.messages import OWN_RANK, PLACE, SHOWN_HERE, StreamText
 
 BURST_BYTES = 256 << 10
 RATE_BYTES_S = 64 << 10
@@ -31,18 +31,10 @@ _MARK = b"\x1e"
 _LONGEST_ID = 24
 
 
-class OutputPiece(NamedTuple):
-    output: int
-    stream: str
-    text: str
-    place: int = 0
-    """Between stdout and stderr of one place nobody knows the order."""
-
-
 class ShownDisplay(NamedTuple):
     """Rich output, and its payload."""
 
-    message: wire.Display
+    message: wire.DisplayData
     payload: list[bytes]
 
 
@@ -106,7 +98,7 @@ class RankOutput:
         self._streams = {name: _Stream(name, marker) for name in ("stdout", "stderr")}
         self._crash = CrashReportCut()
         self._order: OutputOrder[ShownDisplay] = OutputOrder(self._on_text, self._on_shown, tuple(self._streams))
-        self._pending: deque[OutputPiece | ShownDisplay] = deque()
+        self._pending: deque[StreamText | ShownDisplay] = deque()
         self._shown_waiting = 0
         self._pending_bytes = 0
         self._last = 0
@@ -134,9 +126,9 @@ class RankOutput:
                 self._order.text(stream, output, text)
         self._shorten()
 
-    def show(self, place: int, shown: ShownDisplay) -> None:
-        """Take rich output; the pipes were read up to where it was sent. place: its number, 0 for none."""
-        self._order.shown(place, shown)
+    def show(self, shown: ShownDisplay) -> None:
+        """Take rich output; the pipes were read up to where it was sent."""
+        self._order.shown(shown.message.place, shown)
 
     def release(self) -> None:
         """The rank has ended: no text waits any more for what belongs before it."""
@@ -148,14 +140,14 @@ class RankOutput:
         return self._order.waits
 
     def _on_text(self, stream: str, output: int, text: str) -> None:
-        self._pending.append(OutputPiece(output, stream, text, self._order.passed))
+        self._pending.append(StreamText(OWN_RANK, stream, text, output, self._order.passed))
         self._pending_bytes += len(text)
 
     def _on_shown(self, shown: ShownDisplay) -> None:
         self._pending.append(shown)
         self._shown_waiting += 1
 
-    def add_late(self, piece: OutputPiece, now: float) -> None:
+    def add_late(self, piece: StreamText, now: float) -> None:
         """Take text that its worker attributed itself, since it belongs to an earlier output."""
         self._keep(piece.output, piece.text.encode(errors="backslashreplace"), now)
         self._on_text(piece.stream, piece.output, piece.text)
@@ -174,7 +166,7 @@ class RankOutput:
         """Whether `take` has something to give, now or later."""
         return bool(self._pending or self.log.has_note)
 
-    def take(self, now: float, *, final: bool = False) -> tuple[list[OutputPiece | ShownDisplay], dict[int, int]]:
+    def take(self, now: float, *, final: bool = False) -> tuple[list[StreamText | ShownDisplay], dict[int, int]]:
         """Return what may be sent now, and the total cut so far of each output whose total grew.
 
         final: an output ended: everything that waits is sent, whatever the rate; so is what stands before rich output.
@@ -183,9 +175,9 @@ class RankOutput:
         self._refilled = now
         if final:
             self.log.settle()
-        pieces: list[OutputPiece | ShownDisplay] = []
+        pieces: list[StreamText | ShownDisplay] = []
         if note := self.log.take_note():
-            pieces.append(OutputPiece(self._last, "stderr", note))
+            pieces.append(StreamText(OWN_RANK, "stderr", note, self._last))
         while self._pending and (final or self._budget > 0 or self._shown_waiting):
             piece = self._pending.popleft()
             pieces.append(piece)
@@ -213,13 +205,13 @@ class RankOutput:
         shown: list[ShownDisplay] = []
         while self._pending_bytes > most:
             oldest = self._pending.popleft()
-            if isinstance(oldest, OutputPiece):
+            if isinstance(oldest, StreamText):
                 self._drop(oldest)
             else:
                 shown.append(oldest)
         self._pending.extendleft(reversed(shown))
 
-    def _drop(self, piece: OutputPiece) -> None:
+    def _drop(self, piece: StreamText) -> None:
         size = len(piece.text)
         self._pending_bytes -= size
         self._cut[piece.output] = self._cut.get(piece.output, 0) + size

@@ -1,18 +1,21 @@
 """What ranks print, on its way from their agent to the controller; and how much is kept while that does not listen.
 
-Whatever is not kept is counted and named: output as `wire.OutputCut`, the value of a result by a reply without it.
+Whatever is not kept is counted and named: output as `wire.OutputDropped`, the value of a result by a reply without it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from meshbook.agent.output import OutputPiece, ShownDisplay
+import msgspec
+
+from meshbook.agent.output import ShownDisplay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
+from meshbook.wire.messages import StreamText
 from meshbook.wire.uplink import Uplink
 
 FLUSH_S = 0.05
@@ -65,8 +68,8 @@ class OfflineQuota:
 class OutputPump:
     """The output of one mesh on one host. pool: of those that print."""
 
-    def __init__(self, mesh: int, loop: EventLoop, uplink: Uplink, quota: OfflineQuota, pool: WorkerPool) -> None:
-        self._mesh, self._loop, self._uplink, self._quota, self._pool = mesh, loop, uplink, quota, pool
+    def __init__(self, loop: EventLoop, uplink: Uplink, quota: OfflineQuota, pool: WorkerPool) -> None:
+        self._loop, self._uplink, self._quota, self._pool = loop, uplink, quota, pool
         self._is_due = False
 
     def on_output(self) -> None:
@@ -91,9 +94,9 @@ class OutputPump:
             worker.drain()
         parts, cuts = worker.output.take(time.monotonic(), final=final)
         self._send_cuts(worker, cuts)
-        texts: list[OutputPiece] = []
+        texts: list[StreamText] = []
         for part in parts:
-            if isinstance(part, OutputPiece):
+            if isinstance(part, StreamText):
                 texts.append(part)
             else:
                 self._send_texts(worker, texts)
@@ -101,12 +104,12 @@ class OutputPump:
                 self._send_shown(worker, part)
         self._send_texts(worker, texts)
 
-    def _send_texts(self, worker: AgentWorker, pieces: list[OutputPiece]) -> None:
+    def _send_texts(self, worker: AgentWorker, pieces: list[StreamText]) -> None:
         if not pieces:
             return
         if self._quota.output(sum(len(piece.text) for piece in pieces)):
-            for chunks in _in_messages([wire.OutputChunk(worker.rank, *piece) for piece in _join(pieces)]):
-                self._uplink.send(wire.Outputs(self._mesh, chunks))
+            for texts in _in_messages(_join(pieces, worker.rank)):
+                self._uplink.send(wire.StreamTexts(texts))
         else:
             for piece in pieces:
                 self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
@@ -114,22 +117,22 @@ class OutputPump:
     def _send_shown(self, worker: AgentWorker, shown: ShownDisplay) -> None:
         is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
         if not is_much and self._quota.output(size):
-            self._uplink.send(shown.message, shown.payload)
+            self._uplink.send(msgspec.structs.replace(shown.message, rank=worker.rank), shown.payload)
         else:
             self._send_cuts(worker, worker.output.cut(shown.message.output, size))
 
     def _send_cuts(self, worker: AgentWorker, cuts: dict[int, int]) -> None:
         for output, size in cuts.items():
-            self._uplink.send(wire.OutputCut(self._mesh, worker.rank, output, size))
+            self._uplink.send(wire.OutputDropped(worker.rank, size, str(worker.output.log.path), output))
 
 
-def _in_messages(chunks: Sequence[wire.OutputChunk]) -> Iterator[tuple[wire.OutputChunk, ...]]:
+def _in_messages(texts: Iterable[StreamText]) -> Iterator[tuple[StreamText, ...]]:
     """Cut at `MESSAGE_CHARS` or soon after."""
-    taken: list[wire.OutputChunk] = []
+    taken: list[StreamText] = []
     size = 0
-    for chunk in chunks:
-        taken.append(chunk)
-        size += len(chunk.text)
+    for text in texts:
+        taken.append(text)
+        size += len(text.text)
         if size >= MESSAGE_CHARS:
             yield tuple(taken)
             taken, size = [], 0
@@ -137,18 +140,13 @@ def _in_messages(chunks: Sequence[wire.OutputChunk]) -> Iterator[tuple[wire.Outp
         yield tuple(taken)
 
 
-def _join(pieces: list[OutputPiece]) -> list[OutputPiece]:
-    """Join neighbours of one output and stream."""
-    joined: list[OutputPiece] = []
-    texts: list[str] = []
-    for piece in pieces:
-        if joined and joined[-1][:2] == piece[:2]:
+def _join(pieces: list[StreamText], rank: int) -> Iterator[StreamText]:
+    """Join neighbours of one output and stream, as text of ``rank``."""
+    first, texts = pieces[0], [pieces[0].text]
+    for piece in pieces[1:]:
+        if piece.output == first.output and piece.stream == first.stream:
             texts.append(piece.text)
             continue
-        if len(texts) > 1:
-            joined[-1] = joined[-1]._replace(text="".join(texts))
-        joined.append(piece)
-        texts = [piece.text]
-    if len(texts) > 1:
-        joined[-1] = joined[-1]._replace(text="".join(texts))
-    return joined
+        yield StreamText(rank, first.stream, "".join(texts), first.output, first.place)
+        first, texts = piece, [piece.text]
+    yield StreamText(rank, first.stream, "".join(texts), first.output, first.place)

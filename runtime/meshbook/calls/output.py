@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from meshbook.calls.stopped import Stop
 from meshbook.errors import Failure
 from meshbook.formatting import format_bytes
+from meshbook.wire.messages import DisplayData, OutputDropped, StreamText
 
-
-class StreamText(NamedTuple):
-    """Text of stdout or stderr; may end in the middle of a line."""
-
-    rank: int
-    stream: str
-    text: str
-    cell_id: int
-    place: int = 0
-    """Between stdout and stderr of one place nobody knows the order."""
-
-
-class OutputDropped(NamedTuple):
-    """So many characters of the rank's output, up to now, are in its log only: it wrote faster than can be shown."""
-
-    rank: int
-    size_bytes: int
-    log_path: str
-    cell_id: int
-
-
-class DisplayData(NamedTuple):
-    """Rich output; ``is_result`` for the value of a cell's last expression."""
-
-    rank: int
-    data: Mapping[str, object]
-    metadata: Mapping[str, object]
-    transient: Mapping[str, object]
-    update: bool
-    is_result: bool
-    cell_id: int
+__all__ = [
+    "ConsoleOutput",
+    "DisplayData",
+    "Notice",
+    "OutputDropped",
+    "OutputEvent",
+    "OutputListener",
+    "OutputTarget",
+    "RankDone",
+    "Stop",
+    "StreamText",
+]
 
 
 class RankDone(NamedTuple):
@@ -50,25 +32,16 @@ class RankDone(NamedTuple):
     ok: bool
     duration_s: float
     failure: Failure | None
-    cell_id: int
-
-
-class RankStopped(NamedTuple):
-    """The rank waits at a prompt of pdb; ``stop.seen`` once a person knows."""
-
-    rank: int
-    stop: Stop
-    cell_id: int
 
 
 class Notice(NamedTuple):
     """Something that the controller has to say while the cell runs."""
 
     text: str
-    cell_id: int
 
 
-OutputEvent: TypeAlias = StreamText | OutputDropped | DisplayData | RankDone | RankStopped | Notice
+OutputEvent: TypeAlias = StreamText | OutputDropped | DisplayData | RankDone | Stop | Notice
+"""A `Stop`: the rank waits at a prompt of pdb."""
 OutputListener: TypeAlias = Callable[[OutputEvent], None]
 """Called on the thread that serves the sockets: it must not block."""
 
@@ -96,9 +69,9 @@ class ConsoleOutput:
             self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))
         elif isinstance(event, OutputDropped):
             self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}\n")
-        elif isinstance(event, RankStopped) and not event.stop.seen:
-            event.stop.seen = True
-            self._write("stderr", f"rank {event.rank} {event.stop.words}\n")
+        elif isinstance(event, Stop) and not event.seen:
+            event.seen = True
+            self._write("stderr", f"rank {event.rank} {event.words}\n")
         elif isinstance(event, Notice):
             self._write("stderr", f"{event.text}\n")
         elif isinstance(event, DisplayData) and not event.is_result and (text := event.data.get("text/plain")):

@@ -217,7 +217,7 @@ class ActorRecovery:
             theirs = [call for call in theirs if any(call.members.has(rank) for rank in group.ranks)]
             for call in theirs:
                 if call.disagree(group.ranks, group.text) and call.waiting:
-                    self._calls.tell(call.output, Notice(f"{call.what}: {group.text}\n  freed", call.output))
+                    self._calls.tell(call.output, Notice(f"{call.what}: {group.text}\n  freed"))
             if theirs:
                 self._abort(look, group.text, {group.group}, {call.mailbox for call in theirs})
 
@@ -243,7 +243,7 @@ class ActorRecovery:
         call.abort(where_stuck(stuck.items()))
         cause = cause_of(call)
         for line in place_and_absent(stuck):
-            self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed", call.output))
+            self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed"))
         self._abort(look, cause, {each.waiting.group for each in stuck.values()}, {call.mailbox})
         self._failing.pop(call.id, None)
 

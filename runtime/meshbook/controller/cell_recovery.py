@@ -169,7 +169,7 @@ class CellRecovery:
         if (compared or former.doubt is GroupDoubt.UNANSWERED) and former.is_sound:
             self._compare(look, compared)
         for call, text in self._uneven.find(look, self._mesh.lost, time.monotonic()):
-            self._calls.tell(call.output, Notice(text, call.output))
+            self._calls.tell(call.output, Notice(text))
         former.form_if_free(look)
         self.plan_next_look()
         self._queue.release()
@@ -205,7 +205,7 @@ class CellRecovery:
                 continue
             call.wait_at(waits)
             if call.disagree(group.ranks, group.text) and call.waiting:
-                self._calls.tell(call.output, Notice(f"{group.text}\n  freed", call.output))
+                self._calls.tell(call.output, Notice(f"{group.text}\n  freed"))
         if found and self._former.phase is GroupPhase.FORMED:
             innocent = self._current_but(lambda call: not call.disagrees)
             names = only_where_shared(look.answers, {each.group for each in found})

@@ -19,7 +19,7 @@ from typing_extensions import assert_never
 
 from meshbook.calls.answer import Unavailable
 from meshbook.calls.call import OpenCall
-from meshbook.calls.output import DisplayData, OutputDropped, OutputTarget, RankStopped, StreamText
+from meshbook.calls.output import OutputTarget, StreamText
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt, tell
@@ -198,12 +198,12 @@ class Dispatcher:
                 self.peer_directory.on_ask(host, message)
             case wire.PeerAddress():
                 self.peer_directory.on_port(host, message)
-            case wire.Outputs(mesh_id, chunks):
-                for rank, output, stream, text, place in chunks:
-                    self.calls.tell(output, StreamText(rank, stream, text, output, place))
-            case wire.OutputCut(mesh_id, rank, output, size_bytes):
-                self.calls.tell(output, OutputDropped(rank, size_bytes, self._log_path(mesh_id, rank), output))
-            case wire.Display():
+            case wire.StreamTexts(texts):
+                for text in texts:
+                    self.calls.tell(text.output, text)
+            case wire.OutputDropped():
+                self.calls.tell(message.output, message)
+            case wire.DisplayData():
                 self._on_display(message, only_frame(payload))
             case wire.Prompted(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
@@ -265,18 +265,14 @@ class Dispatcher:
         if call is None and not asked:
             tell(error, f"what was sent to host {host.name}")
 
-    def _on_display(self, message: wire.Display, frame: bytes) -> None:
+    def _on_display(self, message: wire.DisplayData, frame: bytes) -> None:
         try:
             content = wire.decode_bundle(frame)
         except wire.MALFORMED as error:  # the rank's own doing, which is no lie of its host
             text = f"rank {message.rank} has shown something that cannot be read here: {error}\n"
             self.calls.tell(message.output, StreamText(message.rank, "stderr", text, message.output))
             return
-        event = DisplayData(
-            message.rank, content.data, content.metadata, content.transient,
-            message.update, message.is_result, message.output,
-        )  # fmt: skip
-        self.calls.tell(message.output, event)
+        self.calls.tell(message.output, msgspec.structs.replace(message, **msgspec.structs.asdict(content)))
 
     def _on_hello(self, host: HostState, hello: wire.Hello) -> None:
         if hello.version != wire.PROTOCOL_VERSION:
@@ -341,8 +337,7 @@ class Dispatcher:
         with self._holding_deadlines(mesh):
             stop = mesh.stopped_ranks.take(message.rank, message.at, message.output)
         if stop is not None:
-            event = RankStopped(message.rank, stop, message.output)
-            self.calls.tell(message.output, event)
+            self.calls.tell(message.output, stop)
 
     @contextlib.contextmanager
     def _holding_deadlines(self, mesh: MeshState) -> Iterator[None]:
@@ -393,11 +388,6 @@ class Dispatcher:
         self.payloads.send(hosts, message, payload, segment)
         if any(host.backlog > MAX_BACKLOG for host in hosts):
             self.room.clear()
-
-    def _log_path(self, mesh_id: int, rank: int) -> str:
-        mesh = self.meshes.get(mesh_id)
-        worker = mesh.workers.get(rank) if mesh else None
-        return worker.log_path if worker else ""
 
     # ---- loss and end -------------------------------------------------------------------------------
 

@@ -88,4 +88,4 @@ class ResumedCall:
         self.durations_s[rank] = duration_s
         self.waited_s[rank] = waited_s
         if self.output_id:
-            self._events(RankDone(rank, ok, duration_s, failure, self.output_id))
+            self._events(RankDone(rank, ok, duration_s, failure))

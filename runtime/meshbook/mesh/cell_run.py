@@ -64,4 +64,4 @@ class CellRun:
         """What the controller tells as each rank ends; on its I/O thread."""
         self.durations_s[rank] = duration_s
         self.waited_s[rank] = waited_s
-        self._listener(RankDone(rank, ok, duration_s, failure, self.id))
+        self._listener(RankDone(rank, ok, duration_s, failure))

@@ -596,45 +596,60 @@ class Hosted(_Message, frozen=True, tag="hosted"):
     meshes: tuple[HostedState, ...]
 
 
-class OutputChunk(NamedTuple):
+OWN_RANK = -1
+"""In what a worker tells of its output: its agent fills in the rank, and the mesh."""
+
+
+class StreamText(_Message, frozen=True, tag="text"):
+    """Text of stdout or stderr; may end in the middle of a line.
+
+    From a worker: of an output that is not the running one, which cannot go through the pipes.
+    """
+
     rank: int
-    output: int
     stream: str
     text: str
+    output: int
     place: int = 0
     """Text of stdout and of stderr with one number was written in an order that nobody knows."""
 
 
-class Outputs(_Message, frozen=True, tag="out"):
-    mesh: int
-    chunks: tuple[OutputChunk, ...]
+class StreamTexts(_Message, frozen=True, tag="texts"):
+    """What ranks of one host have printed since the message before."""
+
+    texts: tuple[StreamText, ...]
 
 
-class OutputCut(_Message, frozen=True, tag="cut"):
-    """So many bytes of this output were kept in the log only, up to now."""
+class OutputDropped(_Message, frozen=True, tag="cut"):
+    """So many characters of the rank's output, up to now, are in its log only: it wrote faster than can be shown."""
 
-    mesh: int
     rank: int
-    output: int
     size_bytes: int
+    log_path: str
+    output: int
 
 
 class Bundle(msgspec.Struct):
     """What is shown, by kinds of content; a frame of its own, made by a rank."""
 
-    data: dict[str, Any]
-    metadata: dict[str, Any]
-    transient: dict[str, Any]
+    data: dict[str, object]
+    metadata: dict[str, object]
+    transient: dict[str, object]
 
 
-class Display(_Message, frozen=True, tag="display"):
-    """Rich output; the payload is one frame, a `Bundle`."""
+class DisplayData(_Message, frozen=True, tag="display"):
+    """Rich output; ``is_result`` for the value of a cell's last expression."""
 
-    mesh: int
     rank: int
     output: int
     update: bool
     is_result: bool
+    place: int = 0
+    """Of the mark that the worker writes into its pipes behind this; 0 for none, where its text is late."""
+    data: dict[str, object] = {}
+    """This and what follows travels as a `Bundle`, which agents do not read."""
+    metadata: dict[str, object] = {}
+    transient: dict[str, object] = {}
 
 
 class Prompted(_Message, frozen=True, tag="prompted"):
@@ -791,27 +806,6 @@ class Reply(_Message, frozen=True, tag="reply"):
     """What is news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller."""
 
 
-class RankDisplay(_Message, frozen=True, tag="rdisplay"):
-    output: int
-    update: bool
-    is_result: bool
-    place: int = 0
-    """Of the mark that the worker writes into its pipes behind this; 0 for none, where its text is `LateText`."""
-
-
-class LateText(_Message, frozen=True, tag="late"):
-    """Text of an output that is not the running one: it cannot go through the pipes."""
-
-    output: int
-    stream: str
-    text: str
-
-
-class RankPrompted(_Message, frozen=True, tag="rprompted"):
-    output: int
-    at: AtPrompt
-
-
 class RankStore(_Message, frozen=True, tag="rstore"):
     request: int
     op: StoreOp
@@ -832,8 +826,8 @@ ToHost: TypeAlias = (
 )  # fmt: skip
 FromHost: TypeAlias = (
     Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired
-    | MeshStopped | Replies | Outputs | OutputCut | Display | Prompted | StoreRequest | StoreAnswer | Logs | LogPieces
-    | Processes | Stacks
+    | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | StoreRequest | StoreAnswer
+    | Logs | LogPieces | Processes | Stacks
     | AskPeers | PeerAddress | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (
@@ -850,7 +844,7 @@ ToWorker: TypeAlias = (
     | MailHold
     | Moved
 )
-FromWorker: TypeAlias = Begun | Reply | RankDisplay | LateText | RankPrompted | RankStore | SegmentFree | Call | Cancel
+FromWorker: TypeAlias = Begun | Reply | DisplayData | StreamText | Prompted | RankStore | SegmentFree | Call | Cancel
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that no peer of ours sends."""

@@ -288,7 +288,7 @@ class Worker:
         with self.gate.shield:  # sent first: so it is on its way when the agent reads the mark
             place = 0 if is_late else next(self._places)
             try:
-                self._lane().send(wire.RankDisplay(cell_id, update, is_result, place), [content])
+                self._lane().send(wire.DisplayData(wire.OWN_RANK, cell_id, update, is_result, place), [content])
             except MessageTooLarge as error:
                 size, limit = format_bytes(error.size_bytes), format_bytes(error.limit_bytes)
                 print(f"{size} to be shown at once are left out; {limit} are the most", file=sys.stderr)
@@ -302,7 +302,7 @@ class Worker:
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         for at in range(0, len(text), LATE_PIECE_CHARS):  # the agent cuts what is too much, a piece at a time
-            self._lane().send(wire.LateText(cell_id, stream, text[at : at + LATE_PIECE_CHARS]))
+            self._lane().send(wire.StreamText(wire.OWN_RANK, stream, text[at : at + LATE_PIECE_CHARS], cell_id))
 
     def _lane(self) -> AgentChannel | WorkerMail:
         """Where replies of the calling thread will go, so that what it shows comes before them."""
@@ -315,7 +315,7 @@ class Worker:
 
     def _tell_prompt(self, at: wire.AtPrompt) -> None:
         self.shell.flush_text()
-        self.calls.send(wire.RankPrompted(self.shell.output_here or self._output, at))
+        self.calls.send(wire.Prompted(0, wire.OWN_RANK, self.shell.output_here or self._output, at))
 
     # ---- the store of torch.distributed -------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.agent.output import BURST_BYTES, OutputPiece, RankOutput, _Stream
+from meshbook.agent.output import BURST_BYTES, RankOutput, _Stream
 from meshbook.agent.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
 from meshbook.system.log_tail import log_tail
+from meshbook.wire.messages import OWN_RANK, StreamText
 
 MARKER = b"\x1e0123456789abcdef:"
 
@@ -46,7 +47,7 @@ def test_every_byte_belongs_to_the_output_that_was_marked(parts: list[tuple[int,
 
 def test_a_record_separator_of_the_users_own_passes(output: RankOutput) -> None:
     output.feed("stdout", MARKER + b"3\nleft\x1eright\n", 0.0)
-    assert output.take(0.0) == ([OutputPiece(3, "stdout", "left\x1eright\n")], {})
+    assert output.take(0.0) == ([StreamText(OWN_RANK, "stdout", "left\x1eright\n", 3)], {})
 
 
 def test_a_character_cut_in_two_is_put_together(output: RankOutput) -> None:
@@ -81,7 +82,7 @@ def test_the_end_of_a_cell_sends_what_waits(output: RankOutput) -> None:
     output.take(0.0)
     output.feed("stderr", b"last words", 0.0)
     pieces, _ = output.take(0.0, final=True)
-    assert pieces[-1] == OutputPiece(2, "stderr", "last words")
+    assert pieces[-1] == StreamText(OWN_RANK, "stderr", "last words", 2)
     assert not output.waiting
 
 
@@ -106,7 +107,7 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
     output.log.settle()
     note = "its log is incomplete from here on: file too large (the limit on the size of files was met: ulimit -f)\n"
     pieces, _ = output.take(1.5)
-    assert pieces[0] == OutputPiece(0, "stderr", note)
+    assert pieces[0] == StreamText(OWN_RANK, "stderr", note, 0)
     assert "".join(piece.text for piece in pieces[1:]) == "a" * 150 + "b" * 50 + "c" * 10
     output.feed("stdout", b"d", 1.0 + RETRY_S + 1)
     gap = (
@@ -114,7 +115,7 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
     )
     output.log.settle()
     assert output.log.path.read_text() == "a" * 100 + gap + "d"
-    assert output.take(9.0)[0] == [OutputPiece(0, "stdout", "d")]
+    assert output.take(9.0)[0] == [StreamText(OWN_RANK, "stdout", "d", 0)]
     output.log.close()
 
 
@@ -149,7 +150,7 @@ def test_a_log_on_a_disk_that_hangs_holds_nobody_up_and_says_what_it_lacks(hangi
     log, reader = hanging
     output = RankOutput(MARKER, log, now=0.0)
     piece = b"x" * (QUEUE_BYTES // 64)
-    came: list[OutputPiece] = []
+    came: list[StreamText] = []
     for _ in range(3 * 64):
         output.feed("stdout", piece, 0.0)
         came += output.take(0.0, final=True)[0]

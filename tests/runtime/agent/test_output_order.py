@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.agent.output import OutputPiece, RankOutput, ShownDisplay
+from meshbook.agent.output import RankOutput, ShownDisplay
 from meshbook.agent.rank_log import RankLog
 from meshbook.wire import messages as wire
 from meshbook.wire.messages import PLACE, SHOWN_HERE
@@ -19,8 +19,8 @@ MARKER = b"\x1e0123456789abcdef:"
 STREAMS = ("stdout", "stderr")
 
 
-def shown(number: int) -> ShownDisplay:
-    return ShownDisplay(wire.Display(1, 0, 7, False, False), [str(number).encode()])
+def shown(number: int, place: int = 1) -> ShownDisplay:
+    return ShownDisplay(wire.DisplayData(wire.OWN_RANK, 7, False, False, place), [str(number).encode()])
 
 
 def in_order(output: RankOutput) -> list[str]:
@@ -28,7 +28,7 @@ def in_order(output: RankOutput) -> list[str]:
     parts, _ = output.take(0.0, final=True)
     lines: list[str] = []
     for part in parts:
-        lines += part.text.split() if isinstance(part, OutputPiece) else [f"<{part.payload[0].decode()}>"]
+        lines += part.text.split() if isinstance(part, wire.StreamText) else [f"<{part.payload[0].decode()}>"]
     return lines
 
 
@@ -45,13 +45,13 @@ def test_text_behind_a_plot_waits_for_it(output: RankOutput) -> None:
     assert in_order(output) == ["before"]
     output.feed("stderr", mark, 0.0)
     assert in_order(output) == []
-    output.show(1, shown(1))
+    output.show(shown(1))
     assert in_order(output) == ["<1>", "after"]
 
 
 def test_a_plot_that_comes_before_its_mark_is_shown_at_once(output: RankOutput) -> None:
     output.feed("stdout", b"before\n", 0.0)
-    output.show(1, shown(1))
+    output.show(shown(1))
     assert in_order(output) == ["before", "<1>"]
     for stream in STREAMS:
         output.feed(stream, MARKER + SHOWN_HERE + b"1\n" + b"after\n", 0.0)
@@ -76,7 +76,7 @@ def test_lines_of_two_streams_at_one_place_say_so(output: RankOutput) -> None:
     output.feed("stdout", b"a\n" + MARKER + PLACE + b"1\n" + b"b\n", 0.0)
     output.feed("stderr", b"c\n" + MARKER + PLACE + b"1\n" + b"d\n", 0.0)
     parts, _ = output.take(0.0, final=True)
-    places = {part.text: part.place for part in parts if isinstance(part, OutputPiece)}
+    places = {part.text: part.place for part in parts if isinstance(part, wire.StreamText)}
     assert places["a\n"] == places["c\n"] < places["b\n"] == places["d\n"]
 
 
@@ -140,7 +140,7 @@ def test_whatever_is_read_first_the_order_is_that_of_the_code(
             place, number = worker.sent.popleft()
             for stream in STREAMS:
                 read(stream, 1 << 20)
-            output.show(place, shown(number))
+            output.show(shown(number, place))
 
     for turn, size in socket_turn:
         if turn == "work":

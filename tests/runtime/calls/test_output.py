@@ -59,7 +59,7 @@ thread = threading.Thread(target=late); thread.start()
     run = mesh4.start_cell(code, on_output=first)
     run.future.get(30)
     second = _run(mesh4, "print('second'); go.set(); thread.join(); print('still second')")
-    first.wait_for(lambda: all("late" in first.text(r, cell_id=run.id) for r in range(4)))
+    first.wait_for(lambda: all("late" in first.text(r, output=run.id) for r in range(4)))
     assert [second.text(r) for r in range(4)] == ["second\nstill second\n"] * 4
 
 

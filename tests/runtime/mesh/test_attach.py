@@ -170,7 +170,7 @@ say("ranks", cell.ranks, cell.waiting, sorted(cell.durations_s))
     assert driver.expect("values") == "['the cell', [39, 39], '<lambda>', [7, 7]]"
     assert driver.expect("ranks") == "(0, 1) () [0, 1]"
     after = [line for line in driver.heard if line.startswith("event StreamText(rank=0")]
-    steps = "".join(eval(line.partition("text=")[2].rpartition(", cell_id")[0]) for line in before + after)
+    steps = "".join(eval(line.partition("text=")[2].rpartition(", output")[0]) for line in before + after)
     assert steps == "".join(f"step {step} 2\n" for step in range(40))
     driver.wait()
 

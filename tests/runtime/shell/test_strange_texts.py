@@ -87,7 +87,7 @@ def test_a_rank_that_shows_garbage_costs_nobody_anything(mesh4: ProcMesh) -> Non
     events: list[OutputEvent] = []
     code = (
         "from meshbook.wire import messages as wire\nfrom meshbook.actor.this_worker import this_worker\n"
-        "this_worker().calls.send(wire.RankDisplay(this_worker()._output, False, False), [b'\\xc1'])"
+        "this_worker().calls.send(wire.DisplayData(wire.OWN_RANK, this_worker()._output, False, False), [b'\\xc1'])"
     )
     mesh4.start_cell(code, on_output=events.append).future.get(10)
     said = [event.text for event in events if isinstance(event, StreamText)]

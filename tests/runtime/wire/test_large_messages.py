@@ -8,7 +8,7 @@ import pytest
 
 from meshbook import ProcMesh
 from meshbook.actor import Actor, endpoint
-from meshbook.agent.output import BURST_BYTES, TAIL_BYTES, OutputPiece, RankLog, RankOutput
+from meshbook.agent.output import BURST_BYTES, TAIL_BYTES, RankLog, RankOutput
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
 from meshbook.errors import CallFailed, MessageTooLarge
 from meshbook.mesh.driven import set_output_source
@@ -54,7 +54,7 @@ def test_a_batch_sends_large_messages_alone_and_in_order() -> None:
 def test_late_text_waits_within_the_bounds_of_other_text(tmp_path) -> None:
     output = RankOutput(b"marker", RankLog(tmp_path / "log"), 0.0)
     for _ in range(1000):
-        output.add_late(OutputPiece(7, "stdout", "x" * 10_000), 0.0)
+        output.add_late(StreamText(-1, "stdout", "x" * 10_000, 7), 0.0)
     pieces, cuts = output.take(0.0, final=True)
     shown = sum(len(piece.text) for piece in pieces)
     assert 0 < shown <= SHOWN_MAX_CHARS and shown + cuts[7] == 10_000_000

@@ -41,7 +41,7 @@ def _example(kind: Any) -> Any:
         return {_example(args[0]): _example(args[1])}
     if origin is not None:  # a union with None
         return _example(args[0])
-    return {int: 41, str: "text", float: 0.5, bool: True, bytes: b"\x00\xff"}[kind]
+    return {int: 41, str: "text", object: "any", float: 0.5, bool: True, bytes: b"\x00\xff"}[kind]
 
 
 @pytest.mark.parametrize(
