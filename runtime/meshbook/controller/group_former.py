@@ -1,8 +1,8 @@
 """The process groups of one mesh, as its controller knows them: aborted, and formed again in place. Under the turn.
 
 Aborting frees every rank that waits in operations; forming makes the same groups anew under a new epoch, so that all
-handles stay good. Whether groups are to be aborted is decided elsewhere (`meshbook.controller.cell_recovery`,
-`meshbook.controller.actor_recovery`); here it is done, in an order that matters:
+handles stay good. Whether groups are to be aborted is decided elsewhere (`meshbook.controller.stuck_watch`); here it is
+done, in an order that matters:
 
     1  phase first     what is decided while messages are under way must find the groups aborted already
     2  then the calls  a GroupAborted that comes back is no failure of its rank, if the call knows of the abort
@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from meshbook.calls.call import OpenCall
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.controller.call_queue import CallQueue
 from meshbook.controller.mesh_state import MeshState
-from meshbook.controller.progress_poll import FIRST_LOOK_S, ProgressSnapshot
+from meshbook.controller.progress_poll import FIRST_LOOK_S, ProgressPoll, ProgressSnapshot
 from meshbook.errors import MeshStoppedError, RanksDisagree, WorkerLost
 from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
@@ -58,19 +58,6 @@ class _Forming:
         """Ranks that have not come."""
 
 
-class GroupOwner(Protocol):
-    """Who hears of what happens to the groups."""
-
-    def on_aborted(self) -> None:
-        """They are being aborted."""
-
-    def on_formed(self) -> None:
-        """They are formed, or will not come back by themselves."""
-
-    def look_in(self, pause_s: float) -> None:
-        """Have ranks asked after ``pause_s``, and `GroupFormer.on_look` called with what they say."""
-
-
 class GroupFormer:
     """What is known of the groups, and the attempt to form them that is under way."""
 
@@ -79,12 +66,14 @@ class GroupFormer:
         mesh: MeshState,
         calls: CallTable,
         queue: CallQueue,
+        poll: ProgressPoll,
         next_id: Callable[[], int],
         drop_prefix: Callable[[str], None],
-        owner: GroupOwner,
+        on_formed: Callable[[], None],
     ) -> None:
-        self.mesh, self.calls, self.queue, self.next_id = mesh, calls, queue, next_id
-        self._drop_prefix, self._owner = drop_prefix, owner
+        """on_formed: called when they are formed, or will not come back by themselves."""
+        self._mesh, self._calls, self._queue, self._next_id = mesh, calls, queue, next_id
+        self._poll, self._drop_prefix, self._tell_formed = poll, drop_prefix, on_formed
         self.phase = GroupPhase.NONE
         self.doubt = GroupDoubt.NONE
         self.why = ""
@@ -119,7 +108,7 @@ class GroupFormer:
         """Whether they are being formed, or will be at once: no call has to end first."""
         if self.phase is GroupPhase.FORMING:
             return True
-        return self.is_aborted and not self.mesh.lost and not self.running()
+        return self.is_aborted and not self._mesh.lost and not self.running()
 
     def is_own(self, call: OpenCall) -> bool:
         """Whether the call was made here."""
@@ -127,8 +116,8 @@ class GroupFormer:
 
     def running(self) -> list[OpenCall]:
         """The calls that main threads are at, or will be next; in the order in which they were sent."""
-        calls = self.calls.running(self.mesh.id)
-        return [call for call in calls if call.id not in self._own and not self.queue.holds(call)]
+        calls = self._calls.running(self._mesh.id)
+        return [call for call in calls if call.id not in self._own and not self._queue.holds(call)]
 
     def current(self) -> dict[int, OpenCall]:
         """What each rank that is not idle runs now."""
@@ -151,7 +140,7 @@ class GroupFormer:
             id = self._forming.call.id
             self._forming.late = self._forming.call.waiting - {r for r, told in look.answers.items() if told.call == id}
             if (left_s := self._forming.began_at + LATE_S - time.monotonic()) > 0:
-                self._owner.look_in(left_s)
+                self._poll.look_in(left_s)
         if self.phase in (GroupPhase.NONE, GroupPhase.SOUGHT):
             are_there = any(told.groups for told in look.answers.values())
             self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FOUND if are_there else GroupEvent.MISSED)
@@ -182,17 +171,17 @@ class GroupFormer:
         if self.is_aborted:
             self._carry_out(places or {}, spare, groups)
 
-    def reset(self, reason: str, *, spare: Collection[int] = (), groups: Collection[str] = ()) -> None:
+    def reset(self, reason: str, spare: Collection[int] = ()) -> None:
         """Abort groups, as `abort`, and form them again as soon as nothing runs that was begun before."""
-        self.abort(reason, spare=spare, groups=groups)
+        self.abort(reason, spare=spare)
         self.form_if_free()
         if self.phase is GroupPhase.SOUGHT:
-            self._owner.look_in(0.0)
+            self._poll.look_in(0.0)
         elif self.is_aborted:
-            self._owner.look_in(FIRST_LOOK_S)
+            self._poll.look_in(FIRST_LOOK_S)
 
     def _carry_out(self, places: Mapping[int, str], spare: Collection[int], groups: Collection[str]) -> None:
-        self._owner.on_aborted()
+        self._poll.forget_suspects()
         self.note(DoubtEvent.ABORTED)
         for call in self.running():
             call.abort(places)
@@ -203,11 +192,11 @@ class GroupFormer:
             self._drop_keys(self._epochs)
 
     def _tell_to_abort(self, spare: Collection[int] = (), groups: Collection[str] = (), why: str = "") -> None:
-        mesh = self.mesh
+        mesh = self._mesh
         target = [rank for rank in range(mesh.extent.nelements) if rank not in mesh.lost and rank not in spare]
         if target:
             encoded = Region.of(mesh.extent).select(target).encode()
-            self._send_urgent(wire.AbortGroups(mesh.id, encoded, self.next_id(), why or self.why, tuple(groups)))
+            self._send_urgent(wire.AbortGroups(mesh.id, encoded, self._next_id(), why or self.why, tuple(groups)))
 
     def end_draining(self) -> None:
         """The actors that were freed have come back, or had the time to."""
@@ -221,21 +210,21 @@ class GroupFormer:
 
         look: taken now. Where only some groups were aborted, there must be one: more of them may be of no use by now.
         """
-        if self.phase is not GroupPhase.ABORTED or self._forming is not None or self.mesh.lost or self.running():
+        if self.phase is not GroupPhase.ABORTED or self._forming is not None or self._mesh.lost or self.running():
             return
         if self._only:
             if look is None or any(told.call for told in look.answers.values()):
-                self._owner.look_in(0.0)
+                self._poll.look_in(0.0)
                 return
             self._only.update(odd.name for odd in differing_groups(look.answers) if odd.is_certain)
-        self.form(forming_call(self.next_id(), self.mesh, Future()), time.monotonic() + FORM_S, self._only)
+        self.form(forming_call(self._next_id(), self._mesh, Future()), time.monotonic() + FORM_S, self._only)
 
     def form(self, call: OpenCall, give_up_at: float = math.inf, groups: Collection[str] = ()) -> None:
         """Form the groups under a new epoch, in place where there are some; ``call`` is what the caller waits for.
 
         groups: only these, if any are given.
         """
-        mesh = self.mesh
+        mesh = self._mesh
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
             return
@@ -243,25 +232,25 @@ class GroupFormer:
             call.give_up(WorkerLost.of(mesh.lost.values()))
             return
         self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORM)
-        epoch = self.next_id()
+        epoch = self._next_id()
         self._epochs.add(epoch)
         self._only = set(groups)
         forming = self._forming = _Forming(call, epoch, give_up_at)
-        self._owner.look_in(LATE_S)
+        self._poll.look_in(LATE_S)
         call.when_settled(lambda error: self._on_formed(forming, error))
         self._transmit(call, "form_group", (epoch, tuple(groups)))
         if mesh.axes != dict(mesh.extent) and math.prod(mesh.axes.values()) == mesh.extent.nelements:
             # forming binds `mesh` and `point` to the mesh's own axes: back to those that the person chose
-            naming = forming_call(self.next_id(), mesh, Future())
+            naming = forming_call(self._next_id(), mesh, Future())
             self._transmit(naming, "set_axes", (tuple(mesh.axes), tuple(mesh.axes.values())))
 
     def _transmit(self, call: OpenCall, endpoint: str, args: tuple[Any, ...]) -> None:
         self._own.add(call.id)
         call.when_ended(lambda: self._own.discard(call.id))
-        self.calls.open(call, None)
+        self._calls.open(call, None)
         pickled, _ = dumps((args, {}), what=call.what)
-        message = wire.Call(call.id, self.mesh.id, endpoint, call.members.encode(), inline=pickled, label=call.what)
-        for host in self.mesh.hosts:
+        message = wire.Call(call.id, self._mesh.id, endpoint, call.members.encode(), inline=pickled, label=call.what)
+        for host in self._mesh.hosts:
             host.send(message)
 
     def watch(self, call: OpenCall) -> None:
@@ -289,7 +278,7 @@ class GroupFormer:
             return
         forming.give_up_at = math.inf
         self.why = f"{self.name_late()} did not come"
-        self._send_urgent(wire.Cancel(self.mesh.id, forming.call.id, forming.call.members.encode()))
+        self._send_urgent(wire.Cancel(self._mesh.id, forming.call.id, forming.call.members.encode()))
 
     def is_forming(self, call: OpenCall) -> bool:
         """Whether it is the attempt that is under way."""
@@ -314,7 +303,7 @@ class GroupFormer:
         else:
             self.why = f"forming them again failed: {self.why or error}\n  try again: {advice().rebuild}"
         self._only = set()
-        self._owner.on_formed()
+        self._tell_formed()
 
     def _drop_keys(self, epochs: Collection[int]) -> None:
         """Drop what the store keeps for these; ranks that wait there are answered with an error."""
@@ -323,7 +312,7 @@ class GroupFormer:
         self._epochs = self._epochs.difference(epochs)
 
     def _send_urgent(self, message: wire.ToHost) -> None:
-        for host in self.mesh.hosts:
+        for host in self._mesh.hosts:
             if not host.lost:
                 host.send_urgent(message)
 

@@ -1,8 +1,7 @@
 """What the controller does for the ranks of one mesh that wait in vain, and for its process groups after.
 
     calls ──> CallQueue ──> ranks      what may not be sent yet queues (`meshbook.controller.call_queue`)
-    CellRecovery, ActorRecovery        ask the ranks how far they are, and prove who is stuck: for calls to main
-                                       threads and for those to mailboxes, who differ in who counts as idle
+    StuckWatch                         asks the ranks how far they are, and proves who is stuck
     GroupFormer                        aborts the groups, which frees the ranks, and forms them again
 
 All states are those of `meshbook.lifecycle.GroupPhase` and `meshbook.lifecycle.GroupDoubt`, which the former keeps.
@@ -18,30 +17,27 @@ from collections.abc import Callable, Collection
 
 from meshbook.calls.call import OpenCall
 from meshbook.calls.table import CallTable
-from meshbook.controller.actor_recovery import BACK_S, SETTLE_S, ActorRecovery
-from meshbook.controller.call_queue import CallQueue, Unsent
-from meshbook.controller.cell_recovery import DEADLINE_S, CellRecovery
-from meshbook.controller.group_former import GroupFormer
+from meshbook.controller.call_queue import CallQueue
 from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.stuck_watch import BACK_S, DEADLINE_S, SETTLE_S, StuckWatch
 from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.groups.agreements import Agreements, Told
-from meshbook.lifecycle import DoubtEvent, GroupPhase
+from meshbook.lifecycle import DoubtEvent
 from meshbook.shape.members import Members
 
 
 class GroupRecovery:
-    """Of one mesh."""
+    """The queue, the watch and the former of one mesh."""
 
     def __init__(
         self, mesh: MeshState, calls: CallTable, next_id: Callable[[], int], drop_prefix: Callable[[str], None]
     ) -> None:
         self._mesh, self._calls = mesh, calls
         self.agreements = Agreements()
-        self._queue = CallQueue(self._must_wait, (SETTLE_S, SETTLE_S + BACK_S))
-        self._former = GroupFormer(mesh, calls, self._queue, next_id, drop_prefix, self)
-        self._cells = CellRecovery(self._former, self.agreements)
-        self._actors = ActorRecovery(self._former, self.agreements)
+        self._queue = CallQueue(lambda new: self._watch.must_wait(new), (SETTLE_S, SETTLE_S + BACK_S))
+        self._watch = StuckWatch(mesh, calls, self._queue, self.agreements, next_id, drop_prefix)
+        self._former = self._watch.former
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -51,12 +47,6 @@ class GroupRecovery:
         """Have ``transmit`` send a new call, or a message that nobody answers, now or when it meets no failed one."""
         self._queue.send(mailbox, members, transmit, call)
 
-    def _must_wait(self, new: Unsent) -> bool:
-        if new.mailbox:
-            return self._actors.must_wait(new)
-        drains = self._former.phase is GroupPhase.DRAINING
-        return drains or self._cells.must_wait(new) or self._actors.is_unsettled(new.ranks)
-
     def cancel(self, call: OpenCall) -> bool:
         """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
         call.cancel()
@@ -65,7 +55,7 @@ class GroupRecovery:
         if dropped := self._queue.drop(call):
             self._calls.settle_if_done(call)
         elif call.waiting and not self._former.is_own(call):
-            self._watch(call)
+            self._watch.watch(call)
             self._queue.release()
         return dropped
 
@@ -75,8 +65,8 @@ class GroupRecovery:
         if told.broken:
             self._former.note(DoubtEvent.TOLD)
             if call.mailbox:
-                self._actors.note_uneven()
-        for each in self._cells.ended_on(call):
+                self._watch.note_uneven()
+        for each in self._watch.ended_on(call):
             copied = () if each.mailbox and not self._mesh.lost else told.copied
             each.tear(rank, (*told.torn, *copied), told.restored)
 
@@ -85,24 +75,20 @@ class GroupRecovery:
         if self._former.is_own(call):
             self._former.watch(call)
             return False
-        later = self._watch(call) if not (call.waiting and self._queue.holds(call)) else False
+        later = self._watch.watch(call) if not (call.waiting and self._queue.holds(call)) else False
         self._queue.release()
         return later
-
-    def _watch(self, call: OpenCall) -> bool:
-        return self._actors.watch(call) if call.mailbox else self._cells.watch(call)
 
     # ---- the clock ------------------------------------------------------------------------------------------------
 
     @property
     def due(self) -> float:
         """When `expire` wants to be called."""
-        return min(self._cells.due, self._actors.due, self._former.due, self._queue.due)
+        return min(self._watch.due, self._former.due, self._queue.due)
 
     def expire(self, now: float) -> None:
         """Do what is due."""
-        self._cells.expire(now)
-        self._actors.expire(now)
+        self._watch.expire(now)
         self._former.expire(now)
         self._queue.release()
 
@@ -123,7 +109,7 @@ class GroupRecovery:
     def on_lost(self) -> None:
         """A rank ended: nothing that includes it can be served any more. `MeshState.lost` has it already."""
         lost = self._mesh.lost
-        self._cells.on_lost()
+        self._watch.on_lost()
         current = self._former.current().items()
         innocent = {rank for rank, call in current if not any(call.members.has(each) for each in lost)}
         ways_out = f"repair: {advice().heal_call}    without it: {advice().shrink}"
@@ -133,21 +119,4 @@ class GroupRecovery:
     def stop(self) -> None:
         """The mesh is being stopped, or left."""
         self._queue.clear()
-        self._cells.stop()
-        self._actors.stop()
-
-    # ---- what the former tells (`meshbook.controller.group_former.GroupOwner`) ------------------------------------
-
-    def on_aborted(self) -> None:
-        """Groups are being aborted."""
-        self._cells.poll.forget_suspects()
-        self._actors.poll.forget_suspects()
-
-    def on_formed(self) -> None:
-        """Groups are formed, or will not come back by themselves."""
-        self._cells.on_formed()
-        self._queue.release()
-
-    def look_in(self, pause_s: float) -> None:
-        """Have ranks asked after ``pause_s``."""
-        self._cells.poll.look_in(pause_s)
+        self._watch.stop()

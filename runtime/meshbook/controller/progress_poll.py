@@ -42,7 +42,7 @@ class ProgressSnapshot(NamedTuple):
     ended: dict[int, frozenset[int]]
     """Per call that was open then: the ranks that had ended it."""
     idle: frozenset[int]
-    """Ranks that ran nothing then."""
+    """Ranks whose main threads ran nothing then."""
     asked: frozenset[int]
     answers: dict[int, Collectives]
     recent: int = RECENT
@@ -118,7 +118,7 @@ class ProgressPoll:
         mesh = self._mesh
         alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()
         ended = {call.id: frozenset(call.members.ranks()) - call.waiting for call in calls}
-        idle = alive.difference(*(call.waiting for call in calls))
+        idle = alive.difference(*(call.waiting for call in calls if not call.mailbox))
         look = self._look = ProgressSnapshot(
             self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {}, recent
         )

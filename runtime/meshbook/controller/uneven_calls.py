@@ -24,8 +24,8 @@ SELDOM_S = 30.0
 """They are asked again less and less often, in the end once in so many seconds."""
 
 
-class UnevenCalls:
-    """The long calls of one mesh."""
+class LongCalls:
+    """The open calls of one mesh, with when to ask their ranks: less and less often."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[OpenCall, float, float]] = {}
@@ -41,8 +41,12 @@ class UnevenCalls:
             self.due = min(self.due, now + TELL_S)
 
     def forget(self, call: OpenCall) -> None:
-        """It has ended, or failed, which is looked after elsewhere."""
+        """It has ended."""
         self._calls.pop(call.id, None)
+
+    def silence(self, call: OpenCall) -> None:
+        """What there is to be said of it has been said."""
+        self._calls[call.id] = (call, math.inf, math.inf)
 
     def postpone(self, now: float) -> list[OpenCall]:
         """The calls for which the ranks are asked now, and again after a longer while."""
@@ -60,25 +64,17 @@ class UnevenCalls:
         self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
         return self.due <= now
 
-    def find(self, look: ProgressSnapshot, dead: Collection[int], now: float) -> list[tuple[OpenCall, str]]:
-        """The calls that have something to be said of; once for each."""
-        found = []
-        for call, due, pause_s in list(self._calls.values()):
-            if due > now or call.id not in look.ended:
-                continue
-            ended = look.ended[call.id]
-            stuck = find_deadlocked(look.answers, ended, dead) or find_deadlocked(look.answers, ended | look.idle, dead)
-            stuck = {rank: each for rank, each in stuck.items() if rank in call.waiting}
-            pause_s = math.inf if stuck else min(2 * pause_s, SELDOM_S)
-            self._calls[call.id] = (call, now + pause_s, pause_s)
-            if stuck:
-                found.append((call, describe(stuck, call, ended)))
-        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
-        return found
 
+def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int]) -> str:
+    """What is to be said of a call that takes long; empty where nobody waits in it in vain.
 
-def describe(stuck: Mapping[int, Stuck], call: OpenCall, ended: Collection[int]) -> str:
-    """``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``"""
+    ``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``
+    """
+    ended = look.ended.get(call.id, frozenset())
+    stuck = find_deadlocked(look.answers, ended, dead) or find_deadlocked(look.answers, ended | look.idle, dead)
+    stuck = {rank: each for rank, each in stuck.items() if rank in call.waiting}
+    if call.id not in look.ended or not stuck:
+        return ""
     lines = []
     for (place, absent), ranks in _by_place(stuck):
         one = len(absent) == 1

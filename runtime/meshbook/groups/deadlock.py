@@ -132,7 +132,7 @@ class _State:
         if group is not None and group.aborted:
             return True
         threads = {_MAIN, *(group.at_work if group is not None else ())}
-        concerned = {self._mailbox, *_mailboxes(self._snapshots, name)}
+        concerned = {self._mailbox, *mailboxes_of(self._snapshots, name)}
         threads |= {thread for thread, mailbox in told.handling.items() if mailbox in concerned}
         return all((rank, thread) in self._over for thread in threads)
 
@@ -195,7 +195,7 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
 
 def is_in_use(snapshots: Mapping[int, Collectives], name: str) -> bool:
     """Whether actors, or threads other than the main one, may be at work in a group, on any of its members."""
-    concerned = _mailboxes(snapshots, name)
+    concerned = mailboxes_of(snapshots, name)
     return any(
         concerned.intersection(told.handling.values())
         or any(waiting.group == name for waiting in told.waiting)
@@ -227,8 +227,8 @@ def only_where_shared(
     return ()
 
 
-def _mailboxes(snapshots: Mapping[int, Collectives], name: str) -> set[int]:
-    """Of the actors that use a group."""
+def mailboxes_of(snapshots: Mapping[int, Collectives], name: str) -> set[int]:
+    """The mailboxes of the actors that use a group."""
     groups = [group for told in snapshots.values() for group in told.groups if group.name == name]
     return {mailbox for group in groups for mailbox in group.mailboxes}
 

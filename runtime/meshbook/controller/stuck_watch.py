@@ -1,0 +1,472 @@
+"""Calls whose ranks wait for each other in vain: the ranks are freed, and the process groups compared. Under the turn.
+
+While a call has a failed or lost rank, or was interrupted, all ranks are asked how far their groups are. When
+`meshbook.groups.deadlock` proves that some can never be served, the groups are aborted: those ranks come back with
+GroupAborted, which is not their failure. When the call has ended everywhere, groups that were aborted, or that are not
+equally far on all members, are formed again. A cell completes after that, or at `DEADLINE_S` with a word on why the
+groups are not back.
+
+    a call fails on a rank ──> look, look, ... ──proof──> abort ──> all ranks ended ──> form ──> the call completes
+                                      └── all ended ──> compare ──equal──> the call completes
+                                                           └──not equal──> abort ──> form ──> ...
+
+Calls to main threads (cells above all) and to mailboxes (actors) differ in who counts as idle, and so in the rest:
+
+                    main threads                                    a mailbox
+    idle            a rank that had ended the call when asked       a rank with an idle main thread; of its actors only
+                                                                    those that were called are looked at
+    proof           one: what a main thread begins after that       two, with all ranks answering: what was on its way
+                    is no matter of the call                        has come by the second
+    formed again    when nothing runs that was begun before         when none of the actors that were freed is at work
+                                                                    either (`GroupPhase.DRAINING`): none may meet it
+
+Nothing is asked while nothing failed, but for calls that take long, less and less often: their ranks may be uneven
+though nobody failed (`meshbook.controller.uneven_calls`), or disagree, from which they are freed. Calls that actors
+make, and messages that nobody waits for, are not seen here: there an interrupt, or `ProcMesh.abort_groups`, helps.
+
+*The next call* must not meet the failed one. Calls queue (`meshbook.controller.call_queue`)
+
+    to the same ranks, or actors    until they have ended the failed call, behind which they would queue anyway
+    to other actors, and cells      after an actor failed for a moment (`SETTLE_S`): until it is known that the groups
+                                    are sound, or they are back
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from meshbook.calls.call import OpenCall
+from meshbook.calls.output import Notice
+from meshbook.calls.table import CallTable
+from meshbook.controller.call_queue import CallQueue, Unsent
+from meshbook.controller.group_former import GroupFormer, cause_of
+from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.progress_poll import ALL, FIRST_LOOK_S, RECENT, SELDOM_LOOK_S, ProgressPoll, ProgressSnapshot
+from meshbook.controller.uneven_calls import LongCalls, describe_uneven, place_and_absent
+from meshbook.formatting import name_ranks
+from meshbook.groups.agreements import Agreements, Disagreement, find_disagreements
+from meshbook.groups.deadlock import (
+    Stuck,
+    are_in_use,
+    differing_groups,
+    find_deadlocked,
+    mailboxes_of,
+    only_where_shared,
+    place_of,
+    where_stuck,
+)
+from meshbook.lifecycle import DoubtEvent, GroupDoubt, GroupPhase
+
+DEADLINE_S = 2.0
+"""A failed call waits so long for its groups to come back."""
+
+DRAIN_LOOK_S = 0.01
+"""How often it is asked, after actors were freed, whether they have all come back."""
+
+DRAIN_S = 1.0
+"""So long the forming of groups waits for that."""
+
+BACK_S = 10.0
+"""So much longer calls to actors queue while the groups are being formed again."""
+
+UNEVEN_LOOK_S = 2.0
+"""The pause between questions while others are at work in groups that a call may have left uneven."""
+
+SETTLE_S = 0.5
+"""So long at most a failure of an actor keeps calls to other actors, and cells, waiting."""
+
+
+class _Ended(NamedTuple):
+    """A call that all ranks have ended, and that has not completed."""
+
+    call: OpenCall
+    in_new: bool
+    """Whether its groups were being formed then."""
+    deadline: float
+    """Then it completes, whatever has come of the groups."""
+
+
+class StuckWatch:
+    """The failed, ended and long calls of one mesh, and what its ranks tell of them."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        calls: CallTable,
+        queue: CallQueue,
+        agreements: Agreements,
+        next_id: Callable[[], int],
+        drop_prefix: Callable[[str], None],
+    ) -> None:
+        self._mesh, self._calls, self._queue, self._agreements = mesh, calls, queue, agreements
+        self._poll = ProgressPoll(mesh, calls, next_id, self._on_look)
+        self.former = GroupFormer(mesh, calls, queue, self._poll, next_id, drop_prefix, self._on_formed)
+        self._failing: dict[int, OpenCall] = {}
+        self._ended: dict[int, _Ended] = {}
+        self._long = LongCalls()
+        self._asked: list[OpenCall] = []
+        """Calls that are open for long, for which the ranks are being asked."""
+        self._stuck: dict[int, frozenset[int]] = {}
+        """Call to a mailbox to the ranks that were stuck when the ranks were asked last."""
+        self._uneven = False
+        """Actors have failed, and nobody has compared the groups since."""
+        self._settle_by = 0.0
+        """Until then other calls queue: actors have failed, and it is not known what has become of the groups."""
+        self._freed: set[int] = set()
+        """The mailboxes of the actors that were freed, while the groups are draining."""
+        self._drain_by = 0.0
+
+    # ---- what may not be sent yet -----------------------------------------------------------------------------------
+
+    def must_wait(self, new: Unsent) -> bool:
+        """Whether a call or message may not be sent yet."""
+        if new.mailbox:
+            return self._actor_must_wait(new)
+        is_compared = self.former.is_sound and any(not ended.call.mailbox for ended in self._ended.values())
+        if is_compared or self.former.phase is GroupPhase.DRAINING:
+            return True
+        return self._is_at_failed(new) or self._is_unsettled(new.ranks)
+
+    def _actor_must_wait(self, new: Unsent) -> bool:
+        if not (self._failing or self._uneven) and self.former.is_sound:
+            return False
+        if self._is_at_failed(new):
+            return True
+        now, until = time.monotonic(), new.since + SETTLE_S
+        if self.former.is_coming_back:
+            return now < until + BACK_S
+        if now >= until or self._mesh.lost:
+            return False
+        return not self.former.is_sound or self._is_unsettled(new.ranks)
+
+    def _is_at_failed(self, new: Unsent) -> bool:
+        """Whether ranks that it goes to have not ended a failed call of the same mailbox, or main threads."""
+        failing = [call for call in self._failing.values() if call.mailbox == new.mailbox and not call.beside]
+        return any(not call.waiting.isdisjoint(new.ranks) for call in failing)
+
+    def _is_unsettled(self, ranks: Collection[int]) -> bool:
+        """Whether collectives on ``ranks`` might meet those of an actor that has failed a moment ago."""
+        if time.monotonic() >= self._settle_by:
+            return False
+        actors = [call for call in self._failing.values() if call.mailbox]
+        return self._uneven or any(not set(ranks).isdisjoint(call.members.ranks()) for call in actors)
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def ended_on(self, call: OpenCall) -> list[OpenCall]:
+        """The calls to which it matters what came with an answer to ``call``: forming tells what others have torn."""
+        return [ended.call for ended in self._ended.values()] if self.former.is_forming(call) else [call]
+
+    def watch(self, call: OpenCall) -> bool:
+        """A call is opened, a rank has answered it or was lost, or somebody wants its end.
+
+        Returns: whether a call that has ended everywhere completes later.
+        """
+        if call.waiting:
+            if call.failed or call.cancelled:
+                self._watch_failing(call)
+            self._long.suspect(call)
+            return False
+        self._failing.pop(call.id, None)
+        self._stuck.pop(call.id, None)
+        self._long.forget(call)
+        return self._watch_ended_actors(call) if call.mailbox else self._watch_ended_cell(call)
+
+    def _watch_failing(self, call: OpenCall) -> None:
+        if not call.mailbox:
+            if call.id not in self._failing:
+                self._failing[call.id] = call
+                self._poll.look_soon()
+        elif not self._mesh.lost:  # of the dead everybody is freed at once
+            self._failing[call.id] = call
+            self.note_uneven(FIRST_LOOK_S)
+
+    def _watch_ended_actors(self, call: OpenCall) -> bool:
+        """It completes later where ranks may have disagreed: they are asked."""
+        if self._mesh.lost:
+            return False
+        if call.failed or call.cancelled:
+            self.note_uneven(FIRST_LOOK_S if any(each.mailbox for each in self._failing.values()) else 0.0)
+        if not self._agreements.doubted or not self._is_told_of_actors:
+            return False
+        self._end(call)
+        self._poll.look_in(0.0)
+        return True
+
+    def _watch_ended_cell(self, call: OpenCall) -> bool:
+        former = self.former
+        trouble = call.failed or call.freed or call.cancelled or self._agreements.doubted
+        trouble = trouble or former.doubt is GroupDoubt.TOLD
+        trouble = trouble or (former.doubt is GroupDoubt.PARTIAL and not former.running())
+        if trouble and not self._mesh.lost:
+            self._end(call)
+        if former.phase is GroupPhase.FORMING:  # failures are told before the ends of what went well
+            return call.id in self._ended
+        former.form_if_free()
+        if former.is_sound and call.id in self._ended and not self._poll.busy:
+            self._ask()
+        return call.id in self._ended
+
+    def _end(self, call: OpenCall) -> None:
+        in_new = self.former.phase is GroupPhase.FORMING
+        self._ended[call.id] = _Ended(call, in_new, time.monotonic() + DEADLINE_S)
+
+    def note_uneven(self, pause_s: float = 0.0) -> None:
+        """Actors may have left groups of no use: ask the ranks in a moment."""
+        self._uneven = True
+        self._settle_by = time.monotonic() + SETTLE_S
+        self._queue.wake(self._settle_by)
+        self._poll.look_soon(pause_s)
+
+    def on_lost(self) -> None:
+        """A rank ended: the groups will not come back, so nobody waits for them, and actors are freed at once."""
+        self._failing = {id: call for id, call in self._failing.items() if not call.mailbox}
+        for id in list(self._ended):
+            self._calls.complete(self._ended.pop(id).call)
+
+    def _on_formed(self) -> None:
+        """The groups are back, or will not come: complete what waited for that."""
+        if not (self._failing or self._uneven):
+            self._poll.rest()
+        for id in [id for id, ended in self._ended.items() if not ended.in_new]:
+            self._calls.complete(self._ended.pop(id).call, self._not_back())
+        for id, ended in self._ended.items():  # not all of their ranks had told how they ended: they may be uneven
+            self._ended[id] = ended._replace(in_new=False)
+        if self._ended and not self._poll.busy:
+            self._ask()
+        self._queue.release()
+
+    def stop(self) -> None:
+        """The mesh is being stopped."""
+        self.on_lost()
+        self._failing.clear()
+        self._poll.give_up()
+        self._long = LongCalls()
+        self._uneven, self._settle_by = False, 0.0
+
+    # ---- asking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> float:
+        """When `expire` wants to be called."""
+        return min((self._poll.due_with(self._long.due), *(ended.deadline for ended in self._ended.values())))
+
+    def expire(self, now: float) -> None:
+        """Do what is due."""
+        self._poll.expire(now)
+        if not self._poll.busy and (self._poll.is_due(now) or self._long.is_due(now)):
+            self._ask()
+        for id in [id for id, ended in self._ended.items() if ended.deadline <= now]:
+            self._poll.expire(math.inf)  # for the names of those that hold it up
+            if id in self._ended:
+                self._complete_late(self._ended.pop(id).call)
+        if self.former.doubt is GroupDoubt.UNANSWERED and not self._poll.busy:
+            self._poll.look_in(SELDOM_LOOK_S)
+
+    def _complete_late(self, call: OpenCall) -> None:
+        why = self._not_back()
+        if self.former.is_sound and not call.mailbox:
+            self.former.note(DoubtEvent.UNANSWERED)
+        self._calls.complete(call, why)
+
+    def _ask(self) -> None:
+        """Ask the ranks now."""
+        self._asked = self._long.postpone(time.monotonic())
+        calls = [*self.former.running(), *(ended.call for ended in self._ended.values())]
+        self._poll.ask(calls, ALL if self._agreements.doubted or self._asked else RECENT)
+
+    @property
+    def _is_told_of_actors(self) -> bool:
+        """Whether anything can be said of actors: not while the groups are aborted or being formed."""
+        return self.former.is_sound or self.former.phase is GroupPhase.DRAINING
+
+    def _on_look(self, look: ProgressSnapshot) -> None:
+        """Free ranks that are stuck, then those that disagree; compare what is sound still; form what was aborted."""
+        former = self.former
+        former.on_look(look)
+        asked, self._asked = [call for call in self._asked if call.waiting], []
+        if former.phase is not GroupPhase.FORMING and former.phase is not GroupPhase.NONE:
+            self._free_stuck(look)
+            self._judge(look, asked)
+        seen = [id for id, ended in self._ended.items() if look.has_seen_end(id, ended.call.members)]
+        self._complete_actors(seen)
+        self._compare(look, [id for id in seen if id in self._ended])
+        self._tell_uneven(look, asked)
+        if former.phase is GroupPhase.DRAINING:
+            self._end_draining(look)
+        former.form_if_free(look)
+        self._plan_next_look()
+        self._queue.release()
+
+    def _complete_actors(self, seen: Collection[int]) -> None:
+        """Complete ended calls to mailboxes whose ranks have told by now, or cannot tell."""
+        for id, ended in list(self._ended.items()):
+            if ended.call.mailbox and (id in seen or not self._is_told_of_actors):
+                self._calls.complete(self._ended.pop(id).call)
+
+    def _tell_uneven(self, look: ProgressSnapshot, asked: Collection[OpenCall]) -> None:
+        for call in asked:
+            if call.mailbox or call.id in self._failing:
+                continue
+            if text := describe_uneven(call, look, self._mesh.lost):
+                self._long.silence(call)
+                self._calls.tell(call.output, Notice(text))
+
+    def _plan_next_look(self) -> None:
+        """Have the ranks asked again, if anything is still open."""
+        former, poll = self.former, self._poll
+        if poll.suspects or self._stuck:
+            poll.look_in(FIRST_LOOK_S)
+        elif self._ended and former.is_sound:
+            poll.look_in(0.0)
+        if self._failing or (former.is_aborted and former.running()):
+            poll.look_again()
+        elif self._uneven:
+            poll.look_again(UNEVEN_LOOK_S)
+        if former.doubt is GroupDoubt.UNANSWERED:
+            poll.look_in(SELDOM_LOOK_S)
+
+    # ---- who is stuck -----------------------------------------------------------------------------------------------
+
+    def _free_stuck(self, look: ProgressSnapshot) -> None:
+        former, lost = self.former, self._mesh.lost
+        before, self._stuck = self._stuck, {}
+        was_aborted = former.is_aborted
+        for call in list(self._failing.values()):
+            if call.mailbox:
+                self._free_actors(look, call, before.get(call.id))
+            elif stuck := find_deadlocked(look.answers, look.ended.get(call.id, ()), lost):
+                self._free(look, cause_of(call), stuck)
+        if was_aborted and (stuck := find_deadlocked(look.answers, (), lost)):
+            self._free(look, former.why, stuck)  # ranks that were spared may wait for those that were not
+
+    def _free(self, look: ProgressSnapshot, reason: str, stuck: dict[int, Stuck]) -> None:
+        names = only_where_shared(look.answers, {each.waiting.group for each in stuck.values()})
+        spare = self._at_no_failed() - stuck.keys()
+        self.former.abort(reason, places=where_stuck(stuck.items()), spare=spare, groups=names)
+
+    def _free_actors(self, look: ProgressSnapshot, call: OpenCall, before: frozenset[int] | None) -> None:
+        """Free those that were stuck when ranks were asked before, and still are."""
+        if self.former.phase is not GroupPhase.FORMED or not self._is_certain(look):
+            return
+        idle = [rank for rank, told in look.answers.items() if not told.call]
+        found = find_deadlocked(look.answers, idle, mailbox=call.mailbox)
+        stuck = {rank: each for rank, each in found.items() if rank in call.waiting}
+        if not stuck or before != stuck.keys():
+            self._stuck.update({call.id: frozenset(stuck)} if stuck else {})
+            return
+        call.abort(where_stuck(stuck.items()))
+        cause = cause_of(call)
+        for line in place_and_absent(stuck):
+            self._calls.tell(call.output, Notice(f"{call.what}: {cause}; {line}; freed"))
+        self._drain(look, cause, {each.waiting.group for each in stuck.values()}, {call.mailbox})
+        self._failing.pop(call.id, None)
+
+    def _is_certain(self, look: ProgressSnapshot) -> bool:
+        return not look.missing(self._mesh.lost) and not any(told.aborted for told in look.answers.values())
+
+    def _at_no_failed(self) -> set[int]:
+        """The ranks that run calls which have not failed."""
+        return {rank for rank, call in self.former.current().items() if call.id not in self._failing}
+
+    # ---- who disagrees, and which groups are uneven -----------------------------------------------------------------
+
+    def _judge(self, look: ProgressSnapshot, asked: Collection[OpenCall]) -> None:
+        """Fail the calls in which ranks disagree, and free those that wait there: they are never served rightly."""
+        former, found = self.former, find_disagreements(look.answers)
+        ended, still_open = [each.call for each in self._ended.values()], [*self._failing.values(), *asked]
+        concerns_cells = any(not call.mailbox for call in (*ended, *still_open))
+        calls = [*ended, *(former.running() if concerns_cells else ())]
+        if former.phase is GroupPhase.FORMED and self._is_certain(look):
+            calls += [call for call in still_open if call.mailbox]
+        failed = [call for group in found for call in calls if self._fail_in(group, call, look)]
+        if found and former.phase is GroupPhase.FORMED:
+            names = {each.group for each in found}
+            if concerns_cells:
+                innocent = {rank for rank, call in former.current().items() if not call.disagrees}
+                former.abort(found[0].text, spare=innocent, groups=only_where_shared(look.answers, names))
+            elif mailboxes := {call.mailbox for call in (*ended, *failed)}:
+                self._drain(look, found[0].text, names, mailboxes)
+        if any(call.mailbox for call in ended) or (look.recent == ALL and not look.missing(self._mesh.lost)):
+            self._agreements.clear()
+
+    def _fail_in(self, group: Disagreement, call: OpenCall, look: ProgressSnapshot) -> bool:
+        """Have the call fail if it is one in which ranks disagree; whether it is."""
+        if not any(call.members.has(rank) for rank in group.ranks):
+            return False
+        if not call.mailbox:
+            call.wait_at({rank: place_of(told.waiting[0]) for rank, told in look.answers.items() if told.waiting})
+        elif call.waiting and call.mailbox not in mailboxes_of(look.answers, group.group):
+            return False
+        if call.disagree(group.ranks, group.text) and call.waiting:
+            what = f"{call.what}: " if call.mailbox else ""
+            self._calls.tell(call.output, Notice(f"{what}{group.text}\n  freed"))
+        return True
+
+    def _compare(self, look: ProgressSnapshot, compared: Collection[int]) -> None:
+        """Abort groups that are not equally far; where all are, complete the calls that waited for this."""
+        former, missing = self.former, look.missing(self._mesh.lost)
+        of_cells = bool(compared) or former.doubt is GroupDoubt.UNANSWERED
+        of_actors = self._uneven and self._is_certain(look)
+        if not former.is_sound or not (of_cells or of_actors):
+            return
+        found = differing_groups(look.answers, of_cells=of_cells) if former.phase is GroupPhase.FORMED else []
+        odd = self._poll.confirm(found)
+        late = former.doubt is GroupDoubt.UNANSWERED  # who came since uses broken groups
+        if of_cells and (odd or not (found or missing)):
+            partly = any(told.call for told in look.answers.values())
+            former.note(DoubtEvent.COMPARED_PARTLY if partly else DoubtEvent.COMPARED)
+        if odd:
+            names = only_where_shared(look.answers, {each.name for each in odd})
+            self._uneven = self._uneven and bool(names)  # else all groups will be new
+            former.abort(odd[0].reason, spare=() if late else self._at_no_failed(), groups=names)
+        elif of_cells and found:
+            former.not_compared("they are not equally far")
+        elif of_cells and missing:
+            former.not_compared(f"{name_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer")
+        elif not found:
+            for id in compared:
+                self._calls.complete(self._ended.pop(id).call)
+            if of_actors:
+                are_failing = any(call.mailbox for call in self._failing.values())
+                self._settle_by = self._settle_by if are_failing else 0.0
+                self._uneven = are_failing or are_in_use(look.answers)
+
+    def _not_back(self) -> str:
+        """Why the process groups are not back, as `OpenCall.settle` wants it; empty where they are."""
+        former = self.former
+        why = former.why
+        if late := former.name_late():
+            why = f"{late} did not come within {DEADLINE_S:g} s"
+        elif running := former.running():
+            ranks = set().union(*(call.waiting for call in running))
+            has = "has" if len(ranks) == 1 else "have"
+            why = f"they are formed again when {name_ranks(ranks)} {has} ended {running[0].what}"
+        if not why:
+            return ""
+        return f"the process groups {'could not be compared' if former.is_sound else 'are not back yet'}: {why}"
+
+    # ---- draining ---------------------------------------------------------------------------------------------------
+
+    def _drain(self, look: ProgressSnapshot, reason: str, names: set[str], mailboxes: set[int]) -> None:
+        """Abort groups; they are formed again when none of these actors is at work."""
+        if self.former.phase is not GroupPhase.DRAINING:
+            self._freed.clear()
+        self.former.abort(reason, groups=only_where_shared(look.answers, names, mailboxes), drain=True)
+        self._freed |= mailboxes
+        self._drain_by = time.monotonic() + DRAIN_S
+        self._poll.look_in(DRAIN_LOOK_S)
+
+    def _end_draining(self, look: ProgressSnapshot) -> None:
+        """Have the groups formed, once none of the actors that were freed is at work."""
+        busy = look.missing(self._mesh.lost) or any(
+            told.call or not self._freed.isdisjoint(told.handling.values()) for told in look.answers.values()
+        )
+        if busy and time.monotonic() < self._drain_by:
+            self._poll.look_in(DRAIN_LOOK_S)
+            return
+        self._uneven = self.former.is_partial  # else all groups are new
+        self.former.end_draining()
