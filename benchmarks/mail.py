@@ -10,7 +10,7 @@ from benchmarks.figures import Figure, Settings
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op
 from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.actor.this_worker import this_worker
+from meshbook.actor.router import current_router
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
 from meshbook.calls.request import CallRequest
@@ -18,6 +18,7 @@ from meshbook.shape.members import Members
 from meshbook.values.pickling import dumps
 from meshbook.wire.messages import OK, Call
 from meshbook.worker.mail import WorkerMail
+from meshbook.worker.router import WorkerRouter
 
 QUESTION = (
     "Round trip of an empty call to a raw mailbox, which its process answers on the thread of the mail: from this "
@@ -105,7 +106,6 @@ def many(mesh_id: int, callee: Members, answered: bool) -> float:
 
 
 def _mail() -> WorkerMail:
-    worker = this_worker()
-    assert worker is not None
-    mail: WorkerMail = worker.mail
-    return mail
+    router = current_router()
+    assert isinstance(router, WorkerRouter)
+    return router.worker.mail

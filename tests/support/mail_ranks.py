@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshbook import ProcMesh
-from meshbook.actor.this_worker import this_worker
+from meshbook.actor.router import current_router
 from meshbook.calls.answer import Outcome
 from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, ReplyTo
@@ -21,6 +21,7 @@ from meshbook.calls.request import CallRequest
 from meshbook.shape.members import Members
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
+from meshbook.worker.router import WorkerRouter
 from meshbook.worker.worker import Worker
 
 _numbers = itertools.count(1000)
@@ -28,9 +29,9 @@ _numbers = itertools.count(1000)
 
 
 def worker() -> Worker:
-    found = this_worker()
-    assert found is not None
-    return found
+    router = current_router()
+    assert isinstance(router, WorkerRouter)
+    return router.worker
 
 
 def rank() -> int:

@@ -19,7 +19,7 @@ counters.slice(gpus=0).add.call_one(1).get()
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.actor.actor_mesh import ActorMesh
 from meshbook.actor.buffers.rdma_buffer import RDMABuffer
@@ -115,7 +115,7 @@ _LATER = {
 """What stands above this package, which those modules import themselves."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LATER:
         import importlib
 

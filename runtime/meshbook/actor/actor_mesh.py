@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from meshbook.actor.context import context
 from meshbook.actor.endpoint import ActorEndpoint, NotAnEndpoint
@@ -17,7 +17,7 @@ from meshbook.actor.futures import ActorFuture
 from meshbook.actor.identity import ActorIdentity, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.ports import Port
 from meshbook.actor.reload import RELOAD, newest_class, refusal
-from meshbook.actor.router import ACTORS, READY, STOP, WATCH, Address, Router
+from meshbook.actor.router import ACTORS, READY, STOP, WATCH, Address, Router, TActor, Values
 from meshbook.actor.signatures import check_construction, describe_class
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.calls.request import CallRequest
@@ -38,10 +38,10 @@ from meshbook.shape.view import MeshView
 from meshbook.source.functions import sources_of
 from meshbook.values.pickling import dumps
 
-TActor = TypeVar("TActor")
+TActor_co = TypeVar("TActor_co", covariant=True)
 
 
-class ActorMesh(MeshView, Generic[TActor]):
+class ActorMesh(MeshView, Generic[TActor_co]):
     """Actors, arranged as the processes in which they live; views cost nothing. Attributes are their endpoints."""
 
     def __init__(self, group: ActorIdentity, members: Members) -> None:
@@ -68,7 +68,7 @@ class ActorMesh(MeshView, Generic[TActor]):
         """Whether they were stopped from this process."""
         return self._group.stopped is not None
 
-    def _part(self, members: Members) -> ActorMesh[Any]:
+    def _part(self, members: Members) -> ActorMesh[TActor_co]:
         return ActorMesh(self._group, members)
 
     def __getattr__(self, name: str) -> Any:
@@ -86,7 +86,7 @@ class ActorMesh(MeshView, Generic[TActor]):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), "reload", *self._group.cls.endpoints})
 
-    def _reload(self, cls: Any = None, *, timeout: float | None = None) -> None:
+    def _reload(self, cls: type | None = None, *, timeout: float | None = None) -> None:
         """Give all of them, views' others included, their class as it is defined now; they keep their state.
 
         Waits until they have handled what was sent before. cls: by default the notebook's class of the same name.
@@ -113,7 +113,7 @@ class ActorMesh(MeshView, Generic[TActor]):
         """
         group = self._group
         if group.stopped is not None:
-            return _done()
+            return Future.completed(None)
         group.stopped = reason
         forget_group(group)
         pickled = dumps(((), {}), what="stop")
@@ -124,10 +124,10 @@ class ActorMesh(MeshView, Generic[TActor]):
                 source = group.call(to, STOP, pickled, fail_fast=False)
             except (SupervisionError, MeshStoppedError) as gone:
                 if to is None or not isinstance(gone, ActorLostError):
-                    return _done()
+                    return Future.completed(None)
                 left = [rank for rank in to.members.ranks() if rank not in gone.ranks]
                 if not left:
-                    return _done()
+                    return Future.completed(None)
                 to = to._replace(members=to.members.select(left))
             else:
                 return ActorFuture(source, _nothing, group.name, "stop")
@@ -141,19 +141,19 @@ class ActorMesh(MeshView, Generic[TActor]):
         """Have the next use of these actors raise `UnhandledFault`."""
         self._group.faults.append(failure)
 
-    async def __aenter__(self) -> ActorMesh[Any]:
+    async def __aenter__(self) -> ActorMesh[TActor_co]:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
-    def __enter__(self) -> ActorMesh[Any]:
+    def __enter__(self) -> ActorMesh[TActor_co]:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stop().get()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return ActorMesh, (self._group, self._members)
 
     def __eq__(self, other: object) -> bool:
@@ -183,11 +183,11 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     mesh_name: str,
     members: Members,
     name: str,
-    cls: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    cls: type[TActor],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     generation: int,
-) -> ActorMesh[Any]:
+) -> TActor:
     """Have an actor made in every process of ``members``; does not wait for it.
 
     generation: in which these are numbered so.
@@ -199,7 +199,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
     members, generation, _ = router.find(mesh, members, generation)
     group = ActorIdentity(router.session, mesh, mesh_name, router.new_mailbox(), name, described, members, generation)
-    actors: ActorMesh[Any] = ActorMesh(group, members)
+    actors: ActorMesh[TActor] = ActorMesh(group, members)
     payload = ((name_view(members), actors, router.supervisor, sources_of(cls), cls, *args), kwargs)
     try:
         pickled = dumps(payload, what=cls.__qualname__)
@@ -217,12 +217,12 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         watch(actors, owner)
     if (belongings := context().belongings) is not None:
         belongings.add(actors)
-    return actors
+    return cast(TActor, actors)
 
 
 def _on_made(
-    actors: ActorMesh[Any],
-    owner: Port[Any] | None,
+    actors: ActorMesh[object],
+    owner: Port[MeshFailure] | None,
     rank: int,
     ok: bool,
     duration_s: float,
@@ -240,7 +240,7 @@ _NO_FAULTS = frozenset(error.__name__ for error in (WorkerLost, KeyboardInterrup
 """Of processes that end the owner is told anyway; the others are those of actors that were stopped meanwhile."""
 
 
-def _tell(owner: Port[Any] | None, failure: MeshFailure) -> None:
+def _tell(owner: Port[MeshFailure] | None, failure: MeshFailure) -> None:
     """Where the owner cannot be told, it is printed."""
     if owner is not None:
         with contextlib.suppress(MeshError):  # it has ended
@@ -249,11 +249,11 @@ def _tell(owner: Port[Any] | None, failure: MeshFailure) -> None:
     print(failure.report(), flush=True)
 
 
-def watch(actors: ActorMesh[Any], owner: Port[Any]) -> None:
+def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:
     """Tell ``owner`` when processes of ``actors`` end, until the actors were stopped."""
     group = actors._group
 
-    def on_end(done: Future[Any]) -> None:
+    def on_end(done: Future[Values]) -> None:
         error = done.exception(0)
         if not isinstance(error, WorkerLost):
             return
@@ -266,12 +266,6 @@ def watch(actors: ActorMesh[Any], owner: Port[Any]) -> None:
 
     to = group.find(actors.members, partly=True)
     group.call(to, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
-
-
-def _done() -> Future[None]:
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
 
 
 def _nothing(values: object) -> None:

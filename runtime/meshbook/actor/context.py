@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.shape.members import Extent, Point
 
 if TYPE_CHECKING:
     from meshbook.actor.belongings import Belongings
     from meshbook.actor.ports import Port
+    from meshbook.actor.supervision import MeshFailure
 
 
 class ActorInstance(NamedTuple):
@@ -35,7 +36,7 @@ class Context:
     """What `context` returns. ``message_rank``: the actor's place in the mesh, or slice, that was called."""
 
     def __init__(
-        self, actor_instance: ActorInstance, message_rank: Callable[[], Point], port: Port[Any] | None = None
+        self, actor_instance: ActorInstance, message_rank: Callable[[], Point], port: Port[MeshFailure] | None = None
     ) -> None:
         self.actor_instance = actor_instance
         self._message_rank = message_rank

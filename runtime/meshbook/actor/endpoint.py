@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeVar
 
-from meshbook.actor.decorators import Endpoint
+from meshbook.actor.decorators import Endpoint, P, R
 from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.futures import ActorFuture, Stream, only_value
-from meshbook.actor.identity import ActorIdentity, argument_names, name_view
+from meshbook.actor.identity import ActorIdentity, View, argument_names, name_view
 from meshbook.actor.ports import Port
-from meshbook.actor.router import Address
+from meshbook.actor.router import Address, Values
 from meshbook.actor.signatures import EndpointInfo
 from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.errors import LayoutError, SerializationError, UsageError
@@ -26,20 +26,24 @@ if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
 
 
-class ActorEndpoint:
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+class ActorEndpoint(Generic[P, R]):
     """An endpoint of a mesh of actors; see `meshbook.actor.Endpoint` for the adverbs."""
 
-    def __init__(self, mesh: ActorMesh[Any], group: ActorIdentity, info: EndpointInfo) -> None:
+    def __init__(self, mesh: ActorMesh[object], group: ActorIdentity, info: EndpointInfo) -> None:
         self._mesh, self._group, self._members, self._info = mesh, group, mesh.members, info
         self.__name__, self.__doc__ = info.name, info.doc or None
         self.__signature__ = info.signature or inspect.Signature()
 
-    def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
         """Call it on every actor; the values of all."""
         to = self._find()
         return self._call(to, name_view(to.members), args, kwargs, _same)
 
-    def call_one(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call it on the only actor. Raises: LayoutError if there are several."""
         if len(self._members) != 1:
             raise LayoutError(
@@ -49,25 +53,25 @@ class ActorEndpoint:
         to = self._find()
         return self._call(to, name_view(to.members), args, kwargs, only_value)
 
-    def choose(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def choose(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call it on one actor, chosen at random."""
         to = self._find()
         return self._call(_choose(to), to.members, args, kwargs, only_value)
 
-    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Call it on every actor; futures of the values in the order in which they come."""
         to = self._find()
         pickled = self._pack(name_view(to.members), args, kwargs)
-        stream: Stream[Any] = Stream(len(self._members), self._group.name, self._info.name)
+        stream: Stream[R] = Stream(len(self._members), self._group.name, self._info.name)
         stream.begin(self._group.call(to, self._info.name, pickled, on_reply=stream.on_reply, fail_fast=False))
         return stream
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+    def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call it on every actor without waiting; what fails is told to the owner of the actors."""
         to = self._find()
         self._post(to, name_view(to.members), args, kwargs, None)
 
-    def post(self, args: tuple[Any, ...], kwargs: dict[str, Any], port: Port[Any] | None, one: bool) -> None:
+    def post(self, args: tuple[object, ...], kwargs: Mapping[str, object], port: Port[R] | None, one: bool) -> None:
         """Call it on every actor, or on a random one, and have the answers sent to ``port``."""
         to = self._find()
         self._post(_choose(to) if one else to, to.members if one else name_view(to.members), args, kwargs, port)
@@ -76,16 +80,27 @@ class ActorEndpoint:
         self._group.check_usable()
         return self._group.find(self._members)
 
-    def _post(self, to: Address, view: Any, args: Any, kwargs: Any, port: Port[Any] | None) -> None:
+    def _post(
+        self, to: Address, view: View, args: tuple[object, ...], kwargs: Mapping[str, object], port: Port[R] | None
+    ) -> None:
         self._group.call(to, self._info.name, self._pack(view, args, kwargs, port), reply=False)
 
-    def _call(self, to: Address, view: Any, args: Any, kwargs: Any, make: Any) -> ActorFuture[Any]:
+    def _call(
+        self,
+        to: Address,
+        view: View,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        make: Callable[[Values], T],
+    ) -> ActorFuture[T]:
         group, name = self._group, self._info.name
         pickled = self._pack(view, args, kwargs)
         group.called = True
         return ActorFuture(group.call(to, name, pickled), make, group.name, name)
 
-    def _pack(self, view: Any, args: Any, kwargs: Any, port: Port[Any] | None = None) -> Pickled:
+    def _pack(
+        self, view: View, args: tuple[object, ...], kwargs: Mapping[str, object], port: Port[R] | None = None
+    ) -> Pickled:
         self._info.check(self._group.name, args, kwargs)
         payload = ((view, port, *args), kwargs)
         try:
@@ -101,7 +116,7 @@ class ActorEndpoint:
         axes = ", ".join(f"{axis}=0" for axis, size in self._members.sizes.items() if size > 1)
         return f"{self._group.name}.slice({axes})"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         name = self._what
         raise UsageError(f"{name} is an endpoint of actors: {name}.call(...), .call_one, .broadcast, .choose, .stream")
 
@@ -113,21 +128,16 @@ class ActorEndpoint:
 class NotAnEndpoint:
     """A method of the actors that no process but theirs can call, except by `as_endpoint`."""
 
-    def __init__(self, mesh: ActorMesh[Any], group: ActorIdentity, name: str) -> None:
-        self._mesh, self._group, self._name = mesh, group, name
+    def __init__(self, mesh: ActorMesh[object], group: ActorIdentity, name: str) -> None:
+        self.mesh, self.group, self.name = mesh, group, name
 
-    def as_endpoint(self, explicit_response_port: bool) -> ActorEndpoint:
-        """The method, called as an endpoint would be."""
-        info = EndpointInfo(self._name, False, explicit_response_port, None, "")
-        return ActorEndpoint(self._mesh, self._group, info)
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name in ("call", "call_one", "choose", "stream", "broadcast"):
-            raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
+            self()
         raise AttributeError(name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NoEndpointError(self._group.cls.name, self._name, self._group.cls.endpoints, is_method=True)
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise NoEndpointError(self.group.cls.name, self.name, self.group.cls.endpoints, is_method=True)
 
 
 def _choose(to: Address) -> Address:
@@ -135,20 +145,15 @@ def _choose(to: Address) -> Address:
     return to._replace(members=Region.build(random.choice(list(to.members.ranks())), []))
 
 
-def _same(values: ValueMesh[Any]) -> ValueMesh[Any]:
+def _same(values: Values) -> Values:
     return values
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-A = TypeVar("A")
-
-
 def send(
-    endpoint: Endpoint[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    port: Port[Any] | None = None,
+    endpoint: Endpoint[..., R],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    port: Port[R] | None = None,
     selection: Literal["all", "choose"] = "all",
 ) -> None:
     """Call an endpoint without waiting; every answer is sent to ``port``.
@@ -164,17 +169,18 @@ def send(
 
 
 def as_endpoint(
-    method: Callable[P, R], *, propagate: Any = None, explicit_response_port: bool = False
+    method: Callable[P, R], *, propagate: object = None, explicit_response_port: bool = False
 ) -> Endpoint[P, R]:
     """Call a method of actors that is not decorated: ``as_endpoint(actors.reset).call()``."""
-    found: Any = method
+    found: object = method
     if isinstance(found, ActorEndpoint):
         return found
     if not isinstance(found, NotAnEndpoint):
         raise UsageError(
             f"as_endpoint takes a method of a mesh of actors, as in as_endpoint(actors.reset); got {found!r}."
         )
-    return found.as_endpoint(explicit_response_port)
+    info = EndpointInfo(found.name, False, explicit_response_port, None, "")
+    return ActorEndpoint(found.mesh, found.group, info)
 
 
 class Accumulator(Generic[P, R, A]):

@@ -20,7 +20,6 @@ MeshError    ── CircularCallError  a call to an actor that waits for it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from meshbook.errors import CallFailed, Failure, MeshError, MeshStoppedError, UsageError, WorkerLost
 from meshbook.formatting import did_you_mean, name_ranks
@@ -30,7 +29,7 @@ class ActorError(CallFailed):
     """An endpoint raised. ``partial`` maps the ranks that succeeded to their results; equal causes are shown once."""
 
     def __init__(
-        self, failures: Iterable[Failure], endpoint: str = "", partial: Mapping[int, Any] | None = None
+        self, failures: Iterable[Failure], endpoint: str = "", partial: Mapping[int, object] | None = None
     ) -> None:
         super().__init__(failures, partial=partial)
         self.endpoint = endpoint

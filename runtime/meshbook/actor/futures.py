@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from meshbook.actor.context import context
 from meshbook.actor.errors import ActorError, ActorLostError, ActorStoppedError, ProcsStoppedError, SupervisionError
-from meshbook.calls.call import RequestFuture
+from meshbook.actor.router import Answers, Values
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, Failure, MailboxClosed, MeshDetachedError, MeshStoppedError, WorkerLost
 from meshbook.shape.value_mesh import ValueMesh
@@ -47,9 +47,7 @@ def _restarted(closed: list[Failure]) -> tuple[int, ...]:
 class ActorFuture(Future[T], Generic[T]):
     """The outcome of a call, made of its `RequestFuture` by ``make``, on the thread that asks for it."""
 
-    def __init__(
-        self, source: RequestFuture[ValueMesh[Any]], make: Callable[[ValueMesh[Any]], T], actor: str, endpoint: str
-    ) -> None:
+    def __init__(self, source: Answers, make: Callable[[Values], T], actor: str, endpoint: str) -> None:
         super().__init__(on_cancel=source.cancel)
         self._source, self._make, self._names = source, make, (actor, endpoint)
         source.add_done_callback(lambda _: self.set_result(None))  # type: ignore[arg-type]  # a wake-up only
@@ -72,7 +70,7 @@ class ActorFuture(Future[T], Generic[T]):
             error = self._source.exception(timeout)
         return None if error is None else translate(error, *self._names)
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, object, T]:
         """Wait without blocking the running asyncio loop; an interrupt reaches the actors, as with `get`."""
         try:
             with context().waiting_for(self._source.name_in_chain, None):
@@ -95,9 +93,9 @@ class Stream(Generic[T]):
         self._parts: list[_Part[T]] = [_Part(self) for _ in range(count)]
         self._come = 0
         self._given = 0
-        self.source: RequestFuture[ValueMesh[T]] | None = None
+        self.source: Answers | None = None
 
-    def begin(self, source: RequestFuture[ValueMesh[T]]) -> None:
+    def begin(self, source: Answers) -> None:
         """The call has been made."""
         self.source = source
         source.add_done_callback(self._on_end)
@@ -110,7 +108,7 @@ class Stream(Generic[T]):
         part.rank, part.failure = rank, None if ok else failure
         part.set_result(None)  # type: ignore[arg-type]  # a wake-up only
 
-    def _on_end(self, source: Future[Any]) -> None:
+    def _on_end(self, source: Future[Values]) -> None:
         """All have answered; or none will, since the mesh was stopped, say."""
         with self._lock:
             left, self._come = self._parts[self._come :], len(self._parts)
@@ -174,6 +172,6 @@ class _Part(Future[T], Generic[T]):
         return None
 
 
-def only_value(values: ValueMesh[Any]) -> Any:
+def only_value(values: ValueMesh[T]) -> T:
     """The value of the one member."""
     return values.values()[0]

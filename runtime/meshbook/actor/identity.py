@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
-from meshbook.actor.router import Address, Router, router_for
+from meshbook.actor.router import Address, Answers, Router, router_for
 from meshbook.actor.signatures import ActorClass
 from meshbook.actor.supervision import MeshFailure, join_failures
-from meshbook.calls.call import RequestFuture
 from meshbook.calls.request import CallRequest, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
@@ -43,7 +43,7 @@ class ActorIdentity:
         self.faults: deque[MeshFailure] = deque()
         """What failed for which nobody waited, to be told at the next use."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)
         return _find_group, (*own, self.members, self.generation)
 
@@ -74,7 +74,7 @@ class ActorIdentity:
         reply: bool = True,
         fail_fast: bool = True,
         on_reply: OnReply | None = None,
-    ) -> RequestFuture[Any]:
+    ) -> Answers:
         """Call an endpoint; without a reply what fails is told to the owner.
 
         Raises: ProcsStoppedError, ActorLostError where a process is known to have ended.
@@ -105,12 +105,19 @@ class ActorIdentity:
             raise UnhandledFault("\n".join(fault.report() for fault in join_failures(faults)))
 
 
+View: TypeAlias = str | Members
+"""How an actor finds its place among those that are called (`name_view`)."""
+
 _groups: dict[tuple[str, int], ActorIdentity] = {}
 """Those that were spawned here, so that references which come back know what became of them."""
 
 
-def _find_group(session: str, mesh: int, mesh_name: str, mailbox: int, *rest: Any) -> ActorIdentity:
-    return _groups.get((session, mailbox)) or ActorIdentity(session, mesh, mesh_name, mailbox, *rest)
+def _find_group(
+    session: str, mesh: int, mesh_name: str, mailbox: int, name: str, cls: ActorClass, members: Members, generation: int
+) -> ActorIdentity:
+    return _groups.get((session, mailbox)) or ActorIdentity(
+        session, mesh, mesh_name, mailbox, name, cls, members, generation
+    )
 
 
 def groups_on(session: str, mesh: int) -> list[ActorIdentity]:
@@ -134,11 +141,11 @@ def forget_group(group: ActorIdentity) -> None:
     _groups.pop((group.session, group.mailbox), None)
 
 
-def argument_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def argument_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
     """What a person calls each argument, for an error that says which one is at fault."""
     return {**{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
 
 
-def name_view(members: Members) -> str | Members:
+def name_view(members: Members) -> View:
     """How an actor finds its place among those that are called: labels suffice for an affine view."""
     return ",".join(members.labels) if isinstance(members, Region) else members

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from meshbook.formatting import format_some_ranks
 
@@ -29,19 +29,6 @@ class ActorState(NamedTuple):
     """The line that it is at: ``cell 7, line 3``."""
     broken: bool
     """Whether its constructor failed."""
-
-
-def states_from(answers: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[ActorState]:
-    """From the answers to the query ``actors``; ordered by name, then by rank."""
-    states = [
-        ActorState(
-            rank, told["mailbox"], told["name"], told["class"], told["queued"], tuple(told["doing"]), told["busy_s"],
-            told["where"], told["broken"],
-        )
-        for rank, actors in answers.items()
-        for told in actors
-    ]  # fmt: skip
-    return sorted(states, key=lambda state: (state.name, state.mailbox, state.rank))
 
 
 def actor_table(states: Iterable[ActorState]) -> str:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from meshbook.actor.router import Place, Router, current_router, router_for
 from meshbook.calls.answer import Outcome
@@ -57,7 +57,7 @@ class Port(Generic[R]):
             what = "the value"
             router.call(CallRequest(endpoint, members, pickled, what, mesh, self._mailbox, generation, reply=False))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Port, (self._session, tuple(self._place), self._mailbox)
 
     def __repr__(self) -> str:
@@ -101,6 +101,22 @@ class PortReceiver(Generic[R]):
         if asked is not None:
             asked.set_result(load)
 
+    def loader(self, endpoint: str, load_args: LoadArgs) -> Callable[[], R]:
+        """Make what builds the value of a message, once."""
+        lock = threading.Lock()
+        loaded: list[R] = []
+
+        def load() -> R:
+            with lock:
+                if not loaded:
+                    (value,), _ = load_args()
+                    loaded.append(value)
+            if endpoint == "exception" and isinstance(error := loaded[0], BaseException):
+                raise error
+            return loaded[0]
+
+        return load
+
 
 def _run(load: Callable[[], R]) -> R:
     return load()
@@ -110,17 +126,17 @@ class Channel(Generic[R]):
     """A port together with its receiver."""
 
     @staticmethod
-    def open(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
+    def open(once: bool = False) -> tuple[Port[R], PortReceiver[R]]:
         """Make a port of this process. once: it takes a single message.
 
         It closes when its receiver is let go of.
         """
         router = current_router()
-        receiver: PortReceiver[Any] = PortReceiver()
+        receiver: PortReceiver[R] = PortReceiver()
         return make_port(router, receiver, once=once), receiver
 
 
-def make_port(router: Router, receiver: PortReceiver[Any], *, once: bool = False) -> Port[Any]:
+def make_port(router: Router, receiver: PortReceiver[R], *, once: bool = False) -> Port[R]:
     """A port whose messages ``receiver`` gets."""
     id = router.new_mailbox()
     wanted = weakref.ref(receiver)
@@ -129,7 +145,7 @@ def make_port(router: Router, receiver: PortReceiver[Any], *, once: bool = False
     def on_message(call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         to = wanted()
         if to is not None:
-            to.take(_loader(call.endpoint, load_args))
+            to.take(to.loader(call.endpoint, load_args))
         if once:
             mailboxes.close(id, "the port was for one message")
         if call.reply or to is None:  # nobody will load it: it is let go of
@@ -138,22 +154,6 @@ def make_port(router: Router, receiver: PortReceiver[Any], *, once: bool = False
     mailboxes.open(id, on_message)
     weakref.finalize(receiver, mailboxes.close, id, "its receiver is gone").atexit = False
     return Port(router.session, router.place, id)
-
-
-def _loader(endpoint: str, load_args: LoadArgs) -> Callable[[], Any]:
-    lock = threading.Lock()
-    loaded: list[Any] = []
-
-    def load() -> Any:
-        with lock:
-            if not loaded:
-                (value,), _ = load_args()
-                loaded.append(value)
-        if endpoint == "exception":
-            raise loaded[0]
-        return loaded[0]
-
-    return load
 
 
 class ResponsePort(Port[R]):
@@ -170,7 +170,7 @@ class ResponsePort(Port[R]):
     def exception(self, error: BaseException) -> None:
         self._reply(self._fail(error))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Passed on, it is a port of this process that passes on what it gets."""
         self.passed_on = True
         router = current_router()
@@ -184,7 +184,7 @@ class ResponsePort(Port[R]):
 class _Forwarder(PortReceiver[R]):
     """Hands the first message of a port over to another."""
 
-    _kept: set[Any] = set()
+    _kept: set[object] = set()
     """Until their message has come, since nobody else holds them."""
 
     def __init__(self, port: Port[R]) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from meshbook.actor.actor_mesh import spawn_actors
-from meshbook.actor.router import current_router, router_for
-from meshbook.actor.this_worker import this_worker
+from meshbook.actor.futures import ActorFuture, only_value
+from meshbook.actor.ports import one_member
+from meshbook.actor.router import ROOT, TActor, current_router, is_rank, router_for
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
 from meshbook.formatting import format_sizes
 from meshbook.shape.members import Members, Region
 from meshbook.shape.view import MeshView
-
-TActor = TypeVar("TActor")
+from meshbook.values.pickling import dumps
 
 
 class ProcRef(MeshView):
@@ -28,11 +30,10 @@ class ProcRef(MeshView):
     def _part(self, members: Members) -> ProcRef:
         return ProcRef(self.session, self.id, self.name, members, self._generation)
 
-    def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
+    def spawn(self, name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> TActor:
         """Make an actor in every process, as `ProcMesh.spawn` does; the actor that runs now is their owner."""
         router = router_for(self.session)
-        actors: Any = spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
-        return actors  # type: ignore[no-any-return]
+        return spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
 
     @property
     def is_stopped(self) -> bool:
@@ -42,28 +43,37 @@ class ProcRef(MeshView):
     def stop(self, reason: str = "stopped by an actor") -> Future[None]:
         """End every process of the mesh, views included; done when none is left. Idempotent."""
         self._stopped = True
-        return router_for(self.session).stop_procs(self)
+        return ask_controller("stop_procs", (self,), {}, "procs")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)
 
     def __repr__(self) -> str:
         return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}), as a rank knows it'
 
 
-def find_procs(session: str, mesh: int, name: str, members: Members, generation: int) -> Any:
+def find_procs(session: str, mesh: int, name: str, members: Members, generation: int) -> MeshView:
     """The mesh of processes that a reference means."""
     return router_for(session).procs(session, mesh, name, members, generation)
 
 
+def ask_controller(
+    endpoint: str, args: tuple[object, ...], kwargs: Mapping[str, object], name: str
+) -> ActorFuture[Any]:
+    """On a rank: ask the process that drives the meshes (`meshbook.mesh.actor_services`) for something."""
+    what = f"{name}.{endpoint}"
+    pickled = dumps((args, dict(kwargs)), what=what)
+    source = current_router().call(CallRequest(endpoint, one_member(0), pickled, what, mailbox=ROOT))
+    return ActorFuture(source, only_value, name, endpoint)
+
+
 def this_proc() -> ProcRef:
     """The process in which this runs, as a mesh without axes. Raises: UsageError outside of the ranks of a mesh."""
-    if this_worker() is None:
+    if not is_rank():
         raise UsageError(
             "this_proc() is the process of an actor, or of a cell on ranks; this one is no rank of a mesh. "
             'Start one: this_host().spawn_procs(per_host={"procs": 1}).'
         )
     router = current_router()
     place = router.place
-    procs: ProcRef = router.procs(router.session, place.mesh, "", Region.build(place.rank, []), place.generation)
-    return procs
+    return ProcRef(router.session, place.mesh, "", Region.build(place.rank, []), place.generation)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from meshbook.actor.decorators import EndpointMethod
 from meshbook.actor.errors import ActorError, ReloadError
@@ -20,7 +19,7 @@ RELOAD = "__reload__"
 """The endpoint of every actor that takes a class."""
 
 
-def newest_class(name: str) -> Any:
+def newest_class(name: str) -> type:
     """The class of this name as the notebook has it now. Raises: UsageError."""
     found = vars(sys.modules["__main__"]).get(name)
     if not isinstance(found, type):
@@ -28,7 +27,7 @@ def newest_class(name: str) -> Any:
     return found
 
 
-def swap_class(actor: Any, new: type, waiting: Iterable[str], *, has_loop: bool) -> None:
+def swap_class(actor: object, new: type, waiting: Iterable[str], *, has_loop: bool) -> None:
     """Make ``actor`` one of ``new``. waiting: the endpoints whose calls wait. has_loop: whether it may have async ones.
 
     Raises: ReloadError, and nothing has changed then.
@@ -66,7 +65,7 @@ def _bases(cls: type) -> list[tuple[str, str]]:
     return [(base.__module__, base.__qualname__) for base in cls.__mro__[1:]]
 
 
-def _slots(cls: type) -> list[Any]:
+def _slots(cls: type) -> list[object]:
     return [vars(base).get("__slots__") for base in cls.__mro__]
 
 

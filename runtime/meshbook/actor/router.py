@@ -6,8 +6,8 @@ mail lane of the worker, in the notebook the controller of the session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import Mailboxes
@@ -17,9 +17,14 @@ from meshbook.concurrency.future import Future
 from meshbook.errors import RanksLeft, UsageError
 from meshbook.shape.generations import AS_NOW, GONE, Moves, arranged_now, ranks_now
 from meshbook.shape.members import Members
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.shape.view import MeshView
 
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
+    from meshbook.actor.supervision import MeshFailure
+
+TActor = TypeVar("TActor")
 
 WATCH = "__watch__"
 """The endpoint of every actor that answers when it has ended; unless its process ends, which the caller is told."""
@@ -80,6 +85,11 @@ def find_now(moves: Moves, members: Members, generation: int, *, partly: bool = 
     return Address(arranged_now(members, now), len(moves), members)
 
 
+Values: TypeAlias = ValueMesh[Any]
+Answers: TypeAlias = RequestFuture[Values]
+"""What members answer: of whatever type the endpoint gives, which its caller knows."""
+
+
 class Router(Protocol):
     """What references need of their process."""
 
@@ -101,23 +111,19 @@ class Router(Protocol):
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         """Where the processes are that are meant (`find_now`). Raises: RanksLeft, MeshStoppedError."""
 
-    def call(self, request: CallRequest) -> RequestFuture[Any]:
+    def call(self, request: CallRequest) -> Answers:
         """Call a mailbox, with a generation as `find` gave it. Raises: MeshStoppedError, WorkerLost."""
 
     @property
-    def supervisor(self) -> Port[Any] | None:
+    def supervisor(self) -> Port[MeshFailure] | None:
         """Where failures of what is spawned here are told."""
 
-    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def get_or_spawn(
+        self, name: str, cls: type[TActor], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Future[TActor]:
         """The one actor of this name in the session."""
 
-    def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
-        """Start processes on the host of this process."""
-
-    def stop_procs(self, procs: Any) -> Future[None]:
-        """End the processes that a reference of this process means."""
-
-    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> Any:
+    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> MeshView:
         """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""
 
 
@@ -143,6 +149,11 @@ def add_router(session: str, router: Router) -> None:
 def remove_router(session: str) -> None:
     """The session has ended, or was left."""
     _routers.pop(session, None)
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank of a mesh."""
+    return _takes_all
 
 
 def current_router() -> Router:

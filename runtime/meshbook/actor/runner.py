@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import Token
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from meshbook.actor.belongings import Belongings
 from meshbook.actor.context import ActorInstance, Context, current_context
 from meshbook.actor.decorators import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, cause_of
 from meshbook.actor.inbox import Inbox, InboxMessage
+from meshbook.actor.listing import ActorState
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.reload import RELOAD, has_async_endpoints, swap_class
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
@@ -69,7 +70,7 @@ class ActorEnvironment(Protocol):
     def mesh_name(self) -> str:
         """The name of its mesh."""
 
-    def port_to(self, mailbox: int) -> Port[Any]:
+    def port_to(self, mailbox: int) -> Port[MeshFailure]:
         """Reaches a mailbox of this process from anywhere."""
 
     def tell_owner(self, host: ActorRunner, failure: MeshFailure) -> None:
@@ -84,7 +85,7 @@ class _Handling:
 
     __slots__ = ("call", "context", "since", "task")
 
-    def __init__(self, call: wire.Call, task: asyncio.Task[Any] | None) -> None:
+    def __init__(self, call: wire.Call, task: asyncio.Task[bool] | None) -> None:
         self.call, self.task, self.since = call, task, time.monotonic()
         self.context: Context | None = None
         """Once user code runs."""
@@ -96,23 +97,23 @@ class ActorRunner:
     def __init__(self, environment: ActorEnvironment, mailbox: int, name: str) -> None:
         self.mailbox, self.name = mailbox, name
         self.class_name = ""
-        self.owner: Port[Any] | None = None
+        self.owner: Port[MeshFailure] | None = None
         """Who is told of failures."""
         self.current: dict[int, _Handling] = {}
         """Messages that are being handled, by serial."""
-        self.mesh: ActorMesh[Any] | None = None
+        self.mesh: ActorMesh[object] | None = None
         """All actors that were spawned together with this one."""
         self._environment = environment
         self._inbox = Inbox()
-        self._actor: Any = None
+        self._actor: object = None
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
         self._made: Future[Outcome] = Future()
         self._beside: set[asyncio.Task[bool]] = set()
         """What runs beside other messages."""
-        self._declared: dict[str, Any] = {}
+        self._declared: dict[str, object] = {}
         """What the class has under the names of endpoints, as it is declared there."""
-        self._promised: dict[int, tuple[InboxMessage, ResponsePort[Any]]] = {}
+        self._promised: dict[int, tuple[InboxMessage, ResponsePort[object]]] = {}
         """Messages whose answer is to come on their response port, by serial."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._why_ended = ""
@@ -183,20 +184,21 @@ class ActorRunner:
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, object]:
-        """Plain data: what it is, what it does, and since when."""
+    def state(self) -> ActorState:
+        """What it is, what it does, and since when."""
         running = list(self.current.values())
         oldest = min((handling.since for handling in running), default=None)
-        return {
-            "mailbox": self.mailbox,
-            "name": self.name,
-            "class": self.class_name,
-            "queued": len(self._inbox.waiting()),
-            "doing": [handling.call.endpoint for handling in running],
-            "where": users_place(frame_of(self.thread.ident)) if running else "",
-            "busy_s": time.monotonic() - oldest if oldest is not None else 0.0,
-            "broken": self._broken is not None,
-        }
+        return ActorState(
+            self._environment.rank,
+            self.mailbox,
+            self.name,
+            self.class_name,
+            queued=len(self._inbox.waiting()),
+            doing=tuple(handling.call.endpoint for handling in running),
+            busy_s=time.monotonic() - oldest if oldest is not None else 0.0,
+            where=users_place(frame_of(self.thread.ident)) if running else "",
+            broken=self._broken is not None,
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -315,14 +317,14 @@ class ActorRunner:
         declared = self._declaration(message.call.endpoint)
         return isinstance(declared, EndpointMethod) and declared.concurrent
 
-    def _declaration(self, endpoint: str) -> Any:
+    def _declaration(self, endpoint: str) -> object:
         declared = self._declared.get(endpoint)
         if declared is None:
             declared = inspect.getattr_static(type(self._actor), endpoint, None)
             self._declared[endpoint] = declared
         return declared
 
-    async def _answer(self, message: InboxMessage, handle: Coroutine[Any, Any, Outcome | None]) -> bool:
+    async def _answer(self, message: InboxMessage, handle: Coroutine[object, None, Outcome | None]) -> bool:
         """Run ``handle``, in which an interrupt may be raised, and reply. Returns False if it was dropped before.
 
         The message is among those that are handled before it ceases to wait, so whoever cancels it finds it.
@@ -407,12 +409,12 @@ class ActorRunner:
         finally:
             current_context.reset(before)
 
-    async def _value_of(self, value: Awaitable[Any]) -> Any:
+    async def _value_of(self, value: Awaitable[T]) -> T:
         return await value if self._loop is not None else asyncio.run(_await(value))
 
-    def _promise(self, message: InboxMessage) -> Port[Any]:
+    def _promise(self, message: InboxMessage) -> Port[object]:
         reply = functools.partial(self._keep_promise, message)
-        port: ResponsePort[Any] = ResponsePort(reply, functools.partial(self._failed, message))
+        port: ResponsePort[object] = ResponsePort(reply, functools.partial(self._failed, message))
         self._promised[message.serial] = message, port
         return port
 
@@ -472,7 +474,7 @@ def point_of(rank: int, call: wire.Call, view: str | Members) -> Point:
     return view.point(rank)
 
 
-def _run_through(coroutine: Coroutine[Any, Any, T]) -> T:
+def _run_through(coroutine: Coroutine[object, None, T]) -> T:
     """Run a coroutine that waits for nothing an event loop would have to bring about."""
     try:
         coroutine.send(None)
@@ -482,5 +484,5 @@ def _run_through(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("it waits, and there is no event loop")
 
 
-async def _await(awaitable: Awaitable[Any]) -> Any:
+async def _await(awaitable: Awaitable[T]) -> T:
     return await awaitable

@@ -6,9 +6,9 @@ It travels with references, so that wrong arguments are told to the caller also 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshbook.actor.decorators import Actor, EndpointMethod
 from meshbook.actor.errors import ArgumentsError
@@ -31,7 +31,7 @@ class EndpointInfo:
     ) -> None:
         self.name, self.concurrent, self.wants_port, self.params, self.doc = name, concurrent, wants_port, params, doc
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return EndpointInfo, (self.name, self.concurrent, self.wants_port, self.params, self.doc)
 
     @cached_property
@@ -47,7 +47,7 @@ class EndpointInfo:
             ]
         )
 
-    def check(self, actor: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def check(self, actor: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Raises: ArgumentsError if they do not fit."""
         signature = self.signature
         if signature is None:
@@ -74,7 +74,7 @@ class ActorClass(NamedTuple):
     """Public methods that are no endpoints."""
 
 
-def describe_class(cls: Any, reserved: frozenset[str]) -> ActorClass:
+def describe_class(cls: object, reserved: frozenset[str]) -> ActorClass:
     """What its meshes need to know. reserved: names that endpoints cannot have.
 
     Raises: UsageError for what is no class of actors.
@@ -98,14 +98,14 @@ def describe_class(cls: Any, reserved: frozenset[str]) -> ActorClass:
     return ActorClass(cls.__qualname__, endpoints, tuple(methods))
 
 
-def _describe_endpoint(cls: type, name: str, declared: EndpointMethod[..., Any]) -> EndpointInfo:
+def _describe_endpoint(cls: type, name: str, declared: EndpointMethod[..., object]) -> EndpointInfo:
     method = declared.method
     doc = (method.__doc__ or "").strip().partition("\n")[0]
     params = params_of(method, skip=2 if declared.explicit_response_port else 1)
     return EndpointInfo(name, declared.concurrent, declared.explicit_response_port, params, doc)
 
 
-def params_of(function: Any, *, skip: int) -> tuple[Param, ...] | None:
+def params_of(function: Callable[..., object], *, skip: int) -> tuple[Param, ...] | None:
     """Its parameters without the first ``skip``; None where Python does not know them."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -118,9 +118,9 @@ def params_of(function: Any, *, skip: int) -> tuple[Param, ...] | None:
     return tuple(Param(p.name, int(p.kind), p.default is not p.empty) for p in parameters)
 
 
-def check_construction(cls: type, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_construction(cls: type, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Whether ``__init__`` takes these arguments. Raises: ArgumentsError."""
-    init: Any = inspect.getattr_static(cls, "__init__")
+    init = inspect.getattr_static(cls, "__init__")
     if init is object.__init__:
         if args or kwargs:
             raise ArgumentsError(f'{cls.__qualname__} ("{name}") takes no arguments: it has no __init__.')

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.concurrency.background import SerialQueue
 from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
@@ -36,7 +36,7 @@ JOIN_S = 0.1
 class MeshFailure:
     """What failed on a mesh of actors, where nobody waited for an answer."""
 
-    def __init__(self, mesh: ActorMesh[Any], what: str, failures: Iterable[Failure]) -> None:
+    def __init__(self, mesh: ActorMesh[object], what: str, failures: Iterable[Failure]) -> None:
         """mesh: whose owner is told. what: failed, as in ``loaders.read``; perhaps of actors that ``mesh`` owns."""
         self.mesh, self.what = mesh, what
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
@@ -76,14 +76,14 @@ class MeshFailure:
             lines += [f"  {line}" for part in group[0].traceback for line in name_cells(part).splitlines()]
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return MeshFailure, (self.mesh, self.what, [failure._replace(exception=None) for failure in self.failures])
 
     def __repr__(self) -> str:
         causes = "; ".join(_cause(group) for group in group_failures(self.failures))
         return f"MeshFailure({self.what}: {causes})"
 
-    def pass_on(self, mesh: ActorMesh[Any]) -> MeshFailure:
+    def pass_on(self, mesh: ActorMesh[object]) -> MeshFailure:
         """The same for the owner of ``mesh``, whose actors did not handle it."""
         return MeshFailure(mesh, self.what, self.failures)
 
@@ -156,7 +156,7 @@ class FaultJoiner:
     def __init__(self) -> None:
         self._hooks = SerialQueue()
         self._lock = threading.Lock()
-        self._joined: dict[tuple[ActorMesh[Any], str], MeshFailure] = {}
+        self._joined: dict[tuple[ActorMesh[object], str], MeshFailure] = {}
 
     def take(self, failure: MeshFailure) -> None:
         """One has come. On any thread; returns at once."""
@@ -172,7 +172,7 @@ class FaultJoiner:
             timer.daemon = True
             timer.start()
 
-    def _tell(self, key: tuple[ActorMesh[Any], str]) -> None:
+    def _tell(self, key: tuple[ActorMesh[object], str]) -> None:
         with self._lock:
             failure = self._joined.pop(key)
         if (observer := _observer) is not None:

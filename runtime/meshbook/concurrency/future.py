@@ -60,6 +60,13 @@ class Future(Generic[T]):
         self._on_cancel, self._on_timeout = on_cancel, on_timeout
         self._generation = forks.generation
 
+    @classmethod
+    def completed(cls, value: T) -> Future[T]:
+        """Return a future that has its result."""
+        future: Future[T] = Future()
+        future.set_result(value)
+        return future
+
     # ---- for whoever has the answer ------------------------------------------------------------------------
 
     def set_result(self, value: T) -> bool:

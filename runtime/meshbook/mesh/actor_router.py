@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from typing import Any
 
 from meshbook.actor.actor_mesh import ActorMesh
 from meshbook.actor.identity import groups_on
 from meshbook.actor.ports import Port
-from meshbook.actor.router import ROOT, SUPERVISOR, Address, Place, find_now
+from meshbook.actor.router import ROOT, SUPERVISOR, Address, Answers, Place, TActor, find_now
 from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
-from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import LoadArgs, Mailboxes, ReplyTo
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.background import run_in_background
@@ -44,7 +41,7 @@ class ControllerRouter:
         return self._controller.mailboxes
 
     @property
-    def supervisor(self) -> Port[Any]:
+    def supervisor(self) -> Port[MeshFailure]:
         return Port(self.session, self.place, SUPERVISOR)
 
     def _on_fault(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
@@ -65,7 +62,7 @@ class ControllerRouter:
         self._owned.owner_lost(mesh, lost.ranks)
         for group in groups_on(self.session, mesh.id):
             if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
-                actors: ActorMesh[Any] = ActorMesh(group, group.members)
+                actors: ActorMesh[object] = ActorMesh(group, group.members)
                 self._faults.take(MeshFailure(actors, group.name, failures_of(lost)))
 
     @property
@@ -79,7 +76,7 @@ class ControllerRouter:
     def new_mailbox(self) -> int:
         return self._controller.next_id()
 
-    def call(self, request: CallRequest) -> RequestFuture[Any]:
+    def call(self, request: CallRequest) -> Answers:
         mesh = self._find(request.mesh, request.generation)
         source = self._controller.front_end.output_source if request.reply else None
         output = source(ProcMesh(self._controller, mesh, Region.of(mesh.extent))) if source else None
@@ -88,19 +85,10 @@ class ControllerRouter:
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         return find_now(self._find(mesh).moves, members, generation, partly=partly)
 
-    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(self._root.get_or_spawn(name, cls, args, kwargs))
-        return done
-
-    def spawn_procs(self, per_host: Mapping[str, int], options: Mapping[str, Any]) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(self._root.spawn_procs(self.place, per_host, options))
-        return done
-
-    def stop_procs(self, procs: Any) -> Future[None]:
-        stopped: Future[None] = procs.stop()
-        return stopped
+    def get_or_spawn(
+        self, name: str, cls: type[TActor], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Future[TActor]:
+        return Future.completed(self._root.get_or_spawn(name, cls, args, kwargs))
 
     def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> ProcMesh:
         known = self._find(mesh)

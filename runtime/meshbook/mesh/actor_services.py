@@ -9,9 +9,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from meshbook.actor.router import Place
+from meshbook.actor.router import Place, TActor
 from meshbook.calls.answer import Outcome
 from meshbook.calls.incoming import refusal
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
@@ -30,15 +30,15 @@ SINGLE = "controllers"
 class ControllerServices:
     """Of one controller. spawn_procs: starts processes on the host of a place."""
 
-    def __init__(self, spawn_procs: Callable[[Place, Mapping[str, int], Mapping[str, Any]], ProcMesh]) -> None:
+    def __init__(self, spawn_procs: Callable[[Place, Mapping[str, int], Mapping[str, object]], ProcMesh]) -> None:
         self.spawn_procs = spawn_procs
         self.on_owned: Callable[[Place, ProcMesh], None] = lambda place, procs: None
         """Told of processes that an actor in the process at that place has started."""
         self._lock = threading.Lock()
         self._procs: ProcMesh | None = None
-        self._singles: dict[str, ActorMesh[Any]] = {}
+        self._singles: dict[str, ActorMesh[object]] = {}
 
-    def get_or_spawn(self, name: str, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActorMesh[Any]:
+    def get_or_spawn(self, name: str, cls: type[TActor], args: tuple[object, ...], kwargs: dict[str, object]) -> TActor:
         """The one actor of this name; made now if there is none, or not any more."""
         with self._lock:
             if self._procs is None or not self._procs.alive or self._procs.lost:
@@ -49,11 +49,10 @@ class ControllerServices:
                 self._procs = self.spawn_procs(Place(0, 0), {}, options)
             found = self._singles.get(name)
             if found is not None and not found.is_stopped:
-                return found
-            made: Any = self._procs.spawn(name, cls, *args, **kwargs)
-            self._singles[name] = made
-            actors: ActorMesh[Any] = made
-            return actors
+                return cast(TActor, found)
+            made = self._procs.spawn(name, cls, *args, **kwargs)
+            self._singles[name] = cast("ActorMesh[object]", made)
+            return made
 
     def handle(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         """Answer a question that a rank asks."""

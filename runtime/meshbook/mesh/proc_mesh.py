@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from meshbook.actor.actor_mesh import spawn_actors
-from meshbook.actor.listing import ActorState, states_from
+from meshbook.actor.listing import ActorState
 from meshbook.actor.proc_ref import find_procs
 from meshbook.actor.router import router_for
 from meshbook.calls.call import CallFuture
@@ -357,8 +357,9 @@ class ProcMesh(MeshView):
         return actors  # type: ignore[no-any-return]
 
     def actors(self) -> list[ActorState]:
-        """What the members' actors are doing, now."""
-        return states_from(self.ask("actors"))
+        """What the members' actors are doing, now; ordered by name, then by rank."""
+        states = [state for told in self.ask_for(list[ActorState], "actors").values() for state in told]
+        return sorted(states, key=lambda state: (state.name, state.mailbox, state.rank))
 
     def new_output_id(self) -> int:
         """A number for an `OutputTarget`."""
@@ -528,9 +529,7 @@ class ProcMesh(MeshView):
         if self._mesh.owns_hosts:
             self._mesh.owns_hosts = False
             self._controller.stop_hosts(self._mesh.hosts, timeout_s)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return Future.completed(None)
 
     def _explain_slow_stop(self) -> None:
         """Not all processes are known to have ended. Raises: MeshError, unless their hosts are ended by force."""

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actor.errors import ActorStuckError
+from meshbook.actor.listing import ActorState
 from meshbook.actor.ports import Port
 from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH, Place
 from meshbook.actor.runner import ActorRunner
@@ -72,8 +73,8 @@ class ActorRegistry:
         """In a forked child: the lock may be that of a thread which it lacks."""
         self._describing = threading.Lock()
 
-    def states(self) -> list[dict[str, object]]:
-        """What each actor is doing; plain data."""
+    def states(self) -> list[ActorState]:
+        """What each actor is doing."""
         return [host.state() for host in list(self._hosts.values())]
 
     @property

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from meshbook.actor.listing import ActorState
 from meshbook.calls.answer import Outcome
 from meshbook.calls.rank_state import Reaction, StatusAnswer
 from meshbook.errors import UsageError
@@ -278,8 +279,8 @@ def stacks(worker: Worker, all_threads: bool) -> RankTold:
     return progress(worker)._replace(threads=read_threads(worker, all_threads))
 
 
-def actors(worker: Worker) -> list[dict[str, object]]:
-    """What the actors of the rank are doing, as `meshbook.actor.runner.ActorRunner.state` tells it."""
+def actors(worker: Worker) -> list[ActorState]:
+    """What the actors of the rank are doing."""
     return worker.registry.states()
 
 

@@ -30,7 +30,6 @@ from typing import Any
 import msgspec
 
 from meshbook.actor.router import set_own_router
-from meshbook.actor.this_worker import set_worker
 from meshbook.calls.answer import Outcome, pack_failure
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import hide_from_debuggers, run_in_background
@@ -419,7 +418,6 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
             os.dup2(source, target)
             os.close(source)
         worker = Worker(shell, call_fd, urgent_fd, mail_fd)
-        set_worker(worker)
         router = WorkerRouter(worker)
         set_own_router(lambda: router, takes_all=True)
         worker.begin()

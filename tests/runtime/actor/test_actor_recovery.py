@@ -11,6 +11,7 @@ from patience import wait_until
 
 from meshbook import ProcMesh
 from meshbook.actor import ActorError, ActorMesh
+from meshbook.actor.listing import ActorState
 from meshbook.calls.output import Notice, OutputTarget
 from meshbook.errors import CallInterrupted
 from meshbook.mesh.driven import set_output_source
@@ -19,7 +20,8 @@ PROVE = "proof = torch.ones(1)\ndist.all_reduce(proof)\nint(proof)"
 
 
 def is_idle(learners: ActorMesh, procs: ProcMesh) -> bool:
-    return all(not actor["doing"] for states in procs.ask("actors", timeout_s=5).values() for actor in states)
+    states = procs.ask_for(list[ActorState], "actors", timeout_s=5)
+    return all(not actor.doing for each in states.values() for actor in each)
 
 
 @pytest.mark.parametrize("cls", [Learner, AsyncLearner])

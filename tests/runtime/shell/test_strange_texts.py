@@ -86,8 +86,9 @@ def test_what_is_shown_may_have_any_kind_of_content(mesh4: ProcMesh) -> None:
 def test_a_rank_that_shows_garbage_costs_nobody_anything(mesh4: ProcMesh) -> None:
     events: list[OutputEvent] = []
     code = (
-        "from meshbook.wire import messages as wire\nfrom meshbook.actor.this_worker import this_worker\n"
-        "this_worker().calls.send(wire.DisplayData(wire.OWN_RANK, this_worker()._output, False, False), [b'\\xc1'])"
+        "from meshbook.wire import messages as wire\nfrom meshbook.actor.router import current_router\n"
+        "worker = current_router().worker\n"
+        "worker.calls.send(wire.DisplayData(wire.OWN_RANK, worker._output, False, False), [b'\\xc1'])"
     )
     mesh4.start_cell(code, on_output=events.append).future.get(10)
     said = [event.text for event in events if isinstance(event, StreamText)]

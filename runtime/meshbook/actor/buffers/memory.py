@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from meshbook.actor.errors import BufferKindError
+
+if TYPE_CHECKING:
+    import torch
+
+
+Piece: TypeAlias = "npt.NDArray[np.uint8]"
+"""Bytes of a buffer."""
 
 
 class Memory(NamedTuple):
@@ -19,7 +28,7 @@ class Memory(NamedTuple):
     writable: bool
     keep: object
 
-    def view(self, offset: int = 0, size_bytes: int | None = None) -> Any:
+    def view(self, offset: int = 0, size_bytes: int | None = None) -> Piece:
         """An array of bytes over it, which does not keep it."""
         size_bytes = self.size_bytes - offset if size_bytes is None else size_bytes
         run = (ctypes.c_ubyte * size_bytes).from_address(self.address + offset)
@@ -33,7 +42,7 @@ def memory_of(value: object, what: str) -> Memory:
 
     what: how an error names the value. Raises: BufferKindError.
     """
-    torch: Any = sys.modules.get("torch")  # who has a tensor has imported it
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
     if torch is not None and isinstance(value, torch.Tensor):
         return _memory_of_tensor(value, what)
     try:
@@ -50,7 +59,7 @@ def memory_of(value: object, what: str) -> Memory:
     return Memory(array.ctypes.data, view.nbytes, not view.readonly, view)
 
 
-def _memory_of_tensor(tensor: Any, what: str) -> Memory:
+def _memory_of_tensor(tensor: torch.Tensor, what: str) -> Memory:
     if tensor.device.type != "cpu":
         raise BufferKindError(
             f"{what} lies on {tensor.device}, where other processes cannot reach it: give a copy in host memory "
@@ -71,5 +80,5 @@ def _memory_of_tensor(tensor: Any, what: str) -> Memory:
     return Memory(address, size_bytes, True, tensor.detach())
 
 
-def _shape_error(what: str, kind: str, shape: Any, hint: str) -> str:
-    return f"{what} is {kind} of shape {tuple(shape)}; give one dim without gaps: {hint}."
+def _shape_error(what: str, kind: str, shape: Iterable[int] | None, hint: str) -> str:
+    return f"{what} is {kind} of shape {tuple(shape or ())}; give one dim without gaps: {hint}."

@@ -68,7 +68,7 @@ class KeptBuffer:
             raise BufferSizeError(f"bytes {offset} to {offset + size_bytes} of a buffer of {memory.size_bytes}")
         view = memory.view(offset, size_bytes)
         if streamed:
-            self._stream(memoryview(view), call.endpoint.removeprefix(STREAM), Rendezvous(*args[0]))
+            self._stream(view.data, call.endpoint.removeprefix(STREAM), Rendezvous(*args[0]))
             return None
         if call.endpoint == READ:
             return view.copy()  # what is packed into the reply may be dropped meanwhile

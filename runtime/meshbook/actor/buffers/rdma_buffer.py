@@ -6,11 +6,8 @@ weights.read_into(mine.view(-1)).get()            # anywhere, whatever the owner
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshbook.actor.buffers.memory import Memory, memory_of
 from meshbook.actor.buffers.owned import DROP, READ, WRITE, kept_buffers
-from meshbook.actor.buffers.process_vm import RemoteAddress
 from meshbook.actor.buffers.transfer import Transfer, TransferFuture, TransferTarget, ask
 from meshbook.actor.context import context
 from meshbook.actor.errors import BufferDroppedError, BufferKindError, BufferSizeError, SupervisionError
@@ -30,7 +27,7 @@ class RDMABuffer:
     the program to avoid.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: object) -> None:
         """data: a tensor in host memory, an array, a memoryview or a bytearray; one dim, without gaps.
 
         Raises: BufferKindError.
@@ -41,12 +38,8 @@ class RDMABuffer:
         place = router.place
         instance = context().actor_instance
         owner = instance.actor_id if instance.mailbox else _process(place)
-        self._set(
-            TransferTarget(router.session, place, kept.mailbox, memory.size_bytes, owner, kept.spot), memory.writable
-        )
-
-    def _set(self, target: TransferTarget, writable: bool) -> None:
-        self._target, self._writable = target, writable
+        self._target = TransferTarget(router.session, place, kept.mailbox, memory.size_bytes, owner, kept.spot)
+        self._writable = memory.writable
 
     def size(self) -> int:
         """The size of the buffer in bytes."""
@@ -57,7 +50,7 @@ class RDMABuffer:
         """The actor that made it (``main.trainers[3]``), or the process."""
         return self._target.owner
 
-    def read_into(self, dst: Any, *, timeout: float | None = None) -> TransferFuture:
+    def read_into(self, dst: object, *, timeout: float | None = None) -> TransferFuture:
         """Copy the whole buffer to the begin of ``dst``: memory as the constructor takes it, at least as large.
 
         timeout: seconds. Raises: BufferKindError, BufferSizeError, at once; the future: BufferDroppedError,
@@ -70,7 +63,7 @@ class RDMABuffer:
             self._misfit("dst has", memory, "at least as much")
         return self._begin(Transfer(self._target, memory, self.size(), READ, timeout))
 
-    def write_from(self, src: Any, *, timeout: float | None = None) -> TransferFuture:
+    def write_from(self, src: object, *, timeout: float | None = None) -> TransferFuture:
         """Copy ``src``, which is not larger, to the begin of the buffer. Otherwise as `read_into`."""
         memory = memory_of(src, "src")
         if not self._writable:
@@ -115,19 +108,16 @@ class RDMABuffer:
             f"{has} {memory.size_bytes} bytes, the buffer {self.size()}: give {needs}, or a slice of its memory."
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        target = self._target
-        return _restore, (*target[:1], tuple(target.place), *target[2:5], tuple(target.spot), self._writable)
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (self._target, self._writable)
 
     def __repr__(self) -> str:
         return f"RDMABuffer({format_bytes(self.size())} of {self.owner})"
 
 
-def _restore(
-    session: str, place: tuple[int, int, int], mailbox: int, size_bytes: int, owner: str, spot: Any, writable: bool
-) -> RDMABuffer:
+def _restore(target: TransferTarget, writable: bool) -> RDMABuffer:
     buffer = RDMABuffer.__new__(RDMABuffer)
-    buffer._set(TransferTarget(session, Place(*place), mailbox, size_bytes, owner, RemoteAddress(*spot)), writable)
+    buffer._target, buffer._writable = target, writable
     return buffer
 
 

@@ -7,16 +7,16 @@ import ctypes
 import os
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from meshbook.actor.buffers.memory import Memory
+from meshbook.actor.buffers.memory import Memory, Piece
 from meshbook.actor.buffers.owned import DROPPED, READ, STREAM, WRITE, kept_buffers
 from meshbook.actor.buffers.process_vm import SLICE_BYTES, NotDirect, RemoteAddress, access, copy
 from meshbook.actor.buffers.tcp import BufferListener, StreamError, UnreachableError, receive_all, send_all
 from meshbook.actor.errors import ActorLostError, BufferDroppedError
+from meshbook.actor.futures import only_value
 from meshbook.actor.ports import one_member
-from meshbook.actor.router import Place, router_for
-from meshbook.calls.call import RequestFuture
+from meshbook.actor.router import Answers, Place, router_for
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
@@ -179,7 +179,7 @@ class Transfer:
                 return not (broken and self._kind == READ)  # the owner knows what it has sent, not what has come
         return False
 
-    def _stream(self, listener: BufferListener, future: RequestFuture[Any]) -> None:
+    def _stream(self, listener: BufferListener, future: Answers) -> None:
         """Raises: OSError, StreamError, and what `finish` does once the owner has failed."""
 
         def look(done: int) -> None:
@@ -189,12 +189,12 @@ class Transfer:
 
         with listener.accept(look) as connection:
             move = receive_all if self._kind == READ else send_all
-            move(connection, memoryview(self._memory.view(0, self.size_bytes)), look)
+            move(connection, self._memory.view(0, self.size_bytes).data, look)
 
     def _by_mail(self) -> None:
         """In pieces, several under way at once. An empty one asks whether the buffer is there."""
         pieces = deque(range(0, max(self.size_bytes, 1), PIECE_BYTES))
-        asked: deque[tuple[int, int, RequestFuture[Any]]] = deque()
+        asked: deque[tuple[int, int, Answers]] = deque()
         while pieces or asked:
             while pieces and len(asked) < UNDER_WAY:
                 offset = pieces.popleft()
@@ -208,15 +208,16 @@ class Transfer:
                 raise self._late() from None
             self._check()
             if self._kind == READ:
+                assert value is not None
                 self._memory.view(offset, size_bytes)[:] = value
 
 
-def ask(target: TransferTarget, endpoint: str, args: tuple[Any, ...], timeout_s: float | None) -> Any:
+def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> Piece | None:
     """Have the owner do something. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
     return finish(target, begin(target, endpoint, args), timeout_s)
 
 
-def begin(target: TransferTarget, endpoint: str, args: tuple[Any, ...]) -> RequestFuture[Any]:
+def begin(target: TransferTarget, endpoint: str, args: tuple[object, ...]) -> Answers:
     """Ask the owner for something; `finish` waits for it."""
     what = f"{endpoint} of {target.name}"
     pickled = dumps((args, {}), what=what)
@@ -228,10 +229,11 @@ def begin(target: TransferTarget, endpoint: str, args: tuple[Any, ...]) -> Reque
         raise ActorLostError.of_worker(lost, "") from None
 
 
-def finish(target: TransferTarget, future: RequestFuture[Any], timeout_s: float | None) -> Any:
+def finish(target: TransferTarget, future: Answers, timeout_s: float | None) -> Piece | None:
     """Wait for what was asked for. Raises: as `ask`."""
     try:
-        return future.get(timeout_s).values()[0]
+        answer: Piece | None = only_value(future.get(timeout_s))
+        return answer
     except WorkerLost as lost:
         raise ActorLostError.of_worker(lost, "") from None
     except CallFailed as failed:
