@@ -6,12 +6,12 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 from meshbook.actor.decorators import Endpoint, P, R
 from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.futures import ActorFuture, Stream, only_value
-from meshbook.actor.identity import ActorIdentity, View, argument_names, name_view
+from meshbook.actor.identity import ActorIdentity, CalledView, argument_names, name_view
 from meshbook.actor.ports import Port
 from meshbook.actor.router import Address, Values
 from meshbook.actor.signatures import EndpointInfo
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 A = TypeVar("A")
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = Mapping[str, object]
 
 
 class ActorEndpoint(Generic[P, R]):
@@ -68,39 +70,28 @@ class ActorEndpoint(Generic[P, R]):
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call it on every actor without waiting; what fails is told to the owner of the actors."""
-        to = self._find()
-        self._post(to, name_view(to.members), args, kwargs, None)
+        self.post(args, kwargs, None, one=False)
 
-    def post(self, args: tuple[object, ...], kwargs: Mapping[str, object], port: Port[R] | None, one: bool) -> None:
+    def post(self, args: Args, kwargs: Kwargs, port: Port[R] | None, one: bool) -> None:
         """Call it on every actor, or on a random one, and have the answers sent to ``port``."""
         to = self._find()
-        self._post(_choose(to) if one else to, to.members if one else name_view(to.members), args, kwargs, port)
+        view = to.members if one else name_view(to.members)
+        pickled = self._pack(view, args, kwargs, port)
+        self._group.call(_choose(to) if one else to, self._info.name, pickled, reply=False)
 
     def _find(self) -> Address:
         self._group.check_usable()
         return self._group.find(self._members)
 
-    def _post(
-        self, to: Address, view: View, args: tuple[object, ...], kwargs: Mapping[str, object], port: Port[R] | None
-    ) -> None:
-        self._group.call(to, self._info.name, self._pack(view, args, kwargs, port), reply=False)
-
     def _call(
-        self,
-        to: Address,
-        view: View,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        make: Callable[[Values], T],
+        self, to: Address, view: CalledView, args: Args, kwargs: Kwargs, make: Callable[[Values], T]
     ) -> ActorFuture[T]:
         group, name = self._group, self._info.name
         pickled = self._pack(view, args, kwargs)
         group.called = True
         return ActorFuture(group.call(to, name, pickled), make, group.name, name)
 
-    def _pack(
-        self, view: View, args: tuple[object, ...], kwargs: Mapping[str, object], port: Port[R] | None = None
-    ) -> Pickled:
+    def _pack(self, view: CalledView, args: Args, kwargs: Kwargs, port: Port[R] | None = None) -> Pickled:
         self._info.check(self._group.name, args, kwargs)
         payload = ((view, port, *args), kwargs)
         try:
@@ -151,8 +142,8 @@ def _same(values: Values) -> Values:
 
 def send(
     endpoint: Endpoint[..., R],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
+    args: Args,
+    kwargs: Kwargs,
     port: Port[R] | None = None,
     selection: Literal["all", "choose"] = "all",
 ) -> None:

@@ -105,7 +105,7 @@ class ActorIdentity:
             raise UnhandledFault("\n".join(fault.report() for fault in join_failures(faults)))
 
 
-View: TypeAlias = str | Members
+CalledView: TypeAlias = str | Members
 """How an actor finds its place among those that are called (`name_view`)."""
 
 _groups: dict[tuple[str, int], ActorIdentity] = {}
@@ -146,6 +146,6 @@ def argument_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> di
     return {**{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
 
 
-def name_view(members: Members) -> View:
+def name_view(members: Members) -> CalledView:
     """How an actor finds its place among those that are called: labels suffice for an affine view."""
     return ",".join(members.labels) if isinstance(members, Region) else members

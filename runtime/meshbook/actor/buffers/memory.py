@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-Piece: TypeAlias = "npt.NDArray[np.uint8]"
+ByteArray: TypeAlias = "npt.NDArray[np.uint8]"
 """Bytes of a buffer."""
 
 
@@ -28,7 +28,7 @@ class Memory(NamedTuple):
     writable: bool
     keep: object
 
-    def view(self, offset: int = 0, size_bytes: int | None = None) -> Piece:
+    def view(self, offset: int = 0, size_bytes: int | None = None) -> ByteArray:
         """An array of bytes over it, which does not keep it."""
         size_bytes = self.size_bytes - offset if size_bytes is None else size_bytes
         run = (ctypes.c_ubyte * size_bytes).from_address(self.address + offset)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from meshbook.actor.buffers.memory import Memory, Piece
+from meshbook.actor.buffers.memory import ByteArray, Memory
 from meshbook.actor.buffers.owned import DROPPED, READ, STREAM, WRITE, kept_buffers
 from meshbook.actor.buffers.process_vm import SLICE_BYTES, NotDirect, RemoteAddress, access, copy
 from meshbook.actor.buffers.tcp import BufferListener, StreamError, UnreachableError, receive_all, send_all
@@ -212,7 +212,7 @@ class Transfer:
                 self._memory.view(offset, size_bytes)[:] = value
 
 
-def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> Piece | None:
+def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> ByteArray | None:
     """Have the owner do something. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
     return finish(target, begin(target, endpoint, args), timeout_s)
 
@@ -229,10 +229,10 @@ def begin(target: TransferTarget, endpoint: str, args: tuple[object, ...]) -> An
         raise ActorLostError.of_worker(lost, "") from None
 
 
-def finish(target: TransferTarget, future: Answers, timeout_s: float | None) -> Piece | None:
+def finish(target: TransferTarget, future: Answers, timeout_s: float | None) -> ByteArray | None:
     """Wait for what was asked for. Raises: as `ask`."""
     try:
-        answer: Piece | None = only_value(future.get(timeout_s))
+        answer: ByteArray | None = only_value(future.get(timeout_s))
         return answer
     except WorkerLost as lost:
         raise ActorLostError.of_worker(lost, "") from None
