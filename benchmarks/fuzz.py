@@ -84,7 +84,7 @@ SEEDS: tuple[wire.FromHost, ...] = (
     wire.OutputDropped(0, 100, "log", 1),
     wire.DisplayData(0, 1, False, True),
     wire.StoreRequest(1, 0, 1, StoreOp("set", ("key",), (b"value",))),
-    wire.Logs(1, {0: "text"}),
+    wire.Replies(3, (wire.RankReply(0, wire.OK, 0, 0.0, None, None, wire.encode("text")),)),
 )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.errors import MeshError
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.notebook.session import Session
+
+T = TypeVar("T")
 
 PATIENCE_S = 0.06
 """After so long another rank is asked too: native code may hold the first one's GIL."""
@@ -41,7 +43,7 @@ class LivingRanks:
     def complete(self, view: ProcMesh, code: str, cursor: int) -> Mapping[str, Any] | None:
         """The answer of `meshbook.worker.completion.complete`, with positions in ``code``; None: nobody answers."""
         skipped, code, cursor = _around(code, cursor)
-        found = self._ask(view, "complete", code, cursor)
+        found = self._ask(view, dict[str, Any], "complete", code, cursor)
         if found is None:
             return None
         return {**found, "start": found["start"] + skipped, "end": found["end"] + skipped}
@@ -49,12 +51,11 @@ class LivingRanks:
     def inspect(self, view: ProcMesh, code: str, cursor: int, detail: int) -> str | None:
         """What Shift-Tab shows; empty: no such name there; None: nobody answers."""
         _, code, cursor = _around(code, cursor)
-        text: str | None = self._ask(view, "inspect", code, cursor, detail)
-        return text
+        return self._ask(view, str, "inspect", code, cursor, detail)
 
     def names(self, view: ProcMesh, prefix: str) -> list[str]:
         """The ranks' variables; none when nobody answers."""
-        return list(self._ask(view, "user_names", prefix) or ())
+        return self._ask(view, list[str], "user_names", prefix) or []
 
     def view(self, words: Sequence[str], pairs: Mapping[str, str]) -> ProcMesh | None:
         """The ranks that a command means, as well as one can say while it is being typed."""
@@ -65,14 +66,14 @@ class LivingRanks:
                 continue
         return None
 
-    def _ask(self, view: ProcMesh, endpoint: str, *args: object) -> Any:
+    def _ask(self, view: ProcMesh, kind: type[T], endpoint: str, *args: object) -> T | None:
         ranks = self._candidates(view)
         if not ranks:
             return None
         all_silent = all(self._is_silent(view, rank) for rank in ranks)
         timeout_s = TIMEOUT_WHEN_SILENT_S if all_silent else TIMEOUT_S
         try:
-            found = view.ask_one(endpoint, *args, ranks=ranks, patience_s=PATIENCE_S, timeout_s=timeout_s)
+            found = view.ask_one(kind, endpoint, *args, ranks=ranks, patience_s=PATIENCE_S, timeout_s=timeout_s)
         except MeshError:  # it is being stopped or renumbered
             return None
         silent = ranks if found is None else ranks[: ranks.index(found[0])]

@@ -57,12 +57,3 @@ def wake_stopped(workers: Iterable[AgentWorker]) -> None:
     for worker in workers:
         if worker.pid and process_state(worker.pid) == "T":
             os.kill(worker.pid, signal.SIGCONT)
-
-
-def states_of(workers: Iterable[AgentWorker], target: wire.Target) -> dict[int, str]:
-    """Rank to process state, of the members of ``target``."""
-    return {
-        worker.rank: process_state(worker.pid)
-        for worker in workers
-        if worker.pid and wire.target_has(target, worker.rank)
-    }

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 from typing_extensions import assert_never
 
-from meshbook.agent.cancels import find_held, states_of
+from meshbook.agent.cancels import find_held
 from meshbook.agent.handover import PreviousControllers, report
 from meshbook.agent.lease import Lease
 from meshbook.agent.mail import AgentMail
@@ -32,7 +32,6 @@ from meshbook.agent.peers import AgentPeers
 from meshbook.agent.rank_log import settle_logs
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.spawns import Spawns
-from meshbook.agent.stack_dumps import OutsideStacks
 from meshbook.agent.store import StoreAccess
 from meshbook.agent.unacked import unacked_messages
 from meshbook.concurrency.own_faults import attempt, tell
@@ -47,7 +46,7 @@ from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import only_frame
-from meshbook.wire.replies import dropped_replies
+from meshbook.wire.replies import agents_answer, dropped_replies
 from meshbook.wire.ticket import Ticket, decode_ticket
 from meshbook.wire.transport import HEARTBEAT_S, Dialer
 from meshbook.wire.uplink import Uplink
@@ -213,22 +212,13 @@ class HostAgent:
                 if not self._uplink.bulk_in.hold_back(message, payload):
                     self._mail.controller.on_replies(message, payload)
             case wire.Query():
-                if (mesh := self._meshes.get(message.mesh)) is not None:
-                    mesh.query(message)
+                self._answer(message)
             case wire.Cancel():
                 if (mesh := self._meshes.get(message.mesh)) is not None and not self._drop_held(mesh, message):
                     mesh.cancel(message)
             case wire.AbortGroups():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.abort_groups(message)
-            case wire.AskProcesses(id, mesh_id, target):
-                mesh = self._meshes.get(mesh_id)
-                self._uplink.send_urgent(wire.Processes(id, states_of(mesh.workers.values(), target) if mesh else {}))
-            case wire.AskStacks(mesh=mesh_id):
-                mesh = self._meshes.get(mesh_id)
-                OutsideStacks(
-                    self._loop, mesh.workers.values() if mesh else (), message, self._uplink.send_urgent
-                ).start()
             case wire.Bulk():
                 self._uplink.bulk_in.receive(message, only_frame(payload))
             case wire.OpenPeerPort():
@@ -247,12 +237,6 @@ class HostAgent:
                     _serve_store(mesh.store, message)
             case wire.Spawn():
                 self._spawns.start(message)
-            case wire.Retire(id, mesh_id, ranks):
-                self._spawns.give_up(mesh_id, ranks)
-                if (mesh := self._meshes.get(mesh_id)) is not None:
-                    mesh.retire(message)
-                else:
-                    self._uplink.send(wire.Retired(id))
             case wire.Renumber():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.renumber(message)
@@ -261,12 +245,6 @@ class HostAgent:
                 self._note_moves(mesh_id, moves)
             case wire.StopMesh(mesh_id, grace_s):
                 self._on_stop(mesh_id, grace_s)
-            case wire.ReadLogs(id, mesh_id):
-                mesh = self._meshes.get(mesh_id)
-                self._uplink.send_urgent(wire.Logs(id, mesh.logs(message) if mesh else {}))
-            case wire.ReadOn(id, mesh_id):
-                mesh = self._meshes.get(mesh_id)
-                self._uplink.send_urgent(wire.LogPieces(id, mesh.read_on(message) if mesh else ()))
             case wire.Welcome():
                 self._welcome, self._uplink.shares_memory = message, message.shares_memory
                 if message.machine == machine_id():
@@ -284,6 +262,15 @@ class HostAgent:
                 pass
             case _:
                 assert_never(message)
+
+    def _answer(self, query: wire.Query) -> None:
+        """Answer a question, or pass it on to the ranks that it is for."""
+        if isinstance(query.asked, wire.Retire):
+            self._spawns.give_up(query.mesh, query.asked.ranks)
+        if (mesh := self._meshes.get(query.mesh)) is not None:
+            mesh.answer(query)
+        elif not isinstance(query.asked, wire.AskRank):
+            self._uplink.send_urgent(agents_answer(query.id, {}))
 
     def _note_moves(self, mesh_id: int, moves: Moves) -> None:
         """Ranks of a mesh have other numbers: the workers here that have references to them are told."""

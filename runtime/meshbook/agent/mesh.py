@@ -6,11 +6,14 @@ until the last worker has let go of them.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+
+from typing_extensions import assert_never
 
 from meshbook.agent.cancels import EarlyCancels, wake_stopped
 from meshbook.agent.journal import CallJournal
@@ -19,6 +22,7 @@ from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import ShownDisplay
 from meshbook.agent.output_pump import OfflineQuota, OutputPump
 from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.stack_dumps import OutsideStacks
 from meshbook.agent.store import StoreAccess, StoreHome, StoreRelay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
@@ -29,10 +33,10 @@ from meshbook.shape.generations import Moves
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words
 from meshbook.system.log_tail import log_tail
-from meshbook.system.processes import is_ending
+from meshbook.system.processes import is_ending, process_state
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
-from meshbook.wire.replies import dropped_replies, explain_failure, failed_replies, lost_reply
+from meshbook.wire.replies import agents_answer, dropped_replies, explain_failure, failed_replies, lost_reply
 from meshbook.wire.uplink import Uplink
 
 COMBINE_S = 0.002
@@ -163,12 +167,34 @@ class AgentMesh:
         ranks = [rank for rank in self.workers if wire.target_has(call.target, rank)]
         self._uplink.send(*failed_replies(call, ranks, self._host.name, error))
 
-    def query(self, query: wire.Query) -> None:
-        """Pass a query on to the control threads of its members here."""
+    def answer(self, query: wire.Query) -> None:
+        """Answer a question for the members here, or have their control threads answer it."""
         members = [worker for worker in self.workers.values() if wire.target_has(query.target, worker.rank)]
-        self._calls[query.id] = _OpenCall({worker.rank for worker in members}, False)
-        for worker in members:
-            worker.urgent.send([wire.encode(query)])
+        answer = functools.partial(self._answer_query, query.id)
+        match query.asked:
+            case wire.AskRank():
+                if members:
+                    self._calls[query.id] = _OpenCall({worker.rank for worker in members}, False)
+                for worker in members:
+                    worker.urgent.send([wire.encode(query)])
+            case wire.AskProcesses():
+                answer({worker.rank: process_state(worker.pid) for worker in members if worker.pid})
+            case wire.AskStacks() as asked:
+                OutsideStacks(self._loop, members, asked, answer).start()
+            case wire.ReadLogs() as asked:
+                answer(
+                    self._logs([rank for rank in self.worker_pool.logs if wire.target_has(query.target, rank)], asked)
+                )
+            case wire.ReadOn() as asked:
+                self._drain(rank for rank, _ in asked.offsets)
+                answer({piece.rank: piece for piece in read_on(self.worker_pool.logs, asked)})
+            case wire.Retire() as asked:
+                self._retire(query.id, asked)
+            case other:
+                assert_never(other)
+
+    def _answer_query(self, id: int, answers: Mapping[int, object]) -> None:
+        self._uplink.send_urgent(agents_answer(id, answers))
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
@@ -357,10 +383,10 @@ class AgentMesh:
         if self.worker_pool.ending and not self.workers and not self.worker_pool.leaving:
             self._on_stopped()
 
-    def retire(self, retire: wire.Retire) -> None:
+    def _retire(self, id: int, retire: wire.Retire) -> None:
         """Some workers are to leave; answers that are still due from them will not come."""
         self.memory.on_retire(retire.ranks)
-        for worker in self.worker_pool.retire(retire):
+        for worker in self.worker_pool.retire(id, retire):
             worker.drain()
             worker.output.release()
             self._output.send(worker, final=True)
@@ -416,16 +442,10 @@ class AgentMesh:
 
     # ---- logs --------------------------------------------------------------------------------------------------------
 
-    def logs(self, asked: wire.ReadLogs) -> dict[int, str]:
-        """The last lines that each member here wrote; also of members that have ended."""
-        ranks = [rank for rank in self.worker_pool.logs if wire.target_has(asked.target, rank)]
+    def _logs(self, ranks: Sequence[int], asked: wire.ReadLogs) -> dict[int, str]:
+        """The last lines that each of ``ranks`` wrote; also of those that have ended."""
         self._drain(ranks)
         return {rank: log_tail(self.worker_pool.logs[rank], asked.lines, containing=asked.containing) for rank in ranks}
-
-    def read_on(self, asked: wire.ReadOn) -> tuple[wire.LogPiece, ...]:
-        """What members here wrote since they were asked last."""
-        self._drain(rank for rank, _ in asked.offsets)
-        return read_on(self.worker_pool.logs, asked)
 
     def _drain(self, ranks: Iterable[int]) -> None:
         for rank in ranks:

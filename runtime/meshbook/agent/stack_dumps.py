@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,13 +46,11 @@ class OutsideStacks:
         loop: EventLoop,
         workers: Iterable[AgentWorker],
         ask: wire.AskStacks,
-        answer: Callable[[wire.Stacks], None],
+        answer: Callable[[Mapping[int, wire.RankDump]], object],
     ) -> None:
         self._loop, self._ask, self._answer = loop, ask, answer
         self._until = time.monotonic() + ask.wait_s
-        self._workers = [
-            w for w in workers if w.pid and w.phase is not WorkerPhase.DEAD and wire.target_has(ask.target, w.rank)
-        ]
+        self._workers = [w for w in workers if w.pid and w.phase is not WorkerPhase.DEAD]
         self._dumps: dict[int, wire.RankDump] = {}
         self._asked: dict[AgentWorker, DumpRequest] = {}
         self._queue: deque[AgentWorker] = deque()
@@ -119,7 +117,7 @@ class OutsideStacks:
         for worker in self._workers:
             late = wire.RankDump(worker.rank, (), "", f"its stack could not be read within {self._ask.wait_s:g} s")
             self._dumps.setdefault(worker.rank, late)
-        self._answer(wire.Stacks(self._ask.id, tuple(self._dumps.values())))
+        self._answer(self._dumps)
 
 
 class _Spy:

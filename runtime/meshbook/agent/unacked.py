@@ -13,7 +13,7 @@ from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import split_replies
 
 _OF_THE_OLD = (
-    wire.MeshReady, wire.SpawnFailed, wire.MeshStopped, wire.Retired, wire.Hosted, wire.Call, wire.Cancel,
+    wire.MeshReady, wire.SpawnFailed, wire.MeshStopped, wire.Hosted, wire.Call, wire.Cancel,
 )  # fmt: skip
 """Answers to what the former controller asked, and its view of meshes: the next one gets a report instead. Calls to
 mailboxes of its process: the next one has others."""
@@ -42,7 +42,7 @@ def unacked_messages(calls: Sequence[Sent], bulk: Sequence[Sent]) -> UnackedMess
     for header, payload in calls:
         for each in unbatch(header):
             message = wire.decode_from_host(each)
-            if isinstance(message, _OF_THE_OLD):
+            if isinstance(message, _OF_THE_OLD) or (isinstance(message, wire.Replies) and not message.replies):
                 continue
             if isinstance(message, wire.Replies):
                 message, payload = _checked(message, payload, whole)

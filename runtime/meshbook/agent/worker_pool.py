@@ -24,6 +24,7 @@ from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
+from meshbook.wire.replies import agents_answer
 
 
 class _Batch:
@@ -51,7 +52,7 @@ class WorkerPool:
         self.workers: dict[int, AgentWorker] = {}
         """By what messages call them: their rank, most often."""
         self.leaving: dict[AgentWorker, int] = {}
-        """Workers that were told to leave, with the `Retire` that did."""
+        """Workers that were told to leave, with the question by which they were."""
         self.logs: dict[int, Path] = {}
         """Of everyone who has a rank here, the dead included."""
         self.ending = False
@@ -182,22 +183,22 @@ class WorkerPool:
         """Nobody waits any more for those that are still coming up."""
         for batch in tuple(self._batches):
             ranks = tuple(worker.rank for worker in batch.workers)
-            self.retire(wire.Retire(0, batch.spawn.mesh, ranks, 0.0))
+            self.retire(0, wire.Retire(ranks, 0.0))
 
     # ---- leave --------------------------------------------------------------------------------------------------
 
-    def retire(self, retire: wire.Retire) -> list[AgentWorker]:
-        """Tell workers to leave, and return them. Their end is told to the controller when the last one has gone."""
+    def retire(self, id: int, retire: wire.Retire) -> list[AgentWorker]:
+        """Tell workers to leave, and return them. Question ``id`` is answered when the last one has gone."""
         workers = [self.workers.pop(rank) for rank in retire.ranks if rank in self.workers]
         for worker in workers:
             worker.advance(WorkerEvent.DISMISSED)
-            self.leaving[worker] = retire.id
+            self.leaving[worker] = id
             if retire.grace_s > 0:
                 worker.calls.end_writing()
             else:
                 worker.kill()
         if not workers:
-            self._report(wire.Retired(retire.id))
+            self._report(agents_answer(id, {}))
         elif retire.grace_s > 0:
             self._loop.call_later(retire.grace_s, lambda: self._kill(workers))
         for batch in tuple(self._batches):
@@ -211,7 +212,7 @@ class WorkerPool:
             del self.workers[worker.rank]
         id = self.leaving.pop(worker, None)
         if id is not None and id not in self.leaving.values():
-            self._report(wire.Retired(id))
+            self._report(agents_answer(id, {}))
         return id is not None
 
     def _kill(self, workers: Iterable[AgentWorker]) -> None:

@@ -1,13 +1,14 @@
-"""The open calls and queries of a controller, and the listeners to what calls print. I/O thread only."""
+"""The open calls and questions of a controller, and the listeners to what calls print. I/O thread only."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -26,7 +27,51 @@ LOOKED_AT_ONCE = 256
 FAILURE_GRACE_S = 0.02
 """A call that fails fast waits so long for other ranks to fail in the same way, so that one error tells of them all."""
 
-_decode_answer = msgspec.msgpack.Decoder().decode
+NOTHING = wire.encode(None)
+
+TAnswer = TypeVar("TAnswer")
+
+
+class OpenQuestion(Generic[TAnswer]):
+    """A question to ranks or agents, until all have answered, or will not, or the time is over."""
+
+    def __init__(
+        self,
+        id: int,
+        mesh: int,
+        kind: type[TAnswer],
+        timeout_s: float,
+        on_done: Callable[[OpenQuestion[TAnswer]], object] = lambda question: None,
+    ) -> None:
+        """kind: of the answers; what is of another one counts as no answer. on_done: called once, unless forgotten."""
+        self.id, self.mesh, self.on_done = id, mesh, on_done
+        self.until = time.monotonic() + timeout_s
+        self.ranks: set[int] = set()
+        self.hosts: set[str] = set()
+        """Who has to answer still: ranks, or the agents of hosts."""
+        self.answers: dict[int, TAnswer | None] = {}
+        """By rank."""
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+
+    def answer(self, host: str, message: wire.Replies, frames: Sequence[bytes]) -> None:
+        """Take in what came from a host."""
+        self.hosts.discard(host)
+        for reply, mine in split_replies(message, frames):
+            self.ranks.discard(reply.rank)
+            data = mine[0] if mine else reply.inline
+            if reply.status == wire.OK:
+                with contextlib.suppress(*wire.MALFORMED):  # the rank's own doing: it has not answered
+                    self.answers[reply.rank] = None if data == NOTHING else self._decode(data)
+
+    @property
+    def told(self) -> dict[int, TAnswer]:
+        """The answers that are not None."""
+        return {rank: answer for rank, answer in self.answers.copy().items() if answer is not None}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer is awaited."""
+        return bool(self.ranks or self.hosts)
 
 
 class CallTable:
@@ -41,7 +86,7 @@ class CallTable:
         """Handed what came with an answer of the rank's process groups, before ``watch``."""
         self._calls: dict[int, OpenCall] = {}
         self._failing: dict[int, float] = {}
-        self._queries: dict[int, Callable[[int, Any], None]] = {}
+        self._questions: dict[int, OpenQuestion[Any]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
         """Those whose last call was opened longest ago come first."""
         self._look_at = KEPT_LISTENERS + LOOKED_AT_ONCE
@@ -74,36 +119,45 @@ class CallTable:
         """The ranks of ``mesh`` that have a call to answer."""
         return {rank for call in self._calls.values() if call.mesh == mesh for rank in call.waiting}
 
-    def ask(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
-        """Expect answers to a query: ``on_answer(rank, value)``, plain data as msgpack has it."""
-        self._queries[id] = on_answer
+    # ---- questions --------------------------------------------------------------------------------------------------
 
-    def end_query(self, id: int) -> None:
-        self._queries.pop(id, None)
+    def ask(self, question: OpenQuestion[TAnswer]) -> None:
+        """Expect answers to a question."""
+        self._questions[question.id] = question
+
+    def forget(self, question: OpenQuestion[TAnswer]) -> None:
+        """Drop later answers, and tell nobody."""
+        self._questions.pop(question.id, None)
+
+    def end(self, question: OpenQuestion[TAnswer]) -> None:
+        """Go on with the answers that have come."""
+        if self._questions.pop(question.id, None) is not None:
+            question.on_done(question)
+
+    def answer_question(self, host: str, message: wire.Replies, frames: Sequence[bytes]) -> None:
+        """Take in answers of ranks of ``host``, or of its agent."""
+        if (question := self._questions.get(message.id)) is not None:
+            question.answer(host, message, frames)
+            if not question.is_open:
+                self.end(question)
+
+    def lose_host(self, host: str) -> None:
+        """Await no agent's answer from there; ranks are lost one by one."""
+        for question in self._questions.values():
+            question.hosts.discard(host)
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def answer(self, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[Any]]) -> None:
-        """Hand out combined replies. ``buffers``: the large buffers of each reply."""
-        call, query = self._calls.get(message.id), self._queries.get(message.id)
+        """Hand out combined replies to a call that is open. ``buffers``: the large buffers of each reply."""
+        call = self._calls[message.id]
         for (reply, mine), large in zip(split_replies(message, frames), buffers, strict=True):
-            if call is not None:
-                if reply.rank not in call.waiting:
-                    continue  # it was not asked, or has answered, or was taken for dead meanwhile
-                call.answer(reply, mine, large)
-                if reply.groups:
-                    self.on_told(call, reply.rank, reply.groups)
-            elif query is not None and reply.status == wire.OK:
-                try:
-                    value = _decode_answer(mine[0] if mine else reply.inline)  # no pickle: this is the I/O thread
-                except wire.MALFORMED:  # the rank's own doing: it has not answered
-                    continue
-                query(reply.rank, value)
-        if call is not None:
-            self.settle_if_done(call)
-
-    def answer_query(self, id: int, host: int, value: Any) -> None:
-        """Hand out an agent's own answer."""
-        if (on_answer := self._queries.get(id)) is not None:
-            on_answer(host, value)
+            if reply.rank not in call.waiting:
+                continue  # it was not asked, or has answered, or was taken for dead meanwhile
+            call.answer(reply, mine, large)
+            if reply.groups:
+                self.on_told(call, reply.rank, reply.groups)
+        self.settle_if_done(call)
 
     def settle_if_done(self, call: OpenCall) -> None:
         """Complete the call's future as soon as its policy allows; forget the call when all have answered."""
@@ -127,11 +181,16 @@ class CallTable:
 
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""
-        return min(self._failing.values(), default=math.inf)
+        due = min(self._failing.values(), default=math.inf)
+        for question in self._questions.values():
+            due = min(due, question.until if question.is_open else 0.0)
+        return due
 
     def expire(self) -> None:
-        """Fail the calls whose first failure has waited long enough for more like it."""
+        """Fail the calls whose first failure has waited long enough for more like it; end questions."""
         now = time.monotonic()
+        for question in [each for each in self._questions.values() if each.until <= now or not each.is_open]:
+            self.end(question)
         for id in [id for id, deadline in self._failing.items() if deadline <= now]:
             del self._failing[id]
             self._calls[id].settle()
@@ -141,6 +200,9 @@ class CallTable:
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
             call.lose(error, alone=alone)
             self.settle_if_done(call)
+        for question in self._questions.values():
+            if question.mesh == mesh:
+                question.ranks.discard(error.rank)
 
     def adopt(self, call: OpenCall, listener: OutputListener | None) -> None:
         """Expect answers to a call of a former controller, and output of it."""

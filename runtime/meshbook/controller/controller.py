@@ -23,7 +23,6 @@ from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, StatusAnswer, Unresponsive, no_reactions
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
-from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.group_former import forming_call
@@ -32,7 +31,7 @@ from meshbook.controller.io_thread import IoThread
 from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.pending_workers import PendingWorkers
-from meshbook.controller.queries import look
+from meshbook.controller.queries import Questions, look
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.session_record import SessionRecord
 from meshbook.controller.stacks import StackQuestion, collect_stacks
@@ -44,7 +43,6 @@ from meshbook.sessions.folder import SavedHost, SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.wire import messages as wire
-from meshbook.wire.link import check_message
 from meshbook.wire.replies import place_head
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import ControllerSocket
@@ -89,6 +87,7 @@ class Controller:
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
         self._dispatcher = Dispatcher(self._inbox, self.next_id, self._socket.key_of, self.record.peer_ip)
+        self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
         self._io = IoThread(self._inbox, self._socket, self._dispatcher)
 
     # ---- any thread ---------------------------------------------------------------------------------------------
@@ -333,86 +332,29 @@ class Controller:
 
         self.submit(abort)
 
-    def query(
-        self, mesh_id: int, endpoint: str, members: Members, timeout_s: float, args: Sequence[object] = ()
-    ) -> dict[int, Any]:
-        """Ask the control threads of ``members``; returns what came in time.
-
-        args: plain data, as msgpack has it. Raises: MessageTooLarge.
-        """
-        answers: dict[int, Any] = {}
-        wanted = len(members)
-        done: Future[None] = Future()
-        id = self.next_id()
-        message = wire.Query(id, mesh_id, endpoint, members.encode(), wire.encode(args) if args else b"")
-        check_message(wire.encode(message), ())
-
-        def on_answer(rank: int, value: Any) -> None:
-            answers[rank] = value
-            if len(answers) >= wanted:
-                done.set_result(None)
-
-        def send() -> None:
-            if (mesh := self._dispatcher.meshes.get(mesh_id)) is None:
-                done.set_result(None)
-                return
-            self._dispatcher.calls.ask(id, on_answer)
-            for host in mesh.hosts:
-                host.send_urgent(message)
-
-        self.submit(send, done.set_exception)
-        try:
-            done.get(timeout_s)
-        except TimeoutError:
-            pass
-        finally:
-            self.submit(lambda: self._dispatcher.calls.end_query(id))
-        return dict(answers)
-
-    def tell_ranks(self, mesh: MeshState, endpoint: str, ranks: Collection[int], args: Sequence[object]) -> None:
-        """Put a question whose answers nobody waits for. Raises: MessageTooLarge."""
-        members = Region.of(mesh.extent).select(sorted(ranks)).encode()
-        query = wire.Query(self.next_id(), mesh.id, endpoint, members, wire.encode(args))
-        check_message(wire.encode(query), ())
-
-        def send() -> None:
-            for host in mesh.hosts:
-                if not host.lost:
-                    host.send_urgent(query)
-
-        self.submit(send)
-
     def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
         """What the main threads of ``ranks`` are doing; of those that cannot answer, why."""
         mesh = self._dispatcher.meshes.get(mesh_id)
         if mesh is None:
             return dict.fromkeys(ranks, SilenceCause.MESH_STOPPED.value)
-        return {rank: str(answer) for rank, answer in look(self, mesh, ranks, "where", str, 0.5).items()}
+        return {rank: str(answer) for rank, answer in look(self.questions, mesh, ranks, "where", str, 0.5).items()}
 
     def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> Reactions:
         """The same, and how each rank takes the interrupt that was sent to it."""
         mesh = self._dispatcher.meshes.get(mesh_id)
         if mesh is None:
             return no_reactions(ranks, SilenceCause.MESH_STOPPED)
-        return look(self, mesh, ranks, "reaction", Reaction, timeout_s)
+        return look(self.questions, mesh, ranks, "reaction", Reaction, timeout_s)
 
     def statuses(
         self, mesh: MeshState, ranks: Iterable[int], timeout_s: float
     ) -> dict[int, StatusAnswer | Unresponsive]:
         """What each rank tells of itself, or why it does not."""
-        return look(self, mesh, ranks, "status", StatusAnswer, timeout_s)
+        return look(self.questions, mesh, ranks, "status", StatusAnswer, timeout_s)
 
     def stacks(self, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
         """The stacks of ``members``, and who of the mesh holds others up."""
-        return collect_stacks(self, mesh, members, ask)
-
-    def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None:
-        """Under the turn: have answers to question ``id`` handed to ``on_answer``, until `end_query`."""
-        self._dispatcher.calls.ask(id, on_answer)
-
-    def end_query(self, id: int) -> None:
-        """Under the turn: later answers are dropped."""
-        self._dispatcher.calls.end_query(id)
+        return collect_stacks(self.questions, mesh, members, ask)
 
     def drop_keys(self, mesh: MeshState, prefix: str) -> None:
         """Delete the keys under ``prefix`` in the mesh's store, which its agent on host 0 keeps."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from typing_extensions import assert_never
 
 from meshbook.calls.answer import Unavailable
 from meshbook.calls.call import OpenCall
 from meshbook.calls.output import OutputTarget, StreamText
-from meshbook.calls.table import CallTable
+from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.controller.group_recovery import GroupRecovery
@@ -31,6 +31,7 @@ from meshbook.controller.mail import ControllerMail
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.payloads import Payloads
 from meshbook.controller.peer_directory import PeerDirectory
+from meshbook.controller.queries import ask_rank, put
 from meshbook.errors import (
     HostLost,
     LocalProtocolError,
@@ -43,7 +44,6 @@ from meshbook.errors import (
 )
 from meshbook.groups.agreements import decode_told
 from meshbook.lifecycle import MeshPhase
-from meshbook.shape.members import Region
 from meshbook.system.processes import machine_id, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
@@ -233,17 +233,9 @@ class Dispatcher:
                     mesh.on_spawn_failed(host.name, message)
             case wire.WorkerExited():
                 self._on_exited(host, message)
-            case wire.Retired(id):
-                self.calls.answer_query(id, 0, host)
             case wire.MeshStopped(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
                     mesh.on_stopped(host, lambda: self.forget(mesh))
-            case wire.Processes(id, states):
-                self.calls.answer_query(id, 0, states)
-            case wire.Stacks(id, dumps):
-                self.calls.answer_query(id, 0, dumps)
-            case wire.Logs(id, answer) | wire.LogPieces(id, answer):
-                self.calls.answer_query(id, 0, answer)
             case wire.Heartbeat():
                 pass
             case wire.Unread():
@@ -310,7 +302,10 @@ class Dispatcher:
     def _on_replies(self, host: HostState, message: wire.Replies, frames: list[bytes]) -> None:
         check_replies(host, message, frames)
         call = self.calls.find(message.id)
-        if call is not None and (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
+        if call is None:
+            self.calls.answer_question(host.id, message, frames)
+            return
+        if (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
             check_ranks(host, mesh, [reply.rank for reply in message.replies])
         self.calls.answer(message, frames, [self._buffers(host, reply) for reply in message.replies])
 
@@ -348,11 +343,9 @@ class Dispatcher:
             self._hold_deadlines(mesh)
 
     def _hold_deadlines(self, mesh: MeshState) -> None:
-        held = msgspec.msgpack.encode([bool(mesh.stopped_ranks)])
-        query = wire.Query(self._next_id(), mesh.id, "hold_deadlines", Region.of(mesh.extent).encode(), held)
-        for host in mesh.hosts:
-            if not host.lost:
-                host.send_urgent(query)
+        question = OpenQuestion(self._next_id(), mesh.id, object, 0.0)
+        everyone = mesh.by_host(range(mesh.extent.nelements))
+        put(self.calls, question, mesh, everyone, ask_rank("hold_deadlines", bool(mesh.stopped_ranks)))
 
     def merge_prompts(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
         """Take in what ranks answered when asked for their prompts; a former controller may have held deadlines."""
@@ -399,18 +392,8 @@ class Dispatcher:
             for rank in itertools.chain.from_iterable(leaving.values()):
                 mesh.stopped_ranks.lose(rank)
         gone: Future[None] = Future()
-        waiting = {host for host in leaving if not host.lost}
-
-        def on_answer(_: int, host: HostState | None) -> None:
-            waiting.difference_update({host, *(host for host in waiting if host.lost)})
-            if not waiting:
-                self.calls.end_query(id)
-                gone.set_result(None)
-
-        self.calls.ask(id, on_answer)
-        for host in waiting:
-            host.send(wire.Retire(id, mesh.id, tuple(leaving[host]), grace_s))
-        on_answer(0, None)
+        question = OpenQuestion(id, mesh.id, object, math.inf, lambda _: gone.set_result(None))
+        put(self.calls, question, mesh, leaving, lambda ranks: wire.Retire(tuple(ranks), grace_s), in_order=True)
         return gone
 
     def _on_exited(self, host: HostState, exited: wire.WorkerExited) -> None:
@@ -440,6 +423,7 @@ class Dispatcher:
         if host.lost:
             return
         host.lose(reason)
+        self.calls.lose_host(host.id)
         host.ready.set_exception(HostLost(host.name, reason))
         self.peer_directory.lose(host)
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:

@@ -6,9 +6,8 @@ import codecs
 import time
 from typing import NamedTuple
 
-from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, stale_view
-from meshbook.controller.queries import Asker, ask_hosts
+from meshbook.controller.queries import Questions
 from meshbook.shape.members import Members
 from meshbook.wire import messages as wire
 
@@ -20,17 +19,14 @@ LEAST_BYTES = 1 << 10
 """Of each log and look, however many there are."""
 
 
-def read_logs(asker: Asker, mesh: MeshState, members: Members, lines: int, containing: str = "") -> dict[int, str]:
+def read_logs(
+    questions: Questions, mesh: MeshState, members: Members, lines: int, containing: str = ""
+) -> dict[int, str]:
     """The last ``lines`` lines of each member's log, as far as the agents answer.
 
     containing: only lines with this text.
     """
-    hosts = {mesh.host_of(rank) for rank in members.ranks()}
-    target = members.encode()
-    answers = ask_hosts(
-        asker, hosts, lambda id, host: wire.ReadLogs(id, mesh.id, target, lines, containing), ANSWER_TIMEOUT_S
-    )
-    return {rank: text for answer in answers for rank, text in answer.items()}
+    return questions.gather(mesh, members.ranks(), wire.ReadLogs(lines, containing), str, ANSWER_TIMEOUT_S)
 
 
 class LogText(NamedTuple):
@@ -46,9 +42,9 @@ class LogText(NamedTuple):
 class LogFollower:
     """Remembers how far each log was read."""
 
-    def __init__(self, asker: Asker, mesh: MeshState, members: Members, lines: int) -> None:
+    def __init__(self, questions: Questions, mesh: MeshState, members: Members, lines: int) -> None:
         """lines: of what was written before, so many lines are brought too."""
-        self._asker, self._mesh, self._lines = asker, mesh, lines
+        self._questions, self._mesh, self._lines = questions, mesh, lines
         self._generation = mesh.generation
         self._offsets = dict.fromkeys(members.ranks(), wire.FROM_THE_END)
         self._decoders = {rank: codecs.getincrementaldecoder("utf-8")("backslashreplace") for rank in self._offsets}
@@ -64,16 +60,14 @@ class LogFollower:
         if mesh.generation != self._generation:
             raise stale_view(mesh)
         limit_bytes = max(LEAST_BYTES, int(self._room_now()) // len(self._offsets))
-        by_host: dict[HostState, list[tuple[int, int]]] = {}
-        for rank, offset in self._offsets.items():
-            by_host.setdefault(mesh.host_of(rank), []).append((rank, offset))
-        answers = ask_hosts(
-            self._asker,
-            by_host,
-            lambda id, host: wire.ReadOn(id, mesh.id, tuple(by_host[host]), self._lines, limit_bytes),
+        answers = self._questions.gather(
+            mesh,
+            self._offsets,
+            lambda ranks: wire.ReadOn(tuple((rank, self._offsets[rank]) for rank in ranks), self._lines, limit_bytes),
+            wire.LogPiece,
             ANSWER_TIMEOUT_S,
         )
-        pieces = sorted(piece for answer in answers for piece in answer if piece.rank in self._offsets)
+        pieces = [piece for rank, piece in sorted(answers.items()) if rank in self._offsets]
         self._offsets.update((piece.rank, piece.end) for piece in pieces)
         self._room = max(0.0, self._room - sum(len(piece.data) for piece in pieces))
         texts = [

@@ -180,7 +180,8 @@ class MeshState:
         """The ranks, put together by where they live."""
         here: dict[HostState, list[int]] = {}
         for rank in sorted(ranks):
-            here.setdefault(self.placement[rank], []).append(rank)
+            if rank < len(self.placement):  # else there were more ranks when somebody chose these
+                here.setdefault(self.placement[rank], []).append(rank)
         return here
 
     def seats_on(self, host: HostState) -> tuple[wire.Seat, ...]:

@@ -6,17 +6,15 @@ import math
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.table import CallTable
+from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.queries import ask_rank, put
 from meshbook.groups.deadlock import Odd
 from meshbook.groups.progress import Collectives
-from meshbook.shape.members import Members, Region
-from meshbook.wire import messages as wire
+from meshbook.shape.members import Members
 
 FIRST_LOOK_S = 0.025
 """So long after a rank failed, the others are asked; most failures have ended everywhere by then."""
@@ -72,6 +70,7 @@ class ProgressPoll:
     ) -> None:
         self._mesh, self._calls, self._next_id, self._on_complete = mesh, calls, next_id, on_complete
         self._look: ProgressSnapshot | None = None
+        self._question: OpenQuestion[Collectives] | None = None
         self._answer_s = ANSWER_S
         self._look_at = math.inf
         self._pause_s = FIRST_LOOK_S
@@ -122,35 +121,27 @@ class ProgressPoll:
         look = self._look = ProgressSnapshot(
             self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {}, recent
         )
-        self._calls.ask(look.id, partial(self._on_answer, look))
-        inline = msgspec.msgpack.encode([recent])
-        query = wire.Query(look.id, mesh.id, "collectives", Region.of(mesh.extent).encode(), inline)
-        for host in mesh.hosts:
-            if not host.lost:
-                host.send_urgent(query)
+        question = OpenQuestion(look.id, mesh.id, Collectives, self._answer_s, partial(self._on_answers, look))
+        put(self._calls, question, mesh, mesh.by_host(range(mesh.extent.nelements)), ask_rank("collectives", recent))
+        self._question = question
 
     def expire(self, now: float) -> None:
         """Go on with what has come in, when the time is over; ``now`` may be infinity."""
-        if self._look is not None and self._look.until <= now:
-            self._complete(self._look)
+        if self._question is not None and self._question.until <= now:
+            self._calls.end(self._question)
 
     def give_up(self) -> None:
         """The mesh ends."""
         self.rest()
-        self._end_query()
+        if self._question is not None:
+            self._calls.forget(self._question)
+            self._look = self._question = None
 
-    def _end_query(self) -> None:
-        if self._look is not None:
-            self._calls.end_query(self._look.id)
-            self._look = None
-
-    def _on_answer(self, look: ProgressSnapshot, rank: int, told: Any) -> None:
-        look.answers[rank] = msgspec.convert(told, Collectives)
-        if look is self._look and not look.missing(self._mesh.lost):
-            self._complete(look)
-
-    def _complete(self, look: ProgressSnapshot) -> None:
-        self._end_query()
+    def _on_answers(self, look: ProgressSnapshot, question: OpenQuestion[Collectives]) -> None:
+        if look is not self._look:
+            return  # asked again meanwhile
+        self._look = self._question = None
+        look.answers.update(question.told)
         self._answer_s = min(2 * self._answer_s, PATIENCE_S) if look.missing(self._mesh.lost) else ANSWER_S
         self._on_complete(look)
 

@@ -1,20 +1,29 @@
-"""What ranks are doing, asked of their control threads; and of their agents, where those threads do not answer."""
+"""Questions to ranks and to their agents: plain data both ways, answered while ranks are busy, or in their place.
+
+    any thread ──gather──> put ──Query, urgent──> agents ──> control threads of ranks
+               <──answers── `meshbook.calls.table.CallTable` <──Replies── either
+
+A question ends when all who were asked have answered or are lost, at the latest when its time is over.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from typing import Any, Protocol, TypeVar
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from meshbook.calls.rank_state import Unresponsive, find_silence
+from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
+from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mesh_state import MeshState
-from meshbook.shape.members import Members, Region
+from meshbook.lifecycle import MeshPhase
+from meshbook.shape.slices import group
 from meshbook.wire import messages as wire
+from meshbook.wire.link import check_message
 
 T = TypeVar("T")
 
@@ -22,141 +31,113 @@ STATES_TIMEOUT_S = 0.15
 """Agents answer at once."""
 
 
-class Asker(Protocol):
-    """What questions need of the controller."""
+def ask_rank(endpoint: str, *args: object) -> wire.AskRank:
+    """Make a question to control threads, of plain data. Raises: MessageTooLarge."""
+    asked = wire.AskRank(endpoint, wire.encode(args))
+    check_message(asked.args, ())
+    return asked
 
-    def submit(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None: ...
-    def next_id(self) -> int: ...
-    def expect_answers(self, id: int, on_answer: Callable[[int, Any], None]) -> None: ...
-    def end_query(self, id: int) -> None: ...
-    def query(
-        self, mesh_id: int, endpoint: str, members: Members, timeout_s: float, args: Sequence[object] = ()
-    ) -> dict[int, Any]: ...
+
+def put(
+    calls: CallTable,
+    question: OpenQuestion[T],
+    mesh: MeshState,
+    by_host: Mapping[HostState, Sequence[int]],
+    asked: wire.AskRank | wire.AskAgent | Callable[[Sequence[int]], wire.AskAgent],
+    *,
+    in_order: bool = False,
+) -> None:
+    """Under the turn: ask the ranks of each host, or its agent about them. asked: may be made for the ranks of a host.
+
+    in_order: behind the calls that were sent, not before them.
+    """
+    for host, ranks in by_host.items():
+        if host.lost or mesh.phase is MeshPhase.STOPPED:
+            continue
+        each = asked(ranks) if callable(asked) else asked
+        if isinstance(each, wire.AskRank):
+            question.ranks.update(rank for rank in ranks if rank not in mesh.lost)
+        else:
+            question.hosts.add(host.id)
+        query = wire.Query(question.id, mesh.id, group(ranks), each)
+        if in_order:
+            host.send(query)
+        else:
+            host.send_urgent(query)
+    calls.ask(question)
+
+
+class Questions:
+    """What any thread may ask of the ranks of a controller's meshes."""
+
+    def __init__(self, turns: TurnQueue, calls: CallTable, next_id: Callable[[], int]) -> None:
+        self._turns, self._calls, self._next_id = turns, calls, next_id
+
+    def gather(
+        self,
+        mesh: MeshState,
+        ranks: Iterable[int],
+        asked: wire.AskRank | wire.AskAgent | Callable[[Sequence[int]], wire.AskAgent],
+        kind: type[T],
+        timeout_s: float,
+    ) -> dict[int, T]:
+        """Ask ``ranks``, or their agents; what is told of each, as far as it came in time."""
+        done: Future[None] = Future()
+        question = OpenQuestion(self._next_id(), mesh.id, kind, timeout_s, lambda _: done.set_result(None))
+        ranks = list(ranks)
+        self._turns.submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked), done.set_exception)
+        try:
+            done.get(timeout_s)
+        except TimeoutError:
+            pass  # the table forgets the question by itself
+        return question.told
+
+    def first(
+        self,
+        mesh: MeshState,
+        ranks: Sequence[int],
+        asked: wire.AskRank,
+        kind: type[T],
+        *,
+        patience_s: float,
+        timeout_s: float,
+    ) -> tuple[int, T | None] | None:
+        """Ask the first of ``ranks``, after ``patience_s`` of silence the next too, and so on; who answers first.
+
+        None: nobody has answered within ``timeout_s``.
+        """
+        answered: Future[tuple[int, T | None]] = Future()
+        deadline = time.monotonic() + timeout_s
+
+        def note(question: OpenQuestion[T]) -> None:
+            for answer in question.answers.items():
+                answered.set_result(answer)
+
+        for number, rank in enumerate(ranks, 1):
+            left_s = deadline - time.monotonic()
+            question = OpenQuestion(self._next_id(), mesh.id, kind, left_s, note)
+            ask = functools.partial(put, self._calls, question, mesh, mesh.by_host([rank]), asked)
+            self._turns.submit(ask, answered.set_exception)
+            with contextlib.suppress(TimeoutError):
+                return answered.get(left_s if number == len(ranks) else min(patience_s, left_s))
+        return None
+
+    def tell(self, mesh: MeshState, ranks: Iterable[int], asked: wire.AskRank) -> None:
+        """Put a question whose answers nobody waits for."""
+        question = OpenQuestion(self._next_id(), mesh.id, object, 0.0)
+        self._turns.submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked))
 
 
 def look(
-    asker: Asker, mesh: MeshState, ranks: Iterable[int], endpoint: str, kind: type[T], timeout_s: float
+    questions: Questions, mesh: MeshState, ranks: Iterable[int], endpoint: str, kind: type[T], timeout_s: float
 ) -> dict[int, T | Unresponsive]:
     """The answers of all ``ranks`` to a query, as ``kind``; of those that do not answer in time, why they do not."""
     ranks = sorted(ranks)
-    if not ranks:
-        return {}
-    answers = asker.query(mesh.id, endpoint, Region.of(mesh.extent).select(ranks), timeout_s)
-    told = {rank: msgspec.convert(answer, kind) for rank, answer in answers.items()}
-    return {**told, **explain_silence(asker, mesh, [rank for rank in ranks if rank not in answers])}
+    told = questions.gather(mesh, ranks, ask_rank(endpoint), kind, timeout_s)
+    return {**told, **explain_silence(questions, mesh, [rank for rank in ranks if rank not in told])}
 
 
-def explain_silence(asker: Asker, mesh: MeshState, ranks: Iterable[int]) -> dict[int, Unresponsive]:
+def explain_silence(questions: Questions, mesh: MeshState, ranks: Sequence[int]) -> dict[int, Unresponsive]:
     """Why the control threads of ``ranks`` do not answer."""
-    states = process_states(asker, mesh, ranks := list(ranks))
+    states = questions.gather(mesh, ranks, wire.AskProcesses(), str, STATES_TIMEOUT_S) if ranks else {}
     return {rank: find_silence(states.get(rank), mesh.lost.get(rank), mesh.host_of(rank).suspicion) for rank in ranks}
-
-
-def process_states(asker: Asker, mesh: MeshState, ranks: Iterable[int]) -> dict[int, str]:
-    """Rank to the state of its process (`meshbook.wire.messages.Processes`), as far as the agents answer."""
-    answers = ask_agents(
-        asker, mesh, ranks, lambda id, target: wire.AskProcesses(id, mesh.id, target), STATES_TIMEOUT_S
-    )
-    return {rank: state for states in answers for rank, state in states.items()}
-
-
-def read_stacks(
-    asker: Asker, mesh: MeshState, ranks: Iterable[int], native: bool, timeout_s: float
-) -> dict[int, wire.RankDump]:
-    """The stacks of ranks, as their agents read them from outside."""
-
-    def question(id: int, target: wire.Target) -> wire.ToHost:
-        return wire.AskStacks(id, mesh.id, target, native, timeout_s)
-
-    answers = ask_agents(asker, mesh, ranks, question, timeout_s + STATES_TIMEOUT_S)
-    return {dump.rank: dump for dumps in answers for dump in dumps}
-
-
-def ask_agents(
-    asker: Asker,
-    mesh: MeshState,
-    ranks: Iterable[int],
-    question: Callable[[int, wire.Target], wire.ToHost],
-    timeout_s: float,
-) -> list[Any]:
-    """What the agents of ``ranks`` answer in time, one value per host."""
-    ranks = sorted(ranks)
-    if not ranks:
-        return []
-    members = Region.of(mesh.extent).select(ranks).encode()
-    hosts = {mesh.host_of(rank) for rank in ranks}
-    return ask_hosts(asker, hosts, lambda id, _host: question(id, members), timeout_s)
-
-
-def ask_hosts(
-    asker: Asker, hosts: Collection[HostState], question: Callable[[int, HostState], wire.ToHost], timeout_s: float
-) -> list[Any]:
-    """What the agents of ``hosts`` answer in time, one value each. question: makes the message, of an id and a host."""
-    asked = [host for host in hosts if not host.lost]
-    answers: list[Any] = []
-    if not asked:
-        return answers
-    done: Future[None] = Future()
-    id = asker.next_id()
-
-    def on_answer(_host: int, answer: Any) -> None:
-        answers.append(answer)
-        if len(answers) == len(asked):
-            done.set_result(None)
-
-    def send() -> None:
-        asker.expect_answers(id, on_answer)
-        for host in asked:
-            host.send_urgent(question(id, host))
-
-    asker.submit(send, done.set_exception)
-    try:
-        done.get(timeout_s)
-    except TimeoutError:
-        pass
-    finally:
-        asker.submit(lambda: asker.end_query(id))
-    return list(answers)
-
-
-def first_answer(
-    asker: Asker,
-    mesh: MeshState,
-    ranks: Sequence[int],
-    endpoint: str,
-    args: Sequence[object],
-    *,
-    patience_s: float,
-    timeout_s: float,
-) -> tuple[int, Any] | None:
-    """Ask the first of ``ranks``, after ``patience_s`` of silence the next too, and so on; who answers first, and what.
-
-    args: plain data. None: nobody has answered within ``timeout_s``.
-    """
-    answered: Future[tuple[int, Any]] = Future()
-    deadline = time.monotonic() + timeout_s
-    id = asker.next_id()
-    inline = wire.encode(args)
-
-    def on_answer(rank: int, value: Any) -> None:
-        if not answered.done():
-            answered.set_result((rank, value))
-
-    def send_to(rank: int) -> None:
-        host = mesh.host_of(rank)
-        asker.expect_answers(id, on_answer)
-        if not host.lost:
-            members = Region.of(mesh.extent).select([rank]).encode()
-            host.send_urgent(wire.Query(id, mesh.id, endpoint, members, inline))
-
-    try:
-        for number, rank in enumerate(ranks, 1):
-            asker.submit(partial(send_to, rank), answered.set_exception)
-            left_s = deadline - time.monotonic()
-            try:
-                return answered.get(left_s if number == len(ranks) else min(patience_s, left_s))
-            except TimeoutError:
-                continue
-        return None
-    finally:
-        asker.submit(lambda: asker.end_query(id))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from meshbook.calls.rank_state import SilenceCause, State, Unresponsive
 from meshbook.controller.mesh_state import MeshState
-from meshbook.controller.queries import Asker, explain_silence, read_stacks
+from meshbook.controller.queries import STATES_TIMEOUT_S, Questions, ask_rank, explain_silence
 from meshbook.groups.deadlock import place_of
 from meshbook.shape.members import Members, Region
 from meshbook.source.location import RUNTIME, USER, kind_of_file
@@ -32,18 +30,17 @@ class StackQuestion(NamedTuple):
     timeout_s: float = 2.0
 
 
-def collect_stacks(asker: Asker, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
+def collect_stacks(questions: Questions, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
     """The stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of the verdict."""
     everyone = Region.of(mesh.extent)
     wanted = [rank for rank in members.ranks() if rank not in mesh.lost]
-    answers = {
-        rank: msgspec.convert(told, RankTold)
-        for rank, told in asker.query(mesh.id, "stacks", everyone, ANSWER_S, (ask.all_threads,)).items()
-    }
+    answers = questions.gather(mesh, everyone.ranks(), ask_rank("stacks", ask.all_threads), RankTold, ANSWER_S)
     silent = [rank for rank in everyone.ranks() if rank not in answers and rank not in mesh.lost]
-    reasons = explain_silence(asker, mesh, silent)
-    dumps = read_stacks(asker, mesh, wanted if ask.native else silent, ask.native, ask.timeout_s)
-    threads = _with_lines(asker, mesh, list(answers), dumps, ask.all_threads)
+    reasons = explain_silence(questions, mesh, silent)
+    outside = wire.AskStacks(ask.native, ask.timeout_s)
+    unread = wanted if ask.native else silent
+    dumps = questions.gather(mesh, unread, outside, wire.RankDump, ask.timeout_s + STATES_TIMEOUT_S) if unread else {}
+    threads = _with_lines(questions, mesh, list(answers), dumps, ask.all_threads)
     found = {
         rank: _told(rank, answers[rank], threads.get(rank), dumps.get(rank))
         if rank in answers
@@ -86,7 +83,7 @@ def _silent(
 
 
 def _with_lines(
-    asker: Asker, mesh: MeshState, helpers: Sequence[int], dumps: Mapping[int, wire.RankDump], all_threads: bool
+    questions: Questions, mesh: MeshState, helpers: Sequence[int], dumps: Mapping[int, wire.RankDump], all_threads: bool
 ) -> dict[int, list[ThreadStack]]:
     """What agents have read, with the places and texts of lines as other ranks know them."""
     threads = {
@@ -94,7 +91,7 @@ def _with_lines(
         for rank, dump in dumps.items()
         if dump.threads
     }
-    lines = _ask_lines(asker, mesh, helpers, [thread for each in threads.values() for thread in each])
+    lines = _ask_lines(questions, mesh, helpers, [thread for each in threads.values() for thread in each])
     return {
         rank: [ThreadStack(one.name, one.is_main, tuple(_frame(f, lines) for f in one.frames)) for one in each]
         for rank, each in threads.items()
@@ -107,7 +104,7 @@ def _is_users(thread: wire.DumpedThread) -> bool:
 
 
 def _ask_lines(
-    asker: Asker, mesh: MeshState, helpers: Sequence[int], threads: Iterable[wire.DumpedThread]
+    questions: Questions, mesh: MeshState, helpers: Sequence[int], threads: Iterable[wire.DumpedThread]
 ) -> dict[tuple[str, int], Frame]:
     """(file, line) to what ranks that answer know of it; cells have the same names on all ranks that ran them."""
     wanted = sorted({(f.file, f.line) for thread in threads for f in thread.frames if not f.native})
@@ -115,9 +112,8 @@ def _ask_lines(
     users = [place for place, frame in lines.items() if frame.kind == USER]
     if not users or not helpers:
         return lines
-    some = Region.of(mesh.extent).select(sorted(helpers)[:HELPERS])
-    for told in asker.query(mesh.id, "source_lines", some, LINES_S, (users,)).values():
-        known = msgspec.convert(told, list[Frame])
+    asked = ask_rank("source_lines", users)
+    for known in questions.gather(mesh, sorted(helpers)[:HELPERS], asked, list[Frame], LINES_S).values():
         lines.update({place: frame for place, frame in zip(users, known, strict=False) if frame.source})
     return lines
 

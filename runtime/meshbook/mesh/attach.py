@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshbook.agent.lease import default_lease_s
 from meshbook.controller.controller import Controller, FrontEnd
+from meshbook.controller.queries import ask_rank
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.resumed_call import ResumedCall
 from meshbook.errors import AttachError, SessionInUse
@@ -117,7 +118,7 @@ def attach_session(
         raise
     attachment = Attachment(session.id, controller)
     for mesh in reattach.meshes.values():
-        controller.tell_ranks(mesh, "learn_advice", range(mesh.extent.nelements), advice())
+        controller.questions.tell(mesh, range(mesh.extent.nelements), ask_rank("learn_advice", *advice()))
         attachment.meshes.append(ProcMesh(controller, mesh, Region.of(mesh.extent)))
     for call in reattach.calls:
         call.on_io_thread = controller.ask

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.listing import ActorState
 from meshbook.actor.proc_ref import find_procs
@@ -23,7 +21,7 @@ from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.logs import LogFollower, read_logs
 from meshbook.controller.mesh_state import MeshState, stale_view
-from meshbook.controller.queries import first_answer
+from meshbook.controller.queries import ask_rank
 from meshbook.controller.stacks import StackQuestion
 from meshbook.errors import CallInterrupted, LayoutError, MeshError, RankDeath, SerializationError
 from meshbook.formatting import format_sizes
@@ -174,7 +172,8 @@ class ProcMesh(MeshView):
         """
         name = getattr(function, "__name__", "a function")
         if (source := source_of(function, self._mesh.sources)) is not None:
-            self._controller.tell_ranks(self._mesh, "learn_source", range(self._mesh.extent.nelements), source)
+            everyone = range(self._mesh.extent.nelements)
+            self._controller.questions.tell(self._mesh, everyone, ask_rank("learn_source", *source))
         try:
             return self._call("invoke", (function, *args), kwargs, what=name)
         except SerializationError:  # once more, to say which argument it was
@@ -305,26 +304,27 @@ class ProcMesh(MeshView):
         elastic = Elastic(self._controller, self._mesh, self._present(), note)
         return elastic.grow(grow) if grow is not None else elastic.shrink(shrink or {})
 
-    def ask(self, endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, Any]:
+    def ask(self, endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, object]:
         """Put a question to the members' control threads, which answer also while the ranks are busy or stuck.
 
         endpoint: one of `meshbook.worker.endpoints.QUERIES`. args and answers are plain data. Returns: what came in
-        time.
+        time; members that answer None are left out.
         """
-        return self._controller.query(self._mesh.id, endpoint, self._present().members, timeout_s, args)
+        return self.ask_for(object, endpoint, *args, timeout_s=timeout_s)
 
     def ask_for(self, kind: type[T], endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, T]:
-        """The same, with answers as ``kind``; members that answer None are left out."""
-        answers = self.ask(endpoint, *args, timeout_s=timeout_s)
-        return {rank: msgspec.convert(answer, kind) for rank, answer in answers.items() if answer is not None}
+        """The same, with answers as ``kind``."""
+        ranks = self._present().members.ranks()
+        return self._controller.questions.gather(self._mesh, ranks, ask_rank(endpoint, *args), kind, timeout_s)
 
     def ask_one(
-        self, endpoint: str, *args: object, ranks: Sequence[int], patience_s: float, timeout_s: float
-    ) -> tuple[int, Any] | None:
-        """The same to the first of ``ranks`` that answers; see `meshbook.controller.queries.first_answer`."""
+        self, kind: type[T], endpoint: str, *args: object, ranks: Sequence[int], patience_s: float, timeout_s: float
+    ) -> tuple[int, T | None] | None:
+        """The same to the first of ``ranks`` that answers; see `meshbook.controller.queries.Questions.first`."""
         self._present()
-        return first_answer(
-            self._controller, self._mesh, ranks, endpoint, args, patience_s=patience_s, timeout_s=timeout_s
+        asked = ask_rank(endpoint, *args)
+        return self._controller.questions.first(
+            self._mesh, ranks, asked, kind, patience_s=patience_s, timeout_s=timeout_s
         )
 
     def _call(
@@ -435,11 +435,11 @@ class ProcMesh(MeshView):
         containing: only lines with this text, among the last 256 kB of each.
         """
         self._present()
-        return read_logs(self._controller, self._mesh, self._members, lines, containing)
+        return read_logs(self._controller.questions, self._mesh, self._members, lines, containing)
 
     def follow_logs(self, lines: int = 20) -> LogFollower:
         """What members write from now on, and the last ``lines`` lines before it."""
-        return LogFollower(self._controller, self._mesh, self._present()._members, lines)
+        return LogFollower(self._controller.questions, self._mesh, self._present()._members, lines)
 
     def where(self) -> dict[int, str]:
         """What each member's main thread is doing, busy or not."""
@@ -498,7 +498,7 @@ class ProcMesh(MeshView):
         """Type a line at prompts. prompts: rank to the number of its prompt; where it has gone on, nothing happens."""
         for number in set(prompts.values()):
             ranks = [rank for rank, its in prompts.items() if its == number]
-            self._controller.tell_ranks(self._mesh, "pdb_command", ranks, (number, line))
+            self._controller.questions.tell(self._mesh, ranks, ask_rank("pdb_command", number, line))
 
     def postmortem(self) -> CallFuture[Any]:
         """Have the members, which must be idle, open a prompt each on the frames of their last exception.

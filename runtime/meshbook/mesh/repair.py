@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import msgspec
-
 from meshbook.calls.call import CallFuture
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.controller.queries import ask_rank
 from meshbook.errors import (
     CallFailed,
     CallTimeout,
@@ -34,7 +33,6 @@ from meshbook.errors import (
 from meshbook.formatting import name_ranks
 from meshbook.groups.deadlock import is_in_use
 from meshbook.groups.progress import Collectives
-from meshbook.shape.members import Region
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -258,10 +256,9 @@ class Repair:
 
     def _are_in_use(self) -> bool:
         """Whether ranks run calls or do not answer, or actors or threads are at work in the default group."""
-        members = Region.of(self._mesh.extent)
-        answers = self._controller.query(self._mesh.id, "collectives", members, LOOK_S)
-        told = {rank: msgspec.convert(answer, Collectives) for rank, answer in answers.items()}
-        if len(told) < len(members) or any(each.call for each in told.values()):
+        ranks = range(self._mesh.extent.nelements)
+        told = self._controller.questions.gather(self._mesh, ranks, ask_rank("collectives"), Collectives, LOOK_S)
+        if len(told) < len(ranks) or any(each.call for each in told.values()):
             return True
         return any(is_in_use(told, each.groups[0].name) for each in told.values() if each.groups)
 

@@ -223,15 +223,80 @@ class Call(_Message, frozen=True, tag="call"):
     """Which numbers of ranks the target is meant in (`meshbook.shape.generations`); -1: those of the moment."""
 
 
+class AskRank(_Message, frozen=True, tag="rank?"):
+    """What the control thread of a rank is asked, which answers also while the rank is busy.
+
+    endpoint: one of `meshbook.worker.endpoints.QUERIES`.
+    """
+
+    endpoint: str
+    args: bytes = b"\x90"
+    """A list in msgpack: plain data, since no pickle is loaded on a control thread."""
+
+
+class AskProcesses(_Message, frozen=True, tag="ps?"):
+    """The process state of each rank as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``.
+
+    Known also when no thread of a rank can answer.
+    """
+
+
+class AskStacks(_Message, frozen=True, tag="stacks?"):
+    """The stacks of workers, read from outside within ``wait_s``, as `RankDump`.
+
+    native: with the frames of native code, which halts the processes for a moment and needs py-spy.
+    """
+
+    native: bool
+    wait_s: float
+
+
+class ReadLogs(_Message, frozen=True, tag="logs?"):
+    """The last ``lines`` lines of each log, as text."""
+
+    lines: int
+    containing: str = ""
+    """Only lines with this text."""
+
+
+FROM_THE_END = -1
+"""An offset: where a log ends when it is read."""
+
+
+class ReadOn(_Message, frozen=True, tag="readon?"):
+    """What ranks wrote to their logs beyond (rank, offset in bytes), as `LogPiece`; nothing of logs without news."""
+
+    offsets: tuple[tuple[int, int], ...]
+    lines: int
+    """Of a log that is read `FROM_THE_END`, so many lines before its end too."""
+    limit_bytes: int
+    """The most of one log; where more was written the newest is sent."""
+
+
+class Retire(_Message, frozen=True, tag="retire?"):
+    """End some workers, idle ones by themselves, busy ones by force after ``grace_s``; answered when they are gone.
+
+    From now on nothing reaches them, and their ranks may be given to others. So it travels among the calls.
+    """
+
+    ranks: tuple[int, ...]
+    """As messages call them."""
+    grace_s: float
+
+
+AskAgent: TypeAlias = AskProcesses | AskStacks | ReadLogs | ReadOn | Retire
+
+
 class Query(_Message, frozen=True, tag="query"):
-    """Like `Call`, on the urgent lane: answered by the control thread, also while the worker is busy."""
+    """A question to the ranks of ``target``, or to their agents, on the urgent lane. `Replies` answer with plain data.
+
+    A rank answers for itself, an agent in one message for all ranks that it has something to say of.
+    """
 
     id: int
     mesh: int
-    endpoint: str
     target: Target
-    inline: bytes = b""
-    """The arguments, a list in msgpack: plain data, since no pickle is loaded on a control thread. Empty: none."""
+    asked: AskRank | AskAgent
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
@@ -245,27 +310,6 @@ class Cancel(_Message, frozen=True, tag="cancel"):
     target: Target
     insist: bool = False
     origin: Origin | None = None
-
-
-class AskProcesses(_Message, frozen=True, tag="ps?"):
-    """Ask the agents themselves for the process state of each rank; answered also when no thread of a rank can."""
-
-    id: int
-    mesh: int
-    target: Target
-
-
-class AskStacks(_Message, frozen=True, tag="stacks?"):
-    """Ask the agents to read the stacks of workers from outside; they answer within ``wait_s``.
-
-    native: with the frames of native code, which halts the processes for a moment and needs py-spy.
-    """
-
-    id: int
-    mesh: int
-    target: Target
-    native: bool
-    wait_s: float
 
 
 class DropClient(_Message, frozen=True, tag="dropclient"):
@@ -294,18 +338,6 @@ class StopMesh(_Message, frozen=True, tag="stop"):
     grace_s: float
 
 
-class Retire(_Message, frozen=True, tag="retire"):
-    """End some workers of a mesh, idle ones by themselves, busy ones by force after ``grace_s``.
-
-    From now on nothing reaches them, and their ranks may be given to others. Answered by `Retired`.
-    """
-
-    id: int
-    mesh: int
-    ranks: tuple[int, ...]
-    grace_s: float
-
-
 class Renumber(_Message, frozen=True, tag="renumber"):
     """From now on the workers here have these ranks, in a mesh of other axes; all of them are named."""
 
@@ -321,33 +353,6 @@ class Moved(_Message, frozen=True, tag="moved"):
 
     mesh: int
     moves: tuple[tuple[int, ...], ...]
-
-
-class ReadLogs(_Message, frozen=True, tag="logs"):
-    """Ask for the last ``lines`` lines of the log of each rank of ``target``."""
-
-    id: int
-    mesh: int
-    target: Target
-    lines: int
-    containing: str = ""
-    """Only lines with this text."""
-
-
-FROM_THE_END = -1
-"""An offset: where a log ends when it is read."""
-
-
-class ReadOn(_Message, frozen=True, tag="readon"):
-    """Ask for what ranks wrote to their logs beyond (rank, offset in bytes); answered by `LogPieces`."""
-
-    id: int
-    mesh: int
-    offsets: tuple[tuple[int, int], ...]
-    lines: int
-    """Of a log that is read `FROM_THE_END`, so many lines before its end too."""
-    limit_bytes: int
-    """The most of one log; where more was written the newest is sent."""
 
 
 class AskAgain(_Message, frozen=True, tag="askagain"):
@@ -492,12 +497,6 @@ class WorkerExited(_Message, frozen=True, tag="exited"):
     request: int = 0
     alone: bool = False
     """It was killed, and no other of the mesh on this host is ending: nobody need wait for more deaths like it."""
-
-
-class Retired(_Message, frozen=True, tag="retired"):
-    """The processes that `Retire` named are gone."""
-
-    id: int
 
 
 class MeshStopped(_Message, frozen=True, tag="stopped"):
@@ -661,13 +660,6 @@ class Prompted(_Message, frozen=True, tag="prompted"):
     at: AtPrompt
 
 
-class Processes(_Message, frozen=True, tag="ps"):
-    """Rank to its state as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``."""
-
-    id: int
-    states: dict[int, str]
-
-
 class DumpedFrame(NamedTuple):
     function: str
     file: str
@@ -696,18 +688,6 @@ class RankDump(NamedTuple):
     """Why not, and what helps."""
 
 
-class Stacks(_Message, frozen=True, tag="stacks"):
-    """The answer to `AskStacks` from one host."""
-
-    id: int
-    dumps: tuple[RankDump, ...]
-
-
-class Logs(_Message, frozen=True, tag="loglines"):
-    id: int
-    texts: dict[int, str]
-
-
 class LogPiece(NamedTuple):
     """What one rank's log has beyond an offset."""
 
@@ -717,13 +697,6 @@ class LogPiece(NamedTuple):
     """The offset to read on from."""
     skipped_bytes: int
     """What lies between the offset that was asked for and ``data``."""
-
-
-class LogPieces(_Message, frozen=True, tag="logpieces"):
-    """Of the logs that have something new."""
-
-    id: int
-    pieces: tuple[LogPiece, ...]
 
 
 # ---- host agent to worker and back -----------------------------------------------------------------------------
@@ -818,16 +791,13 @@ class RankStored(_Message, frozen=True, tag="rstored"):
 
 ToHost: TypeAlias = (
     Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
-    | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Retire | Renumber | StopMesh
-    | ReadLogs | ReadOn
+    | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Renumber | StopMesh
     | Leave | Goodbye
-    | AskProcesses | AskStacks
     | OpenPeerPort | Peers | PeerLost | Moved
 )  # fmt: skip
 FromHost: TypeAlias = (
-    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited | Retired
+    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited
     | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | StoreRequest | StoreAnswer
-    | Logs | LogPieces | Processes | Stacks
     | AskPeers | PeerAddress | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from meshbook.errors import Failure, MeshError
@@ -45,6 +45,14 @@ def failed_replies(
     ranks = sorted(ranks)
     replies = tuple(wire.RankReply(rank, wire.RAISED, 1, 0.0, None) for rank in ranks)
     return wire.Replies(call.id, replies, call.origin), [explain_failure(rank, host, error) for rank in ranks]
+
+
+def agents_answer(question: int, answers: Mapping[int, object]) -> wire.Replies:
+    """Return what an agent answers to a question: plain data for each rank that it has something to say of."""
+    values = tuple(
+        wire.RankReply(rank, wire.OK, 0, 0.0, None, inline=wire.encode(value)) for rank, value in answers.items()
+    )
+    return wire.Replies(question, values)
 
 
 def dropped_replies(call: int, ranks: Iterable[int], origin: wire.Origin | None = None) -> wire.Replies:

@@ -372,11 +372,11 @@ class Worker:
                 self.mail.start()
             case wire.Moved(mesh, moves):
                 self.moves[mesh] = moves
-            case wire.Query(endpoint=endpoint) as query:
-                if endpoint in SLOW_QUERIES:
-                    run_in_background(lambda: self._answer_query(query))
+            case wire.Query(id, asked=wire.AskRank() as asked):
+                if asked.endpoint in SLOW_QUERIES:
+                    run_in_background(lambda: self._answer_query(id, asked))
                 else:
-                    self._answer_query(query)
+                    self._answer_query(id, asked)
             case other:
                 raise AssertionError(f"{other!r} does not belong on the urgent socket")
 
@@ -397,15 +397,15 @@ class Worker:
         else:
             self.urgent.send(wire.Reply(call, wire.DROPPED, 0.0))
 
-    def _answer_query(self, query: wire.Query) -> None:
+    def _answer_query(self, id: int, asked: wire.AskRank) -> None:
         try:
-            args = msgspec.msgpack.decode(query.inline) if query.inline else ()
-            answer = Outcome(wire.OK, QUERIES[query.endpoint](self, *args), has_value=True)
+            args = msgspec.msgpack.decode(asked.args, type=list)
+            answer = Outcome(wire.OK, QUERIES[asked.endpoint](self, *args), has_value=True)
         except Exception as error:
             answer = Outcome(wire.RAISED, failure=self.shell.describe(error))
         payload = pack_failure(answer.failure) if answer.failure else [wire.encode(answer.value)]
         with contextlib.suppress(MessageTooLarge):  # as if it had not answered
-            self.urgent.send(wire.Reply(query.id, answer.status, 0.0), payload)
+            self.urgent.send(wire.Reply(id, answer.status, 0.0), payload)
 
 
 def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, stdout_fd: int, stderr_fd: int) -> None:

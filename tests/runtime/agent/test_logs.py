@@ -19,7 +19,7 @@ from meshbook.wire.messages import FROM_THE_END, LogPiece, ReadOn
 
 
 def _asked(*offsets: tuple[int, int], lines: int = 2, limit_bytes: int = 20) -> ReadOn:
-    return ReadOn(1, 1, offsets, lines, limit_bytes)
+    return ReadOn(offsets, lines, limit_bytes)
 
 
 def test_a_log_is_read_on_from_an_offset_and_only_where_there_is_more(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from meshbook.agent import stack_dumps
 from meshbook.agent.stack_dumps import OutsideStacks
 from meshbook.lifecycle import WorkerPhase
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.shape.members import Region
 from meshbook.stacks.dump import parse_faulthandler, parse_py_spy
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.processes import process_state
@@ -163,7 +162,7 @@ def test_what_py_spy_says_instead_of_stacks_is_no_stack() -> None:
 
 def test_without_py_spy_a_stopped_process_is_answered_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_dumps, "find_py_spy", lambda: None)
-    answers: list[wire.Stacks] = []
+    answers: list[Mapping[int, wire.RankDump]] = []
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
             os.kill(child.pid, signal.SIGSTOP)
@@ -171,11 +170,11 @@ def test_without_py_spy_a_stopped_process_is_answered_with_how_to_get_it(monkeyp
                 time.sleep(0.01)
             phase = WorkerPhase.READY
             worker: Any = SimpleNamespace(rank=3, pid=child.pid, phase=phase, control_thread=0, dump_fd=-1)
-            ask = wire.AskStacks(7, 1, Region.of({"gpus": 4}).encode(), native=False, wait_s=2.0)
+            ask = wire.AskStacks(native=False, wait_s=2.0)
             OutsideStacks(EventLoop(), [worker], ask, answers.append).start()
         finally:
             child.kill()
-    (dump,) = answers[0].dumps
+    (dump,) = answers[0].values()
     assert (dump.rank, dump.threads) == (3, ()) and "pip install 'meshbook[stacks]'" in dump.problem
 
 
@@ -184,11 +183,11 @@ def test_a_py_spy_that_hangs_is_ended_at_the_deadline(monkeypatch: pytest.Monkey
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o700)
     monkeypatch.setattr(stack_dumps, "find_py_spy", lambda: str(slow))
-    answers: list[wire.Stacks] = []
+    answers: list[Mapping[int, wire.RankDump]] = []
     loop = EventLoop()
     worker: Any = SimpleNamespace(rank=0, pid=os.getpid(), phase=WorkerPhase.READY, control_thread=0, dump_fd=-1)
-    ask = wire.AskStacks(7, 1, Region.of({"gpus": 1}).encode(), native=True, wait_s=0.3)
+    ask = wire.AskStacks(native=True, wait_s=0.3)
     OutsideStacks(loop, [worker], ask, answers.append).start()
     while not answers:
         loop.run_once()
-    assert "py-spy could not read it in time" in answers[0].dumps[0].problem
+    assert "py-spy could not read it in time" in answers[0][0].problem
