@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from typing_extensions import assert_never
 
 from meshbook.calls.answer import Unavailable
