@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshbook.calls.rank_state import SilenceCause, State, Unresponsive
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.queries import STATES_TIMEOUT_S, Questions, ask_rank, explain_silence
-from meshbook.groups.deadlock import place_of
+from meshbook.groups.wait_graph import place_of
 from meshbook.shape.members import Members, Region
 from meshbook.source.location import RUNTIME, USER, kind_of_file
 from meshbook.stacks.frames import NATIVE, Frame, RankTold, ThreadStack, make_frame

@@ -18,10 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from meshbook.groups.progress import ANY_PEER, CellCounts, Collectives, GroupProgress, Waiting
-
-DELIVERED_S = 0.25
-"""What was sent before has arrived after so long; only asked for where receives from anybody blur the counts."""
-
+from meshbook.groups.wait_graph import WaitGraph, place_of
 
 _MAIN = 0
 _NOTHING = CellCounts()
@@ -64,9 +61,7 @@ class _State:
         """Ranks none of whose threads begins an operation any more."""
         self._over = {(rank, _MAIN) for rank in ended}
         """Threads that begin none any more: they have ended, or are stuck."""
-        self._groups = {
-            rank: {group.name: group for group in told.groups} for rank, told in snapshots.items() if rank not in dead
-        }
+        self._graph = WaitGraph({rank: told for rank, told in snapshots.items() if rank not in dead})
 
     def find_more(self) -> bool:
         """Find threads that are stuck by what is known; whether there were any."""
@@ -97,52 +92,21 @@ class _State:
         return proofs[0]
 
     def _absent(self, rank: int, waiting: Waiting) -> tuple[int, ...]:
-        group = self._groups[rank].get(waiting.group)
-        if group is None or group.aborted:  # it comes back by itself
-            return ()
-        others = [member for member in group.members if member != rank]
-        if waiting.peer is None:
-            name = waiting.group
-            return tuple(m for m in others if self._is_over(m, name) and self._issued(m, name) < waiting.number)
-        if waiting.peer == ANY_PEER:
-            return self._nobody_sends(rank, waiting, group, others)
-        if not self._is_over(waiting.peer, waiting.group):
-            return ()
-        peers = self._group(waiting.peer, waiting.group)
-        if waiting.operation.endswith("recv"):
-            served = peers.sent.get(rank, 0) if peers else 0
-        else:
-            served = peers.received.get(rank, 0) + peers.received.get(ANY_PEER, 0) if peers else 0
-        return (waiting.peer,) if served < waiting.number else ()
-
-    def _nobody_sends(self, rank: int, waiting: Waiting, group: GroupProgress, others: list[int]) -> tuple[int, ...]:
-        """For a receive from anybody: all others, if none of them can still send and all that they sent was taken."""
-        if not all(self._is_over(member, waiting.group) for member in others):
-            return ()
-        told = [self._group(member, waiting.group) for member in others]
-        sent = sum(each.sent.get(rank, 0) for each in told if each is not None)
-        taken_too = sent < sum(group.received.values()) and waiting.since_s > DELIVERED_S
-        return tuple(others) if sent < waiting.number or taken_too else ()
+        awaited = self._graph.awaited(rank, waiting)
+        absent = tuple(member for member in awaited if self._is_over(member, waiting.group))
+        return absent if waiting.peer != ANY_PEER or absent == awaited else ()
 
     def _is_over(self, rank: int, name: str) -> bool:
         """Whether no thread of the rank begins an operation of the group any more."""
         if rank in self._gone or rank not in self._snapshots:
             return rank in self._gone
-        told, group = self._snapshots[rank], self._group(rank, name)
+        told, group = self._snapshots[rank], self._graph.group(rank, name)
         if group is not None and group.aborted:
             return True
         threads = {_MAIN, *(group.at_work if group is not None else ())}
         concerned = {self._mailbox, *mailboxes_of(self._snapshots, name)}
         threads |= {thread for thread, mailbox in told.handling.items() if mailbox in concerned}
         return all((rank, thread) in self._over for thread in threads)
-
-    def _group(self, rank: int, name: str) -> GroupProgress | None:
-        """None where it is known that the rank has not made the group, or is dead."""
-        return self._groups.get(rank, {}).get(name)
-
-    def _issued(self, rank: int, name: str) -> int:
-        group = self._group(rank, name)
-        return group.issued if group is not None else 0
 
 
 class Odd(NamedTuple):
@@ -253,13 +217,3 @@ def _sent(group: GroupProgress | CellCounts | None, to: int) -> int:
 def where_stuck(stuck: Iterable[tuple[int, Stuck]]) -> dict[int, str]:
     """Rank to ``all_reduce (cell 7, line 5)``."""
     return {rank: place_of(each.waiting) for rank, each in stuck}
-
-
-def place_of(waiting: Waiting) -> str:
-    """``all_reduce (cell 7, line 5)``, ``recv from rank 3 (cell 7, line 5)``."""
-    peer = ""
-    if waiting.peer is not None:
-        whom = "any rank" if waiting.peer == ANY_PEER else f"rank {waiting.peer}"
-        peer = f" {'to' if waiting.operation.endswith('send') else 'from'} {whom}"
-    place = f" ({waiting.place})" if waiting.place else ""
-    return f"{waiting.operation}{peer}{place}"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from meshbook.formatting import name_ranks
 from meshbook.groups.agreements import find_disagreements
-from meshbook.groups.deadlock import place_of
-from meshbook.groups.progress import ANY_PEER, Collectives, Waiting
+from meshbook.groups.progress import Collectives, Waiting
+from meshbook.groups.wait_graph import WaitGraph, place_of
 
 WRAP = ",\n  "
 SHOWN = 3
@@ -61,11 +61,8 @@ class _Moment:
             for rank, look in poll.items()
             if (told := look.collectives) is not None and not told.aborted and (waits := told.waiting or told.under_way)
         }
-        self._groups = {
-            rank: {group.name: group for group in look.collectives.groups}
-            for rank, look in poll.items()
-            if look.collectives is not None
-        }
+        self._told = {rank: look.collectives for rank, look in poll.items() if look.collectives is not None}
+        self._graph = WaitGraph(self._told)
         self._blockers: dict[int, set[int]] = {}
         """Whom each that waits waits for."""
         self._many_groups = len({waiting.group for waiting in self._waits.values()}) > 1
@@ -73,7 +70,9 @@ class _Moment:
     def judge(self) -> Verdict | None:
         if (mismatch := self._find_mismatch() or self._find_disagreement()) is not None:
             return mismatch
-        blockers = self._blockers = {rank: self._awaited_by(rank) for rank in self._waits}
+        graph, waits = self._graph, self._waits
+        blockers = {rank: {*graph.awaited(rank, each)} & self._poll.keys() for rank, each in waits.items()}
+        self._blockers = blockers
         odd: set[int] = set()
         held: set[int] = set()
         for rank in self._waits:
@@ -90,28 +89,7 @@ class _Moment:
         text = f"{name_ranks(held)} wait for each other:\n  {self._describe_waits(held, WRAP)}"
         return Verdict(tuple(fewest), tuple(sorted(held - set(fewest))), self._since(held), True, text)
 
-    # ---- who waits for whom -------------------------------------------------------------------------------------
-
-    def _awaited_by(self, rank: int) -> set[int]:
-        """The ranks that ``rank`` waits for."""
-        waiting = self._waits[rank]
-        group = self._groups[rank].get(waiting.group)
-        if group is None:
-            return set()
-        others = {member for member in group.members if member != rank and member in self._poll}
-        if waiting.peer is None:
-            return {member for member in others if self._issued(member, waiting.group) < waiting.number}
-        if waiting.peer == ANY_PEER:
-            return others
-        peer = self._groups.get(waiting.peer, {}).get(waiting.group)
-        if peer is None:
-            return {waiting.peer} & others
-        counts = peer.sent if waiting.operation.endswith("recv") else peer.received
-        return {waiting.peer} & others if counts.get(rank, 0) < waiting.number else set()
-
-    def _issued(self, rank: int, group: str) -> int:
-        known = self._groups.get(rank, {}).get(group)
-        return known.issued if known is not None else 0
+    # ---- operations that do not match -----------------------------------------------------------------------------
 
     def _find_mismatch(self) -> Verdict | None:
         """Different operations under the same number of a group."""
@@ -135,8 +113,7 @@ class _Moment:
 
     def _find_disagreement(self) -> Verdict | None:
         """The same operation under the same number, of another shape, say; where somebody waits for it, or later."""
-        told = {rank: look.collectives for rank, look in self._poll.items() if look.collectives is not None}
-        for found in find_disagreements(told):
+        for found in find_disagreements(self._told):
             if held := {rank for rank in found.ranks if rank in self._waits}:
                 return Verdict(tuple(sorted(held)), found.ranks, self._since(held), True, found.text)
         return None
@@ -184,9 +161,9 @@ class _Moment:
             waiting = self._waits[each]
             if waiting.peer is None and rank in self._blockers[each]:
                 numbers[waiting.group] = numbers.get(waiting.group, 0) + 1
-        if not numbers or rank not in self._groups:
+        if not numbers or rank not in self._told:
             return ""
-        return f"has issued {self._issued(rank, max(numbers, key=lambda name: numbers[name]))} and "
+        return f"has issued {self._graph.issued(rank, max(numbers, key=lambda name: numbers[name]))} and "
 
     def _since(self, ranks: Iterable[int]) -> float:
         return min(self._waits[rank].since_s for rank in ranks)

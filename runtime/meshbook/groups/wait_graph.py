@@ -1,0 +1,68 @@
+"""Who waits for whom: from what ranks tell of their groups at one moment to the ranks whose part is missing. Pure.
+
+    rank 0 waits in operation 41 of "0"         for the members that have issued fewer
+    rank 1 waits in recv from rank 3            for rank 3, unless that has sent as many
+    rank 2 waits in recv from anybody           for all others, unless they have sent more than it has taken
+
+`meshbook.groups.deadlock` proves with it who waits in vain, `meshbook.groups.stragglers` tells who holds the others up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshbook.groups.progress import ANY_PEER, Collectives, GroupProgress, Waiting
+
+DELIVERED_S = 0.25
+"""What was sent before has arrived after so long; only asked for where receives from anybody blur the counts."""
+
+
+class WaitGraph:
+    """What ranks have told of their groups, by rank and name of group."""
+
+    def __init__(self, snapshots: Mapping[int, Collectives]) -> None:
+        self._groups = {rank: {group.name: group for group in told.groups} for rank, told in snapshots.items()}
+
+    def group(self, rank: int, name: str) -> GroupProgress | None:
+        """None where the rank has not made the group, as far as is known."""
+        return self._groups.get(rank, {}).get(name)
+
+    def issued(self, rank: int, name: str) -> int:
+        """How many collectives of the group the rank has begun."""
+        group = self.group(rank, name)
+        return group.issued if group is not None else 0
+
+    def awaited(self, rank: int, waiting: Waiting) -> tuple[int, ...]:
+        """The members whose part is missing in what a rank waits in.
+
+        A receive from anybody waits for any one of them, everything else for all of them.
+        """
+        group = self.group(rank, waiting.group)
+        if group is None or group.aborted:  # it comes back by itself
+            return ()
+        others = tuple(member for member in group.members if member != rank)
+        if waiting.peer is None:
+            return tuple(member for member in others if self.issued(member, waiting.group) < waiting.number)
+        if waiting.peer == ANY_PEER:
+            told = [self.group(member, waiting.group) for member in others]
+            sent = sum(each.sent.get(rank, 0) for each in told if each is not None)
+            taken_too = sent < sum(group.received.values()) and waiting.since_s > DELIVERED_S
+            return others if sent < waiting.number or taken_too else ()
+        peers = self.group(waiting.peer, waiting.group)
+        if peers is None:
+            served = 0
+        elif waiting.operation.endswith("recv"):
+            served = peers.sent.get(rank, 0)
+        else:
+            served = peers.received.get(rank, 0) + peers.received.get(ANY_PEER, 0)
+        return (waiting.peer,) if served < waiting.number else ()
+
+
+def place_of(waiting: Waiting) -> str:
+    """``all_reduce (cell 7, line 5)``, ``recv from rank 3 (cell 7, line 5)``."""
+    peer = ""
+    if waiting.peer is not None:
+        whom = "any rank" if waiting.peer == ANY_PEER else f"rank {waiting.peer}"
+        peer = f" {'to' if waiting.operation.endswith('send') else 'from'} {whom}"
+    place = f" ({waiting.place})" if waiting.place else ""
+    return f"{waiting.operation}{peer}{place}"
