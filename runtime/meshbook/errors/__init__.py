@@ -37,11 +37,14 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from meshbook.errors.advice import advice
 from meshbook.errors.deaths import RankDeath, describe_deaths, next_steps
 from meshbook.formatting import did_you_mean, format_bytes, format_ranks, format_sizes, name_ranks
+
+Partial: TypeAlias = Mapping[int, Any]
+"""Rank to result, of those that succeeded."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -244,9 +247,9 @@ def _headline(group: Sequence[Failure], place: str = "") -> str:
 class CallError(MeshError):
     """A call without a complete answer. ``partial`` maps the ranks that succeeded to their results."""
 
-    def __init__(self, *args: Any, partial: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, *args: object, partial: Partial | None = None) -> None:
         super().__init__(*args)
-        self.partial: Mapping[int, Any] = {} if partial is None else partial
+        self.partial: Partial = {} if partial is None else partial
         self.freed: Mapping[int, str] = {}
         """Ranks that waited for others in vain and were freed, with what they waited in."""
         self.freed_s = 0.0
@@ -270,7 +273,7 @@ class CallError(MeshError):
         lines += [f"{text} on {name_ranks(ranks)}" for text, ranks in self.torn.items()]
         return lines + ([self.groups] if self.groups else [])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         told = {"freed": dict(self.freed), "freed_s": self.freed_s, "groups": self.groups, "torn": dict(self.torn)}
         return (type(self), self.args, {"partial": dict(self.partial), **told})
 
@@ -292,7 +295,7 @@ class RemoteTraceback(Exception):
 class CallFailed(CallError):
     """One or more ranks raised. Equal causes are shown once."""
 
-    def __init__(self, failures: Iterable[Failure], partial: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, failures: Iterable[Failure], partial: Partial | None = None) -> None:
         self.failures = tuple(failures)
         super().__init__(self.failures, partial=partial)
         self.__cause__ = RemoteTraceback(self.failures)
@@ -326,7 +329,7 @@ class CallFailed(CallError):
 class CallTimeout(CallError, TimeoutError):
     """Some ranks had not answered at the deadline; the call goes on there."""
 
-    def __init__(self, what: str, timeout_s: float, silent: Iterable[int], partial: Mapping[int, Any] | None = None):
+    def __init__(self, what: str, timeout_s: float, silent: Iterable[int], partial: Partial | None = None):
         self.what, self.timeout_s, self.silent = what, timeout_s, tuple(sorted(silent))
         super().__init__(what, timeout_s, self.silent, partial=partial)
 
@@ -351,7 +354,7 @@ class CallInterrupted(CallError, KeyboardInterrupt):
         stuck: Mapping[int, str],
         stage: int = 1,
         skipping: Mapping[int, str] | None = None,
-        partial: Mapping[int, Any] | None = None,
+        partial: Partial | None = None,
     ) -> None:
         self.obeyed, self.stuck = tuple(sorted(obeyed)), dict(stuck)
         self.stage, self.skipping = stage, dict(skipping or {})
@@ -401,14 +404,14 @@ class WorkerLost(CallError):
         log_tail: str = "",
         others: Iterable[RankDeath] = (),
         *,
-        partial: Mapping[int, Any] | None = None,
+        partial: Partial | None = None,
     ) -> None:
         self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
         self.others = tuple(RankDeath(*death) for death in others)
         super().__init__(rank, host, cause, log_tail, self.others, partial=partial)
 
     @classmethod
-    def of(cls, errors: Iterable[WorkerLost], partial: Mapping[int, Any] | None = None) -> WorkerLost:
+    def of(cls, errors: Iterable[WorkerLost], partial: Partial | None = None) -> WorkerLost:
         """One error for all of them; at least one."""
         first, *others = sorted(death for error in errors for death in error.deaths)
         return cls(*first, others, partial=partial)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
 import torch.autograd
 
@@ -16,10 +16,8 @@ from meshbook.concurrency.patches import patch
 from meshbook.errors import GroupAborted
 from meshbook.groups.work import EXPLAIN_S, GroupState
 
-_torch_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
-
-
-_queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+_torch_run_backward: Callable[..., object] = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Callbacks run when all gradients of the running pass are there, in the order in which they came; DDP's waits."""
 
 
@@ -37,7 +35,7 @@ def install(guard: GroupState) -> None:
 
     guard.on_future = expect_wait
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def run_backward(*args: object, **kwargs: object) -> object:
         thread = threading.get_ident()
         if thread in guard.backward:  # a backward pass inside another, as checkpointing makes
             return _torch_run_backward(*args, **kwargs)

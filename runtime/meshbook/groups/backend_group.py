@@ -18,11 +18,11 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.background import SerialQueue, run_in_background
@@ -32,6 +32,9 @@ from meshbook.groups.torn import Operands, Torn, settle
 from meshbook.groups.use import Failures, Users
 from meshbook.groups.work import GroupState, PeerWork
 from meshbook.system.descriptors import above_standard
+
+NcclOptions: TypeAlias = "dist.ProcessGroupNCCL.Options"
+"""torch without CUDA has none."""
 
 GIVE_UP_AFTER_S = 600.0
 """Operations that have not ended so long after their group was given up keep it for the life of the process."""
@@ -94,7 +97,7 @@ class BackendGroup:
         recipe: GroupSpec,
         store: Store,
         guard: GroupState,
-        options: Any = None,
+        options: NcclOptions | None = None,
         device_id: torch.device | None = None,
     ) -> None:
         self.guard = guard
@@ -121,14 +124,16 @@ class BackendGroup:
 
     # ---- making -------------------------------------------------------------------------------------------------
 
-    def _build(self, recipe: GroupSpec, store: Store, options: Any, device_id: torch.device | None) -> Any:
+    def _build(
+        self, recipe: GroupSpec, store: Store, options: NcclOptions | None, device_id: torch.device | None
+    ) -> Any:
         devices = recipe.devices
         kinds = dist.ProcessGroup.BackendType
         group: Any = dist.ProcessGroup(store, recipe.rank, self._size)
         group._set_default_backend(kinds.NCCL if "nccl" in devices.values() else kinds.GLOO)
         if device_id is not None:
             group.bound_device_id = device_id
-        made: dict[str, Any] = {}
+        made: dict[str, Backend] = {}
         for device, name in devices.items():
             if name not in made:
                 prefixed = PrefixStore(f"{device}/", store)
@@ -142,28 +147,22 @@ class BackendGroup:
             made["nccl"].eager_connect_single_device(device_id)
         return group
 
-    def _gloo(self, recipe: GroupSpec, store: Store) -> Any:
+    def _gloo(self, recipe: GroupSpec, store: Store) -> Backend:
         options = vars(dist.ProcessGroupGloo)["_Options"]()  # its name in all versions of torch
         with _device_lock, above_standard():
             before, threads = descriptors(), gloo_aborts.threads()
             options._devices = gloo_devices()
-            gloo_aborts.park(gloo_aborts.threads() - threads, self)
+            gloo_aborts.park(gloo_aborts.threads() - threads, self.lose_thread)
             made = descriptors() - before
             self._listening = [name for fd in made if (name := listening_at(fd)) is not None]
             self._polls = [fd for fd in made if is_poll(fd)]
-        options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
-        options.global_ranks_in_group = list(recipe.ranks)
-        options.group_name = recipe.name
-        return dist.ProcessGroupGloo(store, recipe.rank, self._size, options)
+        return dist.ProcessGroupGloo(store, recipe.rank, self._size, _for_group(recipe, options))
 
-    def _nccl(self, recipe: GroupSpec, store: Store, options: Any) -> Any:
+    def _nccl(self, recipe: GroupSpec, store: Store, options: NcclOptions | None) -> Backend:
         if options is None:
             options = dist.ProcessGroupNCCL.Options()
             options.is_high_priority_stream = False
-        options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
-        options.global_ranks_in_group = list(recipe.ranks)
-        options.group_name = recipe.name
-        return dist.ProcessGroupNCCL(store, recipe.rank, self._size, options)
+        return dist.ProcessGroupNCCL(store, recipe.rank, self._size, _for_group(recipe, options))
 
     # ---- what is under way --------------------------------------------------------------------------------------
 
@@ -288,6 +287,13 @@ class BackendGroup:
             for peer in range(self._size):
                 if peer != self._rank:
                     greet_and_leave(address, peer)
+
+
+def _for_group(recipe: GroupSpec, options: Any) -> Any:
+    options._timeout = timedelta(seconds=recipe.timeout_s + HELD_MAX_S)
+    options.global_ranks_in_group = list(recipe.ranks)
+    options.group_name = recipe.name
+    return options
 
 
 def dispose(groups: Iterable[BackendGroup]) -> None:

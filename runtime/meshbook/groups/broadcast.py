@@ -27,7 +27,7 @@ from meshbook.values.tensors import NO_LIMIT, OutOfBand
 if TYPE_CHECKING:
     from meshbook.groups.rank_groups import RankGroups
 
-Namespace: TypeAlias = MutableMapping[str, Any]
+Namespace: TypeAlias = MutableMapping[str, object]
 
 
 class _TensorHeader(NamedTuple):
@@ -56,7 +56,7 @@ class _Parcel(NamedTuple):
 
     header: _Header
     pieces: list[torch.Tensor]
-    value: Any = None
+    value: object = None
 
 
 def broadcast_value(name: str, namespace: Namespace, src: int, groups: RankGroups) -> None:
@@ -79,7 +79,7 @@ def broadcast_value(name: str, namespace: Namespace, src: int, groups: RankGroup
     namespace[name] = value
 
 
-def _exchange(parcel: _Parcel | None, src: int) -> tuple[_Header, Any, LoadError | None]:
+def _exchange(parcel: _Parcel | None, src: int) -> tuple[_Header, object, LoadError | None]:
     """Send ``parcel``, or receive it where it is None; the value, or why it could not be built here."""
     box: list[_Header | None] = [parcel.header if parcel else None]
     dist.broadcast_object_list(box, src=src)
@@ -121,7 +121,7 @@ def _pack(name: str, namespace: Namespace, src: int) -> _Parcel:
         near = did_you_mean(name, (known for known in namespace if not known.startswith("_")))
         return _Parcel(_Refusal(UsageError(f'there is no "{name}" on rank {src}.{near}')), [])
     value = namespace[name]
-    if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_dense(value):
+    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and _is_dense(value):
         return _pack_tensor(value)
     out_of_band, head = OutOfBand(NO_LIMIT), io.BytesIO()
     try:
@@ -131,7 +131,7 @@ def _pack(name: str, namespace: Namespace, src: int) -> _Parcel:
     return _pack_pickle(head.getbuffer(), out_of_band.buffers, value, by_reference=True)
 
 
-def _pack_by_value(name: str, value: Any) -> _Parcel:
+def _pack_by_value(name: str, value: object) -> _Parcel:
     try:
         head, buffers = dumps(value, what=name)
     except MeshError as error:
@@ -141,7 +141,7 @@ def _pack_by_value(name: str, value: Any) -> _Parcel:
     return _pack_pickle(memoryview(head), buffers, value, by_reference=False)
 
 
-def _pack_pickle(head: memoryview, buffers: list[memoryview], value: Any, *, by_reference: bool) -> _Parcel:
+def _pack_pickle(head: memoryview, buffers: list[memoryview], value: object, *, by_reference: bool) -> _Parcel:
     pieces = [_as_tensor(buffer) for buffer in (head, *buffers)]
     return _Parcel(_PickleHeader(tuple(piece.numel() for piece in pieces), by_reference), pieces, value)
 
@@ -151,7 +151,7 @@ class _ByReference(pickle.Pickler):
         super().__init__(sink, 5, buffer_callback=out_of_band.take)
         self._out_of_band = out_of_band
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         return self._out_of_band.reduce(obj)
 
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from meshbook.concurrency import forks
 from meshbook.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _LOCAL_OPERATIONS = frozenset({"wait_tensor"})
@@ -82,11 +86,17 @@ def _refuse(operation: str) -> NoReturn:
 
 
 @lru_cache(maxsize=1)
-def _refusing_mode() -> Any:
+def _refusing_mode() -> type[TorchDispatchMode]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class RefusingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self,
+            func: OpOverload[..., object],
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
             if func.namespace in _NAMESPACES:
                 name = func.overloadpacket.__name__.rstrip("_")
                 if name not in _LOCAL_OPERATIONS:

@@ -6,6 +6,7 @@ torch's registries is what all of them look up. Backends other than gloo and NCC
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, _register_process_gro
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.patches import patch
-from meshbook.groups.backend_group import GroupSpec
+from meshbook.groups.backend_group import GroupSpec, NcclOptions
 from meshbook.groups.gloo_sockets import connects_at_once
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.work import GroupState
@@ -41,15 +42,15 @@ class GroupFactory:
         group_size: int,
         group_rank: int,
         global_ranks_in_group: list[int],
-        backend: Any,
+        backend: str,
         store: Store,
         group_name: str,
-        backend_options: Any = None,
-        timeout: Any = None,
+        backend_options: NcclOptions | None = None,
+        timeout: timedelta = c10d.default_pg_timeout,
         pg_tag: str | None = None,
         device_id: torch.device | None = None,
         group_desc: str | None = None,
-        **more: Any,
+        **more: object,
     ) -> Any:
         names = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
         if any(more.values()) or not names <= {"gloo", "nccl"}:  # newer versions of torch name what they do not use
@@ -82,7 +83,7 @@ class GroupFactory:
         return group, prefixed
 
     def make(
-        self, recipe: GroupSpec, store: Store, options: Any = None, device_id: torch.device | None = None
+        self, recipe: GroupSpec, store: Store, options: NcclOptions | None = None, device_id: torch.device | None = None
     ) -> AbortableGroup:
         """Make a group and enter it into torch's registries."""
         world: Any = c10d._world

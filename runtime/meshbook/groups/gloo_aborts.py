@@ -16,24 +16,16 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
 
 from meshbook.system.descriptors import above_standard
 
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
-class Losable(Protocol):
-    """A group that may lose its thread."""
-
-    def lose_thread(self) -> object:
-        """Called on that thread, which does not come back."""
-
-
-_owners: dict[int, weakref.ref[Any]] = {}
-"""The kernel's numbers of threads, with the groups that they are of."""
-_before: Any = None
+_on_lost: dict[int, weakref.WeakMethod[Callable[[], object]]] = {}
+"""The kernel's numbers of threads, with what the groups that they are of do when they lose them."""
+_before: int | None = None
 """The handler that was there before ours."""
 
 
@@ -44,24 +36,27 @@ def threads() -> set[int]:
         return {int(entry) for entry in os.listdir("/proc/self/task")} - known
 
 
-def park(gloos: Iterable[int], owner: Losable) -> None:
-    """From now on these threads do not end the process when gloo gives them up, but lose their group."""
-    for number in [number for number, of in _owners.items() if of() is None]:
-        del _owners[number]  # they have ended with their group, and the number may be another's
-    _owners.update(dict.fromkeys(gloos, weakref.ref(owner)))
+def park(gloos: Iterable[int], on_lost: Callable[[], object]) -> None:
+    """From now on these threads do not end the process when gloo gives them up.
+
+    on_lost: a method of their group, called on such a thread, which does not come back.
+    """
+    for number in [number for number, method in _on_lost.items() if method() is None]:
+        del _on_lost[number]  # they have ended with their group, and the number may be another's
+    _on_lost.update(dict.fromkeys(gloos, weakref.WeakMethod(on_lost)))
     _install()
 
 
 def _on_abort(number: int) -> None:
     """On the thread that has called abort(), which ends the process when this returns."""
-    of = _owners.get(threading.get_native_id())
-    owner: Losable | None = of() if of is not None else None
-    if owner is None:
+    method = _on_lost.get(threading.get_native_id())
+    on_lost = method() if method is not None else None
+    if on_lost is None:
         if _before:
             ctypes.cast(_before, _HANDLER)(number)
         return
-    owner.lose_thread()
-    del owner, of
+    on_lost()
+    del on_lost, method
     while True:
         time.sleep(3600)
 

@@ -11,7 +11,6 @@ import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,7 +32,7 @@ def connects_at_once() -> bool:
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("1", "true", "yes", "y")
 
 
-def gloo_devices() -> list[Any]:
+def gloo_devices() -> list[dist.ProcessGroupGloo.Device]:
     """A device per interface, as torch chooses them."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not names and ":" in (own := own_address()):  # torch's default would fall back to 127.0.0.1

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from meshbook.errors import GroupAborted, UsageError
-from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, dispose
+from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions, dispose
 from meshbook.groups.collectives_off import public_name, refuse_if_off
 from meshbook.groups.operands import Description, MessageRecord, Record, describe, describe_message, parts_of
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
@@ -40,10 +40,7 @@ _COLLECTIVES = (
 """Operations that all members enter, by torch's names, older and newer ones."""
 
 
-_Base: Any = dist.ProcessGroup  # torch's stubs lack much of it
-
-
-class AbortableGroup(_Base):  # type: ignore[misc]
+class AbortableGroup(dist.ProcessGroup):
     """A process group that can be aborted and made again."""
 
     def __init__(
@@ -51,10 +48,10 @@ class AbortableGroup(_Base):  # type: ignore[misc]
         recipe: GroupSpec,
         store: Store,
         guard: GroupState,
-        options: Any = None,
+        options: NcclOptions | None = None,
         device_id: torch.device | None = None,
     ) -> None:
-        super().__init__(recipe.rank, len(recipe.ranks))
+        super().__init__(recipe.rank, len(recipe.ranks))  # type: ignore[call-arg]
         self.recipe = recipe
         self.issued = 0
         self.record = Record(guard.epoch)
@@ -305,23 +302,11 @@ class AbortableGroup(_Base):  # type: ignore[misc]
     def setGroupName(self, name: str) -> None:
         self.recipe = self.recipe._replace(name=name)
 
-    _set_group_name = setGroupName
-
     def getGroupDesc(self) -> str:
         return self.recipe.description
 
     def setGroupDesc(self, description: str) -> None:
         self.recipe = self.recipe._replace(description=description)
-
-    _set_group_desc = setGroupDesc
-
-    @property
-    def group_name(self) -> str:
-        return self.recipe.name
-
-    @property
-    def group_desc(self) -> str:
-        return self.recipe.description
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -329,9 +314,6 @@ class AbortableGroup(_Base):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.live.group._get_backend(device)
-
-    def _backend_id(self, backend_type: Any) -> int:
-        return int(self.live.group._backend_id(backend_type))
 
     def get_group_store(self) -> Store:
         return self._store
@@ -356,9 +338,6 @@ class AbortableGroup(_Base):  # type: ignore[misc]
 
     def _wait_for_pending_works(self) -> None:
         return None
-
-    def _enable_collectives_timing(self) -> None:
-        self.live.group._enable_collectives_timing()
 
 
 def _collective(method: str) -> Callable[..., dist.Work]:
@@ -415,7 +394,7 @@ def _collective(method: str) -> Callable[..., dist.Work]:
     return collective
 
 
-def _on_cuda(value: Any) -> bool:
+def _on_cuda(value: object) -> bool:
     """Whether the first tensor among (nested) arguments is on a CUDA device; a barrier's device is CUDA then."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]

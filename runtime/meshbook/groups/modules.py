@@ -10,27 +10,32 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import _register_comm_hook
 
 from meshbook.concurrency.patches import patch
 
-_ddp_modules: weakref.WeakSet[Any] = weakref.WeakSet()
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.nn.parallel import DistributedDataParallel
+
+_ddp_modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def watch_modules() -> None:
     """Remember DDP modules from now on. Idempotent."""
     from torch.nn.parallel import DistributedDataParallel
 
-    torch_init = DistributedDataParallel.__init__
+    torch_init: Callable[..., None] = DistributedDataParallel.__init__
     if hasattr(torch_init, "__wrapped__"):
         return
 
     @functools.wraps(torch_init)
-    def remembering_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def remembering_init(self: DistributedDataParallel, *args: object, **kwargs: object) -> None:
         torch_init(self, *args, **kwargs)
         _ddp_modules.add(self)
 
@@ -74,7 +79,7 @@ def _renew_reducer(ddp: Any) -> None:
         _register_comm_hook(ddp.reducer, state, hook)
 
 
-def _fsdp_roots() -> Iterator[Any]:
+def _fsdp_roots() -> Iterator[FSDPState]:
     """The states of FSDP2's root modules that have run."""
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     composable = sys.modules.get("torch.distributed._composable_state")
@@ -88,14 +93,14 @@ def _fsdp_roots() -> Iterator[Any]:
             yield state
 
 
-def _groups_of(root: Any) -> set[Any]:
+def _groups_of(root: FSDPState) -> set[object]:
     """The process groups over which a root module of FSDP2, and those below it, are sharded and replicated."""
     infos = [group.mesh_info for state in root._state_ctx.all_states for group in _parameter_groups(state)]
     names = ("shard_process_group", "replicate_process_group")
     return {getattr(info, name) for info in infos for name in names if hasattr(info, name)}
 
 
-def _forget_iteration(root: Any) -> None:
+def _forget_iteration(root: FSDPState) -> None:
     for state in root._state_ctx.all_states:
         for group in _parameter_groups(state):
             group._all_gather_result = None  # an operation of the former groups, which nobody can wait for
@@ -104,7 +109,7 @@ def _forget_iteration(root: Any) -> None:
     root._reset_iter_state()
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def _parameter_groups(state: FSDPState) -> list[FSDPParamGroup]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -25,11 +25,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from meshbook.groups.collectives_off import public_name
 from meshbook.groups.progress import Entered, Messages, Parts
@@ -56,7 +57,14 @@ NO_DATA = _NoData()
 _MASK = (1 << 64) - 1
 _FACTOR = 1_000_003
 
-Key: TypeAlias = tuple[Any, ...]
+Arguments: TypeAlias = tuple[Any, ...]
+"""What torch hands to an operation of a process group."""
+_Shapes: TypeAlias = "torch.Size | tuple[torch.Size, ...]"
+_Dtype: TypeAlias = "torch.dtype | _NoData"
+_Key: TypeAlias = tuple[str, _Shapes, "_Dtype | None", "int | None", "int | None"]
+"""Method, shapes, dtype, reduction, root."""
+_MessageKey: TypeAlias = tuple[str, int, _Dtype]
+_K = TypeVar("_K", _Key, _MessageKey)
 _Factors: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -139,23 +147,24 @@ class MessageRecord(Record):
 def describe_message(operation: str, tensor: torch.Tensor) -> Description:
     """What a send or a receive of this tensor is; the code is the same for both."""
     key = (operation, tensor.numel(), NO_DATA if tensor.is_meta else tensor.dtype)
-    return _known.get(key) or _learn_message(*key)
+    return _known_messages.get(key) or _learn_message(key)
 
 
-def describe(method: str, args: tuple[Any, ...]) -> Description:
+def describe(method: str, args: Arguments) -> Description:
     """What an operation with these arguments is; ``method`` is torch's name of it within process groups."""
     try:
         if method == "allreduce" and len(args[0]) == 1:  # as `_reduced`: by far the most frequent, so kept short
             tensor = args[0][0]
-            key: Key = (method, tensor.shape, NO_DATA if tensor.is_meta else tensor.dtype, hash(args[1].reduceOp))
+            dtype = NO_DATA if tensor.is_meta else tensor.dtype
+            key: _Key = (method, tensor.shape, dtype, hash(args[1].reduceOp), None)
         else:
             key = _KEYS[method](method, *args)
     except (IndexError, AttributeError, TypeError, KeyError):  # arguments that torch will refuse, or that are new to us
-        key = (method,)
+        key = _bare(method)
     return _known.get(key) or _learn(key)
 
 
-def parts_of(args: tuple[Any, ...], members: int) -> Parts | None:
+def parts_of(args: Arguments, members: int) -> Parts | None:
     """What an all_to_all with these arguments gives and takes; None for arguments that torch will refuse."""
     try:
         if isinstance(args[0], torch.Tensor):
@@ -187,12 +196,12 @@ def _factors(rank: int, members: int) -> tuple[_Factors, _Factors]:
     return to, by
 
 
-_known: dict[Key, Description] = {}
+_known: dict[_Key, Description] = {}
+_known_messages: dict[_MessageKey, Description] = {}
 
 
-def _learn(key: Key) -> Description:
-    missing: list[Any] = [(), None, None, None]
-    method, shapes, dtype, reduction, root = [*key, *missing[len(key) - 1 :]]
+def _learn(key: _Key) -> Description:
+    method, shapes, dtype, reduction, root = key
     operation = public_name(method)
     shapes = (shapes,) if isinstance(shapes, torch.Size) else shapes
     texts = list(map(str, map(tuple, shapes)))
@@ -206,22 +215,23 @@ def _learn(key: Key) -> Description:
         values = (f"{len(texts)} x {values[0]}", *values[1:])
     compared = ([[size for size in shape if size != 1] for shape in shapes], *values[1:])
     size_bytes = sum(shape.numel() for shape in shapes) * (dtype.itemsize if dtype is not None else 0)
-    return _keep(key, Description(_code_of((operation, compared)), operation, values, size_bytes))
+    return _keep(_known, key, Description(_code_of((operation, compared)), operation, values, size_bytes))
 
 
-def _learn_message(operation: str, numel: int, dtype: Any) -> Description:
+def _learn_message(key: _MessageKey) -> Description:
+    operation, numel, dtype = key
     values = (f"{numel} x {str(dtype).removeprefix('torch.')}",)
-    return _keep((operation, numel, dtype), Description(_code_of(values), operation, values, numel * dtype.itemsize))
+    return _keep(_known_messages, key, Description(_code_of(values), operation, values, numel * dtype.itemsize))
 
 
-def _code_of(compared: Any) -> int:
+def _code_of(compared: object) -> int:
     return int.from_bytes(blake2b(repr(compared).encode(), digest_size=8).digest(), "little")
 
 
-def _keep(key: Key, description: Description) -> Description:
-    if len(_known) >= MAX_KNOWN:
-        _known.clear()
-    _known[key] = description
+def _keep(known: dict[_K, Description], key: _K, description: Description) -> Description:
+    if len(known) >= MAX_KNOWN:
+        known.clear()
+    known[key] = description
     return description
 
 
@@ -233,66 +243,67 @@ def _reduction_names() -> dict[int, str]:
 _REDUCTIONS = _reduction_names() if torch.distributed.is_available() else {}
 
 
-# ---- what is read of the arguments, per method: (method, shapes, dtype, reduction, root) ---------------------------
+# ---- what is read of the arguments, per method -----------------------------------------------------------------------
+
+_Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
-def _reduced(method: str, tensors: Any, opts: Any) -> Key:
-    if len(tensors) == 1:
-        tensor = tensors[0]
-        return (method, tensor.shape, NO_DATA if tensor.is_meta else tensor.dtype, hash(opts.reduceOp))
-    return (method, _shapes(tensors), _dtype(tensors[0]), hash(opts.reduceOp))
+def _key(method: str, tensors: torch.Tensor | _Tensors, reduction: int | None = None, root: int | None = None) -> _Key:
+    if isinstance(tensors, torch.Tensor):
+        tensors = (tensors,)
+    shapes = tensors[0].shape if len(tensors) == 1 else tuple([tensor.shape for tensor in tensors])
+    return (method, shapes, _dtype(tensors), reduction, root)
 
 
-def _rooted(method: str, tensors: Any, opts: Any) -> Key:
-    return (method, _shapes(tensors), _dtype(tensors[0]), None, opts.rootRank)
+def _reduced(method: str, tensors: _Tensors, opts: dist.AllreduceOptions) -> _Key:
+    return _key(method, tensors, hash(opts.reduceOp))
 
 
-def _reduced_to_root(method: str, tensors: Any, opts: Any) -> Key:
-    return (method, _shapes(tensors), _dtype(tensors[0]), hash(opts.reduceOp), opts.rootRank)
+def _rooted(method: str, tensors: _Tensors, opts: dist.BroadcastOptions) -> _Key:
+    return _key(method, tensors, root=opts.rootRank)
 
 
-def _given_to_root(method: str, _outputs: Any, tensors: Any, opts: Any) -> Key:
-    return _rooted(method, tensors, opts)
+def _reduced_to_root(method: str, tensors: _Tensors, opts: dist.ReduceOptions) -> _Key:
+    return _key(method, tensors, hash(opts.reduceOp), opts.rootRank)
 
 
-def _got_from_root(method: str, tensors: Any, _inputs: Any, opts: Any) -> Key:
-    return _rooted(method, tensors, opts)
+def _given_to_root(method: str, _outputs: object, tensors: _Tensors, opts: dist.GatherOptions) -> _Key:
+    return _key(method, tensors, root=opts.rootRank)
 
 
-def _gathered(method: str, outputs: Any, *_more: Any) -> Key:
-    return (method, _shapes(outputs[0]), _dtype(outputs[0][0]))
+def _got_from_root(method: str, tensors: _Tensors, _inputs: object, opts: dist.ScatterOptions) -> _Key:
+    return _key(method, tensors, root=opts.rootRank)
 
 
-def _given(method: str, _output: Any, given: Any, *_more: Any) -> Key:
-    tensors = [given] if isinstance(given, torch.Tensor) else given
-    return (method, _shapes(tensors), _dtype(tensors[0]))
+def _gathered(method: str, outputs: Sequence[_Tensors], *_more: object) -> _Key:
+    return _key(method, outputs[0])
 
 
-def _scattered(method: str, _outputs: Any, inputs: Any, opts: Any) -> Key:
-    return (method, _shapes(inputs[0]), _dtype(inputs[0][0]), hash(opts.reduceOp))
+def _given(method: str, _output: object, given: torch.Tensor | _Tensors, *_more: object) -> _Key:
+    return _key(method, given)
 
 
-def _got_reduced(method: str, got: Any, _given: Any, opts: Any) -> Key:
-    return _reduced(method, [got] if isinstance(got, torch.Tensor) else got, opts)
+def _scattered(method: str, _outputs: object, inputs: Sequence[_Tensors], opts: dist.ReduceScatterOptions) -> _Key:
+    return _key(method, inputs[0], hash(opts.reduceOp))
 
 
-def _typed(method: str, outputs: Any, *_more: Any) -> Key:
-    return (method, (), _dtype(outputs if isinstance(outputs, torch.Tensor) else outputs[0]))
+def _got_reduced(method: str, got: torch.Tensor | _Tensors, _given: object, opts: dist.ReduceScatterOptions) -> _Key:
+    return _key(method, got, hash(opts.reduceOp))
 
 
-def _bare(method: str, *_args: Any) -> Key:
-    return (method,)
+def _typed(method: str, outputs: torch.Tensor | _Tensors, *_more: object) -> _Key:
+    return (method, (), _dtype((outputs,) if isinstance(outputs, torch.Tensor) else outputs), None, None)
 
 
-def _dtype(tensor: Any) -> Any:
-    return NO_DATA if tensor.is_meta else tensor.dtype
+def _bare(method: str, *_args: object) -> _Key:
+    return (method, (), None, None, None)
 
 
-def _shapes(tensors: Any) -> tuple[torch.Size, ...]:
-    return tuple([tensor.shape for tensor in tensors])
+def _dtype(tensors: _Tensors) -> _Dtype:
+    return NO_DATA if tensors[0].is_meta else tensors[0].dtype
 
 
-_KEYS: dict[str, Callable[..., Key]] = {
+_KEYS: dict[str, Callable[..., _Key]] = {
     "allreduce": _reduced,
     "allreduce_coalesced": _reduced,
     "broadcast": _rooted,

@@ -85,7 +85,7 @@ _OUTGROWN = (
 )
 
 _torch_init = dist.init_process_group
-_torch_destroy = dist.destroy_process_group
+_torch_destroy: Callable[..., None] = dist.destroy_process_group
 _torch_init_signature = inspect.signature(_torch_init)
 
 
@@ -467,11 +467,11 @@ class RankGroups:
 
     def _wrap_init(self) -> None:
         @functools.wraps(_torch_init)
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
+        def init_process_group(*args: object, **kwargs: object) -> None:
             self._init_in_cell(_torch_init_signature.bind(*args, **kwargs).arguments)
 
         @functools.wraps(_torch_destroy)
-        def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        def destroy_process_group(*args: object, **kwargs: object) -> None:
             _torch_destroy(*args, **kwargs)
             if self.destroyed:
                 _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")

@@ -13,7 +13,6 @@ at its own first operation. Only the default group is made and proved at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -75,7 +74,7 @@ def rebuild(
     groups = [world] + [group for group in factory.groups.values() if group is not world]
     if names and not agreement.fresh:
         groups = [group for group in groups if group.recipe.name in names]
-    torch_world: Any = c10d._world
+    torch_world = c10d._world
     former = []
     for group in groups:
         store = _store_of(group.recipe, world.recipe, base)
@@ -112,7 +111,7 @@ def join(
     default = known[0].recipes[0]
     base = PrefixStore(agreement.prefix, link)
     make_default(default.backend, base)
-    torch_world: Any = c10d._world
+    torch_world = c10d._world
     joined = []
     for recipe in recipes.values():
         if recipe.name == default.name:

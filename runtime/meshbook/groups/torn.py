@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,18 +31,18 @@ SETTLE_S = 0.5
 SHOWN = 3
 """Tensors of one operation that are named."""
 
-_arrays: dict[int, Any] = {}
+_arrays: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
 """Types by size; to read such an array takes half as long as `ctypes.string_at`."""
 
 Copy: TypeAlias = tuple[int, bytes]
 """An address, and what stood there."""
-Operands: TypeAlias = tuple[Any, Copy | None]
+Operands: TypeAlias = tuple[object, Copy | None]
 """What an operation writes, as torch hands it over, and a copy of that."""
 
 _REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce")
 
 
-def copy_small(tensor: Any, size_bytes: int) -> Copy | None:
+def copy_small(tensor: torch.Tensor, size_bytes: int) -> Copy | None:
     """The contents of a tensor on the CPU, if they are small and lie in one piece."""
     if not 0 < size_bytes <= COPIED_BYTES or not tensor.is_cpu or not tensor.is_contiguous():
         return None
@@ -125,7 +125,7 @@ def name_of(tensor: torch.Tensor, frame: FrameType | None) -> str:
     return ""
 
 
-def _tensors_in(written: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(written: object) -> Iterator[torch.Tensor]:
     if isinstance(written, torch.Tensor):
         yield written
     elif isinstance(written, (list, tuple)):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import concurrent.futures.thread
 import threading
 from collections.abc import Callable, Collection, Mapping
-from types import FrameType
-from typing import Any, TypeAlias
+from types import CodeType, FrameType
+from typing import TypeAlias
 
 from meshbook.concurrency.thread_interrupts import task_of_this_thread
 from meshbook.errors import GroupAborted
@@ -20,7 +20,7 @@ from meshbook.source import thread_frames
 Handled: TypeAlias = Mapping[int, tuple[int, Collection[int]]]
 """Thread of an actor to its mailbox and the messages that it handles, by serial."""
 
-_pool_worker: Any = vars(concurrent.futures.thread)["_worker"]
+_pool_code: CodeType = vars(concurrent.futures.thread)["_worker"].__code__
 
 
 class Counts:
@@ -88,7 +88,7 @@ class Users:
 
 def _awaits_work(frame: FrameType | None) -> bool:
     """Whether a thread belongs to a pool and has nothing to do."""
-    return frame is not None and frame.f_code is _pool_worker.__code__
+    return frame is not None and frame.f_code is _pool_code
 
 
 class Failures:

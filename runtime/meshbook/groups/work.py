@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -180,7 +180,8 @@ class AbortableWork(dist.Work):
         """raw: C++'s side of it, where that has begun."""
         super().__init__()
         self.inner, self.operation, self.number = inner, operation, number
-        self._raw: Any = raw
+        if raw is not None:
+            self._raw = raw
         if inner.guard.log is not None:
             self.begun = time.monotonic()
 
@@ -270,19 +271,19 @@ class CollectiveWork(AbortableWork):
     operands: Operands | None = None
     on_stream = False
     """Whether it is one of CUDA's, which the device waits for."""
-    _future: Any = None
-    _gate: Any = None
+    _future: torch.futures.Future[object] | None = None
+    _gate: torch.futures.Future[None]
 
     def is_completed(self) -> bool:
-        return bool(self._raw.is_completed())
+        return self._raw.is_completed()
 
     def is_success(self) -> bool:
-        return bool(self._raw.is_success())
+        return self._raw.is_success()
 
-    def exception(self) -> Any:
+    def exception(self) -> object:
         return self._raw.exception()
 
-    def result(self) -> Any:
+    def result(self) -> list[torch.Tensor]:
         return self._raw.result()
 
     def note_torn(self) -> None:
@@ -293,7 +294,7 @@ class CollectiveWork(AbortableWork):
     def block_current_stream(self) -> None:
         self._raw.block_current_stream()
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[object]:
         """A future of the results that also ends, with an error, when the groups are aborted."""
         if self.on_stream:
             return self._raw.get_future()
@@ -320,7 +321,7 @@ class CollectiveWork(AbortableWork):
         with contextlib.suppress(RuntimeError):  # opened already
             self._gate.set_result(None)
 
-    def _outcome(self, raw: Any) -> Any:
+    def _outcome(self, raw: torch.futures.Future[object]) -> object:
         if self._given_up:
             raise GroupAborted(self.inner.dead or "the operation was interrupted")
         return raw.value()
@@ -409,6 +410,7 @@ class PeerWork(AbortableWork):
         self.peer = peer
         self._begin: Callable[[], dist.Work | None] | None = begin
         self._error: BaseException | None = None
+        self._begun: dist.Work | None = None
         self._done = threading.Event()
         self.ended = False
         """Whether C++ is done with it, unlike `is_completed` also after an abort."""
@@ -418,9 +420,9 @@ class PeerWork(AbortableWork):
         try:
             begin, self._begin = self._begin, None
             if begin is not None and not self.inner.dead:
-                self._raw = begin()
-                if self._raw is not None:
-                    self._raw.wait()
+                self._begun = begin()
+                if self._begun is not None:
+                    self._begun.wait()
         except BaseException as error:
             self._error = error
             self._note_failed(error)
@@ -441,14 +443,14 @@ class PeerWork(AbortableWork):
     def exception(self) -> BaseException | None:
         return self._error
 
-    def result(self) -> Any:
-        return self._raw.result() if self._raw is not None else []
+    def result(self) -> list[torch.Tensor]:
+        return self._begun.result() if self._begun is not None else []
 
     def source_rank(self) -> int:
         return self._source_rank()
 
     def _source_rank(self) -> int:
-        return int(self._raw._source_rank()) if self._raw is not None else -1
+        return self._begun._source_rank() if self._begun is not None else -1
 
     def _wait(self, timeout_s: float) -> None:
         clock = self.inner.guard.clock

@@ -7,9 +7,12 @@ groups (`meshbook.profiling.merged_trace`), other threads, streams of GPUs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias
 
 import msgspec
+
+TraceEvent: TypeAlias = dict[str, object]
+"""An event as JSON, or what it tells besides."""
 
 MAIN, FIRST_LANE, FIRST_THREAD, FIRST_STREAM = 1, 10, 100, 1000
 GPU_KINDS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -135,12 +138,12 @@ class RankEvents:
         return msgspec.json.encode([*threads, *self.events])[1:-1]
 
 
-def meta(name: str, rank: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+def meta(name: str, rank: int, tid: int, args: TraceEvent) -> TraceEvent:
     """An event that says what a process or a thread is called, or where it stands."""
     return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
 
 
-def _of(tid: int, name: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+def _of(tid: int, name: str) -> tuple[tuple[str, TraceEvent], ...]:
     return ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})
 
 

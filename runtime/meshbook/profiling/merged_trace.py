@@ -12,12 +12,11 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from meshbook.groups.operation_log import Operation
-from meshbook.profiling.events import FIRST_LANE, meta
+from meshbook.profiling.events import FIRST_LANE, TraceEvent, meta
 from meshbook.profiling.recorder import RankTrace
 
 LANES = 8
@@ -72,7 +71,7 @@ def _pieces(
     yield from map(_encode, arrows(lanes))
 
 
-def _span(rank: int, operation: Operation, lane: int) -> dict[str, Any]:
+def _span(rank: int, operation: Operation, lane: int) -> TraceEvent:
     return {
         "ph": "X",
         "cat": "collective",
@@ -97,7 +96,7 @@ def place_in_lanes(operations: Iterable[Operation]) -> list[tuple[Operation, int
     return placed
 
 
-def arrows(lanes: Mapping[int, list[tuple[Operation, int]]]) -> list[dict[str, Any]]:
+def arrows(lanes: Mapping[int, list[tuple[Operation, int]]]) -> list[TraceEvent]:
     """From the last one to come to an operation to those that waited for it; for the longest waits."""
     members: dict[tuple[int, str, int], list[tuple[int, Operation, int]]] = {}
     for rank, placed in lanes.items():
@@ -121,7 +120,7 @@ def arrows(lanes: Mapping[int, list[tuple[Operation, int]]]) -> list[dict[str, A
     return made
 
 
-def _end(member: tuple[int, Operation, int], at_s: float) -> dict[str, Any]:
+def _end(member: tuple[int, Operation, int], at_s: float) -> TraceEvent:
     rank, operation, lane = member
     inside_s = min(max(at_s, operation.begun), operation.ended)
     return {"pid": rank, "tid": FIRST_LANE + lane, "ts": round(inside_s * 1e6, 3)}

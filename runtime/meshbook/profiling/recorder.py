@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,8 @@ from meshbook.system.descriptors import above_standard, open_above
 from meshbook.system.os_errors import explain
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
+
     from meshbook.groups.rank_groups import RankGroups
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -70,7 +72,7 @@ class _Recording:
     def __init__(self, name: str) -> None:
         self.name = name
         self.problem = ""
-        self.profiler: Any = None
+        self.profiler: profile | None = None
         self.log = OperationLog()
         self.main_thread = threading.get_ident()
         self.main_tid = threading.get_native_id()
@@ -227,6 +229,7 @@ def _export(recording: _Recording) -> _Exported:
         handle, path = tempfile.mkstemp(suffix=".json", prefix="meshbook-")
         os.close(handle)
     try:
+        assert recording.profiler is not None
         recording.profiler.export_chrome_trace(path)
         recording.profiler = None
         with open_above(lambda: open(path, "rb")) as file:

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 from meshbook.errors import LayoutError, RankError, UnknownAxisError
 
@@ -176,7 +176,7 @@ class Point(Mapping[str, int]):
         return "{" + ", ".join(coordinates) + "}"
 
 
-def _whole(size: Any) -> int:
+def _whole(size: SupportsIndex) -> int:
     try:
         return operator.index(size)
     except TypeError:

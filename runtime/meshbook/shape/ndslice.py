@@ -136,7 +136,7 @@ class Slice(Sequence[int]):
     def __hash__(self) -> int:
         return hash(self._piece)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Slice, tuple(self._piece)
 
     def __repr__(self) -> str:
@@ -215,7 +215,7 @@ class Shape:
     def __hash__(self) -> int:
         return hash(self.members)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.labels, self.ndslice)
 
     def __repr__(self) -> str:

@@ -165,7 +165,7 @@ def _load(value: T | _Lazy[T]) -> T:
     return value.load() if isinstance(value, _Lazy) else value
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _equal(left: object, right: object) -> bool:
     if left is right:
         return True
     if isinstance(left, ValueMesh):
@@ -185,7 +185,7 @@ class _Reprs(reprlib.Repr):
         self.maxset = self.maxfrozenset = self.maxdeque = 100
         self.maxstring = self.maxother = self.maxlong = 2000
 
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
         if level <= 0 and x:
             return "{...}"
         pairs = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]

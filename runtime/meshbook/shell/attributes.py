@@ -13,10 +13,9 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import ModuleType
-from typing import Any
 
 NAMES_MAX = 10_000
 """Names that an object may list before the rest is left out: completion must not take the GIL for long."""
@@ -31,7 +30,7 @@ _ITEMS_TRUSTED = re.compile(r"(torch\.nn|numpy|pandas|collections|builtins)(\.|$
 _OPERATIONS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes of tensors that compute; of a DTensor, together with other ranks."""
 
-_PLAIN_LOOKUPS: tuple[Any, ...] = (object.__getattribute__, type.__getattribute__, ModuleType.__getattribute__)
+_PLAIN_LOOKUPS: tuple[object, ...] = (object.__getattribute__, type.__getattribute__, ModuleType.__getattribute__)
 _MISSING = object()
 
 
@@ -39,7 +38,7 @@ class NotToBeLookedAt(Exception):
     """To go on would run code of the user, or there is nothing."""
 
 
-def attribute_names(before: str, namespace: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+def attribute_names(before: str, namespace: Mapping[str, object]) -> tuple[str, list[str]] | None:
     """What is typed of an attribute at the end of ``before``, and the names that begin so.
 
     Names with an underscore only where one is typed. None: it is no chain of names, or it cannot be followed.
@@ -58,7 +57,7 @@ def attribute_names(before: str, namespace: Mapping[str, Any]) -> tuple[str, lis
     return typed, sorted(names)
 
 
-def listed(thing: Any) -> list[Any]:
+def listed(thing: object) -> Sequence[object]:
     """``dir``, of so many names only; those of the type where ``__dir__`` fails."""
     for _ in range(2):  # the main thread may change what is being listed
         with contextlib.suppress(Exception):
@@ -66,7 +65,7 @@ def listed(thing: Any) -> list[Any]:
     return dir(type(thing))
 
 
-def resolve(node: ast.expr, namespace: Mapping[str, Any]) -> Any:
+def resolve(node: ast.expr, namespace: Mapping[str, object]) -> object:
     """The value of a chain of names, attributes and literal indices.
 
     Raises: NotToBeLookedAt.
@@ -84,7 +83,7 @@ def resolve(node: ast.expr, namespace: Mapping[str, Any]) -> Any:
     return value
 
 
-def _attribute(thing: Any, name: str) -> Any:
+def _attribute(thing: object, name: str) -> object:
     if type(thing).__getattribute__ not in _PLAIN_LOOKUPS and not _is_from(type(thing), _ATTRIBUTES_TRUSTED):
         raise NotToBeLookedAt
     if _is_tensor(thing) and name in _OPERATIONS:
@@ -105,21 +104,21 @@ def _attribute(thing: Any, name: str) -> Any:
         return _MISSING
 
 
-def _item(thing: Any, key: object) -> Any:
+def _item(thing: object, key: object) -> object:
     lookup = getattr(type(thing), "__getitem__", None)
     if lookup is None or _is_tensor(thing) or not _is_from(lookup, _ITEMS_TRUSTED):
         raise NotToBeLookedAt
     try:
-        return thing[key]
+        return lookup(thing, key)
     except Exception:
         return _MISSING
 
 
-def _is_tensor(thing: Any) -> bool:
+def _is_tensor(thing: object) -> bool:
     return hasattr(type(thing), "__torch_function__")
 
 
-def _is_from(thing: Any, packages: re.Pattern[str]) -> bool:
+def _is_from(thing: object, packages: re.Pattern[str]) -> bool:
     """Whether a class, a function or a slot of a class in C comes from one of these packages."""
     module = getattr(getattr(thing, "__objclass__", thing), "__module__", None)
     return isinstance(module, str) and packages.match(module) is not None

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
 
@@ -17,7 +16,7 @@ class CellCompiler(CachingCompiler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._filename_map: dict[str, Any] = {}
+        self._filename_map: dict[str, int] = {}
         self._above: dict[str, str] = {}
         """Blank lines for what stood above the code of each file."""
         self.begin("", None, 0)

@@ -13,10 +13,10 @@ import builtins
 import keyword
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from IPython.core import completer as ipython_completer
 from IPython.core import oinspect
@@ -27,6 +27,10 @@ from meshbook.concurrency.patches import patch
 from meshbook.shell.attributes import attribute_names, listed
 from meshbook.shell.imports import import_names
 from meshbook.shell.inspect_text import summarise
+
+if TYPE_CHECKING:
+    from IPython.core.completer import Completion
+    from IPython.core.interactiveshell import InteractiveShell
 
 MATCHES_MAX = 2000
 """Front ends filter what they have got as one types on, so that ``torch.`` had better bring all of its names."""
@@ -54,19 +58,19 @@ class Matches(NamedTuple):
 class _LiveCompleter(IPCompleter):
     """Looks at objects, guesses nothing."""
 
-    def __init__(self, shell: Any, namespace: dict[str, Any]) -> None:
+    def __init__(self, shell: InteractiveShell, namespace: dict[str, object]) -> None:
         super().__init__(shell=shell, namespace=namespace, global_namespace={})
         self.use_jedi = False
         if self.has_trait("evaluation"):  # from IPython 8.6
             self.evaluation = "limited"
         self.custom_completers = shell.Completer.custom_completers
 
-    def fwd_unicode_match(self, text: str) -> Any:
+    def fwd_unicode_match(self, text: str) -> tuple[str, Sequence[str]]:
         """``\\alp``: the shell's own completer keeps the names of all characters, which take a second to list."""
         return self.shell.Completer.fwd_unicode_match(text) if "\\" in text else ("", ())
 
     @staticmethod
-    def _get_keys(obj: Any) -> list[Any]:
+    def _get_keys(obj: object) -> list[object]:
         if isinstance(obj, dict):
             return list(islice(obj, MATCHES_MAX))
         return list(IPCompleter._get_keys(obj))[:MATCHES_MAX]
@@ -91,12 +95,12 @@ def _trust_modules_of_torch() -> None:
         from IPython.core.guarded_eval import EVALUATION_POLICIES
     except ImportError:  # until IPython 8.6
         return
-    trusted: Any = getattr(EVALUATION_POLICIES.get("limited"), "allowed_getattr_external", None)
+    trusted = getattr(EVALUATION_POLICIES.get("limited"), "allowed_getattr_external", None)
     if isinstance(trusted, set):
         trusted.add(("torch", "nn", "Module"))
 
 
-def complete(shell: Any, code: str, cursor: int) -> Matches:
+def complete(shell: InteractiveShell, code: str, cursor: int) -> Matches:
     """What may stand at ``cursor``, in code points."""
     line = code[:cursor].rpartition("\n")[2]
     imported = import_names(line)
@@ -111,7 +115,7 @@ def complete(shell: Any, code: str, cursor: int) -> Matches:
     return _by_ipython(shell, namespace, code, cursor)
 
 
-def _by_ipython(shell: Any, namespace: dict[str, Any], code: str, cursor: int) -> Matches:
+def _by_ipython(shell: InteractiveShell, namespace: dict[str, object], code: str, cursor: int) -> Matches:
     """Names, magics, paths, keys, parameters."""
     try:
         found = list(_LiveCompleter(shell, namespace).completions(code, cursor))
@@ -132,14 +136,14 @@ def _by_ipython(shell: Any, namespace: dict[str, Any], code: str, cursor: int) -
     return Matches(start, end, list(_distinct(items))[:MATCHES_MAX])
 
 
-def names(shell: Any, prefix: str) -> list[str]:
+def names(shell: InteractiveShell, prefix: str) -> list[str]:
     """The user's names that begin with ``prefix``."""
     hidden = shell.user_ns_hidden
     found = [name for name in dict(shell.user_ns) if name.startswith(prefix) and name not in hidden]
     return sorted(name for name in found if prefix.startswith("_") or not name.startswith("_"))[:MATCHES_MAX]
 
 
-def describe(shell: Any, code: str, cursor: int, detail: int) -> str:
+def describe(shell: InteractiveShell, code: str, cursor: int, detail: int) -> str:
     """What Shift-Tab shows for the name at ``cursor``: as ``name?``, with ``detail`` as ``name??``.
 
     Empty: there is no such name.
@@ -156,7 +160,7 @@ def describe(shell: Any, code: str, cursor: int, detail: int) -> str:
     return summarise(found["obj"], definition=definition, source=source, doc=oinspect.getdoc(found["obj"]))
 
 
-def _definition(thing: Any, inspector: Any, name: str) -> str:
+def _definition(thing: object, inspector: oinspect.Inspector, name: str) -> str:
     if not callable(thing):
         return ""
     torch = sys.modules.get("torch")
@@ -165,7 +169,7 @@ def _definition(thing: Any, inspector: Any, name: str) -> str:
     return str(inspector._getdef(thing, name) or "")
 
 
-def _type(found: Any, namespace: dict[str, Any]) -> str:
+def _type(found: Completion, namespace: dict[str, object]) -> str:
     """The kind of completion; of names, what they are names of, which IPython knows by jedi only."""
     if found.type != "variable" and found.type not in (None, "", "<unknown>"):
         return str(found.type)

@@ -6,13 +6,19 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
 from meshbook.formatting import format_bytes
 from meshbook.shell.failures import cut_text
+
+if TYPE_CHECKING:
+    from meshbook.shell.ipython import RankIPython
+
+Bundle: TypeAlias = dict[str, object]
+"""A representation, or what there is to know of it, by MIME type."""
 
 TEXT_PLAIN_MAX_CHARS = 100_000
 """Of a representation as plain text; what the notebook shows of more is of no use to anyone."""
@@ -24,15 +30,15 @@ BUNDLE_MAX_CHARS = 32 << 20
 class RankDisplayPublisher(DisplayPublisher):
     """`display()`."""
 
-    shell: Any
+    shell: RankIPython
 
     def publish(
         self,
-        data: dict[str, Any],
-        metadata: dict[str, Any] | None = None,
+        data: Bundle,
+        metadata: Bundle | None = None,
         source: object = None,
         *,
-        transient: dict[str, Any] | None = None,
+        transient: Bundle | None = None,
         update: bool = False,
         **kwargs: object,
     ) -> None:
@@ -45,19 +51,19 @@ class RankDisplayPublisher(DisplayPublisher):
 class RankDisplayHook(DisplayHook):
     """What becomes of a cell's last expression."""
 
-    shell: Any
+    shell: RankIPython
 
     def write_output_prompt(self) -> None:
         """The notebook labels results."""
 
-    def compute_format_data(self, result: object) -> Any:
+    def compute_format_data(self, result: object) -> tuple[Bundle, Bundle]:
         shown = self.shell.tracebacks_shown
         data, metadata = super().compute_format_data(result)
         if not data and self.shell.tracebacks_shown != shown:
             data = {"text/plain": f"<{type(result).__name__} object, whose representation failed as shown>"}
         return data, metadata
 
-    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+    def write_format_data(self, format_dict: Bundle, md_dict: Bundle | None = None) -> None:
         self.shell.show_data(format_dict, md_dict, is_result=True)
 
     def log_output(self, format_dict: object) -> None:
@@ -67,7 +73,7 @@ class RankDisplayHook(DisplayHook):
         self._is_active = False
 
 
-def sendable(data: Mapping[str, Any]) -> dict[str, Any]:
+def sendable(data: Mapping[str, object]) -> Bundle:
     """The bundle with binary data in base64, as Jupyter has it, and plain text of a bounded length."""
     bundle = {mimetype: _sendable(mimetype, value) for mimetype, value in data.items()}
     size = sum(len(value) for value in bundle.values() if isinstance(value, str))
@@ -76,7 +82,7 @@ def sendable(data: Mapping[str, Any]) -> dict[str, Any]:
     return bundle
 
 
-def _sendable(mimetype: str, value: Any) -> object:
+def _sendable(mimetype: str, value: object) -> object:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if mimetype == "text/plain" and isinstance(value, str):

@@ -32,7 +32,7 @@ TRACEBACK_MAX_PARTS = 60
 """IPython gives one part per frame; the middle of longer tracebacks is left out."""
 
 _COLOUR_RESET = "\x1b[0m"
-_ExceptionGroup: Any = getattr(builtins, "BaseExceptionGroup", ())
+_ExceptionGroup: type[BaseException] | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
 
 
 def drop_own_frames(error: BaseException) -> None:

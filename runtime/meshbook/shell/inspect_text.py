@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import reprlib
+from collections.abc import Sized
 from typing import Any
 
 TEXT_MAX_CHARS = 100_000
@@ -22,7 +23,7 @@ _short.maxstring = _short.maxother = 200
 _short.maxlong = 80
 
 
-def summarise(thing: Any, *, definition: str, source: str | None, doc: str | None) -> str:
+def summarise(thing: object, *, definition: str, source: str | None, doc: str | None) -> str:
     """The text. definition: ``f(a, b=1)``; source: is shown in place of the docstring that it holds."""
     is_class = inspect.isclass(thing)
     fields = [("Init signature" if is_class else "Signature", definition)]
@@ -45,7 +46,7 @@ def _line(title: str, text: str) -> str:
     return f"{_FIELD.format(title)}{apart}{text}"
 
 
-def _brief(thing: Any) -> str:
+def _brief(thing: object) -> str:
     """Its repr, if that is short and cheap; of arrays what can be said without their values."""
     shape, dtype = getattr(thing, "shape", None), getattr(thing, "dtype", None)
     if shape is not None and dtype is not None:
@@ -59,9 +60,9 @@ def _brief(thing: Any) -> str:
     return text if len(text) <= 2000 else f"{text[:1000]} <...> {text[-200:]}"
 
 
-def _length(thing: Any) -> str:
+def _length(thing: object) -> str:
     try:
-        return str(len(thing))
+        return str(len(thing)) if isinstance(thing, Sized) else ""
     except Exception:
         return ""
 
@@ -75,6 +76,6 @@ def _file(thing: Any) -> str:
     return path if os.path.exists(path) else ""
 
 
-def _init_doc(thing: type, doc: str | None) -> str:
-    text = inspect.getdoc(thing.__init__) if "__init__" in vars(thing) else None  # type: ignore[misc]
+def _init_doc(thing: object, doc: str | None) -> str:
+    text = inspect.getdoc(vars(thing)["__init__"]) if "__init__" in vars(thing) else None
     return text if text and text != doc else ""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.profiledir import ProfileDir
@@ -27,6 +27,14 @@ from meshbook.shell.commands import run_command, run_script
 from meshbook.shell.compiler import CellCompiler
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
 from meshbook.shell.failures import describe_briefly, drop_own_frames, forget_last_error, format_error
+
+if TYPE_CHECKING:
+    from types import CodeType, TracebackType
+    from typing import TypeAlias
+
+    from IPython.core.interactiveshell import ExecutionResult
+
+    ExcInfo: TypeAlias = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 
 class Show(NamedTuple):
@@ -95,7 +103,9 @@ class RankIPython(InteractiveShell):
         forget_last_error(self)
         self._held = None
 
-    async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
+    async def run_code(
+        self, code_obj: CodeType, result: ExecutionResult | None = None, *, async_: bool = False
+    ) -> bool:
         """Run compiled code; returns whether it raised. As IPython's, but exits and debugger quits are errors too."""
         __tracebackhide__ = "__ipython_bottom__"
         try:
@@ -117,7 +127,7 @@ class RankIPython(InteractiveShell):
             return True
         return False
 
-    def showtraceback(self, exc_tuple: Any = None, *args: object, **kwargs: object) -> None:
+    def showtraceback(self, exc_tuple: ExcInfo | None = None, *args: object, **kwargs: object) -> None:
         """Print an error that user code or a callback shows; the one that ends the cell becomes its outcome."""
         error = (exc_tuple or sys.exc_info())[1] or getattr(sys, "last_value", None)
         if error is None:
@@ -132,9 +142,9 @@ class RankIPython(InteractiveShell):
 
     def show_data(
         self,
-        data: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        transient: Mapping[str, Any] | None = None,
+        data: Mapping[str, object],
+        metadata: Mapping[str, object] | None = None,
+        transient: Mapping[str, object] | None = None,
         *,
         update: bool = False,
         is_result: bool = False,
@@ -157,7 +167,7 @@ class RankIPython(InteractiveShell):
 
     system_raw = system_piped = system
 
-    def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:
+    def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> SList | LSString:
         """``names = !cmd``"""
         self._mark_place()
         code, text = run_command(self.var_expand(cmd, depth=depth + 1), capture=True)
@@ -265,7 +275,9 @@ class RankIPython(InteractiveShell):
             self.show.mark_place()
 
 
-def create_shell(loop_runner: Callable[[Coroutine[Any, Any, Any]], Any], debugger: RankDebugger) -> RankIPython:
+def create_shell(
+    loop_runner: Callable[[Coroutine[object, None, object]], object], debugger: RankDebugger
+) -> RankIPython:
     """Make the process's shell. loop_runner: runs cells that await."""
     config = Config()
     config.HistoryManager.enabled = False

@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors.advice import advice
@@ -19,6 +19,10 @@ from meshbook.formatting import format_bytes
 from meshbook.system.processes import resident_bytes
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    import torch
+
     from meshbook.shell.shell import KeptError, RankShell
 
 DEPTH = 4
@@ -97,7 +101,7 @@ def free(shell: RankShell) -> Freed:
     return Freed(ename, held, max(0, smaller), max(0, device - _reserved_bytes()))
 
 
-def memory_advice(error: BaseException, before: KeptError | None, namespace: Mapping[str, Any]) -> list[str]:
+def memory_advice(error: BaseException, before: KeptError | None, namespace: Mapping[str, object]) -> list[str]:
     """Lines for an out-of-memory error: what kept frames held then, and hold now. before: the exception before it."""
     if not is_out_of_memory(error):
         return []
@@ -115,14 +119,14 @@ def memory_advice(error: BaseException, before: KeptError | None, namespace: Map
     return lines
 
 
-def held_bytes(error: BaseException, namespace: Mapping[str, Any]) -> int:
+def held_bytes(error: BaseException, namespace: Mapping[str, object]) -> int:
     """The memory of tensors and arrays in the local variables of the exception's frames."""
     named = dict(_storages(list(namespace.values())))
     values = (value for frame in _frames(error) for value in list(frame.f_locals.values()))
     return sum(size for pointer, size in dict(_storages(values)).items() if pointer not in named)
 
 
-def _frames(error: BaseException | None) -> Iterator[Any]:
+def _frames(error: BaseException | None) -> Iterator[FrameType]:
     """Of the exception and of those that led to it; module-level frames have the rank's own names, and are left out."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -135,7 +139,7 @@ def _frames(error: BaseException | None) -> Iterator[Any]:
         error = error.__cause__ or error.__context__
 
 
-def _storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+def _storages(values: Iterable[object]) -> Iterator[tuple[int, int]]:
     """(address, bytes) of the memory behind tensors and arrays, in containers, modules and optimizers too."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     left = [(value, 0) for value in values]
@@ -152,18 +156,19 @@ def _storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
             elif numpy is not None and isinstance(value, numpy.ndarray):
                 yield value.ctypes.data, value.nbytes
             elif depth < DEPTH:
-                left += [(inner, depth + 1) for inner in _inside(value, torch)]
+                left += [(inner, depth + 1) for inner in _inside(value)]
         except Exception:  # a tensor subclass or a container that does not want to be looked at
             continue
 
 
-def _of_tensor(tensor: Any) -> Iterator[tuple[int, int]]:
+def _of_tensor(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
     storage = local.untyped_storage()
     yield storage.data_ptr(), storage.nbytes()
 
 
-def _inside(value: Any, torch: Any) -> list[Any]:
+def _inside(value: object) -> list[object]:
+    torch = sys.modules.get("torch")
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -23,7 +23,7 @@ import select
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from meshbook.concurrency.patches import patch
 from meshbook.debug.rank_debugger import RankDebugger
@@ -31,12 +31,15 @@ from meshbook.errors import Failure
 from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
 from meshbook.shell.completer import Matches, complete, describe, names, prepare
+from meshbook.shell.display import Bundle
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
 from meshbook.shell.streams import Attribution, flush_c_streams, install_streams, unheard
 from meshbook.shell.tqdm import plain_progress_bars
 from meshbook.system.descriptors import FIRST, fill, open_above
+
+T = TypeVar("T")
 
 _INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
 _COLOURS_AND_PAGERS = {
@@ -55,9 +58,9 @@ class OutputSink(Protocol):
 
     def display(
         self,
-        data: dict[str, Any],
-        metadata: dict[str, Any],
-        transient: dict[str, Any],
+        data: Bundle,
+        metadata: Bundle,
+        transient: Bundle,
         *,
         update: bool,
         is_result: bool,
@@ -151,9 +154,9 @@ class RankShell:
         return self._loop
 
     @property
-    def namespace(self) -> dict[str, Any]:
+    def namespace(self) -> dict[str, object]:
         """The rank's global names, the ``__dict__`` of its ``__main__``."""
-        names: dict[str, Any] = self._ipython.user_ns
+        names: dict[str, object] = self._ipython.user_ns
         return names
 
     def define(self, names: Mapping[str, object]) -> None:
@@ -212,7 +215,7 @@ class RankShell:
         with self._ipython.builtin_trap:
             return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace)
 
-    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> object:
+    def run_coroutine(self, coroutine: Coroutine[object, None, object]) -> object:
         """Return what a coroutine returns; tasks that it has started go on when other code awaits."""
         asyncio.set_event_loop(self._loop)
         self._interrupts = 0
@@ -319,9 +322,9 @@ class RankShell:
 
     def _display(
         self,
-        data: dict[str, Any],
-        metadata: dict[str, Any],
-        transient: dict[str, Any],
+        data: Bundle,
+        metadata: Bundle,
+        transient: Bundle,
         update: bool,
         is_result: bool,
     ) -> None:
@@ -341,7 +344,7 @@ class RankShell:
         if not self._attribution.forked:
             self._sink.mark_place()
 
-    def _run_on_loop(self, cell: Coroutine[Any, Any, Any]) -> Any:
+    def _run_on_loop(self, cell: Coroutine[object, None, T]) -> T:
         """Run a cell that awaits, and tasks of earlier ones meanwhile. The loop survives an interrupt.
 
         An interrupt cancels the cell's task, which then cleans up; a second one cancels that; a third abandons it.

@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import wraps
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING
 
 from meshbook.concurrency.forks import at_fork
 from meshbook.concurrency.patches import patch
 from meshbook.shell.pipes import RankPipe
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PARTIAL_LINE_MAX = 8192
 """Characters of an unfinished line that may wait."""
@@ -194,7 +197,7 @@ class RankStream(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
-    def reconfigure(self, **options: Any) -> None:
+    def reconfigure(self, **options: object) -> None:
         """Nothing to change: the encoding is UTF-8 and lines are written at once."""
 
     def close(self) -> None:
@@ -208,7 +211,7 @@ class _ByteStream(io.RawIOBase):
         self._text = text
         self._fd = fd
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         self._text.flush()
         data = bytes(data)
         self._text.write_bytes(data)

@@ -33,8 +33,7 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
+            execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
@@ -42,7 +41,7 @@ class _Finder(MetaPathFinder):
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
 
-            loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
@@ -52,7 +51,7 @@ def _make_plain(module: ModuleType) -> None:
     class PlainBar(std.tqdm):  # type: ignore[misc]
         """tqdm's own, which knows no ``display``."""
 
-        def __init__(self, *args: Any, display: bool = True, **options: Any) -> None:
+        def __init__(self, *args: object, display: bool = True, **options: object) -> None:
             super().__init__(*args, **options)
 
     def plain_range(*args: int, **options: Any) -> PlainBar:

@@ -11,7 +11,6 @@ import inspect
 import linecache
 import re
 import sys
-from typing import Any
 
 _labels: dict[str, str] = {}
 _NAME = re.compile(r"<cell (?:(\d{1,7})(?: [0-9a-f]{8})?|[0-9a-f]{8})>")
@@ -63,7 +62,7 @@ def name_line(file_name: str, line: int | None) -> str:
 
 def number_of_input(source: str) -> int | None:
     """The number of the last cell of this notebook with this text, as IPython's list of inputs tells it."""
-    inputs: Any = vars(sys.modules["__main__"]).get("In")
+    inputs = vars(sys.modules["__main__"]).get("In")
     if not isinstance(inputs, list):
         return None
     for number in range(len(inputs) - 1, 0, -1):

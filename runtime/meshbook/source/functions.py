@@ -10,12 +10,12 @@ import linecache
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshbook.source.cells import number_of_input
 
 
-def source_of(function: Callable[..., Any], known: set[str]) -> tuple[str, str] | None:
+def source_of(function: Callable[..., object], known: set[str]) -> tuple[str, str] | None:
     """The name under which the function was compiled, and the text there, if only this process has it.
 
     known: names that were looked at before; grows.

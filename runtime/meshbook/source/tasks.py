@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from types import FrameType
-from typing import Any
 
 from meshbook.source.location import is_users_code
 
@@ -26,7 +25,7 @@ def task_frames(loop: asyncio.AbstractEventLoop) -> list[tuple[str, list[FrameTy
     return [(task.get_name(), _frames_of(task.get_coro())) for task in tasks]
 
 
-def _frames_of(awaitable: Any) -> list[FrameType]:
+def _frames_of(awaitable: object) -> list[FrameType]:
     frames: list[FrameType] = []
     while awaitable is not None and len(frames) < 100:
         frame, awaitable = next(

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 _lock = threading.RLock()
 """Held by who has turned the collector off."""
@@ -30,7 +29,7 @@ def frame_of(thread: int | None) -> FrameType | None:
     return frames().get(thread or 0)
 
 
-def exception_of(thread: int) -> Any:
+def exception_of(thread: int) -> object:
     """What ``thread`` handles, as the running Python has it."""
     with _without_collector():
         return sys._current_exceptions().get(thread)
