@@ -57,14 +57,14 @@ NO_DATA = _NoData()
 _MASK = (1 << 64) - 1
 _FACTOR = 1_000_003
 
-Arguments: TypeAlias = tuple[Any, ...]
+TorchArgs: TypeAlias = tuple[Any, ...]
 """What torch hands to an operation of a process group."""
 _Shapes: TypeAlias = "torch.Size | tuple[torch.Size, ...]"
 _Dtype: TypeAlias = "torch.dtype | _NoData"
-_Key: TypeAlias = tuple[str, _Shapes, "_Dtype | None", "int | None", "int | None"]
+_OperationKey: TypeAlias = tuple[str, _Shapes, "_Dtype | None", "int | None", "int | None"]
 """Method, shapes, dtype, reduction, root."""
 _MessageKey: TypeAlias = tuple[str, int, _Dtype]
-_K = TypeVar("_K", _Key, _MessageKey)
+_K = TypeVar("_K", _OperationKey, _MessageKey)
 _Factors: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -150,13 +150,13 @@ def describe_message(operation: str, tensor: torch.Tensor) -> Description:
     return _known_messages.get(key) or _learn_message(key)
 
 
-def describe(method: str, args: Arguments) -> Description:
+def describe(method: str, args: TorchArgs) -> Description:
     """What an operation with these arguments is; ``method`` is torch's name of it within process groups."""
     try:
         if method == "allreduce" and len(args[0]) == 1:  # as `_reduced`: by far the most frequent, so kept short
             tensor = args[0][0]
             dtype = NO_DATA if tensor.is_meta else tensor.dtype
-            key: _Key = (method, tensor.shape, dtype, hash(args[1].reduceOp), None)
+            key: _OperationKey = (method, tensor.shape, dtype, hash(args[1].reduceOp), None)
         else:
             key = _KEYS[method](method, *args)
     except (IndexError, AttributeError, TypeError, KeyError):  # arguments that torch will refuse, or that are new to us
@@ -164,7 +164,7 @@ def describe(method: str, args: Arguments) -> Description:
     return _known.get(key) or _learn(key)
 
 
-def parts_of(args: Arguments, members: int) -> Parts | None:
+def parts_of(args: TorchArgs, members: int) -> Parts | None:
     """What an all_to_all with these arguments gives and takes; None for arguments that torch will refuse."""
     try:
         if isinstance(args[0], torch.Tensor):
@@ -196,11 +196,11 @@ def _factors(rank: int, members: int) -> tuple[_Factors, _Factors]:
     return to, by
 
 
-_known: dict[_Key, Description] = {}
+_known: dict[_OperationKey, Description] = {}
 _known_messages: dict[_MessageKey, Description] = {}
 
 
-def _learn(key: _Key) -> Description:
+def _learn(key: _OperationKey) -> Description:
     method, shapes, dtype, reduction, root = key
     operation = public_name(method)
     shapes = (shapes,) if isinstance(shapes, torch.Size) else shapes
@@ -248,54 +248,60 @@ _REDUCTIONS = _reduction_names() if torch.distributed.is_available() else {}
 _Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
-def _key(method: str, tensors: torch.Tensor | _Tensors, reduction: int | None = None, root: int | None = None) -> _Key:
+def _key(
+    method: str, tensors: torch.Tensor | _Tensors, reduction: int | None = None, root: int | None = None
+) -> _OperationKey:
     if isinstance(tensors, torch.Tensor):
         tensors = (tensors,)
     shapes = tensors[0].shape if len(tensors) == 1 else tuple([tensor.shape for tensor in tensors])
     return (method, shapes, _dtype(tensors), reduction, root)
 
 
-def _reduced(method: str, tensors: _Tensors, opts: dist.AllreduceOptions) -> _Key:
+def _reduced(method: str, tensors: _Tensors, opts: dist.AllreduceOptions) -> _OperationKey:
     return _key(method, tensors, hash(opts.reduceOp))
 
 
-def _rooted(method: str, tensors: _Tensors, opts: dist.BroadcastOptions) -> _Key:
+def _rooted(method: str, tensors: _Tensors, opts: dist.BroadcastOptions) -> _OperationKey:
     return _key(method, tensors, root=opts.rootRank)
 
 
-def _reduced_to_root(method: str, tensors: _Tensors, opts: dist.ReduceOptions) -> _Key:
+def _reduced_to_root(method: str, tensors: _Tensors, opts: dist.ReduceOptions) -> _OperationKey:
     return _key(method, tensors, hash(opts.reduceOp), opts.rootRank)
 
 
-def _given_to_root(method: str, _outputs: object, tensors: _Tensors, opts: dist.GatherOptions) -> _Key:
+def _given_to_root(method: str, _outputs: object, tensors: _Tensors, opts: dist.GatherOptions) -> _OperationKey:
     return _key(method, tensors, root=opts.rootRank)
 
 
-def _got_from_root(method: str, tensors: _Tensors, _inputs: object, opts: dist.ScatterOptions) -> _Key:
+def _got_from_root(method: str, tensors: _Tensors, _inputs: object, opts: dist.ScatterOptions) -> _OperationKey:
     return _key(method, tensors, root=opts.rootRank)
 
 
-def _gathered(method: str, outputs: Sequence[_Tensors], *_more: object) -> _Key:
+def _gathered(method: str, outputs: Sequence[_Tensors], *_more: object) -> _OperationKey:
     return _key(method, outputs[0])
 
 
-def _given(method: str, _output: object, given: torch.Tensor | _Tensors, *_more: object) -> _Key:
+def _given(method: str, _output: object, given: torch.Tensor | _Tensors, *_more: object) -> _OperationKey:
     return _key(method, given)
 
 
-def _scattered(method: str, _outputs: object, inputs: Sequence[_Tensors], opts: dist.ReduceScatterOptions) -> _Key:
+def _scattered(
+    method: str, _outputs: object, inputs: Sequence[_Tensors], opts: dist.ReduceScatterOptions
+) -> _OperationKey:
     return _key(method, inputs[0], hash(opts.reduceOp))
 
 
-def _got_reduced(method: str, got: torch.Tensor | _Tensors, _given: object, opts: dist.ReduceScatterOptions) -> _Key:
+def _got_reduced(
+    method: str, got: torch.Tensor | _Tensors, _given: object, opts: dist.ReduceScatterOptions
+) -> _OperationKey:
     return _key(method, got, hash(opts.reduceOp))
 
 
-def _typed(method: str, outputs: torch.Tensor | _Tensors, *_more: object) -> _Key:
+def _typed(method: str, outputs: torch.Tensor | _Tensors, *_more: object) -> _OperationKey:
     return (method, (), _dtype((outputs,) if isinstance(outputs, torch.Tensor) else outputs), None, None)
 
 
-def _bare(method: str, *_args: object) -> _Key:
+def _bare(method: str, *_args: object) -> _OperationKey:
     return (method, (), None, None, None)
 
 
@@ -303,7 +309,7 @@ def _dtype(tensors: _Tensors) -> _Dtype:
     return NO_DATA if tensors[0].is_meta else tensors[0].dtype
 
 
-_KEYS: dict[str, Callable[..., _Key]] = {
+_KEYS: dict[str, Callable[..., _OperationKey]] = {
     "allreduce": _reduced,
     "allreduce_coalesced": _reduced,
     "broadcast": _rooted,

@@ -17,7 +17,7 @@ from meshbook.shell.failures import cut_text
 if TYPE_CHECKING:
     from meshbook.shell.ipython import RankIPython
 
-Bundle: TypeAlias = dict[str, object]
+MimeBundle: TypeAlias = dict[str, object]
 """A representation, or what there is to know of it, by MIME type."""
 
 TEXT_PLAIN_MAX_CHARS = 100_000
@@ -34,11 +34,11 @@ class RankDisplayPublisher(DisplayPublisher):
 
     def publish(
         self,
-        data: Bundle,
-        metadata: Bundle | None = None,
+        data: MimeBundle,
+        metadata: MimeBundle | None = None,
         source: object = None,
         *,
-        transient: Bundle | None = None,
+        transient: MimeBundle | None = None,
         update: bool = False,
         **kwargs: object,
     ) -> None:
@@ -56,14 +56,14 @@ class RankDisplayHook(DisplayHook):
     def write_output_prompt(self) -> None:
         """The notebook labels results."""
 
-    def compute_format_data(self, result: object) -> tuple[Bundle, Bundle]:
+    def compute_format_data(self, result: object) -> tuple[MimeBundle, MimeBundle]:
         shown = self.shell.tracebacks_shown
         data, metadata = super().compute_format_data(result)
         if not data and self.shell.tracebacks_shown != shown:
             data = {"text/plain": f"<{type(result).__name__} object, whose representation failed as shown>"}
         return data, metadata
 
-    def write_format_data(self, format_dict: Bundle, md_dict: Bundle | None = None) -> None:
+    def write_format_data(self, format_dict: MimeBundle, md_dict: MimeBundle | None = None) -> None:
         self.shell.show_data(format_dict, md_dict, is_result=True)
 
     def log_output(self, format_dict: object) -> None:
@@ -73,7 +73,7 @@ class RankDisplayHook(DisplayHook):
         self._is_active = False
 
 
-def sendable(data: Mapping[str, object]) -> Bundle:
+def sendable(data: Mapping[str, object]) -> MimeBundle:
     """The bundle with binary data in base64, as Jupyter has it, and plain text of a bounded length."""
     bundle = {mimetype: _sendable(mimetype, value) for mimetype, value in data.items()}
     size = sum(len(value) for value in bundle.values() if isinstance(value, str))

@@ -31,7 +31,7 @@ from meshbook.errors import Failure
 from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
 from meshbook.shell.completer import Matches, complete, describe, names, prepare
-from meshbook.shell.display import Bundle
+from meshbook.shell.display import MimeBundle
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
@@ -58,9 +58,9 @@ class OutputSink(Protocol):
 
     def display(
         self,
-        data: Bundle,
-        metadata: Bundle,
-        transient: Bundle,
+        data: MimeBundle,
+        metadata: MimeBundle,
+        transient: MimeBundle,
         *,
         update: bool,
         is_result: bool,
@@ -322,9 +322,9 @@ class RankShell:
 
     def _display(
         self,
-        data: Bundle,
-        metadata: Bundle,
-        transient: Bundle,
+        data: MimeBundle,
+        metadata: MimeBundle,
+        transient: MimeBundle,
         update: bool,
         is_result: bool,
     ) -> None:
