@@ -324,7 +324,7 @@ class ActorRunner:
             self._declared[endpoint] = declared
         return declared
 
-    async def _answer(self, message: InboxMessage, handle: Coroutine[object, None, Outcome | None]) -> bool:
+    async def _answer(self, message: InboxMessage, handle: Coroutine[object, object, Outcome | None]) -> bool:
         """Run ``handle``, in which an interrupt may be raised, and reply. Returns False if it was dropped before.
 
         The message is among those that are handled before it ceases to wait, so whoever cancels it finds it.
@@ -474,7 +474,7 @@ def point_of(rank: int, call: wire.Call, view: str | Members) -> Point:
     return view.point(rank)
 
 
-def _run_through(coroutine: Coroutine[object, None, T]) -> T:
+def _run_through(coroutine: Coroutine[object, object, T]) -> T:
     """Run a coroutine that waits for nothing an event loop would have to bring about."""
     try:
         coroutine.send(None)

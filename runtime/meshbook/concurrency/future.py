@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.thread_interrupts import waiting_lock
+from meshbook.concurrency.thread_interrupts import WaitingLock, waiting_lock
 
 if TYPE_CHECKING:
     import asyncio
@@ -55,7 +55,7 @@ class Future(Generic[T]):
         on_timeout: Callable[[float], BaseException] | None = None,
     ) -> None:
         self._final: dict[int, _Outcome] = {}
-        self._waiters: deque[Any] = deque()
+        self._waiters: deque[WaitingLock] = deque()
         self._callbacks: deque[Callable[[Future[T]], object]] = deque()
         self._on_cancel, self._on_timeout = on_cancel, on_timeout
         self._generation = forks.generation
@@ -107,7 +107,7 @@ class Future(Generic[T]):
         """Wait as `get` does; return the error, or None if there is a result."""
         return (self._final.get(0) or self._wait(timeout)).error
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the running asyncio loop. Cancelling the task ends the wait, not the work."""
         if not self._final:
             forks.refuse_inherited(self._generation)
@@ -231,7 +231,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _discard(queue: deque[Any], item: object) -> None:
+def _discard(queue: deque[U], item: U) -> None:
     try:
         queue.remove(item)
     except (ValueError, IndexError):  # it was popped already, or something else was meanwhile

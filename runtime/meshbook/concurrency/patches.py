@@ -7,23 +7,17 @@ traitlets, subclasses) are none.
 
 from __future__ import annotations
 
-from typing import Any
-
-_originals: dict[tuple[int, str], tuple[Any, Any]] = {}
+_originals: dict[tuple[int, str], tuple[object, object]] = {}
 """By owner and name; with the owner, which must live as long as its number counts."""
 
 
-def patch(owner: Any, name: str, ours: Any) -> Any:
-    """Replace ``owner.name``, a module's or a class's; returns what it was before anything of ours.
-
-    Raises: AttributeError if it has no such name.
-    """
-    _, original = _originals.setdefault((id(owner), name), (owner, getattr(owner, name)))
+def patch(owner: object, name: str, ours: object) -> None:
+    """Replace ``owner.name``, a module's or a class's. Raises: AttributeError if it has no such name."""
+    _originals.setdefault((id(owner), name), (owner, getattr(owner, name)))
     setattr(owner, name, ours)
-    return original
 
 
-def unpatch(owner: Any, name: str) -> None:
+def unpatch(owner: object, name: str) -> None:
     """Put back what was there before `patch`, if it was called."""
     if (known := _originals.pop((id(owner), name), None)) is not None:
         setattr(owner, name, known[1])

@@ -12,18 +12,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, TypeAlias
+from types import FrameType, ModuleType
+from typing import TypeAlias
 
 from meshbook.concurrency.future import Future
 
-_plain_signals: Any = vars(signal)["_signal"]
+_plain_signals: ModuleType = vars(signal)["_signal"]
 _SIGINT = int(signal.SIGINT)
 
 SigintHandler: TypeAlias = Callable[[int, FrameType | None], object]
 
 
-def _signals() -> Any:
+def _signals() -> ModuleType:
     """Where `signal` and `getsignal` are: those without enumerations, which take as long as a call's other work here.
 
     Where somebody has put functions in their place, as ranks have (`meshbook.worker.interrupt_gate`), these.

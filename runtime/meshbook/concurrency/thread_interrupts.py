@@ -20,7 +20,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from meshbook.concurrency.forks import at_fork
 from meshbook.concurrency.patches import patch
@@ -134,13 +134,15 @@ class ThreadGate:
 
 
 @types.coroutine
-def interruptible(gate: ThreadGate, serial: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+def interruptible(
+    gate: ThreadGate, serial: int, coroutine: Coroutine[object, object, T]
+) -> Generator[object, object, T]:
     """Await ``coroutine`` with the gate open for ``serial`` during each of its steps, and only then.
 
     So an interrupt reaches code that blocks in the midst of an event loop, and never the loop itself.
     """
-    step: Callable[[Any], Any] = coroutine.send
-    given: Any = None
+    step: Callable[[Any], object] = coroutine.send
+    given: object = None
     is_late = False
     while True:
         try:
@@ -212,10 +214,13 @@ class _SteppedLock:
         self.release()
 
 
-_allocate_lock: Any = threading.Lock
+_allocate_lock = threading.Lock
 
 
-def waiting_lock() -> Any:
+WaitingLock: TypeAlias = "threading.Lock | _SteppedLock"
+
+
+def waiting_lock() -> WaitingLock:
     """A lock to wait with: one that notices interrupts, in threads that have a gate."""
     lock = _allocate_lock()
     return _SteppedLock(lock) if threading.get_ident() in _gates else lock

@@ -13,7 +13,7 @@ Message: TypeAlias = dict[str, Any]
 MESSAGE_MAX_BYTES = 1 << 24
 _HEADER_MAX_BYTES = 1 << 10
 _END = b"\r\n\r\n"
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = msgspec.json.Decoder(Message).decode
 
 
 def pack(message: Message) -> bytes:

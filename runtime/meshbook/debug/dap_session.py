@@ -20,14 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import FrameType
+from typing import TypeAlias
 
 from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.debug.pydevd import forget_step, is_suspended, load_pydevd, start_tracing, stop_at, stop_tracing
 from meshbook.system.descriptors import above_standard
-
-if TYPE_CHECKING:
-    pass
 
 PIECE_MAX_BYTES = 1 << 16
 WAIT_MAX_S = 1.0
@@ -35,7 +33,7 @@ LEASE_S = 60.0
 START_TIMEOUT_S = 15.0
 _UNREAD_MAX_BYTES = 1 << 20
 
-Visit: TypeAlias = Callable[[Callable[[Any], object]], None]
+Visit: TypeAlias = Callable[[Callable[[FrameType | None], object]], None]
 """Has the main thread call a function with its frame when it looks at its signals next."""
 
 
@@ -156,12 +154,9 @@ class DebugSession:
                     if time.monotonic() - self._heard > LEASE_S:
                         return
 
-    def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def _on_breakpoint(self, *args: object, **kwargs: object) -> object:
         """``breakpoint()``: stop in the debugger where one is attached, else as without it."""
         if not self.ended and self._pydevd._is_attached():
             stop_at(self._pydevd, sys._getframe(1))
             return None
         return self._hook(*args, **kwargs)
-
-
-# ---- queries -------------------------------------------------------------------------------------------------------

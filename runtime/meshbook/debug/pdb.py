@@ -16,12 +16,16 @@ import pdb
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import FrameType
-from typing import Any, Protocol
+from types import FrameType, TracebackType
+from typing import IO, TYPE_CHECKING, cast
 
 from meshbook.source.cells import cell_label
 from meshbook.source.location import is_runtimes_code, is_users_code, name_place
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
+    from meshbook.debug.rank_debugger import RankDebugger
 
 PROMPT = "(Pdb) "
 COMPLETIONS_MAX = 100
@@ -61,22 +65,12 @@ class Console:
         return f"{self.ask(body + end, prompt)}\n"
 
 
-class PdbHost(Protocol):
-    """Who brings the lines (`meshbook.debug.rank_debugger`); called on the stopped thread."""
-
-    def stay(self, debugger: RankPdb, place: str) -> AbstractContextManager[None]:
-        """Around each stay at the prompt."""
-
-    def ask(self, debugger: RankPdb, text: str, prompt: str) -> str:
-        """Show ``text`` and return the line that was typed. Raises: KeyboardInterrupt."""
-
-
 class RankPdb(pdb.Pdb):
     """One per thread that stops. ``host`` gets each stay at the prompt, and each of its questions."""
 
-    def __init__(self, host: PdbHost) -> None:
+    def __init__(self, host: RankDebugger) -> None:
         self.console = Console()
-        terminal: Any = self.console
+        terminal = cast(IO[str], self.console)
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True, skip=_SKIPPED, readrc=False)
         self.prompt = PROMPT
         self._is_outside = False
@@ -88,7 +82,7 @@ class RankPdb(pdb.Pdb):
         self.console.ask = lambda text, prompt: host.ask(self, text, prompt)
         self._host = host
 
-    def stop_at(self, frame: FrameType) -> Any:
+    def stop_at(self, frame: FrameType) -> TraceFunction | None:
         """Open the prompt at ``frame``, now; returns the trace function with which to go on, None for none.
 
         Raises: BdbQuit if the person quits, KeyboardInterrupt.
@@ -109,18 +103,17 @@ class RankPdb(pdb.Pdb):
         sys.settrace(self.trace_dispatch)
         return self.trace_dispatch
 
-    def setup(self, frame: FrameType | None, traceback: Any) -> Any:
+    def setup(self, frame: FrameType | None, traceback: TracebackType | None) -> None:
         """A post-mortem begins at the innermost line of the user's own code, not in the depths of a library."""
-        handled = super().setup(frame, traceback)
+        super().setup(frame, traceback)
         own = [index for index, (each, _) in enumerate(self.stack) if is_users_code(each.f_code)]
         if traceback is not None and own:
             self.curindex = own[-1]
             self.curframe = self.stack[self.curindex][0]
             with contextlib.suppress(AttributeError):  # a property, in later versions
                 self.curframe_locals = self.curframe.f_locals
-        return handled
 
-    def interaction(self, frame: FrameType | None, tb: Any) -> None:
+    def interaction(self, frame: FrameType | None, tb: TracebackType | None) -> None:
         place = _place_of(frame) if tb is None else _place_of_error(tb)
         with self._host.stay(self, place):
             self.stays += 1
@@ -137,13 +130,13 @@ class RankPdb(pdb.Pdb):
             return False
         return bool(super().stop_here(frame))
 
-    def user_call(self, frame: FrameType, argument_list: Any) -> None:
+    def user_call(self, frame: FrameType, argument_list: None) -> None:
         if _is_statement(frame):
             self.botframe, self._is_outside = frame, False  # its first line follows
         else:
             super().user_call(frame, argument_list)
 
-    def user_return(self, frame: FrameType, return_value: Any) -> None:
+    def user_return(self, frame: FrameType, return_value: object) -> None:
         if _is_statement(frame):
             self._is_outside = True
             self.set_step()
@@ -157,7 +150,7 @@ class RankPdb(pdb.Pdb):
     def default(self, line: str) -> None:
         """A statement: what it assigns to a function's variables is theirs at once."""
         super().default(line)
-        frame: Any = self.curframe
+        frame = self.curframe
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))  # until Python 3.12
 
     def complete_names(self, text: str) -> list[str]:
@@ -166,8 +159,8 @@ class RankPdb(pdb.Pdb):
         word = last[0] if last else ""
         owner, dot, start = word.rpartition(".")
         if not dot:
-            frame: Any = self.curframe
-            names = {*self.curframe_locals, *frame.f_globals, *vars(builtins)}
+            assert self.curframe is not None
+            names = {*self.curframe_locals, *self.curframe.f_globals, *vars(builtins)}
             if word == text.strip():
                 names |= {name[3:] for name in dir(self) if name.startswith("do_")}
             return sorted(name for name in names if name.startswith(word))
@@ -200,7 +193,7 @@ def _place_of(frame: FrameType | None) -> str:
     return "" if frame is None else name_place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _place_of_error(tb: Any) -> str:
+def _place_of_error(tb: TracebackType | None) -> str:
     tb = getattr(tb, "__traceback__", tb)  # from Python 3.13 on it may be the exception
     entries = []
     while tb is not None:

@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
 
 from meshbook.concurrency.forks import at_fork
 from meshbook.concurrency.patches import patch, unpatch
@@ -35,7 +34,7 @@ _SETTINGS = {
 _watches_forks = threading.Event()
 
 
-def load_pydevd() -> Any:
+def load_pydevd() -> ModuleType:
     """debugpy's tracer. Raises: ImportError."""
     hook = sys.breakpointhook
     settings = {**_SETTINGS, "PYDEVD_IPYTHON_CONTEXT": _context()}
@@ -56,13 +55,13 @@ def load_pydevd() -> Any:
 
 def _context() -> str:
     """The file and functions that run the statements of a cell, as pydevd wants them; a step ends where they begin."""
-    ipython: Any = sys.modules.get("IPython")
+    ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
     file = Path(shell.run_code.__code__.co_filename).name if shell else "interactiveshell.py"
     return f"{file}, run_code, run_ast_nodes"
 
 
-def _leave_child(pydevd: Any) -> None:
+def _leave_child(pydevd: ModuleType) -> None:
     """A process that the rank has forked (a DataLoader's worker) has no debugger: nobody could let it go on."""
     tracer = pydevd.get_global_debugger()
     if tracer is not None:
@@ -78,7 +77,7 @@ def hidden_folders() -> list[str]:
     return [PACKAGE.rstrip("/"), *between, *([str(Path(shell).parent)] if shell else [])]
 
 
-def start_tracing(pydevd: Any, sock: socket.socket) -> None:
+def start_tracing(pydevd: ModuleType, sock: socket.socket) -> None:
     """Have pydevd speak over ``sock``, in place of a TCP connection that it would make."""
     import debugpy
 
@@ -98,7 +97,7 @@ def start_tracing(pydevd: Any, sock: socket.socket) -> None:
         unpatch(pydevd, "start_client")
 
 
-def stop_tracing(pydevd: Any, visit_main: Callable[[Callable[[Any], object]], None]) -> None:
+def stop_tracing(pydevd: ModuleType, visit_main: Callable[[Callable[[FrameType | None], object]], None]) -> None:
     """End pydevd, so that a next session may begin, and free the main thread of the tracing at once.
 
     Other threads that ran meanwhile keep a trace function that does nothing, as long as they live.
@@ -123,7 +122,7 @@ def forget_step(thread: threading.Thread) -> None:
         info.pydev_state, info.pydev_step_cmd, info.pydev_step_stop = _RUNNING, -1, None
 
 
-def stop_at(pydevd: Any, frame: FrameType) -> None:
+def stop_at(pydevd: ModuleType, frame: FrameType) -> None:
     """Stop the running thread in ``frame``, until the person lets it go on."""
     tracer, thread = pydevd.get_global_debugger(), threading.current_thread()
     info = pydevd.set_additional_thread_info(thread)

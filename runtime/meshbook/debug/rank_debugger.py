@@ -20,14 +20,17 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 from meshbook.concurrency.patches import patch
 from meshbook.debug.pdb import COMPLETIONS_MAX, RankPdb
 from meshbook.errors import UsageError
 from meshbook.source.location import is_runtimes_code, is_users_code
 from meshbook.wire.messages import AtPrompt
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 
 class _Stop:
@@ -65,7 +68,7 @@ class RankDebugger:
 
     # ---- the thread that stops ----------------------------------------------------------------------------------
 
-    def stop(self, frame: FrameType) -> Any:
+    def stop(self, frame: FrameType) -> TraceFunction | None:
         """Open a prompt at ``frame`` and return when the person lets it go on: with the trace function, if any.
 
         Raises: UsageError where no prompt can be opened, BdbQuit, KeyboardInterrupt.
@@ -73,7 +76,7 @@ class RankDebugger:
         self._check("breakpoint()")
         return self._debugger("").stop_at(frame)
 
-    def post_mortem(self, traceback: Any, why: str = "an exception") -> None:
+    def post_mortem(self, traceback: TracebackType | None, why: str = "an exception") -> None:
         """Open a prompt on the frames of a traceback. Raises: UsageError, KeyboardInterrupt."""
         self._check("a post-mortem")
         debugger = self._debugger(why)
@@ -85,12 +88,8 @@ class RankDebugger:
         if isinstance(getattr(sys.gettrace(), "__self__", None), (RankPdb, RankDebugger)):
             sys.settrace(None)
 
-    def stay(self, debugger: RankPdb, place: str) -> contextlib.AbstractContextManager[None]:
-        """See `meshbook.debug.pdb.PdbHost`."""
-        return self._stay(debugger, place)
-
     def ask(self, debugger: RankPdb, text: str, prompt: str) -> str:
-        """Return the next line for the thread that stands at a prompt. Raises: KeyboardInterrupt."""
+        """Show ``text`` and return the line that was typed, on the stopped thread. Raises: KeyboardInterrupt."""
         stop = self._stop
         assert stop is not None
         while True:
@@ -112,7 +111,8 @@ class RankDebugger:
             text = "  ".join(found[:COMPLETIONS_MAX]) + "\n" + more if found else f"nothing begins with {start}\n"
 
     @contextlib.contextmanager
-    def _stay(self, debugger: RankPdb, place: str) -> Iterator[None]:
+    def stay(self, debugger: RankPdb, place: str) -> Iterator[None]:
+        """Around each stay at the prompt, on the stopped thread."""
         with self._turn:
             outer, self._stop = self._stop, _Stop(place)
             try:
@@ -195,27 +195,27 @@ class RankDebugger:
             frame = frame.f_back
         sys.settrace(self._on_call)
 
-    def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _on_call(self, frame: FrameType, event: str, arg: object) -> TraceFunction | None:
         return self._on_line if is_users_code(frame.f_code) else None
 
-    def _on_line(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _on_line(self, frame: FrameType, event: str, arg: object) -> TraceFunction | None:
         return self.stop(frame) if event == "line" else self._on_line
 
 
 def _take_over_pdb(debugger: RankDebugger) -> None:
     """Every other debugger that is made of pdb's (IPython's, torch.distributed's) opens ours in its place."""
-    own: Any = pdb.Pdb
-    set_trace, interaction = own.set_trace, own.interaction
+    set_trace, interaction = pdb.Pdb.set_trace, pdb.Pdb.interaction
 
-    def stop_here(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> Any:
+    def stop_here(self: pdb.Pdb, frame: FrameType | None = None, **options: object) -> object:
         if isinstance(self, RankPdb):
             return set_trace(self, frame, **options)
         return debugger.stop(frame or sys._getframe(1))
 
-    def look_at(self: pdb.Pdb, frame: FrameType | None, traceback: Any) -> Any:
+    def look_at(self: pdb.Pdb, frame: FrameType | None, traceback: TracebackType | None) -> None:
         if isinstance(self, RankPdb):
-            return interaction(self, frame, traceback)
-        return debugger.post_mortem(traceback)
+            interaction(self, frame, traceback)
+        else:
+            debugger.post_mortem(traceback)
 
-    patch(own, "set_trace", stop_here)
-    patch(own, "interaction", look_at)
+    patch(pdb.Pdb, "set_trace", stop_here)
+    patch(pdb.Pdb, "interaction", look_at)

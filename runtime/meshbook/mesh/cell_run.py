@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from meshbook.actor.router import Values
 from meshbook.calls.call import CallFuture
 from meshbook.calls.output import OutputListener, RankDone
 from meshbook.errors import CallInterrupted, Failure
-from meshbook.shape.value_mesh import ValueMesh
 
 
 class CellRun:
@@ -21,14 +19,14 @@ class CellRun:
         self.id = id
         """The cell's output id."""
         self._listener = listener
-        self._future: CallFuture[ValueMesh[Any]] | None = None
+        self._future: CallFuture[Values] | None = None
 
-    def attach(self, future: CallFuture[ValueMesh[Any]]) -> None:
+    def attach(self, future: CallFuture[Values]) -> None:
         """Bind the call that runs the cell."""
         self._future = future
 
     @property
-    def future(self) -> CallFuture[ValueMesh[Any]]:
+    def future(self) -> CallFuture[Values]:
         """Completes with the values of the last expressions, or with what went wrong."""
         assert self._future is not None
         return self._future

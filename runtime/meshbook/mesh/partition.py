@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from meshbook.errors import LayoutError
 
 
-def split(value: Any, count: int, dim: int = 0) -> list[Any]:
+def split(value: object, count: int, dim: int = 0) -> list[object]:
     """Cut ``value`` into ``count`` pieces whose lengths differ by one at most, the longer first (``tensor_split``).
 
     Raises: LayoutError for a value that has no such dim or cannot be cut.
@@ -18,12 +19,9 @@ def split(value: Any, count: int, dim: int = 0) -> list[Any]:
     library = _library_of(value)
     if library is not None:
         _check_dim(value, dim)
-        pieces = (
-            library.tensor_split(value, count, dim)
-            if library.__name__ == "torch"
-            else library.array_split(value, count, dim)
-        )
-        return [piece.contiguous() if library.__name__ == "torch" else piece for piece in pieces]
+        if library.__name__ == "torch":
+            return [piece.contiguous() for piece in library.tensor_split(value, count, dim)]
+        return list(library.array_split(value, count, dim))
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise LayoutError(f"a {type(value).__name__} cannot be scattered: give a tensor, an array, a list or a tuple.")
     length, extra = divmod(len(value), count)
@@ -51,7 +49,7 @@ def join(pieces: Sequence[Any], dim: int = 0) -> Any:
     raise LayoutError(f"values of type {type(pieces[0]).__name__} cannot be joined; bring them one by one with pull.")
 
 
-def _library_of(value: Any) -> Any:
+def _library_of(value: object) -> ModuleType | None:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
         return torch

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.listing import ActorState
 from meshbook.actor.proc_ref import find_procs
-from meshbook.actor.router import router_for
+from meshbook.actor.router import TActor, Values, router_for
 from meshbook.calls.call import CallFuture
 from meshbook.calls.interrupt import interrupt
 from meshbook.calls.output import OutputListener, OutputTarget
@@ -41,7 +41,6 @@ from meshbook.values.pickling import dumps
 from meshbook.wire.messages import AtPrompt
 
 T = TypeVar("T")
-TActor = TypeVar("TActor")
 
 STOP_GRACE_S = 1.0
 """Busy workers have this long to end when a mesh is stopped."""
@@ -131,7 +130,7 @@ class ProcMesh(MeshView):
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
-    def run(self, code: str, *, forbid_collectives: bool = False) -> Future[ValueMesh[Any]]:
+    def run(self, code: str, *, forbid_collectives: bool = False) -> Future[Values]:
         """Run ``code`` as an IPython cell on every member; the values are those of its last expression.
 
         forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
@@ -165,7 +164,7 @@ class ProcMesh(MeshView):
         run.attach(self._controller.call(self._mesh, request, OutputTarget(run.id, on_output)))
         return run
 
-    def execute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[ValueMesh[T]]:
+    def execute(self, function: Callable[..., T], *args: object, **kwargs: object) -> Future[ValueMesh[T]]:
         """Call ``function(*args, **kwargs)`` on every member.
 
         Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
@@ -180,7 +179,7 @@ class ProcMesh(MeshView):
             roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
             return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
 
-    def evaluate(self, expression: str) -> Future[ValueMesh[Any]]:
+    def evaluate(self, expression: str) -> Future[Values]:
         """The value of an expression in each member's namespace."""
         return self._call("pull", ([expression],), what=expression)
 
@@ -188,7 +187,7 @@ class ProcMesh(MeshView):
         """Bind names on every member. Raises: SerializationError naming the part that cannot travel."""
         return self._call("push", (dict(values),), what="push", roots=values)
 
-    def pull(self, name: str) -> Future[ValueMesh[Any]]:
+    def pull(self, name: str) -> Future[Values]:
         """Bring the value of ``name`` from every member."""
         return self.evaluate(name)
 
@@ -199,7 +198,7 @@ class ProcMesh(MeshView):
         """
         return self._call("free", (), what="free")
 
-    def scatter(self, name: str, value: Any, axis: str | None = None, dim: int = 0) -> Future[list[ValueMesh[None]]]:
+    def scatter(self, name: str, value: object, axis: str | None = None, dim: int = 0) -> Future[list[ValueMesh[None]]]:
         """Bind ``name`` to one piece of ``value`` per index of ``axis``; members that share the index get the same.
 
         value: a tensor or array, cut along ``dim`` as by ``tensor_split``, or a sequence. axis: the mesh's only axis by
@@ -330,8 +329,8 @@ class ProcMesh(MeshView):
     def _call(
         self,
         endpoint: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object] | None = None,
         *,
         what: str,
         roots: Mapping[str, object] | None = None,
@@ -343,7 +342,7 @@ class ProcMesh(MeshView):
         request = CallRequest(endpoint, self._members, pickled, what, fail_fast=fail_fast)
         return self._controller.call(self._mesh, request, source(self) if source else None)
 
-    def spawn(self, name: str, cls: type[TActor], /, *args: Any, **kwargs: Any) -> TActor:
+    def spawn(self, name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> TActor:
         """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.
 
         For type checkers it is a ``cls``, whose endpoints have the adverbs of `meshbook.actor.Endpoint`. A constructor
@@ -351,10 +350,8 @@ class ProcMesh(MeshView):
         SerializationError.
         """
         members = self._present().members
-        actors: Any = spawn_actors(
-            router_for(self.session), self.id, self.name, members, name, cls, args, kwargs, self._generation
-        )
-        return actors  # type: ignore[no-any-return]
+        router = router_for(self.session)
+        return spawn_actors(router, self.id, self.name, members, name, cls, args, kwargs, self._generation)
 
     def actors(self) -> list[ActorState]:
         """What the members' actors are doing, now; ordered by name, then by rank."""
@@ -500,7 +497,7 @@ class ProcMesh(MeshView):
             ranks = [rank for rank, its in prompts.items() if its == number]
             self._controller.questions.tell(self._mesh, ranks, ask_rank("pdb_command", number, line))
 
-    def postmortem(self) -> CallFuture[Any]:
+    def postmortem(self) -> CallFuture[Values]:
         """Have the members, which must be idle, open a prompt each on the frames of their last exception.
 
         Completes when the person has left all of them.
@@ -557,7 +554,7 @@ class ProcMesh(MeshView):
     ) -> None:
         self.stop()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """On a rank it is a `meshbook.actor.proc_ref.ProcRef`."""
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)
 

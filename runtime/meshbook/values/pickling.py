@@ -25,7 +25,7 @@ import pickle
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
@@ -33,6 +33,9 @@ from meshbook.errors import LoadError, MeshError, SerializationError
 from meshbook.values.tensors import NO_LIMIT, OutOfBand, TooLargeError
 from meshbook.values.unpicklable import Refusal, find_culprit
 from meshbook.wire.frames import Buffer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer as ReadableBuffer
 
 HEAD_MAX_BYTES = 1 << 20
 """Heads travel as one frame, whose size peers limit; what is larger goes where the large buffers go."""
@@ -108,14 +111,14 @@ def loads(head: Buffer, buffers: Sequence[Any] = (), *, where: str = "this proce
 class _QuickPickler(pickle.Pickler):
     out_of_band: OutOfBand
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         return self.out_of_band.reduce(obj)
 
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     out_of_band: OutOfBand
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> object:
         reduced = self.out_of_band.reduce(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -124,7 +127,7 @@ class _BoundedSink(io.BytesIO):
     def __init__(self, out_of_band: OutOfBand) -> None:
         self._out_of_band = out_of_band
 
-    def write(self, data: Any, /) -> int:
+    def write(self, data: ReadableBuffer, /) -> int:
         self._out_of_band.spend(memoryview(data).nbytes)
         return super().write(data)
 
@@ -135,7 +138,7 @@ class _DeadlineSink:
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
 
-    def write(self, data: Any, /) -> None:
+    def write(self, data: ReadableBuffer, /) -> None:
         if time.monotonic() > self._deadline:
             raise TimeoutError
 

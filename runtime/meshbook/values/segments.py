@@ -25,7 +25,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -69,7 +68,7 @@ class _Segment:
             os.close(self.fd)
             raise
 
-    def fill(self, spans: Sequence[tuple[int, int]], buffers: Sequence[Any]) -> None:
+    def fill(self, spans: Sequence[tuple[int, int]], buffers: Sequence[Buffer]) -> None:
         """Copy each buffer to its span; by pwrite where pages are new, which saves zeroing and faults."""
         for (offset, length), buffer in zip(spans, buffers, strict=True):
             if not length:

@@ -38,11 +38,11 @@ class OutOfBand:
         self.room = room
 
     def _begin(self) -> dict[int, list[_Span]]:
-        torch = sys.modules.get("torch")
-        self._tensor_type: Any = getattr(torch, "Tensor", ())
-        self._array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+        loaded = sys.modules.get("torch")
+        self._tensor_type: type[torch.Tensor] | tuple[()] = getattr(loaded, "Tensor", ())
+        self._array_type: object = getattr(sys.modules.get("numpy"), "ndarray", None)
         names = ("UntypedStorage", "TypedStorage")
-        self._storage_types = tuple(getattr(torch, name) for name in names if hasattr(torch, name))
+        self._storage_types = tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
         self._spans = {}
         return self._spans
 
@@ -69,7 +69,7 @@ class OutOfBand:
         if size_bytes > self.room:
             raise TooLargeError
 
-    def reduce(self, obj: Any) -> Any:
+    def reduce(self, obj: Any) -> object:
         """The picklers' reducer_override; they call it for all but plain containers, strings and numbers."""
         if self._spans is None:
             self._begin()
@@ -83,7 +83,7 @@ class OutOfBand:
             self.need(obj.nbytes())
         return NotImplemented
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+    def _reduce_tensor(self, tensor: torch.Tensor) -> object:
         torch = sys.modules["torch"]
         if type(tensor) is not torch.Tensor:
             return self._reduce_subclass(tensor)
@@ -101,7 +101,7 @@ class OutOfBand:
             return _build_tensor, rebuild
         return _build_tensor, rebuild, tensor.__dict__, None, None, _set_attributes
 
-    def _reduce_subclass(self, tensor: torch.Tensor) -> Any:
+    def _reduce_subclass(self, tensor: torch.Tensor) -> object:
         names = [kind.__name__ for kind in type(tensor).__mro__]  # by name: importing the classes takes seconds
         if "DTensor" in names:
             raise Refusal(
@@ -147,13 +147,13 @@ class _Span:
     def __init__(self, storage: torch.UntypedStorage, start: int, stop: int) -> None:
         self.storage, self.start, self.stop = storage, start, stop
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         torch = sys.modules["torch"]
         raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.start, (self.stop - self.start,), (1,))
         return _build_storage, (pickle.PickleBuffer(raw.numpy()),)
 
 
-def _build_storage(buffer: Any) -> torch.UntypedStorage:
+def _build_storage(buffer: pickle.PickleBuffer) -> torch.UntypedStorage:
     import torch
 
     view = memoryview(buffer)
@@ -187,5 +187,5 @@ def _set_attributes(tensor: torch.Tensor, attributes: Mapping[str, object]) -> N
     tensor.__dict__.update(attributes)
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: object) -> object:
     return value

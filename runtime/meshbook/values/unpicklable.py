@@ -13,7 +13,7 @@ import re
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from meshbook.errors import SerializationError
 
@@ -114,15 +114,15 @@ def name_type(kind: type) -> str:
 # ---- what a value is made of -------------------------------------------------------------------------------
 
 
-def _children(path: str, value: Any) -> Iterator[_Child]:
+def _children(path: str, value: object) -> Iterator[_Child]:
     kind = type(value)
-    if kind is dict:
+    if isinstance(value, dict) and kind is dict:
         yield from _pairs(path, value.items())
-    elif kind in (list, tuple):
+    elif isinstance(value, list | tuple) and kind in (list, tuple):
         yield from _items(path, value)
-    elif kind in (set, frozenset):
+    elif isinstance(value, set | frozenset) and kind in (set, frozenset):
         yield from ((f"an item of {path}", item) for item in value)
-    elif kind is types.FunctionType:
+    elif isinstance(value, types.FunctionType):
         yield from _function_parts(path, value)
     elif isinstance(value, type):
         yield from _class_parts(path, value)
@@ -145,7 +145,7 @@ def _pairs(path: str, pairs: Iterable[tuple[object, object]]) -> Iterator[_Child
         yield f"the key {name} of {path}", key
 
 
-def _reduced_parts(path: str, value: Any) -> Iterator[_Child]:
+def _reduced_parts(path: str, value: object) -> Iterator[_Child]:
     try:
         reducer = copyreg.dispatch_table.get(type(value))
         reduced = reducer(value) if reducer else value.__reduce_ex__(5)
@@ -164,7 +164,7 @@ def _reduced_parts(path: str, value: Any) -> Iterator[_Child]:
             yield _attribute_path(path, value, argument, f"its constructor's argument {index}"), argument
 
 
-def _state_parts(path: str, value: Any, state: object) -> Iterator[_Child]:
+def _state_parts(path: str, value: object, state: object) -> Iterator[_Child]:
     """Of attributes, or of (attributes, slots); other states are those of C types."""
     if isinstance(state, tuple) and len(state) != 2:
         yield from ((_attribute_path(path, value, part, "its state"), part) for part in state)
@@ -176,7 +176,7 @@ def _state_parts(path: str, value: Any, state: object) -> Iterator[_Child]:
             yield _attribute_path(path, value, part, "its state"), part
 
 
-def _attribute_path(path: str, owner: Any, child: object, otherwise: str) -> str:
+def _attribute_path(path: str, owner: object, child: object, otherwise: str) -> str:
     """``path.name`` if an attribute of ``owner`` is ``child``; runs no code of the user's."""
     names = [
         name for kind in type(owner).__mro__ for name, item in vars(kind).items() if type(item) in _ATTRIBUTE_TYPES
@@ -210,7 +210,7 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def _class_parts(path: str, kind: type) -> Iterator[_Child]:
-    attributes: Mapping[str, Any] = vars(kind)
+    attributes: Mapping[str, object] = vars(kind)
     for name, value in attributes.items():
         if name in ("__dict__", "__weakref__") or type(value) in _ATTRIBUTE_TYPES:
             continue

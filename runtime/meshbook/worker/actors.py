@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.actor.errors import ActorStuckError
 from meshbook.actor.listing import ActorState
@@ -191,7 +191,7 @@ class ActorRegistry:
     def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
         return self._worker.shell.output_beside(output)
 
-    def port_to(self, mailbox: int) -> Port[Any]:
+    def port_to(self, mailbox: int) -> Port[MeshFailure]:
         identity = self._worker.identity
         return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
 

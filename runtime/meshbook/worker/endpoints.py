@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.actor.listing import ActorState
 from meshbook.calls.answer import Outcome
@@ -95,7 +95,9 @@ def run_cell(
     return Outcome(wire.OK, has_value=True, pickled=pickled)
 
 
-def invoke(worker: Worker, call: wire.Call, function: Callable[..., object], *args: Any, **kwargs: Any) -> Outcome:
+def invoke(
+    worker: Worker, call: wire.Call, function: Callable[..., object], *args: object, **kwargs: object
+) -> Outcome:
     """Call a function that travelled here; of one that is ``async`` the value is that of its coroutine."""
     value = function(*args, **kwargs)
     if hasattr(type(value), "__await__") and isinstance(value, Coroutine):  # which takes longer
@@ -237,7 +239,7 @@ _STOPPED_NOW = Reaction("it stopped just now", has_stopped=True)
 def _why_it_goes_on(worker: Worker) -> str:
     if worker.gate.has_handler:
         return "it deals with interrupts itself (signal.signal), and goes on"
-    handled: Any = exception_of(worker.main_thread)
+    handled = exception_of(worker.main_thread)
     handled = handled[1] if isinstance(handled, tuple) else handled  # until Python 3.11
     if isinstance(handled, KeyboardInterrupt):
         return "it is still cleaning up after KeyboardInterrupt"

@@ -22,9 +22,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
 
 from meshbook.concurrency.patches import patch, unpatch
+from meshbook.concurrency.sigint import SigintHandler
 from meshbook.concurrency.thread_interrupts import gate_of_this_thread
 from meshbook.worker.interrupt_trace import SwallowedInterrupts
 
@@ -40,8 +41,10 @@ ECHO_S = 0.2
 """A SIGINT that comes so soon after ours may be the same once more."""
 
 _set_signal, _get_signal = signal.signal, signal.getsignal
-_peek_signal: Callable[[int], Any] = vars(signal)["_signal"].getsignal
+_peek_signal: Callable[[int], object] = vars(signal)["_signal"].getsignal
 """The same without the enumeration, which takes 100 times as long."""
+
+_Handler: TypeAlias = SigintHandler | int | None
 
 
 class InterruptGate:
@@ -55,7 +58,7 @@ class InterruptGate:
         self._target = 0
         self._held_back = False
         self._sent_at = 0.0
-        self._handler: Any = None
+        self._handler: _Handler = None
         """What user code wants called in this call; None: nothing else than ours."""
         self._visits: deque[Callable[[FrameType | None], object]] = deque()
         self._caught = SwallowedInterrupts()
@@ -188,7 +191,7 @@ class InterruptGate:
         if _peek_signal(signal.SIGINT) != self._on_sigint:  # set by other means than `signal.signal`
             _set_signal(signal.SIGINT, self._on_sigint)
 
-    def _set_handler(self, signalnum: int, handler: Any) -> Any:
+    def _set_handler(self, signalnum: int, handler: _Handler) -> _Handler:
         is_valid = callable(handler) or handler in (signal.SIG_IGN, signal.SIG_DFL)
         if signalnum != signal.SIGINT or not is_valid or threading.get_ident() != self._main:
             return _set_signal(signalnum, handler)
@@ -197,7 +200,7 @@ class InterruptGate:
         self._handler = None if is_ours else handler
         return before
 
-    def _get_handler(self, signalnum: int) -> Any:
+    def _get_handler(self, signalnum: int) -> _Handler:
         return self._handler if signalnum == signal.SIGINT and self._handler is not None else _get_signal(signalnum)
 
     def after_fork(self) -> None:

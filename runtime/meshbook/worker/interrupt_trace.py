@@ -12,9 +12,12 @@ from __future__ import annotations
 import dis
 import sys
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from meshbook.source.location import is_users_code
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 _PUSH_EXC_INFO = dis.opmap.get("PUSH_EXC_INFO")
 """With this instruction each handler begins, from Python 3.11 on."""
@@ -45,7 +48,7 @@ class SwallowedInterrupts:
             if sys.gettrace() is _trace_no_new_frames:
                 sys.settrace(None)
 
-    def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _on_event(self, frame: FrameType, event: str, arg: object) -> TraceFunction | None:
         if not self._watching:
             return None
         if event == "line":
@@ -62,5 +65,5 @@ def _handles_interrupt(frame: FrameType) -> bool:
     return _PUSH_EXC_INFO is not None and frame.f_code.co_code[frame.f_lasti] == _PUSH_EXC_INFO  # about to
 
 
-def _trace_no_new_frames(frame: FrameType, event: str, arg: Any) -> None:
+def _trace_no_new_frames(frame: FrameType, event: str, arg: object) -> None:
     return None

@@ -10,15 +10,14 @@ import gc
 import io
 import os
 import stat
-from typing import Any
 
-_FILE: Any = io.IOBase.__base__
+_FILE = io.IOBase.__base__ or io.IOBase
 """Without the hooks of abstract classes, which would ask classes of the user."""
 
 
 def write_buffers() -> None:
     """Raises nothing. May wait for whoever reads a pipe: whoever ends the process has a deadline."""
-    files = [each for each in gc.get_objects() if issubclass(type(each), _FILE)]
+    files: list[io.IOBase] = [each for each in gc.get_objects() if issubclass(type(each), _FILE)]
     for file in sorted(files, key=_turn):
         with contextlib.suppress(Exception):
             if file.closed or file.fileno() <= 2:
@@ -31,7 +30,7 @@ def write_buffers() -> None:
     gc.collect()  # what only cycles hold has its last word: now, since the collector may close what a file wraps first
 
 
-def _turn(file: Any) -> tuple[bool, int]:
+def _turn(file: io.IOBase) -> tuple[bool, int]:
     """Regular files first, since pipes may block; and what wraps another file before that one."""
     try:
         is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -40,7 +39,7 @@ def _turn(file: Any) -> tuple[bool, int]:
     return not is_regular, _layer(file)
 
 
-def _layer(file: Any) -> int:
+def _layer(file: io.IOBase) -> int:
     if issubclass(type(file), io.TextIOWrapper):
         return 0
     if issubclass(type(file), io.BufferedWriter | io.BufferedRandom | io.FileIO):

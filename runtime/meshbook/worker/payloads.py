@@ -12,6 +12,7 @@ from typing import Any
 
 from meshbook.calls.answer import Outcome, pack_failure
 from meshbook.errors import Failure
+from meshbook.system.mmap import Bytes
 from meshbook.values import lent_memory
 from meshbook.values.pickling import dumps, loads
 from meshbook.values.segments import SegmentPool, map_segment
@@ -33,7 +34,7 @@ class RankPayloads:
         """The sender's arguments. where: this process in words. Raises: LoadError, MeshError."""
         return loads(frames[0] if frames else call.inline, self.map(call.segment), where=where)
 
-    def map(self, segment: wire.SegmentRef | None) -> Sequence[Any]:
+    def map(self, segment: wire.SegmentRef | None) -> Sequence[Bytes]:
         """The large buffers of a message; its owner is told when the last view of them has died. Raises: MeshError."""
         if segment is None:
             return ()

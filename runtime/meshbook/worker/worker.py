@@ -25,7 +25,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -452,7 +451,7 @@ def _enter_environment(begin: wire.Begin) -> None:
         __import__(module)
 
 
-def _by_text(items: Mapping[Any, object]) -> dict[str, object]:
+def _by_text(items: Mapping[str, object]) -> dict[str, object]:
     """Kinds of content are text, whatever a user's bundle has."""
     return {kind if type(kind) is str else str(kind): item for kind, item in items.items()}
 
