@@ -28,7 +28,7 @@ class _Owned(NamedTuple):
 
 
 class OwnedProcs:
-    """An actor that is stopped sees to it itself (`meshbook.actor.belongings`); one that is killed cannot."""
+    """An actor that is stopped sees to it itself (`meshbook.actor.context.Belongings`); one that is killed cannot."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller

@@ -21,8 +21,7 @@ from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.actor_services import ControllerServices
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
 from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler
-from meshbook.mesh.host_mesh import HostMesh
-from meshbook.mesh.launch import launch_hosts, launch_like
+from meshbook.mesh.host_mesh import HostMesh, launch_hosts, launch_like
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.repair import Repaired
 from meshbook.sessions.folder import SessionFolder

@@ -1,4 +1,4 @@
-"""Hosts, as a mesh: processes are started on them."""
+"""Hosts, as a mesh: their agents are launched, and processes are started on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
+from meshbook.launchers.base import Launcher
+from meshbook.launchers.local import LocalLauncher
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.sessions.folder import SavedHost
 from meshbook.shape.members import Extent, Members, Region
 from meshbook.shape.view import MeshView
+from meshbook.system.os_errors import explain
+from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.values.pickling import dumps
+from meshbook.wire.ticket import Ticket
 
 NAME_MAX_CHARS = 60
 """Of a mesh's name: in UTF-8, with the mesh's number, it is the name of a folder."""
@@ -161,3 +167,52 @@ def _checked_modules(preload: Sequence[str]) -> tuple[str, ...]:
     ):
         raise UsageError(f'preload lists names of modules, as in preload=("json", "my.module"); it is {preload!r}.')
     return modules
+
+
+# ---- their agents ---------------------------------------------------------------------------------------------------
+
+
+def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[HostState]:
+    """Start agents that dial in; one that is lost is started again in the same way. Raises: SpawnError."""
+    tcp, ipc = f"tcp://{in_endpoint(loopback_address())}:*", f"ipc://{controller.folder.path}/control"
+    address = tcp if launcher.transport == "tcp" else ipc
+    endpoint = controller.endpoint(address)
+    tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
+    hosts, saved = [], {}
+    try:
+        started = launcher.launch(tickets)
+    except OSError as error:
+        raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
+    for ticket, launched in zip(tickets, started, strict=True):
+        host = controller.expect_host(ticket, launched, launcher.shares_environment)
+        host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
+        hosts.append(host)
+        saved[ticket.host_id] = SavedHost(
+            ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all
+        )
+    controller.record.save_hosts(saved)
+    return hosts
+
+
+def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
+    public, secret = controller.accept(host_id)
+    state = controller.folder.state
+    return Ticket(
+        host_id=host_id,
+        endpoint=endpoint,
+        controller_key=state.public_key,
+        public_key=public,
+        secret_key=secret,
+        log_dir=str(controller.folder.logs),
+        epoch=controller.epoch,
+        lease_s=state.lease_s,
+        session=str(controller.folder.path),
+    )
+
+
+def launch_like(controller: Controller, host: HostState) -> HostState:
+    """A host in the place of one that a former controller started; so far local ones are the only kind."""
+    known = controller.folder.state.hosts.get(host.id)
+    shares_memory = any(other.shares_memory for other in controller.hosts if not other.lost)
+    launcher = LocalLauncher(separate_hosts=not (shares_memory or (known is not None and known.serves_all)))
+    return launch_hosts(controller, launcher, 1, known is not None and known.serves_all)[0]

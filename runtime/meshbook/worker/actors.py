@@ -17,7 +17,6 @@ from meshbook.actor.errors import ActorStuckError
 from meshbook.actor.listing import ActorState
 from meshbook.actor.ports import Port
 from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH, Place
-from meshbook.actor.runner import ActorRunner
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, Mailbox, Mailboxes, ReplyTo
@@ -27,6 +26,7 @@ from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.wire import messages as wire
+from meshbook.worker.actor_runner import ActorRunner
 
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
@@ -51,10 +51,10 @@ _ENDED = Outcome(wire.OK, None, has_value=True)
 
 
 class ActorRegistry:
-    """The actors of a worker. What `ActorRunner` needs of its process."""
+    """The actors of a worker."""
 
     def __init__(self, worker: Worker, mailboxes: Mailboxes) -> None:
-        self._worker, self._mailboxes = worker, mailboxes
+        self.worker, self._mailboxes = worker, mailboxes
         self.session = ""
         """The id of the session, once an actor was spawned."""
         self._hosts: dict[int, ActorRunner] = {}
@@ -64,10 +64,6 @@ class ActorRegistry:
         """What has come for actors that are not there yet, by mailbox."""
         mailboxes.open(ACTORS, self._spawn, self._cancel_spawn)
         mailboxes.not_yet = self._not_yet
-
-    def end_child(self, failure: Failure | None) -> None:
-        """Where a message has been handled: end the process if user code has forked it meanwhile."""
-        self._worker.end_child(failure)
 
     def after_fork(self) -> None:
         """In a forked child: the lock may be that of a thread which it lacks."""
@@ -108,7 +104,7 @@ class ActorRegistry:
         return Mailbox(self._keep_early)
 
     def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
-        closed = MailboxClosed(self.rank, call.mailbox)
+        closed = MailboxClosed(self.worker.identity.rank, call.mailbox)
         if call.origin is None and call.mailbox < FIRST_OF_RANKS:  # who has spawned it was here before
             raise closed
         waiting = self._early.setdefault(call.mailbox, [])
@@ -152,7 +148,7 @@ class ActorRegistry:
             host.thread.join()  # it cleans up, which may be saving something
         if host.thread.is_alive():
             place = users_place(frame_of(host.thread.ident))
-            failure = self.describe(ActorStuckError(host.name, self.rank, place))
+            failure = self.describe(ActorStuckError(host.name, self.worker.identity.rank, place))
             self._answer_end(host, Outcome(wire.RAISED, failure=failure))
             host.belongings.stop()
         else:
@@ -176,27 +172,18 @@ class ActorRegistry:
 
     # ---- threads of actors --------------------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        return self._worker.identity.rank
-
-    @property
-    def mesh_name(self) -> str:
-        return self._worker.identity.name
-
     def describe(self, error: BaseException) -> Failure:
+        """A failure of what user code has raised."""
         with self._describing:  # IPython draws one traceback at a time
-            return self._worker.shell.describe(error)
-
-    def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
-        return self._worker.shell.output_beside(output)
+            return self.worker.shell.describe(error)
 
     def port_to(self, mailbox: int) -> Port[MeshFailure]:
-        identity = self._worker.identity
+        """Reaches a mailbox of this process from anywhere."""
+        identity = self.worker.identity
         return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
 
     def tell_owner(self, host: ActorRunner, failure: MeshFailure) -> None:
-        """Where the owner cannot be told, it is printed."""
+        """Something failed for which nobody waits. Where the owner cannot be told, it is printed."""
         if host.owner is not None:
             with contextlib.suppress(MeshError):
                 host.owner.post(SUPERVISE, failure)
@@ -204,6 +191,7 @@ class ActorRegistry:
         print(failure.report(), flush=True)
 
     def actor_ended(self, host: ActorRunner, fault: BaseException | None) -> None:
+        """The thread of an actor ends."""
         self._hosts.pop(host.mailbox, None)
         if fault is not None:
             self._give_up_calls(host, fault)
@@ -215,7 +203,7 @@ class ActorRegistry:
         why = f'the thread of the actor "{host.name}" has ended by a fault of meshbook: {fault!r}'
         self._mailboxes.close(host.mailbox, why)
         spawn = f"{host.mailbox}:"
-        self._worker.mail.give_up(
+        self.worker.mail.give_up(
             lambda call: call.mailbox == host.mailbox or (call.mailbox == ACTORS and call.endpoint.startswith(spawn)),
             Outcome(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
         )

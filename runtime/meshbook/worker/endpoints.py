@@ -34,8 +34,14 @@ from meshbook.values.pickling import dumps_bounded
 from meshbook.values.remote_value import RemoteValue
 from meshbook.wire import messages as wire
 from meshbook.worker.completion import complete, inspect, user_names
-from meshbook.worker.dap_queries import DEBUG_QUERIES, debugged_place
 from meshbook.worker.debug_queries import (
+    debug_close,
+    debug_names,
+    debug_open,
+    debug_prepare,
+    debug_read,
+    debug_write,
+    debugged_place,
     hold_deadlines,
     last_error,
     learn_advice,
@@ -176,12 +182,9 @@ def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Outcome:
     return _ok()
 
 
-CALLS: dict[str, Callable[..., Outcome]] = {
-    function.__name__: function
-    for function in (
-        *(run_cell, invoke, push, pull, form_group, prove_group, prepare_group, set_axes, broadcast, postmortem, free),
-    )
-}
+_CALLS = (run_cell, invoke, push, pull, form_group, prove_group, prepare_group, set_axes, broadcast, postmortem, free)
+
+CALLS: dict[str, Callable[..., Outcome]] = {function.__name__: function for function in _CALLS}
 
 
 # ---- queries: on the control thread ----------------------------------------------------------------------------
@@ -291,17 +294,16 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
     return lines_of(places)
 
 
-QUERIES: dict[str, Callable[..., object]] = {
-    function.__name__: function
-    for function in (
-        *(where, reaction, status, collectives, clock, complete, inspect, user_names, progress, stacks, actors),
-        *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, source_lines),
-        learn_advice,
-    )
-}
-QUERIES.update(DEBUG_QUERIES)
-
-SLOW_QUERIES: frozenset[str] = frozenset(
-    {"complete", "inspect", "user_names", "progress", "stacks", "source_lines", *DEBUG_QUERIES}
+_QUICK = (
+    *(where, reaction, status, collectives, clock, actors),
+    *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, learn_advice),
 )
+_SLOW = (
+    *(complete, inspect, user_names, progress, stacks, source_lines),
+    *(debug_prepare, debug_open, debug_read, debug_write, debug_close, debug_names),
+)
+
+QUERIES: dict[str, Callable[..., object]] = {function.__name__: function for function in (*_QUICK, *_SLOW)}
+
+SLOW_QUERIES = frozenset(function.__name__ for function in _SLOW)
 """Those of `QUERIES` that may take longer than a few milliseconds."""

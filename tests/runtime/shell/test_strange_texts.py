@@ -116,7 +116,7 @@ def test_actors(mesh4: ProcMesh) -> None:
 
 
 def _break_actors() -> None:
-    from meshbook.actor.runner import ActorRunner
+    from meshbook.worker.actor_runner import ActorRunner
 
     def fault(*args: object) -> None:
         raise RuntimeError("a fault of ours")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from meshbook.actor.inbox import Inbox
 from meshbook.calls.answer import Outcome
 from meshbook.wire import messages as wire
+from meshbook.worker.actor_inbox import Inbox
 
 
 def _next(inbox: Inbox) -> object:

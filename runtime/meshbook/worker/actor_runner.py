@@ -12,7 +12,6 @@ first message makes the actor. When that fails it stays, and answers everything 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import signal
@@ -20,13 +19,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import Token
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from meshbook.actor.belongings import Belongings
-from meshbook.actor.context import ActorInstance, Context, current_context
+from meshbook.actor.context import ActorInstance, Belongings, Context, current_context
 from meshbook.actor.decorators import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, cause_of
-from meshbook.actor.inbox import Inbox, InboxMessage
 from meshbook.actor.listing import ActorState
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.reload import RELOAD, has_async_endpoints, swap_class
@@ -43,41 +40,13 @@ from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.system.descriptors import above_standard
 from meshbook.wire import messages as wire
+from meshbook.worker.actor_inbox import Inbox, InboxMessage
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
+    from meshbook.worker.actors import ActorRegistry
 
 T = TypeVar("T")
-
-
-class ActorEnvironment(Protocol):
-    """What an actor needs of its process; it stands above this room."""
-
-    def describe(self, error: BaseException) -> Failure:
-        """A failure of what user code has raised."""
-
-    def end_child(self, failure: Failure | None) -> None:
-        """Where a message has been handled: end the process if user code has forked it meanwhile."""
-
-    def output_of(self, output: int) -> contextlib.AbstractContextManager[object]:
-        """What is printed inside belongs to ``output``, and has been sent at the end."""
-
-    @property
-    def rank(self) -> int:
-        """The process's base rank in its mesh."""
-
-    @property
-    def mesh_name(self) -> str:
-        """The name of its mesh."""
-
-    def port_to(self, mailbox: int) -> Port[MeshFailure]:
-        """Reaches a mailbox of this process from anywhere."""
-
-    def tell_owner(self, host: ActorRunner, failure: MeshFailure) -> None:
-        """Something failed for which nobody waits."""
-
-    def actor_ended(self, host: ActorRunner, fault: BaseException | None) -> None:
-        """The thread of an actor ends."""
 
 
 class _Handling:
@@ -94,7 +63,7 @@ class _Handling:
 class ActorRunner:
     """One actor; `deliver` and `cancel` are for the thread of the mail, `state` for any."""
 
-    def __init__(self, environment: ActorEnvironment, mailbox: int, name: str) -> None:
+    def __init__(self, registry: ActorRegistry, mailbox: int, name: str) -> None:
         self.mailbox, self.name = mailbox, name
         self.class_name = ""
         self.owner: Port[MeshFailure] | None = None
@@ -103,7 +72,7 @@ class ActorRunner:
         """Messages that are being handled, by serial."""
         self.mesh: ActorMesh[object] | None = None
         """All actors that were spawned together with this one."""
-        self._environment = environment
+        self._registry = registry
         self._inbox = Inbox()
         self._actor: object = None
         self._instance: ActorInstance | None = None
@@ -152,8 +121,8 @@ class ActorRunner:
 
     def _closed(self) -> Outcome:
         why = self._why_ended or f'the actors "{self.name}" were stopped'
-        error = MailboxClosed(self._environment.rank, self.mailbox, why)
-        return Outcome(wire.RAISED, failure=self._environment.describe(error))
+        error = MailboxClosed(self._registry.worker.identity.rank, self.mailbox, why)
+        return Outcome(wire.RAISED, failure=self._registry.describe(error))
 
     def cancel(self, call: wire.Call, insist: bool) -> None:
         """The sender wants the end of ``call``."""
@@ -180,7 +149,7 @@ class ActorRunner:
 
     def _circular(self, waits_in: str, call: wire.Call) -> Outcome:
         error = CircularCallError(self.name, waits_in, call.endpoint)
-        return Outcome(wire.RAISED, failure=self._environment.describe(error))
+        return Outcome(wire.RAISED, failure=self._registry.describe(error))
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -189,7 +158,7 @@ class ActorRunner:
         running = list(self.current.values())
         oldest = min((handling.since for handling in running), default=None)
         return ActorState(
-            self._environment.rank,
+            self._registry.worker.identity.rank,
             self.mailbox,
             self.name,
             self.class_name,
@@ -233,15 +202,17 @@ class ActorRunner:
             for message, port in list(self._promised.values()):
                 if not port.passed_on:
                     self._keep_promise(message, self._closed())
-            self._environment.actor_ended(self, fault)
+            self._registry.actor_ended(self, fault)
 
     async def _make(self, message: InboxMessage) -> Outcome:
         """The actor itself; the payload: the view's labels, its owner, its source, its class, its arguments."""
         try:
             (view, self.mesh, self.owner, sources, cls, *args), kwargs = message.load()
             self._learn(cls, sources)
-            place = point_of(self._environment.rank, message.call, view)
-            self._instance = ActorInstance(self.name, self.class_name, self._environment.mesh_name, place, self.mailbox)
+            place = point_of(self._registry.worker.identity.rank, message.call, view)
+            self._instance = ActorInstance(
+                self.name, self.class_name, self._registry.worker.identity.name, place, self.mailbox
+            )
             before = self._enter(message, view)
             try:
                 self._actor = cls(*args, **kwargs)
@@ -249,7 +220,7 @@ class ActorRunner:
                 current_context.reset(before)
             return _DONE
         except BaseException as error:
-            self._broken = self._environment.describe(error)
+            self._broken = self._registry.describe(error)
             raise
 
     def _how_made(self) -> Outcome:
@@ -336,7 +307,7 @@ class ActorRunner:
             self.current.pop(serial)
             handle.close()
             return False
-        with self._environment.output_of(call.output):
+        with self._registry.worker.shell.output_beside(call.output):
             answer: Outcome | None
             try:
                 answer = await interruptible(gate, serial, handle)
@@ -348,7 +319,7 @@ class ActorRunner:
         return True
 
     def _finish(self, message: InboxMessage, answer: Outcome | None) -> None:
-        self._environment.end_child(None if answer is None else answer.failure)
+        self._registry.worker.end_child(None if answer is None else answer.failure)
         self.current.pop(message.serial, None)
         if answer is not None:
             self._promised.pop(message.serial, None)
@@ -360,8 +331,8 @@ class ActorRunner:
         if interrupted and self._why_ended:
             return self._closed()
         broken = self._broken if self._actor is None else None
-        failure = broken or self._environment.describe(error)
-        self._environment.end_child(failure)
+        failure = broken or self._registry.describe(error)
+        self._registry.worker.end_child(failure)
         if not message.call.reply and not interrupted:
             self._tell_owner(failure, message.call.endpoint)
         return Outcome(wire.INTERRUPTED if interrupted else wire.RAISED, failure=failure)
@@ -369,7 +340,7 @@ class ActorRunner:
     def _tell_owner(self, failure: Failure, endpoint: str) -> None:
         if self.mesh is not None:
             told = failure._replace(exception=None)  # its class need not exist there
-            self._environment.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told]))
+            self._registry.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told]))
 
     async def _call(self, message: InboxMessage) -> Outcome | None:
         """What the endpoint answers; None where another answer will come. Raises: what it raises."""
@@ -426,8 +397,8 @@ class ActorRunner:
         """Let `context` tell of ``message``. view: what was called; its labels suffice where that is all."""
         instance, call = self._instance, message.call
         assert instance is not None
-        point: Callable[[], Point] = functools.partial(point_of, self._environment.rank, call, view)
-        context = Context(instance, point, self._environment.port_to(self.mailbox))
+        point: Callable[[], Point] = functools.partial(point_of, self._registry.worker.identity.rank, call, view)
+        context = Context(instance, point, self._registry.port_to(self.mailbox))
         context.belongings = self.belongings
         context.chain, context.endpoint = call.chain, call.endpoint
         if not self._is_concurrent(message):
@@ -445,7 +416,7 @@ class ActorRunner:
             if inspect.isawaitable(handled):
                 handled = await self._value_of(handled)
             if not handled and self.mesh is not None:
-                self._environment.tell_owner(self, failure.pass_on(self.mesh))
+                self._registry.tell_owner(self, failure.pass_on(self.mesh))
             return _DONE
         finally:
             current_context.reset(before)
@@ -456,13 +427,13 @@ class ActorRunner:
         cleanup = getattr(self._actor, "__cleanup__", None)
         if cleanup is None:
             return
-        with self._environment.output_of(0):
+        with self._registry.worker.shell.output_beside(0):
             try:
                 result = cleanup(None)
                 if inspect.isawaitable(result):
                     await self._value_of(result)
             except BaseException as error:
-                self._tell_owner(self._environment.describe(error), "__cleanup__")
+                self._tell_owner(self._registry.describe(error), "__cleanup__")
 
 
 _DONE = Outcome(wire.OK, None, has_value=True)
