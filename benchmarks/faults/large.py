@@ -10,8 +10,8 @@ from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
-from meshbook.debug.prompt import DebugPrompt
 from meshbook.mesh.driven import set_output_source, set_prompt_handler
+from meshbook.mesh.prompt import DebugPrompt
 from meshbook.system.processes import resident_bytes
 from meshbook.wire.frames import MAX_FRAME_BYTES
 

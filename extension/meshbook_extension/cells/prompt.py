@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshbook.calls.output import StreamText
-from meshbook.debug.prompt import DebugPrompt
 from meshbook.formatting import name_ranks
+from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.notebook.targets import choose
 from meshbook_extension.notebook.waiting import run_tasks
@@ -38,18 +38,18 @@ class NotebookTerminal:
         self._shell, self._output = shell, output
 
     def show(self, texts: Mapping[int, str]) -> None:
-        """See `meshbook.debug.prompt.Terminal`."""
+        """See `meshbook.mesh.prompt.Terminal`."""
         for rank, text in texts.items():
             self._output.receive(StreamText(rank, "stdout", text, 0))
         self._output.drain()
 
     def say(self, text: str) -> None:
-        """See `meshbook.debug.prompt.Terminal`."""
+        """See `meshbook.mesh.prompt.Terminal`."""
         self._output.say(text)
         self._output.drain()
 
     def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
-        """See `meshbook.debug.prompt.Terminal`."""
+        """See `meshbook.mesh.prompt.Terminal`."""
         self._output.drain()
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:

@@ -6,8 +6,8 @@ import json
 import socket
 from typing import Any
 
-from meshbook.debug.dap_client import prepare
-from meshbook.debug.dap_listener import HOST, TOKEN
+from meshbook.mesh.dap_client import prepare
+from meshbook.mesh.dap_listener import HOST, TOKEN
 from meshbook_extension.commands import command
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
 from meshbook_extension.notebook.session import Session

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshbook.calls.rank_state import LastError
-from meshbook.debug.prompt import DebugPrompt
 from meshbook.errors import UsageError
 from meshbook.formatting import name_ranks
+from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.prompt import REOPEN, NotebookTerminal, why_no_prompt
 from meshbook_extension.commands import command
@@ -108,7 +108,7 @@ def _say_who_stays(procs: ProcMesh) -> None:
     print(f"{name_ranks(stay)} {'stays' if len(stay) == 1 else 'stay'} stopped; {REOPEN}")
 
 
-def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt[ProcMesh]:
+def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt:
     terminal = NotebookTerminal(session.shell, session.part(CallOutput).output(procs))
     return DebugPrompt(procs, terminal, choose, post_mortem=post_mortem)
 

@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshbook.debug.dap_client import DebugTunnel
-from meshbook.debug.dap_messages import Message, answer
 from meshbook.errors import DebugError, MeshError
+from meshbook.mesh.dap_client import DebugTunnel, Message, answer
 from meshbook_extension.visual_debugger.cell_paths import panel_folder, panel_path, to_panel, to_rank
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshbook.debug.dap_messages import Message
+from meshbook.mesh.dap_client import Message
 from meshbook_extension.visual_debugger.panel import RankPanel
 
 if TYPE_CHECKING:

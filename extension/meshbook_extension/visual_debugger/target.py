@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from meshbook.debug.dap_client import DebugTunnel
-from meshbook.debug.dap_listener import DebugDoor
 from meshbook.errors import DebugError
+from meshbook.mesh.dap_client import DebugTunnel
+from meshbook.mesh.dap_listener import DebugDoor
 from meshbook_extension.visual_debugger.cell_paths import rank_name
 from meshbook_extension.visual_debugger.switch import DebuggerSwitch
 
@@ -20,7 +20,7 @@ class DebugTarget:
     """One rank with a door for editors, and the panel pointed at it where there is one."""
 
     def __init__(self, kernel: Any, rank: ProcMesh) -> None:
-        """rank: a mesh of one rank, that is prepared (`meshbook.debug.dap_client.prepare`).
+        """rank: a mesh of one rank, that is prepared (`meshbook.mesh.dap_client.prepare`).
 
         Raises: DebugError if the panel cannot be brought there, or there is no port; it is the notebook's then.
         """

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.debug.pydevd import forget_step, is_suspended, load_pydevd, start_tracing, stop_at, stop_tracing
@@ -35,6 +35,26 @@ _UNREAD_MAX_BYTES = 1 << 20
 
 Visit: TypeAlias = Callable[[Callable[[FrameType | None], object]], None]
 """Has the main thread call a function with its frame when it looks at its signals next."""
+
+
+class DebuggerStart(NamedTuple):
+    """What became of the wish for a debugger."""
+
+    problem: str = ""
+    """Why there is none."""
+    python: str = ""
+    """The interpreter that lacks debugpy."""
+    hidden: tuple[str, ...] = ()
+    """Folders of code that a person who steps through a cell does not want to see."""
+
+
+class DebugBytes(NamedTuple):
+    """A piece of what the tracer has said."""
+
+    at: int
+    data: bytes
+    ended: str
+    """Why the session is over, once all was read."""
 
 
 class DebugSession:
@@ -65,7 +85,7 @@ class DebugSession:
 
     # ---- control thread, aside ----------------------------------------------------------------------------------
 
-    def read(self, offset: int, wait_s: float) -> dict[str, object]:
+    def read(self, offset: int, wait_s: float) -> DebugBytes:
         """What the tracer has said from ``offset`` on; the reader has all before it."""
         self._heard = time.monotonic()
         with self._changed:
@@ -73,11 +93,8 @@ class DebugSession:
             self._unread_at = max(self._unread_at, offset)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._unread or self.ended, min(wait_s, WAIT_MAX_S))
-            return {
-                "at": self._unread_at,
-                "data": bytes(self._unread[:PIECE_MAX_BYTES]),
-                "ended": "" if self._unread else self.ended,
-            }
+            data = bytes(self._unread[:PIECE_MAX_BYTES])
+            return DebugBytes(self._unread_at, data, "" if data else self.ended)
 
     def write(self, offset: int, data: bytes) -> None:
         """Hand ``data``, which begins at ``offset`` of all that was written, to the tracer, once."""

@@ -70,11 +70,11 @@ def _leave_child(pydevd: ModuleType) -> None:
         pydevd.set_global_debugger(None)
 
 
-def hidden_folders() -> list[str]:
+def hidden_folders() -> tuple[str, ...]:
     """Folders of code that a person who steps through a cell does not want to see."""
     shell = getattr(sys.modules.get("IPython"), "__file__", None)
-    between = [contextlib.__file__, str(Path(asyncio.__file__).parent)]
-    return [PACKAGE.rstrip("/"), *between, *([str(Path(shell).parent)] if shell else [])]
+    between = (contextlib.__file__, str(Path(asyncio.__file__).parent))
+    return (PACKAGE.rstrip("/"), *between, *((str(Path(shell).parent),) if shell else ()))
 
 
 def start_tracing(pydevd: ModuleType, sock: socket.socket) -> None:

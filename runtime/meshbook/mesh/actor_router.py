@@ -16,7 +16,6 @@ from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.errors import MeshError, MeshStoppedError, RanksLeft, WorkerLost
-from meshbook.mesh.actor_procs import OwnedProcs
 from meshbook.mesh.actor_services import ControllerServices
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.generations import AS_NOW, ranks_now
@@ -31,8 +30,6 @@ class ControllerRouter:
         self._controller, self._root = controller, root
         controller.mailboxes.open(ROOT, root.handle)
         self._faults = FaultJoiner()
-        self._owned = OwnedProcs(controller)
-        root.on_owned = self._owned.add
         controller.mailboxes.open(SUPERVISOR, self._on_fault)
         controller.tell_dispatcher(lambda dispatcher: dispatcher.on_worker_lost.append(self._on_lost))
 
@@ -59,7 +56,7 @@ class ControllerRouter:
 
     def _on_lost(self, mesh: MeshState, lost: WorkerLost) -> None:
         """A process has ended. Under the turn."""
-        self._owned.owner_lost(mesh, lost.ranks)
+        self._root.owner_lost(mesh, lost.ranks)
         for group in groups_on(self.session, mesh.id):
             if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
                 actors: ActorMesh[object] = ActorMesh(group, group.members)

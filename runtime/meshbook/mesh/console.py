@@ -10,9 +10,9 @@ from typing import Protocol
 from meshbook.calls.call import OpenCall
 from meshbook.controller.controller import Controller, OutputSource
 from meshbook.controller.mesh_state import MeshState
-from meshbook.debug.prompt import DebugPrompt
 from meshbook.errors import LeftStopped
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.prompt import DebugPrompt
 
 
 class PromptHandler(Protocol):
@@ -32,16 +32,16 @@ class ConsoleTerminal:
     """stdin and stdout of a script."""
 
     def show(self, texts: Mapping[int, str]) -> None:
-        """See `meshbook.debug.prompt.Terminal`."""
+        """See `meshbook.mesh.prompt.Terminal`."""
         for rank, text in texts.items():
             print("\n".join(f"[{rank}] {line}" for line in text.splitlines()))
 
     def say(self, text: str) -> None:
-        """See `meshbook.debug.prompt.Terminal`."""
+        """See `meshbook.mesh.prompt.Terminal`."""
         print(text)
 
     def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
-        """See `meshbook.debug.prompt.Terminal`."""
+        """See `meshbook.mesh.prompt.Terminal`."""
         return input(prompt)
 
 

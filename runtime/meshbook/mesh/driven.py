@@ -218,7 +218,7 @@ def own_sessions() -> list[SessionFolder]:
 def _open_router(controller: Controller) -> None:
     """References of the session speak through its controller here. Called before any host speaks."""
     services: Callable[..., ProcMesh] = functools.partial(_spawn_beside, controller)
-    add_router(controller.folder.id, ControllerRouter(controller, ControllerServices(services)))
+    add_router(controller.folder.id, ControllerRouter(controller, ControllerServices(controller, services)))
 
 
 def _spawn_beside(

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from meshbook.calls.rank_state import LastError
-from meshbook.debug.dap_session import DebugSession
+from meshbook.debug.dap_session import DebugBytes, DebuggerStart, DebugSession
 from meshbook.debug.pydevd import END_TIMEOUT_S, hidden_folders, load_pydevd
 from meshbook.errors import GroupAborted
 from meshbook.errors.advice import Advice, set_advice
@@ -90,8 +90,8 @@ def debugged_place(worker: Worker) -> str:
     return users_place(frame_of(worker.main_thread))
 
 
-def debug_open(worker: Worker, id: str) -> dict[str, object]:
-    """Begin session ``id``; one that there is ends. ``problem`` says why it cannot."""
+def debug_open(worker: Worker, id: str) -> DebuggerStart:
+    """Begin session ``id``; one that there is ends."""
     with _changing:
         if worker.debug_session is not None:
             worker.debug_session.end("another debugger has taken its place")
@@ -99,26 +99,26 @@ def debug_open(worker: Worker, id: str) -> dict[str, object]:
         try:
             worker.debug_session = DebugSession(id, worker.gate.visit)
         except ImportError as error:
-            return {"problem": f"no debugpy: {error}", "python": sys.executable}
+            return DebuggerStart(f"no debugpy: {error}", sys.executable)
         except Exception as error:
-            return {"problem": f"{type(error).__name__}: {error}", "python": ""}
-        return {"problem": "", "hidden": hidden_folders()}
+            return DebuggerStart(f"{type(error).__name__}: {error}")
+        return DebuggerStart(hidden=hidden_folders())
 
 
-def debug_prepare(worker: Worker) -> dict[str, object]:
+def debug_prepare(worker: Worker) -> DebuggerStart:
     """Import what `debug_open` needs: it takes a second, once."""
     try:
         load_pydevd()
     except ImportError as error:
-        return {"problem": f"no debugpy: {error}", "python": sys.executable}
-    return {"problem": ""}
+        return DebuggerStart(f"no debugpy: {error}", sys.executable)
+    return DebuggerStart()
 
 
-def debug_read(worker: Worker, id: str, offset: int, wait_s: float) -> dict[str, object]:
+def debug_read(worker: Worker, id: str, offset: int, wait_s: float) -> DebugBytes:
     """See `DebugSession.read`."""
     session = worker.debug_session
     if session is None or session.id != id:
-        return {"at": offset, "data": b"", "ended": "the rank does not know this session"}
+        return DebugBytes(offset, b"", "the rank does not know this session")
     return session.read(offset, wait_s)
 
 

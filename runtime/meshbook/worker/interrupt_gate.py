@@ -16,6 +16,7 @@ and ``with`` blocks run as ever.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -27,6 +28,8 @@ from typing import TypeAlias
 from meshbook.concurrency.patches import patch, unpatch
 from meshbook.concurrency.sigint import SigintHandler
 from meshbook.concurrency.thread_interrupts import gate_of_this_thread
+from meshbook.shell.commands import OURS
+from meshbook.system.processes import descendants, start_time
 from meshbook.worker.interrupt_trace import SwallowedInterrupts
 
 REPEAT_S = 0.02
@@ -39,6 +42,8 @@ INSIST_EVERY_S = 0.1
 """Clean-up code has so long between two of them."""
 ECHO_S = 0.2
 """A SIGINT that comes so soon after ours may be the same once more."""
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _set_signal, _get_signal = signal.signal, signal.getsignal
 _peek_signal: Callable[[int], object] = vars(signal)["_signal"].getsignal
@@ -241,3 +246,23 @@ class _Shield:
                 self._gate._raise_held_back()
         elif (gate := gate_of_this_thread()) is not None:
             gate.__exit__()
+
+
+def interrupt_children(since: float) -> None:
+    """SIGINT to the children that were started after ``since`` (monotonic clock) and did not leave our process group.
+
+    Older ones, a server from an earlier cell say, run on; `!commands` are told by their own code.
+    """
+    since_ticks = (time.clock_gettime(time.CLOCK_BOOTTIME) - (time.monotonic() - since)) * _TICKS_PER_S - 1
+    group = os.getpgrp()
+    spared: set[int] = set()
+    for command in tuple(OURS):
+        spared.update(descendants(command))
+    for pid in descendants(os.getpid())[1:]:
+        if pid in spared:
+            continue
+        try:
+            if os.getpgid(pid) == group and (start_time(pid) or 0) >= since_ticks:
+                os.kill(pid, signal.SIGINT)
+        except (ProcessLookupError, PermissionError):
+            pass

@@ -52,9 +52,8 @@ from meshbook.wire.kv_store import StoreOp, StoreResult
 from meshbook.wire.messages import PLACE, SHOWN_HERE
 from meshbook.worker.actors import ActorRegistry
 from meshbook.worker.channel import AgentChannel
-from meshbook.worker.children import interrupt_children
 from meshbook.worker.endpoints import CALLS, QUERIES, SLOW_QUERIES
-from meshbook.worker.interrupt_gate import InterruptGate
+from meshbook.worker.interrupt_gate import InterruptGate, interrupt_children
 from meshbook.worker.mail import WorkerMail
 from meshbook.worker.open_files import write_buffers
 from meshbook.worker.payloads import RankPayloads

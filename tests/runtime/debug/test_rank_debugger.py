@@ -14,10 +14,10 @@ import pytest
 
 from meshbook import ProcMesh
 from meshbook.calls.rank_state import LastError
-from meshbook.debug.prompt import DebugPrompt
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
 from meshbook.mesh.cell_run import CellRun
 from meshbook.mesh.driven import set_prompt_handler
+from meshbook.mesh.prompt import DebugPrompt
 from meshbook.wire.frames import MAX_FRAME_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))

@@ -15,11 +15,10 @@ import psutil
 import pytest
 from debug_client import DebugClient
 
-from meshbook.debug import dap_listener
-from meshbook.debug.dap_client import DebugTunnel
-from meshbook.debug.dap_listener import TOKEN, DebugDoor
-from meshbook.debug.dap_messages import pack
 from meshbook.errors import WorkerLost
+from meshbook.mesh import dap_listener
+from meshbook.mesh.dap_client import DebugTunnel, pack
+from meshbook.mesh.dap_listener import TOKEN, DebugDoor
 from meshbook.mesh.proc_mesh import ProcMesh
 
 CELL = "%%mesh\nx = 1\nfor i in range(3):\n    x += i\nrank * 100 + x"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Generic, Protocol
+from typing import Protocol
 
-from meshbook.debug.ranks import Ranks
 from meshbook.errors import MeshError, UsageError
 from meshbook.errors.advice import advice
 from meshbook.formatting import format_ranks, name_ranks
+from meshbook.mesh.proc_mesh import ProcMesh
 
 _HELP = """\
 Beside pdb's own commands, this prompt knows:
@@ -35,7 +35,7 @@ LOOK_S = 0.05
 _GOES_ON = re.compile(r"(c|cont|continue|q|quit|exit)\s*$")
 _TARGET = re.compile(r"(\w+)=([\w:,-]+)")
 
-Chooser = Callable[[Ranks, Mapping[str, str]], Ranks]
+Chooser = Callable[[ProcMesh, Mapping[str, str]], ProcMesh]
 """The part of a mesh that ``axis=value`` pairs name; see `meshbook_extension.notebook.targets.choose`."""
 
 
@@ -52,18 +52,18 @@ class Terminal(Protocol):
         """A line; None if it was given up since ``is_open()`` is false. Raises: KeyboardInterrupt, EOFError."""
 
 
-def choose_ranks(view: Ranks, pairs: Mapping[str, str]) -> Ranks:
+def choose_ranks(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
     """The chooser without a notebook: ``rank=0,2`` alone."""
     if set(pairs) != {"rank"} or not re.fullmatch(r"\d+(,\d+)*", pairs["rank"]):
         raise UsageError("a target is rank=0,2 here.")
     return view.select([int(rank) for rank in pairs["rank"].split(",")])
 
 
-class DebugPrompt(Generic[Ranks]):
+class DebugPrompt:
     """The prompt of some ranks, as long as one person stays with them."""
 
     def __init__(
-        self, procs: Ranks, terminal: Terminal, choose: Chooser[Ranks] = choose_ranks, *, post_mortem: bool = False
+        self, procs: ProcMesh, terminal: Terminal, choose: Chooser = choose_ranks, *, post_mortem: bool = False
     ) -> None:
         self.procs = procs
         self.current: int | None = None

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from meshbook.concurrency.background import hide_from_debuggers
-from meshbook.debug.dap_client import DebugTunnel
-from meshbook.debug.dap_messages import Message, MessageReader, answer, pack
 from meshbook.errors import DebugError, PeerProtocolError
+from meshbook.mesh.dap_client import DebugTunnel, Message, MessageReader, answer, pack
 
 HOST = "127.0.0.1"
 TOKEN = "meshbookToken"
