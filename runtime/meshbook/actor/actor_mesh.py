@@ -10,15 +10,14 @@ import contextlib
 import functools
 from typing import Any, Generic, TypeVar, cast
 
+from meshbook.actor.classes import RELOAD, check_construction, describe_class, newest_class, refusal
 from meshbook.actor.context import context
 from meshbook.actor.endpoint import ActorEndpoint, NotAnEndpoint
 from meshbook.actor.errors import ActorError, ActorLostError, NoEndpointError, SupervisionError
 from meshbook.actor.futures import ActorFuture
 from meshbook.actor.identity import ActorIdentity, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.ports import Port
-from meshbook.actor.reload import RELOAD, newest_class, refusal
 from meshbook.actor.router import ACTORS, READY, STOP, WATCH, Address, Router, TActor, Values
-from meshbook.actor.signatures import check_construction, describe_class
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.background import run_in_background

@@ -90,7 +90,7 @@ class Context:
         self.belongings: Belongings | None = None
         """What is spawned now belongs to them; None outside of actors."""
         self.endpoint = ""
-        """What is being called."""
+        """The endpoint that is being called."""
         self.chain: tuple[int, ...] = ()
         """That of the message; see `wire.Call`."""
         self.waits: set[int] = set()

@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
+from meshbook.actor.classes import EndpointInfo
 from meshbook.actor.decorators import Endpoint, P, R
 from meshbook.actor.errors import NoEndpointError
 from meshbook.actor.futures import ActorFuture, Stream, only_value
 from meshbook.actor.identity import ActorIdentity, CalledView, argument_names, name_view
 from meshbook.actor.ports import Port
 from meshbook.actor.router import Address, Values
-from meshbook.actor.signatures import EndpointInfo
 from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.errors import LayoutError, SerializationError, UsageError
 from meshbook.formatting import format_sizes
@@ -170,7 +170,7 @@ def as_endpoint(
         raise UsageError(
             f"as_endpoint takes a method of a mesh of actors, as in as_endpoint(actors.reset); got {found!r}."
         )
-    info = EndpointInfo(found.name, False, explicit_response_port, None, "")
+    info = EndpointInfo(found.name, wants_port=explicit_response_port)
     return ActorEndpoint(found.mesh, found.group, info)
 
 

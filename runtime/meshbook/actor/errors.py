@@ -61,7 +61,7 @@ class SupervisionError(MeshError, RuntimeError):
 
 
 class ActorLostError(WorkerLost, SupervisionError):
-    """Processes of actors ended."""
+    """Processes in which actors lived have ended."""
 
     @classmethod
     def of_worker(cls, lost: WorkerLost, actor: str) -> ActorLostError:

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from meshbook.actor.classes import ActorClass
 from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
 from meshbook.actor.router import Address, Answers, Router, router_for
-from meshbook.actor.signatures import ActorClass
 from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls.request import CallRequest, OnReply
 from meshbook.concurrency.future import Future

@@ -21,14 +21,14 @@ class ActorState(NamedTuple):
     name: str
     class_name: str
     queued: int
-    """Messages that wait."""
+    """How many messages wait for it."""
     doing: tuple[str, ...]
     """The endpoints that run; several only of an async class."""
     busy_s: float
     where: str
     """The line that it is at: ``cell 7, line 3``."""
     broken: bool
-    """Whether its constructor failed."""
+    """Whether the actor's constructor has failed."""
 
 
 def actor_table(states: Iterable[ActorState]) -> str:

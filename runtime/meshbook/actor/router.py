@@ -63,7 +63,7 @@ class Address(NamedTuple):
     members: Members
     """As they are numbered now, arranged as they were."""
     generation: int
-    """Now."""
+    """The generation of the mesh as it is now."""
     then: Members
     """As the reference has them."""
 

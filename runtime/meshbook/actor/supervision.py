@@ -130,7 +130,7 @@ def _own_hook() -> Callable[[MeshFailure], object] | None:
 
 
 def _call_hook(hook: Callable[[MeshFailure], object], failure: MeshFailure) -> None:
-    """Raises nothing."""
+    """Call the person's hook; ours takes over where it raises."""
     try:
         hook(failure)
     except Exception:

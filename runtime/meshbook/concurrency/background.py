@@ -17,7 +17,7 @@ from meshbook.concurrency.forks import at_fork
 IDLE_S = 5.0
 """An unused thread ends after this long."""
 
-BackgroundJob: TypeAlias = Callable[[], None]
+BackgroundJob: TypeAlias = Callable[[], object]
 
 _idle: list[queue.SimpleQueue[BackgroundJob]] = []
 _lock = threading.Lock()

@@ -100,7 +100,7 @@ class Future(Generic[T]):
             del self, outcome, error  # else the traceback of the error would keep the future, and it the error
 
     def result(self, timeout: float | None = None) -> T:
-        """The same as `get`."""
+        """Wait for the result, as `get` does."""
         return self.get(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

@@ -16,7 +16,7 @@ REPEAT_S = 60.0
 """A fault at the same place is told again after so long only: a timer may meet it many times a second."""
 
 WORDS = "meshbook: a fault of its own in"
-"""How they begin."""
+"""What each report of a fault begins with."""
 
 _told: dict[tuple[str, int], float] = {}
 

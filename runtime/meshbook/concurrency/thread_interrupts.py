@@ -32,7 +32,7 @@ STEP_S = 0.05
 
 _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _gates: dict[int, ThreadGate] = {}
-"""By thread."""
+"""The gates of this process, by their threads."""
 
 
 def gate_of_this_thread() -> ThreadGate | None:
@@ -81,7 +81,7 @@ class ThreadGate:
         return True
 
     def _raise(self) -> None:
-        """With the lock."""
+        """Have it raised now or later; the lock is held."""
         if self._depth:
             self._held_back = True
         else:

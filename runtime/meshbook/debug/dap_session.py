@@ -41,7 +41,7 @@ class DebuggerStart(NamedTuple):
     """What became of the wish for a debugger."""
 
     problem: str = ""
-    """Why there is none."""
+    """Why the rank has no debugger now."""
     python: str = ""
     """The interpreter that lacks debugpy."""
     hidden: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ _watches_forks = threading.Event()
 
 
 def load_pydevd() -> ModuleType:
-    """debugpy's tracer. Raises: ImportError."""
+    """Import debugpy's tracer. Raises: ImportError."""
     hook = sys.breakpointhook
     settings = {**_SETTINGS, "PYDEVD_IPYTHON_CONTEXT": _context()}
     ours = {name: value for name, value in settings.items() if name not in os.environ}

@@ -17,7 +17,7 @@ class CellRun:
         self.waited_s: dict[int, float] = {}
         """What of that each spent waiting in collectives."""
         self.id = id
-        """The cell's output id."""
+        """The id under which its output comes."""
         self._listener = listener
         self._future: CallFuture[Values] | None = None
 

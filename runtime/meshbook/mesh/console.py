@@ -16,7 +16,7 @@ from meshbook.mesh.prompt import DebugPrompt
 
 
 class PromptHandler(Protocol):
-    """Set by `meshbook.mesh.set_prompt_handler`."""
+    """Who answers prompts; set by `meshbook.mesh.set_prompt_handler`."""
 
     def refusal(self) -> str:
         """Why a rank could find nobody at its prompt if it stopped in a call that is made here and now; or nothing."""
@@ -29,34 +29,29 @@ class PromptHandler(Protocol):
 
 
 class ConsoleTerminal:
-    """stdin and stdout of a script."""
+    """stdin and stdout of a script, as `meshbook.mesh.prompt.Terminal` has them."""
 
     def show(self, texts: Mapping[int, str]) -> None:
-        """See `meshbook.mesh.prompt.Terminal`."""
         for rank, text in texts.items():
             print("\n".join(f"[{rank}] {line}" for line in text.splitlines()))
 
     def say(self, text: str) -> None:
-        """See `meshbook.mesh.prompt.Terminal`."""
         print(text)
 
     def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
-        """See `meshbook.mesh.prompt.Terminal`."""
         return input(prompt)
 
 
 class ConsolePromptHandler:
-    """For scripts that run in a terminal."""
+    """The `PromptHandler` of scripts that run in a terminal."""
 
     def refusal(self) -> str:
-        """See `PromptHandler`."""
         if threading.current_thread() is not threading.main_thread():
             return "the call was not made by the main thread, which could ask at the terminal"
         has_terminal = sys.stdin is not None and sys.stdin.isatty()
         return "" if has_terminal else "the program that made the call has no terminal"
 
     def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
-        """See `PromptHandler`."""
         return DebugPrompt(procs, ConsoleTerminal()).attend(is_over)
 
 
@@ -72,11 +67,9 @@ class ProcessFrontEnd:
         self.prompt_handler: PromptHandler = ConsolePromptHandler()
 
     def refusal(self) -> str:
-        """See `meshbook.controller.controller.FrontEnd`."""
         return self.prompt_handler.refusal()
 
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
-        """See `meshbook.controller.controller.FrontEnd`. Raises: LeftStopped, KeyboardInterrupt."""
         procs = ProcMesh(controller, mesh, call.members)
         if self.prompt_handler.attend(procs, lambda: call.is_told):
             raise LeftStopped(call.what, mesh.stopped_ranks.of(procs.ranks))

@@ -419,7 +419,7 @@ class ProcMesh(MeshView):
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda``."""
+        """The kind of device that the members have: ``cpu`` or ``cuda``."""
         return next((worker.device.partition(":")[0] for worker in self._mesh.workers.values()), "cpu")
 
     def log_paths(self) -> dict[int, str]:
@@ -454,7 +454,7 @@ class ProcMesh(MeshView):
         return self._controller.stacks(self._mesh, self._present().members, question)
 
     def status(self) -> list[RankStatus]:
-        """Each member's state, now."""
+        """Ask each member for its state now."""
         self._mesh.check_usable()
         self._present()
         answers = self._controller.statuses(self._mesh, self._members.ranks(), timeout_s=0.5)

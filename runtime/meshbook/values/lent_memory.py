@@ -29,7 +29,7 @@ LOOK_S = 0.1
 _F_ADD_SEALS, _F_SEAL_WRITE = 1033, 8
 
 _age = 0
-"""Grows with each fork."""
+"""How many forks of this process are over."""
 _open: set[int] = set()
 """Mappings whose views live, by identity."""
 _broods: list[_Brood] = []
@@ -133,7 +133,7 @@ def withheld() -> int:
 
 
 _forking: dict[int, _Brood] = {}
-"""By thread."""
+"""Forks that are under way, by their threads."""
 
 
 def _before_fork() -> None:

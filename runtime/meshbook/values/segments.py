@@ -100,7 +100,7 @@ class SegmentPool:
         self._released: deque[int] = deque()
         self._in_use: dict[int, _Segment] = {}
         self._idle: list[_Segment] = []
-        """Least recently used first."""
+        """Those that nobody uses, the least recently used first."""
         self._closed = False
 
     @property

@@ -21,12 +21,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import Token
 from typing import TYPE_CHECKING, TypeVar
 
+from meshbook.actor.classes import RELOAD, has_async_endpoints, swap_class
 from meshbook.actor.context import ActorInstance, Belongings, Context, current_context
 from meshbook.actor.decorators import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, cause_of
 from meshbook.actor.listing import ActorState
 from meshbook.actor.ports import Port, ResponsePort
-from meshbook.actor.reload import RELOAD, has_async_endpoints, swap_class
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
@@ -57,7 +57,7 @@ class _Handling:
     def __init__(self, call: wire.Call, task: asyncio.Task[bool] | None) -> None:
         self.call, self.task, self.since = call, task, time.monotonic()
         self.context: Context | None = None
-        """Once user code runs."""
+        """None until user code of the actor runs."""
 
 
 class ActorRunner:

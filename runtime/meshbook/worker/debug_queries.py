@@ -135,7 +135,7 @@ def debug_write(worker: Worker, id: str, offset: int, data: bytes) -> str:
 
 
 def debug_close(worker: Worker, id: str) -> None:
-    """End session ``id``."""
+    """End session ``id`` if it is the one that runs."""
     if worker.debug_session is not None and worker.debug_session.id == id:
         worker.debug_session.end("it was detached")
 

@@ -139,7 +139,7 @@ class InterruptGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether user code runs."""
+        """Whether user code runs on the main thread."""
         return self._running != 0
 
     def is_meant(self, call: int) -> bool:

@@ -42,7 +42,7 @@ class SwallowedInterrupts:
         sys.settrace(_trace_no_new_frames)
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching the main thread's frames."""
         if self._watching:
             self._watching = False
             if sys.gettrace() is _trace_no_new_frames:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 ByteArray: TypeAlias = "npt.NDArray[np.uint8]"
-"""Bytes of a buffer."""
+"""The bytes of a buffer, or of a piece of one."""
 
 
 class Memory(NamedTuple):

@@ -107,7 +107,7 @@ class KeptBuffers:
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._live: dict[int, KeptBuffer] = {}
-        """By mailbox."""
+        """The buffers that others may use, by their mailboxes."""
         self._unsettled = 0
         """Those whose memory is not free yet."""
         self._guard: LiveTable | None = None

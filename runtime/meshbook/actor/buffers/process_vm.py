@@ -75,7 +75,7 @@ class LiveTable:
         let_peers_read()
 
     def add(self, address: int) -> RemoteAddress:
-        """Announce memory."""
+        """Announce memory that is to be had from now on."""
         slot, self._slots = self._slots, self._slots + 1
         os.pwrite(self.fd, _LIVE, slot)
         return RemoteAddress(self._memory, os.getpid(), self.fd, self.token, slot, address)

@@ -6,6 +6,8 @@ weights.read_into(mine.view(-1)).get()            # anywhere, whatever the owner
 
 from __future__ import annotations
 
+import contextlib
+
 from meshbook.actor.buffers.memory import Memory, memory_of
 from meshbook.actor.buffers.owned import DROP, READ, WRITE, kept_buffers
 from meshbook.actor.buffers.transfer import Transfer, TransferFuture, TransferTarget, ask
@@ -79,27 +81,27 @@ class RDMABuffer:
         """
         future = TransferFuture()
         target = self._target
+
+        def work() -> None:
+            try:
+                with contextlib.suppress(BufferDroppedError, SupervisionError, MeshStoppedError):
+                    ask(target, DROP, (), None)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
         if target.is_own:
             if (kept := kept_buffers().find(target.mailbox)) is not None:
                 kept.drop()
             future.set_result(None)
             return future
 
-        def work() -> None:
-            try:
-                ask(target, DROP, (), None)
-            except (BufferDroppedError, SupervisionError, MeshStoppedError):
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
         run_in_background(work)
         return future
 
     def _begin(self, transfer: Transfer) -> TransferFuture:
-        if transfer.size_bytes > AT_ONCE_MAX_BYTES or not transfer.try_at_once():
+        if transfer.size_bytes > AT_ONCE_MAX_BYTES or not transfer.run(at_once=True):
             run_in_background(transfer.run)
         return transfer.future
 

@@ -55,10 +55,6 @@ class TransferTarget(NamedTuple):
         return self.spot.pid == os.getpid() and router_for(self.session).place == self.place
 
 
-class Cancelled(Exception):
-    """The reader does not want the rest."""
-
-
 class TransferFuture(Future[None]):
     """An interrupt while waiting ends the copy; await it or `get` it."""
 
@@ -86,34 +82,26 @@ class Transfer:
     def _cancel(self) -> None:
         self._cancelled = True
 
-    def try_at_once(self) -> bool:
-        """Do it on this thread, if that takes no help of the owner; whether that was so."""
-        try:
-            self._copy()
-        except NotDirect:
-            return False
-        except Exception as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(None)
-        return True
+    def run(self, *, at_once: bool = False) -> bool:
+        """Do it, on this thread; `future` tells how it went.
 
-    def run(self) -> None:
-        """Do it, on this thread. Raises nothing: `future` tells."""
+        at_once: only if that takes no help of the owner; returns whether that was so.
+        """
         try:
             try:
                 self._copy()
             except NotDirect:
+                if at_once:
+                    return False
                 if not self._by_stream():
                     self._by_mail()
-        except Cancelled:
-            from concurrent.futures import CancelledError
-
-            self.future.set_exception(CancelledError())
         except BaseException as error:
+            if at_once and not isinstance(error, Exception):
+                raise
             self.future.set_exception(error)
         else:
             self.future.set_result(None)
+        return True
 
     def _copy(self) -> None:
         """Without the owner. Raises: NotDirect."""
@@ -136,9 +124,11 @@ class Transfer:
             ctypes.memmove(to + offset, source + offset, min(SLICE_BYTES, self.size_bytes - offset))
 
     def _check(self) -> None:
-        """Raises: Cancelled, CallTimeout."""
+        """Look whether it is still wanted. Raises: CancelledError, CallTimeout."""
         if self._cancelled:
-            raise Cancelled
+            from concurrent.futures import CancelledError
+
+            raise CancelledError
         self._left_s()
 
     def _left_s(self) -> float | None:
