@@ -19,14 +19,20 @@ _lock = threading.RLock()
 
 
 def frames() -> dict[int, FrameType]:
-    """Thread to its innermost frame."""
+    """Thread to its innermost frame, for all threads but the calling one.
+
+    Its own frame would hold whoever keeps the answer, and so itself: a circle in which all variables of all threads
+    would live on until the collector came by.
+    """
     with _without_collector():
-        return sys._current_frames()
+        found = sys._current_frames()
+    del found[threading.get_ident()]
+    return found
 
 
 def frame_of(thread: int | None) -> FrameType | None:
     """The innermost frame of ``thread``, if it runs Python."""
-    return frames().get(thread or 0)
+    return sys._getframe(1) if thread == threading.get_ident() else frames().get(thread or 0)
 
 
 def exception_of(thread: int) -> object:
