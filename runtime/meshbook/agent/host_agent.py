@@ -108,6 +108,8 @@ class HostAgent:
             self._oom, self._moves,
         )  # fmt: skip
         self._spawns = Spawns(self._loop, self._mesh_of, self._uplink.send)
+        self._ending: int | None = None
+        """With which code the agent exits when its last mesh has ended."""
         self._exit_code: int | None = None
 
     def run(self) -> int:
@@ -309,25 +311,26 @@ class HostAgent:
     def _mesh_of(self, spawn: wire.Spawn) -> AgentMesh:
         mesh = self._meshes.get(spawn.mesh)
         if mesh is None:
-            mesh = AgentMesh(spawn.mesh, spawn.name, spawn.arrangement.host_rank, self._resources)
+            mesh = AgentMesh(spawn.mesh, spawn.name, spawn.arrangement.host_rank, self._resources, self._on_stopped)
             mesh.memory.moves = self._moves.get(spawn.mesh, ())
             self._meshes[spawn.mesh] = mesh
         return mesh
 
     def _on_stop(self, mesh_id: int, grace_s: float) -> None:
         self._spawns.give_up(mesh_id)
-        mesh = self._meshes.get(mesh_id)
-
-        def stopped() -> None:
-            self._meshes.pop(mesh_id, None)
-            if not self._meshes:
-                self._spawns.end_strays()  # nobody knows of which mesh they were
-            self._uplink.send(wire.MeshStopped(mesh_id))
-
-        if mesh is None:
-            stopped()
+        if (mesh := self._meshes.get(mesh_id)) is not None:
+            mesh.stop(grace_s)
         else:
-            mesh.stop(grace_s, stopped)
+            self._on_stopped(mesh_id)
+
+    def _on_stopped(self, mesh_id: int) -> None:
+        """A mesh has no process left here."""
+        self._meshes.pop(mesh_id, None)
+        if not self._meshes:
+            self._spawns.end_strays()  # nobody knows of which mesh they were
+            if self._ending is not None:
+                self._exit_code = self._ending
+        self._uplink.send(wire.MeshStopped(mesh_id))
 
     def _free_in_worker(self, pid: int, segment: int) -> bool:
         """Tell a worker that nobody looks at its segment any more; False if none is process ``pid``."""
@@ -396,17 +399,12 @@ class HostAgent:
             self._former.add(self._welcome.pid, self._welcome.started, unneeded)
 
     def _end(self, code: int) -> None:
-        meshes = dict(self._meshes)
-        if not meshes:
+        """Exit with ``code`` as soon as no mesh is left."""
+        self._ending = code
+        if not self._meshes:
             self._exit_code = code
-
-        def stopped(mesh_id: int) -> None:
-            meshes.pop(mesh_id, None)
-            if not meshes:
-                self._exit_code = code
-
-        for mesh_id, mesh in tuple(meshes.items()):
-            mesh.stop(GOODBYE_GRACE_S, functools.partial(stopped, mesh_id))
+        for mesh in tuple(self._meshes.values()):
+            mesh.stop(GOODBYE_GRACE_S)
 
 
 def _serve_store(

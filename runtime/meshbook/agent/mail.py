@@ -60,8 +60,8 @@ class AgentMail:
         self.controller = self.calls_by(uplink)
         """The calls that are the controller's to answer."""
         self.peers = make_peers(self)
-        self._held: dict[AgentWorker, set[AgentWorker]] = {}
-        """Workers that read too slowly, with those who wait for it."""
+        self._held: dict[AgentWorker, tuple[wire.MailHold, set[AgentWorker]]] = {}
+        """Workers that read too slowly, with those who wait for it, and what they were told."""
         self._held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
         """Who waits for room on an uplink, and what they were told."""
 
@@ -171,17 +171,18 @@ class AgentMail:
     def _hold_if_slow(self, sender: AgentWorker, mesh: int, members: Sequence[AgentWorker]) -> None:
         for worker in members:
             if worker.mail.unsent_bytes > HOLD_BYTES:
-                waiting = self._held.setdefault(worker, set())
+                hold, waiting = self._held.setdefault(worker, (wire.MailHold(mesh, (worker.rank,), True), set()))
                 if sender not in waiting:
                     waiting.add(sender)
-                    sender.urgent.send([wire.encode(wire.MailHold(mesh, (worker.rank,), True))])
-                    worker.mail.on_sent = functools.partial(self._release, worker, mesh, worker.rank)
+                    sender.urgent.send([wire.encode(hold)])
 
-    def _release(self, worker: AgentWorker, mesh: int, rank: int) -> None:
-        worker.mail.on_sent = lambda: None
-        for sender in self._held.pop(worker, ()):
-            if not sender.has_ended:
-                sender.urgent.send([wire.encode(wire.MailHold(mesh, (rank,), False))])
+    def release(self, worker: AgentWorker) -> None:
+        """A worker has read what was sent to it, or will read nothing more."""
+        if worker in self._held:
+            hold, waiting = self._held.pop(worker)
+            for sender in waiting:
+                if not sender.has_ended:
+                    sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
 
     def _hold_if_full(self, uplink: Uplink, sender: AgentWorker, hold: wire.MailHold) -> None:
         if uplink.is_full and sender not in (waiting := self._held_by_uplink.setdefault(uplink, {})):

@@ -97,7 +97,10 @@ class _OpenCall:
 class AgentMesh:
     """All workers of a mesh on this host."""
 
-    def __init__(self, id: int, name: str, host_rank: int, host: HostResources) -> None:
+    def __init__(
+        self, id: int, name: str, host_rank: int, host: HostResources, on_stopped: Callable[[int], None]
+    ) -> None:
+        """on_stopped: called with the mesh's number when it was told to end and no process is left."""
         self.id = id
         self.memory = CallJournal(id, name)
         self._host, self._loop, self._uplink = host, host.loop, host.uplink
@@ -108,7 +111,7 @@ class AgentMesh:
         self._calls: dict[CallKey, _OpenCall] = {}
         self._early_cancels = EarlyCancels()
         self._combining = False
-        self._on_stopped: Callable[[], None] = lambda: None
+        self._on_stopped = on_stopped
         self.store = self._make_store(host_rank)
 
     @property
@@ -381,7 +384,7 @@ class AgentMesh:
 
     def _tell_if_stopped(self) -> None:
         if self.worker_pool.ending and not self.workers and not self.worker_pool.leaving:
-            self._on_stopped()
+            self._on_stopped(self.id)
 
     def _retire(self, id: int, retire: wire.Retire) -> None:
         """Some workers are to leave; answers that are still due from them will not come."""
@@ -432,6 +435,10 @@ class AgentMesh:
         store = StoreRelay if host_rank else StoreHome
         return store(self.id, self.to_worker, self._uplink.send_urgent)
 
+    def on_mail_sent(self, worker: AgentWorker) -> None:
+        """All mail that had to wait for a worker has been sent, or never will be."""
+        self._host.mail.release(worker)
+
     def on_output(self, worker: AgentWorker) -> None:
         """Something was printed."""
         self._output.on_output()
@@ -462,10 +469,9 @@ class AgentMesh:
 
     # ---- stop ---------------------------------------------------------------------------------------------------
 
-    def stop(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
+    def stop(self, grace_s: float) -> None:
         """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
         self.worker_pool.ending = True
-        self._on_stopped = on_stopped
         self._give_up_mail("its mesh was stopped")
         self._tell_if_stopped()
         for worker in self.workers.values():

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from meshbook.agent.output import RankOutput
 from meshbook.agent.rank_log import RankLog
@@ -16,11 +16,14 @@ from meshbook.concurrency.own_faults import tell
 from meshbook.errors import PeerProtocolError
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
 from meshbook.system.event_loop import EventLoop, Watch
-from meshbook.system.exits import OomWatch, describe_end, reap
+from meshbook.system.exits import describe_end, reap
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer, FrameReader, pack
+
+if TYPE_CHECKING:
+    from meshbook.agent.mesh import AgentMesh
 
 PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
@@ -39,14 +42,17 @@ class WorkerLane:
         sock: socket.socket,
         on_message: Callable[[list[bytes]], None],
         on_nonsense: Callable[[Exception], None],
+        on_sent: Callable[[], None] = lambda: None,
         *,
         read_bytes: int = _READ_BYTES,
     ) -> None:
-        """read_bytes: how much is taken in at a time, before others have their turn."""
+        """on_sent: called when what had to wait for the worker has been sent, or never will be.
+
+        read_bytes: how much is taken in at a time, before others have their turn.
+        """
         sock.setblocking(False)
         self._read_bytes = read_bytes
-        self.on_sent: Callable[[], None] = lambda: None
-        """Called when what had to wait for the worker has been sent, or never will be."""
+        self._on_sent = on_sent
         self._loop = loop
         self._sock = sock
         self._reader = FrameReader()
@@ -78,7 +84,7 @@ class WorkerLane:
             self._watch = None
             self._sock.close()
             self.unsent_bytes = 0
-            self.on_sent()
+            self._on_sent()
 
     def read_all(self) -> None:
         """Deliver every message that is there."""
@@ -133,23 +139,13 @@ class WorkerLane:
             self._unsent.popleft()
         if self._watch is not None:
             self._loop.want_writable(self._watch, False)
-            self.on_sent()
-
-
-class Owner(Protocol):
-    """Who is told what a worker does (`meshbook.agent.mesh.AgentMesh`)."""
-
-    @property
-    def oom(self) -> OomWatch: ...
-    def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None: ...
-    def on_output(self, worker: AgentWorker) -> None: ...
-    def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None: ...
+            self._on_sent()
 
 
 class AgentWorker:
     """One worker process and everything of it that the agent holds open."""
 
-    def __init__(self, loop: EventLoop, owner: Owner, rank: int, device: str, marker: bytes, log: Path, now: float):
+    def __init__(self, loop: EventLoop, owner: AgentMesh, rank: int, device: str, marker: bytes, log: Path, now: float):
         self.rank, self.device = rank, device
         self.request = 0
         """Which `Spawn` asked for it."""
@@ -175,7 +171,7 @@ class AgentWorker:
         self._lanes: list[WorkerLane] = []
         self._reads_mail = False
         try:
-            self.calls, self.urgent, self.mail = self._open_lane(), self._open_lane(), self._open_lane(_MAIL_BYTES)
+            self.calls, self.urgent, self.mail = self._open_lane(), self._open_lane(), self._open_mail()
             for stream in ("stdout", "stderr"):
                 self._pipe_ends.append(self._open_pipe(stream))
         except OSError:
@@ -238,10 +234,13 @@ class AgentWorker:
         self.close_their_ends()
         self.output.log.close()
 
-    def _open_lane(self, read_bytes: int = _READ_BYTES) -> WorkerLane:
+    def _open_mail(self) -> WorkerLane:
+        return self._open_lane(lambda: self._owner.on_mail_sent(self), _MAIL_BYTES)
+
+    def _open_lane(self, on_sent: Callable[[], None] = lambda: None, read_bytes: int = _READ_BYTES) -> WorkerLane:
         ours, theirs = socket.socketpair()
         self._theirs.append(theirs)
-        lane = WorkerLane(self._loop, ours, self._on_frames, self._on_nonsense, read_bytes=read_bytes)
+        lane = WorkerLane(self._loop, ours, self._on_frames, self._on_nonsense, on_sent, read_bytes=read_bytes)
         self._lanes.append(lane)
         return lane
 

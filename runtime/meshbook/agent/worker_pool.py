@@ -11,12 +11,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from meshbook.agent.template import TemplateProcess
-from meshbook.agent.worker import AgentWorker, Owner
+from meshbook.agent.worker import AgentWorker
 from meshbook.errors import DeviceError
 from meshbook.lifecycle import WorkerEvent, WorkerPhase
 from meshbook.system.devices import count_cores, plan_devices
@@ -25,6 +25,9 @@ from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
 from meshbook.wire.replies import agents_answer
+
+if TYPE_CHECKING:
+    from meshbook.agent.mesh import AgentMesh
 
 
 class _Batch:
@@ -42,7 +45,7 @@ class WorkerPool:
     def __init__(
         self,
         loop: EventLoop,
-        owner: Owner,
+        owner: AgentMesh,
         report: Callable[[wire.FromHost], None],
         on_gone: Callable[[], None],
         host: str,

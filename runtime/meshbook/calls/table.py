@@ -77,13 +77,18 @@ class OpenQuestion(Generic[TAnswer]):
 class CallTable:
     """Routes answers and output by id."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        watch: Callable[[OpenCall], bool] = lambda call: False,
+        on_told: Callable[[OpenCall, int, bytes], None] = lambda call, rank, told: None,
+    ) -> None:
+        """watch: told of each answer to a call; True when a call that has ended everywhere is to wait for `complete`.
+
+        on_told: handed what came with an answer of the rank's process groups, before ``watch``.
+        """
+        self._watch, self._on_told = watch, on_told
         self.default_listener: OutputListener = ConsoleOutput()
         """Gets what belongs to no cell."""
-        self.watch: Callable[[OpenCall], bool] = lambda call: False
-        """Told of each answer to a call; True when a call that has ended everywhere is to wait for `complete`."""
-        self.on_told: Callable[[OpenCall, int, bytes], None] = lambda call, rank, told: None
-        """Handed what came with an answer of the rank's process groups, before ``watch``."""
         self._calls: dict[int, OpenCall] = {}
         self._failing: dict[int, float] = {}
         self._questions: dict[int, OpenQuestion[Any]] = {}
@@ -117,7 +122,7 @@ class CallTable:
 
     def busy_on(self, mesh: int) -> set[int]:
         """The ranks of ``mesh`` that have a call to answer."""
-        return {rank for call in self._calls.values() if call.mesh == mesh for rank in call.waiting}
+        return {rank for call in self.all() if call.mesh == mesh for rank in call.waiting}
 
     # ---- questions --------------------------------------------------------------------------------------------------
 
@@ -156,12 +161,12 @@ class CallTable:
                 continue  # it was not asked, or has answered, or was taken for dead meanwhile
             call.answer(reply, mine, large)
             if reply.groups:
-                self.on_told(call, reply.rank, reply.groups)
+                self._on_told(call, reply.rank, reply.groups)
         self.settle_if_done(call)
 
     def settle_if_done(self, call: OpenCall) -> None:
         """Complete the call's future as soon as its policy allows; forget the call when all have answered."""
-        later = self.watch(call)
+        later = self._watch(call)
         if not call.waiting:
             if not later:
                 self.complete(call)

@@ -23,13 +23,14 @@ from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, StatusAnswer, Unresponsive, no_reactions
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
+from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
 from meshbook.controller.io_thread import IoThread
 from meshbook.controller.io_turns import TurnQueue
-from meshbook.controller.mesh_state import MeshState, stale_view
+from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import Questions, look
 from meshbook.controller.reattach import Reattach
@@ -134,7 +135,7 @@ class Controller:
 
     def adopt(self, hosts: Mapping[str, HostState]) -> Reattach:
         """Expect the reports of ``hosts``."""
-        return self.ask(lambda: Reattach(self._dispatcher, hosts, self.folder.state.meshes, self))
+        return self.ask(lambda: self._dispatcher.adopt(hosts, self.folder.state.meshes, self))
 
     def leave(self, lease_s: float, timeout_s: float) -> None:
         """Go, and let everything live on; agents wait ``lease_s`` for the next controller.
@@ -150,8 +151,7 @@ class Controller:
 
         def say() -> None:
             for host in self.hosts:
-                if not host.lost:
-                    host.send(wire.Leave(lease_s))
+                host.send(wire.Leave(lease_s))
 
         def go() -> None:
             for host in self.hosts:
@@ -178,13 +178,9 @@ class Controller:
         """A key pair (public, secret) for one host."""
         return self.ask(lambda: self._socket.accept(host_id))
 
-    def ask_dispatcher(self, action: Callable[[Dispatcher], T]) -> T:
-        """Have the I/O thread look at, or change, what the controller knows, and return what ``action`` finds."""
-        return self.ask(lambda: action(self._dispatcher))
-
-    def tell_dispatcher(self, action: Callable[[Dispatcher], object]) -> None:
-        """The same without waiting for it."""
-        self.submit(lambda: action(self._dispatcher))
+    def when_worker_lost(self, listener: Callable[[MeshState, WorkerLost], None]) -> None:
+        """Have ``listener`` told, under the turn, of every worker that ends without being told to."""
+        self.submit(lambda: self._dispatcher.on_worker_lost.append(listener))
 
     def find_mesh(self, id: int) -> MeshState | None:
         """The mesh with this number, unless it has ended."""
@@ -297,8 +293,7 @@ class Controller:
             meant = call.members
             if ranks is not None:
                 meant = Region.of(mesh.extent).select(sorted(call.waiting.intersection(ranks)))
-            for host in mesh.hosts:
-                host.send_urgent(wire.Cancel(mesh.id, id, meant.encode(), insist))
+            mesh.tell(wire.Cancel(mesh.id, id, meant.encode(), insist))
 
         self.submit(send)
 
@@ -372,6 +367,43 @@ class Controller:
         """Free all ranks that wait in operations of the mesh's process groups, which are formed again after."""
         mesh.check_usable()
         self.submit(lambda: self._dispatcher.groups_of(mesh).abort(reason))
+
+    # ---- repair and resize --------------------------------------------------------------------------------------
+
+    def busy_on(self, mesh: MeshState) -> set[int]:
+        """The ranks of a mesh that have a call to answer."""
+        return self._dispatcher.calls.busy_on(mesh.id)
+
+    def kill(self, mesh: MeshState, ranks: Sequence[int], why: str) -> Future[None]:
+        """End ranks that live; their open calls fail with ``why``. Done when the processes are gone."""
+        return self.ask(lambda: self._dispatcher.kill(mesh, ranks, why))
+
+    def give_up_suspects(self, hosts: Iterable[HostState]) -> None:
+        """Count those of ``hosts`` as lost that are silent, since a person says so."""
+
+        def give_up() -> None:
+            for host in hosts:
+                self._dispatcher.give_up(host)
+
+        self.ask(give_up)
+
+    def give_up_recruits(self, mesh: MeshState, pending_workers: PendingWorkers) -> None:
+        """End workers that were asked for, unless they are ranks of the mesh by now. Does not wait."""
+        self.submit(lambda: self._dispatcher.give_up_recruits(mesh, pending_workers))
+
+    def renumber(
+        self,
+        mesh: MeshState,
+        check: Callable[[Collection[int]], object],
+        renumbering: Renumbering,
+        grace_s: float = 0.0,
+    ) -> Future[None]:
+        """Give ranks other numbers at once, see `Dispatcher.renumber`."""
+        return self.ask(lambda: self._dispatcher.renumber(mesh, check, renumbering, grace_s))
+
+    def merge_prompts(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
+        """Take in at which prompts ranks say that they wait."""
+        self.ask(lambda: self._dispatcher.merge_prompts(mesh, prompts))
 
     def stop_mesh(self, mesh: MeshState, grace_s: float) -> None:
         """Begin to end a mesh: its open calls fail at once; `MeshState.stopped` completes when no process is left."""

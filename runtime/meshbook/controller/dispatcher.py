@@ -12,14 +12,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from typing_extensions import assert_never
 
 from meshbook.calls.answer import Unavailable
-from meshbook.calls.call import OpenCall
+from meshbook.calls.call import CallControl, OpenCall
 from meshbook.calls.output import OutputTarget, StreamText
 from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.future import Future
@@ -29,10 +29,12 @@ from meshbook.controller.host_checks import check, check_ranks, check_replies
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState
 from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mail import ControllerMail
-from meshbook.controller.mesh_state import MeshState, stale_view
+from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
 from meshbook.controller.payloads import Payloads
 from meshbook.controller.peer_directory import PeerDirectory
+from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import ask_rank, put
+from meshbook.controller.reattach import Reattach
 from meshbook.errors import (
     HostLost,
     LocalProtocolError,
@@ -45,6 +47,7 @@ from meshbook.errors import (
 )
 from meshbook.groups.agreements import decode_told
 from meshbook.lifecycle import MeshPhase
+from meshbook.sessions.folder import SavedMesh
 from meshbook.system.processes import machine_id, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
@@ -66,13 +69,11 @@ class Dispatcher:
         self, inbox: TurnQueue, next_id: Callable[[], int], key_of: Callable[[str], str], peer_ip: Callable[[], str]
     ) -> None:
         """key_of, peer_ip: see `PeerDirectory`."""
-        self._next_id = next_id
+        self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}
         self.meshes: dict[int, MeshState] = {}
-        self.calls = CallTable()
-        self.calls.watch = self._watch
-        self.calls.on_told = self._on_told
+        self.calls = CallTable(self._watch, self._on_told)
         self._recoveries: dict[int, GroupRecovery] = {}
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
@@ -84,11 +85,16 @@ class Dispatcher:
         self.room.set()
         self._rests_until = 0.0
         """Timers wait until then, since one of them has met a fault of ours."""
-        self.on_hosted: Callable[[HostState, wire.Hosted], None] = lambda host, message: None
-        """Called with what a host has of a former controller."""
+        self._reattach: Reattach | None = None
+        """What hosts report of a former controller, until all have."""
         self._ticked = time.monotonic()
         self.impossible = 0
         """Messages that no host of ours sends; each cost its host."""
+
+    def adopt(self, hosts: Mapping[str, HostState], saved: Mapping[int, SavedMesh], control: CallControl) -> Reattach:
+        """Expect the reports of ``hosts`` on the meshes and calls of a former controller."""
+        self._reattach = Reattach(self.meshes, self.calls, self._inbox.ask, self.lose, hosts, saved, control)
+        return self._reattach
 
     def flush(self) -> None:
         """Let go what was sent to hosts in this turn."""
@@ -121,11 +127,11 @@ class Dispatcher:
             host.beat()
             host.look()
             if host.is_overdue:
-                self._lose(
+                self.lose(
                     host, f"no sign of life for {MAX_SILENCE_S:g} s, and no connection by which its machine answers"
                 )
         if not host.lost and (reason := host.launched.failure()):
-            self._lose(host, reason)
+            self.lose(host, reason)
 
     def groups_of(self, mesh: MeshState) -> GroupRecovery:
         """Who looks after ranks of a mesh that wait in vain, and after its process groups."""
@@ -172,10 +178,10 @@ class Dispatcher:
                     self._on_message(host, wire.decode_from_host(each), message[1])
             host.acknowledge(lane)
             if host.usurper:
-                self._lose(host, "another controller has taken over its meshes; what runs there is that one's now")
+                self.lose(host, "another controller has taken over its meshes; what runs there is that one's now")
         except (*wire.MALFORMED, PeerProtocolError) as error:
             self.impossible += 1
-            self._lose(host, f"it sent something impossible: {error}")
+            self.lose(host, f"it sent something impossible: {error}")
         except Exception as error:
             tell(error, f"what host {host.name} has acknowledged")
         if not self.room.is_set() and host.backlog < MAX_BACKLOG // 2:
@@ -213,7 +219,7 @@ class Dispatcher:
                 if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
                     self._to_store(mesh, message)
             case wire.StoreAnswer(mesh_id, rank):
-                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole and not mesh.host_of(rank).lost:
+                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
                     mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(pid, segment):
                 if host.shares_memory and pid == os.getpid():  # else it was a former controller's
@@ -221,7 +227,8 @@ class Dispatcher:
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(payload))
             case wire.Hosted():
-                self.on_hosted(host, message)
+                if self._reattach is not None and not self._reattach.done.done():
+                    self._reattach.on_hosted(host, message)
             case wire.Hello():
                 self._on_hello(host, message)
             case wire.MeshReady():
@@ -272,7 +279,7 @@ class Dispatcher:
             reason = f"it speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}; install one version"
             if not host.is_found:  # a controller of its own version may come for what it holds
                 host.send_urgent(wire.Refused(reason))
-            self._lose(host, reason)
+            self.lose(host, reason)
             return
         host.hello, host.name = hello, hello.name
         host.shares_memory = hello.machine == self.machine
@@ -282,10 +289,23 @@ class Dispatcher:
             self._tell_moves(host, mesh)
         host.ready.set_result(host)
 
-    def on_renumbered(self, mesh: MeshState) -> None:
-        """Ranks have other numbers: hosts whose workers may have references to them are told."""
+    def renumber(
+        self, mesh: MeshState, check: Callable[[Collection[int]], object], renumbering: Renumbering, grace_s: float
+    ) -> Future[None]:
+        """Give ranks other numbers, and end those that get none, within ``grace_s``; done when these are gone.
+
+        check: raises if it cannot be done; it is given the ranks that have a call to answer. Hosts whose workers may
+        have references to ranks of the mesh are told.
+        """
+        mesh.check_usable()
+        check(self.calls.busy_on(mesh.id))
+        ranks = range(mesh.extent.nelements)
+        leaving = [rank for rank in ranks if rank not in renumbering.moved and rank not in mesh.lost]
+        gone = self.retire(mesh, mesh.by_host(leaving), grace_s)
+        mesh.renumber(renumbering)
         for host in self.hosts.values():
             self._tell_moves(host, mesh)
+        return gone
 
     def _tell_moves(self, host: HostState, mesh: MeshState) -> None:
         if mesh.moves and host.is_up and host not in mesh.hosts:  # those learn it with their new numbers
@@ -320,8 +340,7 @@ class Dispatcher:
             return Unavailable(error)
 
     def _to_store(self, mesh: MeshState, message: wire.StoreRequest | wire.DropClient | wire.DropKeys) -> None:
-        if not mesh.store_host.lost:
-            mesh.store_host.send_urgent(message)
+        mesh.store_host.send_urgent(message)
 
     def drop_keys(self, mesh: MeshState, prefix: str) -> None:
         """Delete what process groups have left in the mesh's store under ``prefix``."""
@@ -385,17 +404,30 @@ class Dispatcher:
 
     # ---- loss and end -------------------------------------------------------------------------------
 
-    def retire(
-        self, mesh: MeshState, leaving: Mapping[HostState, Sequence[int]], grace_s: float, id: int
-    ) -> Future[None]:
+    def retire(self, mesh: MeshState, leaving: Mapping[HostState, Sequence[int]], grace_s: float) -> Future[None]:
         """End processes, by what messages call them. Done when none is left; nothing else is told of them any more."""
         with self._holding_deadlines(mesh):
             for rank in itertools.chain.from_iterable(leaving.values()):
                 mesh.stopped_ranks.lose(rank)
         gone: Future[None] = Future()
-        question = OpenQuestion(id, mesh.id, object, math.inf, lambda _: gone.set_result(None))
+        question = OpenQuestion(self._next_id(), mesh.id, object, math.inf, lambda _: gone.set_result(None))
         put(self.calls, question, mesh, leaving, lambda ranks: wire.Retire(tuple(ranks), grace_s), in_order=True)
         return gone
+
+    def kill(self, mesh: MeshState, ranks: Iterable[int], why: str) -> Future[None]:
+        """End ranks that live by force; their open calls fail with ``why``. Done as `retire`."""
+        alive = [rank for rank in ranks if rank not in mesh.lost]
+        gone = self.retire(mesh, mesh.by_host(alive), 0.0)
+        for rank in alive:
+            self.lose_worker(mesh, WorkerLost(rank, mesh.host_of(rank).name, why))
+        return gone
+
+    def give_up_recruits(self, mesh: MeshState, pending_workers: PendingWorkers) -> None:
+        """End workers that were asked for, unless they are ranks of the mesh by now."""
+        if not pending_workers.adopted:
+            if mesh.pending_workers is pending_workers:
+                mesh.pending_workers = None
+            self.retire(mesh, pending_workers.by_host(), 0.0)
 
     def _on_exited(self, host: HostState, exited: wire.WorkerExited) -> None:
         if (mesh := self.meshes.get(exited.mesh)) is None:
@@ -420,7 +452,8 @@ class Dispatcher:
         for listener in self.on_worker_lost:
             listener(mesh, error)
 
-    def _lose(self, host: HostState, reason: str) -> None:
+    def lose(self, host: HostState, reason: str) -> None:
+        """Nothing more is expected of a host."""
         if host.lost:
             return
         host.lose(reason)
@@ -432,9 +465,7 @@ class Dispatcher:
                 if rank not in mesh.lost:
                     self.lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
             if host is mesh.store_host:
-                for other in mesh.hosts:
-                    if not other.lost:
-                        other.send_urgent(wire.StoreLost(mesh.id, f"host {host.name} is lost"))
+                mesh.tell(wire.StoreLost(mesh.id, f"host {host.name} is lost"))
             mesh.fail_recruits(SpawnError(f"host {host.name} was lost meanwhile: {reason}"))
             if mesh.phase is MeshPhase.STOPPING:
                 mesh.on_stopped(host, functools.partial(self.forget, mesh))
@@ -448,18 +479,14 @@ class Dispatcher:
         """Tell a host to end, and forget it: what is still open on it counts as lost."""
         if not host.lost:
             host.send_urgent(wire.Goodbye())
-            self._lose(host, "it was stopped")
+            self.lose(host, "it was stopped")
         self.hosts.pop(host.id, None)
 
     def give_up(self, host: HostState) -> None:
         """Count a host as lost that is only suspect, since a person says so: should it come back it ends."""
         if suspicion := host.suspicion:
             host.send_urgent(wire.Goodbye())
-            self._lose(host, f"given up: it was {suspicion}")
-
-    def lose(self, host: HostState, reason: str) -> None:
-        """Nothing more is expected of a host."""
-        self._lose(host, reason)
+            self.lose(host, f"given up: it was {suspicion}")
 
     def leave(self, session: str) -> None:
         """The meshes live on without us."""
@@ -475,5 +502,4 @@ class Dispatcher:
             self.groups_of(mesh).stop()
             self.calls.give_up(mesh.id, mesh.name)
         for host in self.hosts.values():
-            if not host.lost:
-                host.send_urgent(wire.Goodbye())
+            host.send_urgent(wire.Goodbye())

@@ -196,7 +196,7 @@ class GroupFormer:
         target = [rank for rank in range(mesh.extent.nelements) if rank not in mesh.lost and rank not in spare]
         if target:
             encoded = Region.of(mesh.extent).select(target).encode()
-            self._send_urgent(wire.AbortGroups(mesh.id, encoded, self._next_id(), why or self.why, tuple(groups)))
+            self._mesh.tell(wire.AbortGroups(mesh.id, encoded, self._next_id(), why or self.why, tuple(groups)))
 
     def end_draining(self) -> None:
         """The actors that were freed have come back, or had the time to."""
@@ -278,7 +278,7 @@ class GroupFormer:
             return
         forming.give_up_at = math.inf
         self.why = f"{self.name_late()} did not come"
-        self._send_urgent(wire.Cancel(self._mesh.id, forming.call.id, forming.call.members.encode()))
+        self._mesh.tell(wire.Cancel(self._mesh.id, forming.call.id, forming.call.members.encode()))
 
     def is_forming(self, call: OpenCall) -> bool:
         """Whether it is the attempt that is under way."""

@@ -59,6 +59,19 @@ def _path_bytes(path: str) -> bytes:
         return utf8_text(path).encode()
 
 
+class Renumbering(NamedTuple):
+    """Ranks get other numbers."""
+
+    extent: Extent
+    placement: Sequence[HostState]
+    moved: Mapping[int, int]
+    """Old number to new one; who is not in it leaves."""
+    why: str
+    """As in ``it grew to gpus=6``, for views of no use any more."""
+    pending_workers: PendingWorkers | None = None
+    """They get the ranks of their seats."""
+
+
 class MeshState:
     """Written by the I/O thread; its plain fields may be read by any."""
 
@@ -136,6 +149,11 @@ class MeshState:
         """The host whose agent keeps the store of the process groups."""
         return self.hosts[0]
 
+    def tell(self, message: wire.ToHost) -> None:
+        """Send an urgent message to all of its hosts; one that is lost gets nothing."""
+        for host in self.hosts:
+            host.send_urgent(message)
+
     def advance(self, event: MeshEvent) -> None:
         """Go on to the next phase of the mesh's table."""
         self.phase = advance(MESH_NEXT, self.phase, event)
@@ -173,7 +191,7 @@ class MeshState:
         self.place([host if here is lost else here for here in self.placement])
         if was_store_host:  # an identical arrangement, for them to find the new one
             for other in self.hosts:
-                if other is not host and not other.lost:
+                if other is not host:
                     other.send(wire.Renumber(self.id, self.seats_on(other), self.arrangement_on(other), self.moves))
 
     def by_host(self, ranks: Iterable[int]) -> dict[HostState, list[int]]:
@@ -188,18 +206,9 @@ class MeshState:
         """Who the ranks of ``host`` are."""
         return seats_on(self.placement, host, {})
 
-    def renumber(
-        self,
-        extent: Extent,
-        placement: Sequence[HostState],
-        moved: Mapping[int, int],
-        pending_workers: PendingWorkers | None,
-        why: str,
-    ) -> None:
-        """Ranks have other numbers, on the hosts too; who is not in ``moved`` has left. No call is open.
-
-        pending_workers: get the ranks of their seats. why: as in ``it grew to gpus=6``, for views of no use any more.
-        """
+    def renumber(self, renumbering: Renumbering) -> None:
+        """Ranks have other numbers, on the hosts too. No call is open."""
+        extent, placement, moved, why, pending_workers = renumbering
         known_as = {after: before for before, after in moved.items()}
         workers = {moved[rank]: worker for rank, worker in self.workers.items() if rank in moved}
         if pending_workers is not None:
@@ -215,9 +224,8 @@ class MeshState:
         self.crash_loops.renumber(moved)
         self.changed, self.joined = why, False
         for host in self.hosts:
-            if not host.lost:
-                seats = seats_on(self.placement, host, known_as)
-                host.send(wire.Renumber(self.id, seats, self.arrangement_on(host), self.moves))
+            seats = seats_on(self.placement, host, known_as)
+            host.send(wire.Renumber(self.id, seats, self.arrangement_on(host), self.moves))
 
     # ---- workers come up ----------------------------------------------------------------------------------------
 

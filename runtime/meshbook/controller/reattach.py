@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from meshbook.calls.call import CallControl
+from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
-from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.controller.pending_workers import WorkerRecord
@@ -41,19 +41,26 @@ class Reattach:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        meshes: dict[int, MeshState],
+        calls: CallTable,
+        ask: Callable[[Callable[[], None]], None],
+        lose: Callable[[HostState, str], None],
         hosts: Mapping[str, HostState],
         saved: Mapping[int, SavedMesh],
         control: CallControl,
     ) -> None:
+        """meshes, calls: all that the new controller knows. lose: counts a host as lost.
+
+        ask: has something done under the turn.
+        """
         self.meshes: dict[int, MeshState] = {}
         self.calls: list[ResumedCall] = []
         self.done: Future[None] = Future()
-        self._dispatcher, self._hosts, self._saved, self._control = dispatcher, hosts, saved, control
+        self._known_meshes, self._open_calls, self._ask, self._lose = meshes, calls, ask, lose
+        self._hosts, self._saved, self._control = hosts, saved, control
         self._expected = set(hosts.values())
         self._host_ranks: dict[int, dict[HostState, int]] = defaultdict(dict)
         self._found: dict[int, _Call] = {}
-        dispatcher.on_hosted = self._on_hosted
 
     @property
     def silent(self) -> list[HostState]:
@@ -62,12 +69,13 @@ class Reattach:
 
     def give_up(self, host: HostState, reason: str) -> None:
         """A host will not report."""
-        self._dispatcher.lose(host, reason)
+        self._lose(host, reason)
         self._settle(host)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
-    def _on_hosted(self, host: HostState, message: wire.Hosted) -> None:
+    def on_hosted(self, host: HostState, message: wire.Hosted) -> None:
+        """Take in what a host has. Raises: PeerProtocolError."""
         if host not in self._expected:
             raise PeerProtocolError("it reported its meshes twice")
         for state in message.meshes:
@@ -107,7 +115,7 @@ class Reattach:
         mesh.host_axes = tuple(saved.host_axes)
         mesh.set_moves(state.moves)
         mesh.is_whole = False
-        self.meshes[mesh.id] = self._dispatcher.meshes[mesh.id] = mesh
+        self.meshes[mesh.id] = self._known_meshes[mesh.id] = mesh
         return mesh
 
     def _take_call(self, mesh: MeshState, state: wire.CallState) -> None:
@@ -119,11 +127,11 @@ class Reattach:
         found.is_due = found.is_due or state.is_due
 
     def _make_call(self, mesh: MeshState, state: wire.CallState) -> _Call:
-        events = self._dispatcher.calls.listener_of(state.output) if state.output else None
+        events = self._open_calls.listener_of(state.output) if state.output else None
         if not isinstance(events, WaitingEvents):
             events = WaitingEvents()
-        adopted = ResumedCall(self._control, state, mesh.id, _members(mesh, state.target), events)
-        self._dispatcher.calls.adopt(adopted.future.call, events if state.output else None)
+        adopted = ResumedCall(self._control, self._ask, state, mesh.id, _members(mesh, state.target), events)
+        self._open_calls.adopt(adopted.future.call, events if state.output else None)
         return _Call(adopted)
 
     # ---- when all have reported -----------------------------------------------------------------------------------
@@ -138,7 +146,6 @@ class Reattach:
             self._conclude(found)
         self.calls.sort(key=lambda call: call.id)
         self._found.clear()
-        self._dispatcher.on_hosted = lambda host, message: None  # we hold the calls, which hold their results
         self.done.set_result(None)
 
     def _complete(self, mesh: MeshState) -> None:
@@ -165,7 +172,7 @@ class Reattach:
                 host.send_urgent(wire.AskAgain(mesh.id))
 
     def _conclude(self, found: _Call) -> None:
-        call, calls = found.call, self._dispatcher.calls
+        call, calls = found.call, self._open_calls
         if not found.is_due:
             calls.disown(call)
             return

@@ -39,8 +39,15 @@ class ResumedCall:
     """A call that was open when its controller ended, or whose answers that one has not had."""
 
     def __init__(
-        self, control: CallControl, state: wire.CallState, mesh: int, members: Members, events: WaitingEvents
+        self,
+        control: CallControl,
+        ask: Callable[[Callable[[], None]], None],
+        state: wire.CallState,
+        mesh: int,
+        members: Members,
+        events: WaitingEvents,
     ) -> None:
+        """ask: has something done under the turn."""
         self.id, self.what = state.id, state.label or "a call"
         """What a person called it."""
         self.output_id = state.output
@@ -55,8 +62,7 @@ class ResumedCall:
         self.waited_s: dict[int, float] = {}
         self.had_ended = True
         """Whether no rank was at it any more when its hosts reported; then its answers follow at once."""
-        self.on_io_thread: Callable[[Callable[[], None]], None] = lambda action: action()
-        self._events = events
+        self._ask, self._events = ask, events
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -70,7 +76,7 @@ class ResumedCall:
 
     def listen(self, listener: OutputListener) -> None:
         """Have ``listener`` called with what it has printed and shown unheard, then with all that comes."""
-        self.on_io_thread(lambda: self._events.listen(listener))
+        self._ask(lambda: self._events.listen(listener))
 
     def cancel(self) -> None:
         """Interrupt it where it runs, drop it where it waits. Does not wait."""

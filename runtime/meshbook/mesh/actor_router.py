@@ -31,7 +31,7 @@ class ControllerRouter:
         controller.mailboxes.open(ROOT, root.handle)
         self._faults = FaultJoiner()
         controller.mailboxes.open(SUPERVISOR, self._on_fault)
-        controller.tell_dispatcher(lambda dispatcher: dispatcher.on_worker_lost.append(self._on_lost))
+        controller.when_worker_lost(self._on_lost)
 
     @property
     def mailboxes(self) -> Mailboxes:

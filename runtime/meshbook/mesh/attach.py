@@ -120,9 +120,7 @@ def attach_session(
     for mesh in reattach.meshes.values():
         controller.questions.tell(mesh, range(mesh.extent.nelements), ask_rank("learn_advice", *advice()))
         attachment.meshes.append(ProcMesh(controller, mesh, Region.of(mesh.extent)))
-    for call in reattach.calls:
-        call.on_io_thread = controller.ask
-        attachment.calls.append(call)
+    attachment.calls += reattach.calls
     attachment.lost_hosts = [f"{host.name}: {host.lost}" for host in controller.hosts if host.lost]
     attachment.took_s = time.monotonic() - started
     if not attachment.meshes:

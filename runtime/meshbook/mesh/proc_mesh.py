@@ -488,7 +488,7 @@ class ProcMesh(MeshView):
     def stopped(self) -> tuple[int, ...]:
         """The members that wait at a prompt of pdb, also those that stopped under an earlier controller."""
         prompts = self.ask_for(AtPrompt, "pdb_prompt")
-        self._controller.ask_dispatcher(lambda dispatcher: dispatcher.merge_prompts(self._mesh, prompts))
+        self._controller.merge_prompts(self._mesh, prompts)
         return tuple(self.stopped_ranks.of(self.ranks))
 
     def type_line(self, line: str, prompts: Mapping[int, int]) -> None:

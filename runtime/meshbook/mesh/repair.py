@@ -9,15 +9,14 @@ round, the last leaves the mesh as it was, with its dead ranks, ready to be heal
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from meshbook.calls.call import CallFuture
-from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
-from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import ask_rank
@@ -119,7 +118,8 @@ class Repair:
             )
         with self.exclusive():
             if force:
-                self._controller.ask_dispatcher(lambda dispatcher: self._give_up_suspects(dispatcher, kill))
+                ranks = kill or range(self._mesh.extent.nelements)
+                self._controller.give_up_suspects(self._mesh.by_host(ranks))
                 self._controller.ask(lambda: self._mesh.crash_loops.forget((*kill, *self._mesh.lost)))
             new: set[int] = set()
             joined = False
@@ -149,11 +149,6 @@ class Repair:
             yield
         finally:
             self._controller.submit(lambda: self._mesh.end_repair(who))
-
-    def _give_up_suspects(self, dispatcher: Dispatcher, kill: Sequence[int]) -> None:
-        """The hosts of ``kill``, or of all ranks."""
-        for host in self._mesh.by_host(kill or range(self._mesh.extent.nelements)):
-            dispatcher.give_up(host)
 
     def _bring_back(self) -> set[int]:
         """Start what is dead and form the groups; returns the ranks that were started."""
@@ -188,24 +183,15 @@ class Repair:
 
     def _kill(self, ranks: Sequence[int], why: str) -> None:
         """End ranks that live; their open calls fail. Waits until the processes are gone."""
-        mesh, id = self._mesh, self._controller.next_id()
-
-        def kill(dispatcher: Dispatcher) -> Future[None]:
-            alive = [rank for rank in ranks if rank not in mesh.lost]
-            gone = dispatcher.retire(mesh, mesh.by_host(alive), 0.0, id)
-            for rank in alive:
-                dispatcher.lose_worker(mesh, WorkerLost(rank, mesh.host_of(rank).name, why))
-            return gone
-
         with contextlib.suppress(TimeoutError):  # it is killed: what is left of it is in nobody's way
-            self._controller.ask_dispatcher(kill).get(GONE_TIMEOUT_S)
+            self._controller.kill(self._mesh, ranks, why).get(GONE_TIMEOUT_S)
 
     def _replace_hosts(self) -> None:
         lost = [host for host in self._mesh.hosts if host.lost]
         replaced = [(host, host.replace()) for host in lost]
         for host, new in replaced:
             new.wait_ready(HOST_TIMEOUT_S)
-            self._controller.ask(lambda host=host, new=new: self._mesh.replace_host(host, new))  # type: ignore[misc]
+            self._controller.ask(functools.partial(self._mesh.replace_host, host, new))
             self._new_hosts.append(new.name)
         self._controller.stop_hosts(lost, 0.1)  # what is left of them: an agent that is only silent must not come back
 
@@ -215,24 +201,12 @@ class Repair:
             self._controller.submit(ask)
             pending_workers.done.get(RECRUIT_TIMEOUT_S)
         except BaseException as error:
-            self.give_up(pending_workers)
+            self._controller.give_up_recruits(self._mesh, pending_workers)
             if isinstance(error, TimeoutError):
                 raise SpawnError(
                     f"not every new worker answered within {RECRUIT_TIMEOUT_S:g} s; see {self._controller.folder.logs}"
                 ) from error
             raise
-
-    def give_up(self, pending_workers: PendingWorkers) -> None:
-        """End workers that were asked for, unless they are ranks of the mesh by now."""
-        mesh, id = self._mesh, self._controller.next_id()
-
-        def give_up(dispatcher: Dispatcher) -> None:
-            if not pending_workers.adopted:
-                if mesh.pending_workers is pending_workers:
-                    mesh.pending_workers = None
-                dispatcher.retire(mesh, pending_workers.by_host(), 0.0, id)
-
-        self._controller.tell_dispatcher(give_up)
 
     def _prove_groups(self) -> str:
         """Prove the groups of a mesh that is whole by a collective, and form them again if it fails.

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
-from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.host_state import HostState
-from meshbook.controller.mesh_state import MeshState, arrangement_of, seats_on
+from meshbook.controller.mesh_state import MeshState, Renumbering, arrangement_of, seats_on
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.errors.advice import advice
@@ -76,7 +76,7 @@ class Elastic:
         mesh = self._mesh
         check_steps(self._extent, more, "grow")
         with self._repair.exclusive():
-            self._controller.ask_dispatcher(lambda dispatcher: self._check_idle(dispatcher, "grow"))
+            self._check_idle(self._controller.busy_on(mesh), "grow")
             if mesh.lost:
                 raise UsageError(
                     f"{name_ranks(mesh.lost)} ended: repair the mesh first, {advice().heal}, or shrink it."
@@ -90,9 +90,9 @@ class Elastic:
                 self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
                 raise
             try:
-                self._controller.ask_dispatcher(lambda dispatcher: self._install(dispatcher, plan, pending_workers))
+                self._install(plan, pending_workers)
             except BaseException:
-                self._repair.give_up(pending_workers)
+                self._controller.give_up_recruits(mesh, pending_workers)
                 self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
                 raise
             return self._finish(plan, ended=(), new=tuple(plan.new))
@@ -104,9 +104,8 @@ class Elastic:
         check_steps(self._extent, fewer, "shrink")
         with self._repair.exclusive():
             plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))
-            id = self._controller.next_id()
             before, hosts = mesh.extent.nelements, list(mesh.hosts)
-            gone = self._controller.ask_dispatcher(lambda dispatcher: self._let_go(dispatcher, plan, id))
+            gone = self._let_go(plan)
             with contextlib.suppress(TimeoutError):  # they are being killed; the others need not wait for it
                 gone.get(GONE_TIMEOUT_S)
             self._leave_hosts([host for host in hosts if host not in mesh.hosts])
@@ -114,9 +113,8 @@ class Elastic:
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
-    def _check_idle(self, dispatcher: Dispatcher, verb: str) -> None:
-        """On the I/O thread. Raises: UsageError while a call runs."""
-        busy = dispatcher.calls.busy_on(self._mesh.id)
+    def _check_idle(self, busy: Collection[int], verb: str) -> None:
+        """Raises: UsageError while ranks run a call."""
         if busy:
             raise UsageError(
                 f'{name_ranks(busy)} of mesh "{self._mesh.name}" {"is" if len(busy) == 1 else "are"} busy; '
@@ -159,29 +157,31 @@ class Elastic:
         self._repair.await_recruits(pending_workers, lambda: self._mesh.ask_for(pending_workers, arrangements))
         return pending_workers
 
-    def _install(self, dispatcher: Dispatcher, plan: Plan[HostState], pending_workers: PendingWorkers) -> None:
-        """On the I/O thread: all ranks get their numbers, new ones too."""
-        self._check_idle(dispatcher, "grow")
-        self._mesh.check_usable()
-        if self._mesh.lost:
-            raise SpawnError(f"{name_ranks(self._mesh.lost)} ended meanwhile; repair the mesh first: {advice().heal}")
-        if pending_workers.failure is not None:
-            raise pending_workers.failure
-        self._mesh.renumber(plan.extent, _placement(plan), plan.moved, pending_workers, f"grew to {_sizes(plan)}")
-        dispatcher.on_renumbered(self._mesh)
+    def _install(self, plan: Plan[HostState], pending_workers: PendingWorkers) -> None:
+        """All ranks get their numbers, new ones too."""
 
-    def _let_go(self, dispatcher: Dispatcher, plan: Plan[HostState], id: int) -> Future[None]:
-        """On the I/O thread: who leaves is told to, the others get their numbers."""
-        mesh = self._mesh
-        self._check_idle(dispatcher, "shrink")
-        mesh.check_usable()
-        if stay := sorted(mesh.lost.keys() & plan.moved.keys()):
-            raise SpawnError(f"{name_ranks(stay)} ended meanwhile; repair the mesh first: {advice().heal}")
-        leaving = [rank for rank in range(mesh.extent.nelements) if rank not in plan.moved and rank not in mesh.lost]
-        gone = dispatcher.retire(mesh, mesh.by_host(leaving), LEAVE_GRACE_S, id)
-        mesh.renumber(plan.extent, _placement(plan), plan.moved, None, f"shrank to {_sizes(plan)}")
-        dispatcher.on_renumbered(mesh)
-        return gone
+        def check(busy: Collection[int]) -> None:
+            self._check_idle(busy, "grow")
+            self._check_whole(self._mesh.lost)
+            if pending_workers.failure is not None:
+                raise pending_workers.failure
+
+        renumbering = Renumbering(plan.extent, _placement(plan), plan.moved, f"grew to {_sizes(plan)}", pending_workers)
+        self._controller.renumber(self._mesh, check, renumbering)
+
+    def _let_go(self, plan: Plan[HostState]) -> Future[None]:
+        """Who leaves is told to, the others get their numbers."""
+
+        def check(busy: Collection[int]) -> None:
+            self._check_idle(busy, "shrink")
+            self._check_whole(sorted(self._mesh.lost.keys() & plan.moved.keys()))
+
+        renumbering = Renumbering(plan.extent, _placement(plan), plan.moved, f"shrank to {_sizes(plan)}")
+        return self._controller.renumber(self._mesh, check, renumbering, LEAVE_GRACE_S)
+
+    def _check_whole(self, lost: Collection[int]) -> None:
+        if lost:
+            raise SpawnError(f"{name_ranks(lost)} ended meanwhile; repair the mesh first: {advice().heal}")
 
     def _leave_hosts(self, hosts: list[HostState]) -> None:
         """Hosts without a rank: they end with it if they are the mesh's own."""
@@ -189,8 +189,7 @@ class Elastic:
             self._controller.stop_hosts(hosts, GONE_TIMEOUT_S)
         else:
             for host in hosts:
-                if not host.lost:
-                    self._controller.submit(lambda host=host: host.send(wire.StopMesh(self._mesh.id, 0.0)))  # type: ignore[misc]
+                self._controller.submit(functools.partial(host.send, wire.StopMesh(self._mesh.id, 0.0)))
 
     def _finish(self, plan: Plan[HostState], ended: tuple[int, ...], new: tuple[int, ...]) -> Change:
         procs = self._procs.base()

@@ -51,7 +51,7 @@ class Port:
         """Have the agent expect one more host, so that its port is open; returns that host's name."""
         name = f"late-{next(_numbers)}"
         message = wire.OpenPeerPort(name, keys[0], 1, "127.0.0.1")
-        self.mesh._controller.ask_dispatcher(lambda dispatcher: self.host.send_urgent(message))
+        self.mesh._controller.ask(lambda: self.host.send_urgent(message))
         deadline = time.monotonic() + 10
         while (sock := strangers.dial(self.number, 0.2)) is None:
             assert time.monotonic() < deadline
@@ -59,9 +59,7 @@ class Port:
         return name
 
     def forget(self, name: str) -> None:
-        self.mesh._controller.ask_dispatcher(
-            lambda dispatcher: self.host.send_urgent(wire.PeerLost(name, "it was made up"))
-        )
+        self.mesh._controller.ask(lambda: self.host.send_urgent(wire.PeerLost(name, "it was made up")))
 
 
 @pytest.fixture(scope="module")

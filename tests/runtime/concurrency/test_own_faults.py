@@ -68,7 +68,7 @@ def test_a_timer_that_meets_a_fault_of_ours_does_not_stop_the_others(
     mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     controller = mesh4._controller
-    recovery = controller.ask_dispatcher(lambda dispatcher: dispatcher.groups_of(mesh4._mesh))
+    recovery = controller.ask(lambda: controller._dispatcher.groups_of(mesh4._mesh))
     with monkeypatch.context() as patched:
         patched.setattr(recovery, "expire", _fault)
         patched.setattr(type(recovery), "due", property(lambda self: 0.0))
