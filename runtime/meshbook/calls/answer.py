@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 from meshbook.errors import Failure, MeshError
-from meshbook.values.pickling import Pickled, dumps_bounded
+from meshbook.values.pickling import Pickled, dumps, dumps_bounded
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 
@@ -24,13 +24,20 @@ class Outcome(NamedTuple):
     """How an error names the value that cannot travel."""
 
 
+Packed: TypeAlias = tuple[int, list[Buffer], bytes, wire.SegmentRef | None]
+"""An outcome as it travels: its status, frames, head where that is small, and large buffers in shared memory."""
+
 EXCEPTION_MAX_BYTES = 1 << 16
 """An exception whose pickle is larger stays on its rank; its text always travels."""
 
 
 def pack_failure(failure: Failure) -> list[Buffer]:
     """The payload of a reply that failed: its text, and the exception if that can travel."""
-    fields = wire.encode(failure[:6])
+    try:
+        fields = wire.encode(failure[:6])
+    except Exception as problem:  # whoever waits needs some answer
+        why = f"what was raised cannot travel: {type(problem).__name__}"
+        return [wire.encode((failure.rank, failure.host, "SerializationError", why, (why,), ""))]
     try:
         pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
     except BaseException:  # a user's class may raise anything when it is pickled
@@ -38,7 +45,29 @@ def pack_failure(failure: Failure) -> list[Buffer]:
     return [fields] if pickled is None or pickled[1] else [fields, pickled[0]]
 
 
-class Unavailable(tuple[Any, ...]):
+def pack(
+    answer: Outcome,
+    write: Callable[[Sequence[Buffer]], wire.SegmentRef],
+    describe: Callable[[BaseException], Failure],
+) -> Packed:
+    """Make a reply of an outcome; where its value cannot travel, the one that says so.
+
+    write: copies large buffers into shared memory. describe: makes a failure of what a value raises.
+    """
+    if answer.failure is not None:
+        return answer.status, pack_failure(answer.failure), b"", None
+    if not answer.has_value:
+        return answer.status, [], b"", None
+    try:
+        head, large = answer.pickled or dumps(answer.value, what=answer.what)
+        frames: list[Buffer]
+        inline, frames = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
+        return answer.status, frames, inline, write(large) if large else None
+    except BaseException as error:
+        return wire.RAISED, pack_failure(describe(error)), b"", None
+
+
+class Unavailable(tuple[object, ...]):
     """Stands for buffers that could not be had here; whoever iterates over them gets the reason."""
 
     def __new__(cls, error: MeshError) -> Unavailable:
@@ -48,5 +77,5 @@ class Unavailable(tuple[Any, ...]):
 
     error: MeshError
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         raise self.error

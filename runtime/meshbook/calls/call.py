@@ -47,10 +47,10 @@ class Results(Mapping[int, Any]):
     """Rank to result, unpickled when it is looked at: by the user's thread, never by ours."""
 
     def __init__(self) -> None:
-        self._raw: dict[int, tuple[bytes, Sequence[Any]]] = {}
+        self._raw: dict[int, tuple[bytes, Sequence[object]]] = {}
         self._loaded: dict[int, Any] = {}
 
-    def add(self, rank: int, head: bytes, buffers: Sequence[Any]) -> None:
+    def add(self, rank: int, head: bytes, buffers: Sequence[object]) -> None:
         self._raw[rank] = (head, buffers)
 
     def __getitem__(self, rank: int) -> Any:
@@ -158,7 +158,7 @@ class OpenCall:
 
     # ---- what comes of it -----------------------------------------------------------------------------------------
 
-    def answer(self, reply: wire.RankReply, frames: Sequence[bytes], buffers: Sequence[Any]) -> None:
+    def answer(self, reply: wire.RankReply, frames: Sequence[bytes], buffers: Sequence[object]) -> None:
         """Take one rank's answer."""
         if reply.status == wire.LOST:
             death = wire.decode_death(reply.inline)

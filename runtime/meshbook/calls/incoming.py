@@ -6,9 +6,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from meshbook.calls.answer import Outcome
+from meshbook.calls.mailboxes import Arguments, Mailboxes
 from meshbook.errors import Failure, MeshError
 from meshbook.wire import messages as wire
 
@@ -21,7 +21,7 @@ class IncomingCall:
     def __init__(
         self,
         call: wire.Call,
-        load: Callable[[], Any],
+        load: Callable[[], Arguments],
         discard: Callable[[], object],
         send: Callable[[Outcome, float], object],
     ) -> None:
@@ -29,13 +29,13 @@ class IncomingCall:
         self.call = call
         self.on_cancel: Callable[[wire.Call, bool], None] | None = None
         """That of its mailbox, which may have closed since."""
-        self._load: Callable[[], Any] | None = load
+        self._load: Callable[[], Arguments] | None = load
         self._discard, self._send = discard, send
         self._lock = threading.Lock()
         self._replied = False
         self._came_at = time.monotonic()
 
-    def load(self) -> Any:
+    def load(self) -> Arguments:
         """`meshbook.calls.mailboxes.LoadArgs`."""
         load = self._take()
         assert load is not None, "arguments are loaded once"
@@ -52,14 +52,54 @@ class IncomingCall:
         if self.call.reply:
             self._send(answer, time.monotonic() - self._came_at)
 
-    def _take(self) -> Callable[[], Any] | None:
+    def _take(self) -> Callable[[], Arguments] | None:
         with self._lock:
             load, self._load = self._load, None
         return load
 
 
+class IncomingCalls:
+    """The calls that have come to the mailboxes of this process. ``boxes`` and `give_up` are for any thread."""
+
+    def __init__(self) -> None:
+        self.boxes = Mailboxes()
+        self.open: dict[tuple[wire.Origin | None, int], IncomingCall] = {}
+        """Those that wait for their reply; whoever sends one takes its call out."""
+
+    def deliver(self, incoming: IncomingCall, rank: int, host: str) -> Exception | None:
+        """Hand a call to its mailbox; what that raises is the answer, and returned. rank, host: ours."""
+        call = incoming.call
+        if call.reply:
+            self.open[call.origin, call.id] = incoming
+        try:
+            mailbox = self.boxes.find(call.mailbox, rank)
+            incoming.on_cancel = mailbox.on_cancel
+            mailbox.handler(call, incoming.load, incoming.reply)
+        except Exception as error:
+            incoming.reply(refusal(error, rank, host))
+            return error
+        return None
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Tell the mailbox of a call that has no answer yet."""
+        incoming = self.open.get((cancel.origin, cancel.call))
+        if incoming is not None and incoming.on_cancel is not None:
+            incoming.on_cancel(incoming.call, cancel.insist)
+
+    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
+        """Answer the open calls that nobody else will answer any more. Any thread."""
+        for incoming in list(self.open.values()):
+            if is_meant(incoming.call):
+                incoming.reply(answer)
+
+
 def refusal(error: Exception, rank: int, host: str) -> Outcome:
-    """The answer when a mailbox could not take a call: our own error has no traceback that tells a person anything."""
+    """The answer when a mailbox could not take a call."""
+    return Outcome(wire.RAISED, failure=describe(error, rank, host))
+
+
+def describe(error: BaseException, rank: int, host: str) -> Failure:
+    """Make a failure of what our own code has raised; our own errors have no traceback that tells a person anything."""
     text, name = str(error), type(error).__name__
     lines = (f"{name}: {text}",) if isinstance(error, MeshError) else tuple(traceback.format_exception(error))
-    return Outcome(wire.RAISED, failure=Failure(rank, host, name, text, lines, "", error))
+    return Failure(rank, host, name, text, lines, "", error if isinstance(error, Exception) else None)

@@ -153,9 +153,10 @@ class CallTable:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def answer(self, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[Any]]) -> None:
-        """Hand out combined replies to a call that is open. ``buffers``: the large buffers of each reply."""
-        call = self._calls[message.id]
+    def answer(self, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[object]]) -> None:
+        """Hand out combined replies. ``buffers``: the large buffers of each, which go where the call is not open."""
+        if (call := self._calls.get(message.id)) is None:
+            return
         for (reply, mine), large in zip(split_replies(message, frames), buffers, strict=True):
             if reply.rank not in call.waiting:
                 continue  # it was not asked, or has answered, or was taken for dead meanwhile

@@ -44,6 +44,7 @@ from meshbook.sessions.folder import SavedHost, SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import place_head
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import ControllerSocket
@@ -271,7 +272,7 @@ class Controller:
         """Those of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)."""
         return self._dispatcher.mail.boxes
 
-    def write_payload(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
+    def write_payload(self, buffers: Sequence[Buffer]) -> wire.SegmentRef | None:
         """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)

@@ -13,12 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from typing_extensions import assert_never
 
-from meshbook.calls.answer import Unavailable
 from meshbook.calls.call import CallControl, OpenCall
 from meshbook.calls.output import OutputTarget, StreamText
 from meshbook.calls.table import CallTable, OpenQuestion
@@ -39,7 +37,6 @@ from meshbook.errors import (
     HostLost,
     LocalProtocolError,
     MeshDetachedError,
-    MeshError,
     MeshStoppedError,
     PeerProtocolError,
     SpawnError,
@@ -325,19 +322,9 @@ class Dispatcher:
         call = self.calls.find(message.id)
         if call is None:
             self.calls.answer_question(host.id, message, frames)
-            return
-        if (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
+        elif (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
             check_ranks(host, mesh, [reply.rank for reply in message.replies])
-        self.calls.answer(message, frames, [self._buffers(host, reply) for reply in message.replies])
-
-    def _buffers(self, host: HostState, reply: wire.RankReply) -> Sequence[Any]:
-        """The large buffers of a reply; what stands in the way of having them is told to whoever wants the value."""
-        try:
-            return self.payloads.receive(host, reply)
-        except PeerProtocolError:
-            raise
-        except MeshError as error:
-            return Unavailable(error)
+        self.calls.answer(message, frames, [self.payloads.receive(host, reply) for reply in message.replies])
 
     def _to_store(self, mesh: MeshState, message: wire.StoreRequest | wire.DropClient | wire.DropKeys) -> None:
         mesh.store_host.send_urgent(message)

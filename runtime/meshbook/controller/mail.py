@@ -9,52 +9,41 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from meshbook.calls.answer import Outcome, Unavailable, pack_failure
-from meshbook.calls.incoming import IncomingCall, refusal
-from meshbook.calls.mailboxes import Mailboxes
+from meshbook.calls.answer import Outcome, pack
+from meshbook.calls.incoming import IncomingCall, IncomingCalls, describe
+from meshbook.calls.mailboxes import Arguments
 from meshbook.controller.host_state import HostState
 from meshbook.controller.payloads import Payloads
-from meshbook.errors import MailboxClosed, MeshError
-from meshbook.values.pickling import dumps, loads
+from meshbook.errors import Failure, MailboxClosed
+from meshbook.values.pickling import loads
 from meshbook.wire import messages as wire
-from meshbook.wire.replies import place_head
 
 
 class ControllerMail:
     """The mail of one controller: calls that ranks make to its mailboxes. submit: has a closure run under the turn."""
 
     def __init__(self, payloads: Payloads, submit: Callable[[Callable[[], None]], None]) -> None:
-        self.boxes = Mailboxes()
-        """From any thread."""
+        self._incoming = IncomingCalls()
+        self.boxes, self.on_cancel = self._incoming.boxes, self._incoming.cancel
         self._payloads, self._submit = payloads, submit
-        self._incoming_calls: dict[tuple[wire.Origin | None, int], IncomingCall] = {}
-        """Calls that wait for their reply."""
         self._strange: set[int] = set()
         """Mailboxes of former controllers of the session, once something has come for them."""
 
     def on_call(self, host: HostState, call: wire.Call, frames: Sequence[bytes]) -> None:
         """Under the turn: a worker of ``host`` calls."""
-        buffers = self._buffers(host, call)
+        buffers = self._payloads.receive(host, call)
 
-        def load() -> Any:
-            return loads(frames[0] if frames else call.inline, buffers, where="the controller's process")
+        def load() -> Arguments:
+            args: Arguments = loads(frames[0] if frames else call.inline, buffers, where="the controller's process")
+            return args
 
         def send(answer: Outcome, duration_s: float) -> None:
             self._reply(host, call, answer, duration_s)
 
-        incoming = IncomingCall(call, load, lambda: None, send)
-        if call.reply:
-            self._incoming_calls[call.origin, call.id] = incoming
-        try:
-            mailbox = self.boxes.find(call.mailbox, 0)
-            incoming.on_cancel = mailbox.on_cancel
-            mailbox.handler(call, incoming.load, incoming.reply)
-        except Exception as error:
-            if isinstance(error, MailboxClosed) and not (error.why or self.boxes.was_open(call.mailbox)):
-                self._tell_lost(call)
-            incoming.reply(refusal(error, 0, socket.gethostname()))
+        error = self._incoming.deliver(IncomingCall(call, load, lambda: None, send), 0, socket.gethostname())
+        if isinstance(error, MailboxClosed) and not (error.why or self.boxes.was_open(call.mailbox)):
+            self._tell_lost(call)
 
     def _tell_lost(self, call: wire.Call) -> None:
         """Say, once, that nobody will ever receive what comes for a mailbox; its sender expects no answer."""
@@ -67,38 +56,17 @@ class ControllerMail:
                 file=sys.stderr,
             )
 
-    def on_cancel(self, cancel: wire.Cancel) -> None:
-        """Under the turn: a worker wants the end of its call."""
-        incoming = self._incoming_calls.get((cancel.origin, cancel.call))
-        if incoming is not None and incoming.on_cancel is not None:
-            incoming.on_cancel(incoming.call, cancel.insist)
-
-    def _buffers(self, host: HostState, call: wire.Call) -> Sequence[Any]:
-        try:
-            return self._payloads.receive(host, call)
-        except MeshError as error:
-            return Unavailable(error)
-
     def _reply(self, host: HostState, call: wire.Call, answer: Outcome, duration_s: float) -> None:
         """On any thread: send an answer."""
-        head, status, segment = b"", answer.status, None
-        frames: list[bytes] = []
-        try:
-            if answer.failure is not None:
-                frames = [bytes(part) for part in pack_failure(answer.failure)]
-            elif answer.has_value:
-                head, large = answer.pickled or dumps(answer.value, what=answer.what)
-                head, frames = place_head(head)
-                segment = self._payloads.write(large)
-        except Exception as error:
-            status, head, segment = wire.RAISED, b"", None
-            failure = refusal(error, 0, socket.gethostname()).failure
-            assert failure is not None
-            frames = [bytes(part) for part in pack_failure(failure)]
-        reply = wire.RankReply(0, status, len(frames), duration_s, None, None, head)
+        status, frames, inline, segment = pack(answer, self._payloads.write, _describe)
+        reply = wire.RankReply(0, status, len(frames), duration_s, None, None, inline)
 
         def send() -> None:
-            self._incoming_calls.pop((call.origin, call.id), None)
+            self._incoming.open.pop((call.origin, call.id), None)
             self._payloads.send_reply(host, call.id, call.origin, reply, frames, segment)
 
         self._submit(send)
+
+
+def _describe(error: BaseException) -> Failure:
+    return describe(error, 0, socket.gethostname())

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
+from meshbook.calls.answer import Unavailable
 from meshbook.controller.host_state import HostState
-from meshbook.errors import PeerProtocolError
+from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.values import lent_memory
 from meshbook.values.segments import SegmentPool, map_segment
 from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer
 
 _PIECES: Literal["pieces"] = "pieces"
 
@@ -39,10 +41,8 @@ class Payloads:
         """Segments of which all pieces have arrived, or never will."""
         self._freed: deque[tuple[HostState, int, int]] = deque()
 
-    def write(self, buffers: Sequence[Any]) -> wire.SegmentRef | None:
-        """Copy buffers into a segment; None when there are none. Somebody must `send` or `drop` it."""
-        if not buffers:
-            return None
+    def write(self, buffers: Sequence[Buffer]) -> wire.SegmentRef:
+        """Copy buffers into a segment. Somebody must `send` or `drop` it."""
         segment = self._pool.write(buffers)
         self._unsent.add(segment.segment)
         return segment
@@ -119,7 +119,7 @@ class Payloads:
         call: int,
         origin: wire.Origin | None,
         reply: wire.RankReply,
-        frames: Sequence[bytes],
+        frames: Sequence[Buffer],
         segment: wire.SegmentRef | None,
     ) -> None:
         """Answer a call of a worker of ``host``."""
@@ -132,7 +132,19 @@ class Payloads:
             reply = reply._replace(segment=segment) if shared else reply._replace(bulk=host.send_bulk(views))
         host.send(wire.Replies(call, (reply,), origin), frames)
 
-    def receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[Any]:
+    def receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
+        """The large buffers of a reply or a call; what stands in the way of having them is told to whoever loads them.
+
+        Raises: PeerProtocolError.
+        """
+        try:
+            return self._receive(host, reply)
+        except PeerProtocolError:
+            raise
+        except MeshError as error:
+            return Unavailable(error)
+
+    def _receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
         """The large buffers of a reply or a call; its worker is told when the last view of them has died here."""
         if reply.bulk is not None:
             if not host.bulk_in.has(reply.bulk[0]):

@@ -13,10 +13,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshbook.calls.answer import Outcome
+from meshbook.calls.answer import Outcome, pack
 from meshbook.calls.call import RequestFuture
-from meshbook.calls.incoming import IncomingCall, refusal
-from meshbook.calls.mailboxes import Mailboxes
+from meshbook.calls.incoming import IncomingCall, IncomingCalls
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import hide_from_debuggers
@@ -28,20 +27,27 @@ from meshbook.worker.payloads import RankPayloads
 
 
 class WorkerMail:
-    """identity: who the worker is now."""
+    """Used by any thread, but for what is the mail's own.
 
-    def __init__(self, channel: AgentChannel, payloads: RankPayloads, identity: Callable[[], wire.Identity]) -> None:
-        self.boxes = Mailboxes()
+    identity: who the worker is now. on_call: told of each call before its mailbox. tell_groups: what answers to the
+    controller carry of the process groups.
+    """
+
+    def __init__(
+        self,
+        channel: AgentChannel,
+        payloads: RankPayloads,
+        identity: Callable[[], wire.Identity],
+        on_call: Callable[[wire.Call], None],
+        tell_groups: Callable[[], bytes],
+    ) -> None:
         self._channel, self._payloads, self._identity = channel, payloads, identity
+        self._on_call, self._tell_groups = on_call, tell_groups
         self._calls = MailCalls(channel, payloads)
-        self.on_call: Callable[[wire.Call], None] = lambda call: None
-        """Told of each call before its mailbox."""
-        self.tell_groups: Callable[[], bytes] = lambda: b""
-        """What answers to the controller carry of the process groups."""
         self.hold = self._calls.hold
         """Called by the control thread."""
-        self._incoming_calls: dict[tuple[wire.Origin | None, int], IncomingCall] = {}
-        """Calls that wait for their reply."""
+        self._incoming = IncomingCalls()
+        self.boxes, self.give_up = self._incoming.boxes, self._incoming.give_up
         self._starting = threading.Lock()
         self._started = False
         self._generation = forks.generation
@@ -72,23 +78,21 @@ class WorkerMail:
                 pass
             if (received := self._channel.receive()) is None:
                 return
+            message, frames = received
             try:
-                self._hear(*received)
+                match message:
+                    case wire.Call():
+                        self._deliver(message, frames)
+                    case wire.Replies():
+                        self._calls.on_replies(message, frames)
+                    case wire.Cancel():
+                        self._incoming.cancel(message)
+                    case other:
+                        raise AssertionError(f"{other!r} does not belong on the mail socket")
             except BrokenPipeError:
                 return  # the agent is gone: the control thread sees to the rest
             except Exception:
                 traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
-
-    def _hear(self, message: wire.ToWorker, frames: list[bytes]) -> None:
-        match message:
-            case wire.Call():
-                self._deliver(message, frames)
-            case wire.Replies():
-                self._calls.on_replies(message, frames)
-            case wire.Cancel():
-                self._cancel(message)
-            case other:
-                raise AssertionError(f"{other!r} does not belong on the mail socket")
 
     def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
         here = self._identity()
@@ -98,22 +102,8 @@ class WorkerMail:
             lambda: self._payloads.discard(call),
             lambda answer, duration_s: self._reply(call, answer, duration_s),
         )
-        if call.reply:
-            self._incoming_calls[call.origin, call.id] = incoming
-        self.on_call(call)
-        try:
-            mailbox = self.boxes.find(call.mailbox, here.rank)
-            incoming.on_cancel = mailbox.on_cancel
-            mailbox.handler(call, incoming.load, incoming.reply)
-        except Exception as error:
-            incoming.reply(refusal(error, here.rank, here.host))
-
-    def _cancel(self, cancel: wire.Cancel) -> None:
-        """Tell the mailbox of a call that has no answer yet."""
-        if (incoming := self._incoming_calls.get((cancel.origin, cancel.call))) is None:
-            return
-        if incoming.on_cancel is not None:
-            incoming.on_cancel(incoming.call, cancel.insist)
+        self._on_call(call)
+        self._incoming.deliver(incoming, here.rank, here.host)
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
         """Say something on this lane, in order with the replies of the calling thread. Any thread."""
@@ -123,16 +113,13 @@ class WorkerMail:
         """In a forked child: let go of the socket, which is its parent's."""
         self._channel.close()
 
-    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        """Answer the open calls that nobody else will answer any more. Any thread."""
-        for incoming in list(self._incoming_calls.values()):
-            if is_meant(incoming.call):
-                incoming.reply(answer)
-
     def _reply(self, call: wire.Call, answer: Outcome, duration_s: float) -> None:
         """On any thread: send an answer."""
         forks.refuse_inherited(self._generation)
-        self._incoming_calls.pop((call.origin, call.id), None)
-        groups = self.tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
-        message, payload = self._payloads.pack(call.id, answer, duration_s, origin=call.origin, groups=groups)
-        self._channel.send(message, payload)
+        self._incoming.open.pop((call.origin, call.id), None)
+        groups = self._tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
+        status, payload, inline, segment = pack(answer, self._payloads.pool.write, self._payloads.describe)
+        self._payloads.tell_freed()  # before the reply, so that the next payload finds its segment free
+        self._channel.send(
+            wire.Reply(call.id, status, duration_s, segment, inline, origin=call.origin, groups=groups), payload
+        )

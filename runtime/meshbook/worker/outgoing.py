@@ -100,7 +100,7 @@ class MailCalls:
         """Answers have come."""
         self._table.answer(message, frames, [self._buffers(reply) for reply in message.replies])
 
-    def _buffers(self, reply: wire.RankReply) -> Sequence[Any]:
+    def _buffers(self, reply: wire.RankReply) -> Sequence[object]:
         try:
             return self._payloads.map(reply.segment)
         except MeshError as error:

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 import msgspec
 
 from meshbook.actor.router import set_own_router
-from meshbook.calls.answer import Outcome, pack_failure
+from meshbook.calls.answer import Outcome, pack, pack_failure
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import hide_from_debuggers, run_in_background
 from meshbook.concurrency.own_faults import attempt
@@ -88,9 +88,8 @@ class Worker:
         self.debug_session: DebugSession | None = None
         """The debug session of this process, the last one if there is none."""
         self._payloads = RankPayloads(self.urgent, shell.describe)
-        self.mail = WorkerMail(AgentChannel(mail_fd, self.gate), self._payloads, lambda: self.identity)
-        self.mail.on_call = self._limit_prompts
-        self.mail.tell_groups = self.groups.tell
+        mail = AgentChannel(mail_fd, self.gate)
+        self.mail = WorkerMail(mail, self._payloads, lambda: self.identity, self._limit_prompts, self.groups.tell)
         self.registry = ActorRegistry(self, self.mail.boxes)
         self.groups.ask_of_actors(self.registry.handled)
         self._cancelled: set[int] = set()
@@ -258,7 +257,9 @@ class Worker:
             return Outcome(status, failure=failure)
 
     def _reply(self, call: int, answer: Outcome, duration_s: float, waited_s: float) -> None:
-        message, payload = self._payloads.pack(call, answer, duration_s, waited_s, groups=self.groups.tell())
+        status, payload, inline, segment = pack(answer, self._payloads.pool.write, self.shell.describe)
+        self._payloads.tell_freed()  # before the reply, so that the next payload finds its segment free
+        message = wire.Reply(call, status, duration_s, segment, inline, waited_s, groups=self.groups.tell())
         self.calls.send(message, payload)
 
     # ---- output: what the shell calls (`meshbook.shell.shell.OutputSink`) --------------------------------------------
