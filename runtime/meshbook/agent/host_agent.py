@@ -23,7 +23,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from meshbook.agent.cancels import find_held
-from meshbook.agent.handover import PreviousControllers, report
+from meshbook.agent.handover import PreviousControllers, report, unacked_messages
 from meshbook.agent.lease import Lease
 from meshbook.agent.mail import AgentMail
 from meshbook.agent.mesh import AgentMesh, HostResources
@@ -33,7 +33,6 @@ from meshbook.agent.rank_log import settle_logs
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.spawns import Spawns
 from meshbook.agent.store import StoreAccess
-from meshbook.agent.unacked import unacked_messages
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.sessions.listing import remove_if_last

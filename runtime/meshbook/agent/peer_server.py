@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,18 +26,11 @@ from meshbook.wire.host_link import HostLink
 from meshbook.wire.replies import failed_replies, failed_reply, split_replies
 from meshbook.wire.transport import ControllerSocket
 
+if TYPE_CHECKING:
+    from meshbook.agent.mail import AgentMail
+
 TURN_MESSAGES = 256
 """So much is taken in before others have their turn."""
-
-
-class Callee(Protocol):
-    """Who takes in what comes (`meshbook.agent.mail.AgentMail`)."""
-
-    def deliver(
-        self, call: wire.Call, payload: Sequence[Buffer], answer: Callable[[wire.Replies, Sequence[Buffer]], None]
-    ) -> object: ...
-    def cancel_here(self, cancel: wire.Cancel) -> None: ...
-    def discard(self, segment: wire.SegmentRef) -> None: ...
 
 
 class PeerServer:
@@ -49,7 +42,7 @@ class PeerServer:
         ip: str,
         loop: EventLoop,
         host: str,
-        callee: Callee,
+        callee: AgentMail,
         segment_refs: SegmentRefCounts,
         pool: SegmentPool,
     ) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from meshbook.agent.forwarded import ForwardedCalls
 from meshbook.agent.peer_client import PeerClient
-from meshbook.agent.peer_server import Callee, PeerServer
+from meshbook.agent.peer_server import PeerServer
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.worker import AgentWorker
 from meshbook.shape.slices import group
@@ -26,7 +26,9 @@ from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
-from meshbook.wire.uplink import Uplink
+
+if TYPE_CHECKING:
+    from meshbook.agent.mail import AgentMail
 
 PATIENCE_S = 10.0
 """Calls wait so long for the controller to say where their ranks live."""
@@ -44,19 +46,6 @@ class Part(NamedTuple):
     host: str
 
 
-class Mail(Callee, Protocol):
-    """The calls of this host's workers (`meshbook.agent.mail.AgentMail`)."""
-
-    def calls_by(self, uplink: Uplink) -> ForwardedCalls:
-        """Make the table of the calls that go by an uplink."""
-
-    def resume(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
-        """Pass on a call that had to wait."""
-
-    def give_up(self, sender: AgentWorker, call: wire.Call, death: wire.DeathCause) -> None:
-        """Answer for a call that has waited in vain."""
-
-
 class AgentPeers:
     """Those of one agent.
 
@@ -65,7 +54,7 @@ class AgentPeers:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: AgentMail,
         *,
         host: str,
         loop: EventLoop,
@@ -76,13 +65,8 @@ class AgentPeers:
         is_there: Callable[[], bool],
         send: Callable[[wire.FromHost], None],
     ) -> None:
-        self._loop, self._dialer, self._ticket, self._segment_refs, self._pool = (
-            loop,
-            dialer,
-            ticket,
-            segment_refs,
-            pool,
-        )
+        self._loop, self._dialer, self._ticket = loop, dialer, ticket
+        self._segment_refs, self._pool = segment_refs, pool
         self._mail, self._host, self._is_there, self._send = mail, host, is_there, send
         self._clients: dict[str, PeerClient] = {}
         self._lost: dict[str, wire.DeathCause] = {}

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import Arguments, Mailboxes
+from meshbook.calls.mailboxes import CallArguments, Mailboxes
 from meshbook.errors import Failure, MeshError
 from meshbook.wire import messages as wire
 
@@ -21,7 +21,7 @@ class IncomingCall:
     def __init__(
         self,
         call: wire.Call,
-        load: Callable[[], Arguments],
+        load: Callable[[], CallArguments],
         discard: Callable[[], object],
         send: Callable[[Outcome, float], object],
     ) -> None:
@@ -29,13 +29,13 @@ class IncomingCall:
         self.call = call
         self.on_cancel: Callable[[wire.Call, bool], None] | None = None
         """That of its mailbox, which may have closed since."""
-        self._load: Callable[[], Arguments] | None = load
+        self._load: Callable[[], CallArguments] | None = load
         self._discard, self._send = discard, send
         self._lock = threading.Lock()
         self._replied = False
         self._came_at = time.monotonic()
 
-    def load(self) -> Arguments:
+    def load(self) -> CallArguments:
         """`meshbook.calls.mailboxes.LoadArgs`."""
         load = self._take()
         assert load is not None, "arguments are loaded once"
@@ -52,7 +52,7 @@ class IncomingCall:
         if self.call.reply:
             self._send(answer, time.monotonic() - self._came_at)
 
-    def _take(self) -> Callable[[], Arguments] | None:
+    def _take(self) -> Callable[[], CallArguments] | None:
         with self._lock:
             load, self._load = self._load, None
         return load

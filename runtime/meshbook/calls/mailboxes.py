@@ -24,9 +24,9 @@ CONTROLLER_MESH, CONTROLLER = 0, Region.of({"process": 1})
 KEPT_REASONS = 1024
 """Closed mailboxes of which it is remembered why."""
 
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
-LoadArgs: TypeAlias = Callable[[], Arguments]
+LoadArgs: TypeAlias = Callable[[], CallArguments]
 """Builds the sender's arguments, once, on the thread that calls it. Raises: LoadError, MeshError."""
 
 ReplyTo: TypeAlias = Callable[[Outcome], None]

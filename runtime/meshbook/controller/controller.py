@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from meshbook.calls.call import CallFuture, OpenCall
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.output import OutputTarget
-from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, StatusAnswer, Unresponsive, no_reactions
+from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reactions
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
@@ -342,19 +342,9 @@ class Controller:
             return no_reactions(ranks, SilenceCause.MESH_STOPPED)
         return look(self.questions, mesh, ranks, "reaction", Reaction, timeout_s)
 
-    def statuses(
-        self, mesh: MeshState, ranks: Iterable[int], timeout_s: float
-    ) -> dict[int, StatusAnswer | Unresponsive]:
-        """What each rank tells of itself, or why it does not."""
-        return look(self.questions, mesh, ranks, "status", StatusAnswer, timeout_s)
-
     def stacks(self, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
         """The stacks of ``members``, and who of the mesh holds others up."""
         return collect_stacks(self.questions, mesh, members, ask)
-
-    def drop_keys(self, mesh: MeshState, prefix: str) -> None:
-        """Delete the keys under ``prefix`` in the mesh's store, which its agent on host 0 keeps."""
-        self.submit(lambda: self._dispatcher.drop_keys(mesh, prefix))
 
     def form_groups(self, mesh: MeshState) -> CallFuture[Any]:
         """Form the process groups of a mesh, anew and in place if there are some."""

@@ -90,8 +90,13 @@ class Dispatcher:
 
     def adopt(self, hosts: Mapping[str, HostState], saved: Mapping[int, SavedMesh], control: CallControl) -> Reattach:
         """Expect the reports of ``hosts`` on the meshes and calls of a former controller."""
-        self._reattach = Reattach(self.meshes, self.calls, self._inbox.ask, self.lose, hosts, saved, control)
-        return self._reattach
+        reattach = Reattach(self.meshes, self.calls, self._inbox.ask, self.lose, hosts, saved, control)
+        self._reattach = reattach
+        reattach.done.add_done_callback(lambda _: self._forget_reattach())
+        return reattach
+
+    def _forget_reattach(self) -> None:
+        self._reattach = None  # it holds the calls, which hold their results
 
     def flush(self) -> None:
         """Let go what was sent to hosts in this turn."""
@@ -224,7 +229,7 @@ class Dispatcher:
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(payload))
             case wire.Hosted():
-                if self._reattach is not None and not self._reattach.done.done():
+                if self._reattach is not None:
                     self._reattach.on_hosted(host, message)
             case wire.Hello():
                 self._on_hello(host, message)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from meshbook.calls.answer import Outcome, pack
 from meshbook.calls.incoming import IncomingCall, IncomingCalls, describe
-from meshbook.calls.mailboxes import Arguments
+from meshbook.calls.mailboxes import CallArguments
 from meshbook.controller.host_state import HostState
 from meshbook.controller.payloads import Payloads
 from meshbook.errors import Failure, MailboxClosed
@@ -34,8 +34,8 @@ class ControllerMail:
         """Under the turn: a worker of ``host`` calls."""
         buffers = self._payloads.receive(host, call)
 
-        def load() -> Arguments:
-            args: Arguments = loads(frames[0] if frames else call.inline, buffers, where="the controller's process")
+        def load() -> CallArguments:
+            args: CallArguments = loads(frames[0] if frames else call.inline, buffers, where="the controller's process")
             return args
 
         def send(answer: Outcome, duration_s: float) -> None:

@@ -21,7 +21,7 @@ from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.logs import LogFollower, read_logs
 from meshbook.controller.mesh_state import MeshState, stale_view
-from meshbook.controller.queries import ask_rank
+from meshbook.controller.queries import ask_rank, look
 from meshbook.controller.stacks import StackQuestion
 from meshbook.errors import CallInterrupted, LayoutError, MeshError, RankDeath, SerializationError
 from meshbook.formatting import format_sizes
@@ -457,7 +457,7 @@ class ProcMesh(MeshView):
         """Ask each member for its state now."""
         self._mesh.check_usable()
         self._present()
-        answers = self._controller.statuses(self._mesh, self._members.ranks(), timeout_s=0.5)
+        answers = look(self._controller.questions, self._mesh, self._members.ranks(), "status", StatusAnswer, 0.5)
         return [self._status_of(rank, answers[rank]) for rank in self._members.ranks()]
 
     def _status_of(self, rank: int, answer: StatusAnswer | Unresponsive) -> RankStatus:

@@ -1,4 +1,4 @@
-"""Arguments of calls as values, and what a worker's threads share of payloads in shared memory.
+"""CallArguments of calls as values, and what a worker's threads share of payloads in shared memory.
 
 Any thread may call any method.
 """
@@ -9,7 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from meshbook.calls.mailboxes import Arguments
+from meshbook.calls.mailboxes import CallArguments
 from meshbook.errors import Failure
 from meshbook.system.mmap import Bytes
 from meshbook.values import lent_memory
@@ -28,9 +28,9 @@ class RankPayloads:
         """The large buffers of what this process sends."""
         self._freed: deque[tuple[int, int]] = deque()
 
-    def load(self, call: wire.Call, frames: Sequence[bytes], where: str) -> Arguments:
+    def load(self, call: wire.Call, frames: Sequence[bytes], where: str) -> CallArguments:
         """The sender's arguments. where: this process in words. Raises: LoadError, MeshError."""
-        args: Arguments = loads(frames[0] if frames else call.inline, self.map(call.segment), where=where)
+        args: CallArguments = loads(frames[0] if frames else call.inline, self.map(call.segment), where=where)
         return args
 
     def map(self, segment: wire.SegmentRef | None) -> Sequence[Bytes]:
