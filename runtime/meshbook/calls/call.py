@@ -48,7 +48,7 @@ class Results(Mapping[int, Any]):
 
     def __init__(self) -> None:
         self._raw: dict[int, tuple[bytes, Sequence[object]]] = {}
-        self._loaded: dict[int, Any] = {}
+        self._loaded: dict[int, object] = {}
 
     def add(self, rank: int, head: bytes, buffers: Sequence[object]) -> None:
         self._raw[rank] = (head, buffers)
@@ -321,7 +321,7 @@ def _some(failure: Failure) -> str:
     return f"a collective ({failure.where})" if failure.where else "a collective"
 
 
-def _loader(results: Results, rank: int) -> Callable[[], Any]:
+def _loader(results: Results, rank: int) -> Callable[[], object]:
     return lambda: results[rank]
 
 
@@ -345,7 +345,7 @@ class RequestFuture(Future[T], Generic[T]):
     name_in_chain = 0
     """As in `wire.Call.chain`."""
 
-    def __init__(self, cancel: Callable[[int], object], open_call: Callable[[Future[Any]], OpenCall]) -> None:
+    def __init__(self, cancel: Callable[[int], object], open_call: Callable[[Future[T]], OpenCall]) -> None:
         super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
         self._cancel_call, self.call = cancel, open_call(self)
         self._timeout_s: float | None = None
@@ -407,11 +407,11 @@ class CallFuture(RequestFuture[T], Generic[T]):
     Waiting raises CallInterrupted if the person interrupts.
     """
 
-    def __init__(self, control: CallControl, open_call: Callable[[Future[Any]], OpenCall]) -> None:
+    def __init__(self, control: CallControl, open_call: Callable[[Future[T]], OpenCall]) -> None:
         super().__init__(control.cancel, open_call)
         self._control = control
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the running asyncio loop; an interrupt reaches the ranks, as with `get`.
 
         Other cancellations of the task end the wait, not the work. Raises: as `get`; CancelledError in place of

@@ -87,7 +87,7 @@ class IncomingCalls:
             incoming.on_cancel(incoming.call, cancel.insist)
 
     def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        """Answer the open calls that nobody else will answer any more. Any thread."""
+        """Answer the open calls that nobody else will answer any more. From any thread."""
         for incoming in list(self.open.values()):
             if is_meant(incoming.call):
                 incoming.reply(answer)
