@@ -94,8 +94,8 @@ class Completer:
         found = None if view is None else self._living.complete(view, place.code, place.cursor)
         if found is None:
             return None
-        matches = [CompletionMatch(*item) for item in found["items"]]
-        return Found(found["start"] + place.start, found["end"] + place.start, matches)
+        matches = [CompletionMatch(*item) for item in found.items]
+        return Found(found.start + place.start, found.end + place.start, matches)
 
     def _complete_line(self, line: MagicLine, cursor: int) -> Found | None:
         grammar, text = _grammar_of(line)

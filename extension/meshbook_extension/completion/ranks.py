@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from meshbook.calls.rank_state import Completions
 from meshbook.errors import MeshError
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ class LivingRanks:
         self._session = session
         self._silent_until: dict[tuple[str, int], float] = {}
 
-    def complete(self, view: ProcMesh, code: str, cursor: int) -> Mapping[str, Any] | None:
+    def complete(self, view: ProcMesh, code: str, cursor: int) -> Completions | None:
         """The answer of `meshbook.worker.completion.complete`, with positions in ``code``; None: nobody answers."""
         skipped, code, cursor = _around(code, cursor)
-        found = self._ask(view, dict[str, Any], "complete", code, cursor)
+        found = self._ask(view, Completions, "complete", code, cursor)
         if found is None:
             return None
-        return {**found, "start": found["start"] + skipped, "end": found["end"] + skipped}
+        return found._replace(start=found.start + skipped, end=found.end + skipped)
 
     def inspect(self, view: ProcMesh, code: str, cursor: int, detail: int) -> str | None:
         """What Shift-Tab shows; empty: no such name there; None: nobody answers."""

@@ -108,6 +108,15 @@ class StatusAnswer(NamedTuple):
         return "pdb" if self.paused else "busy" if self.busy else "idle"
 
 
+class Completions(NamedTuple):
+    """What may stand in place of ``code[start:end]``, as far as it can be sent."""
+
+    start: int
+    end: int
+    items: list[tuple[str, str, str]]
+    """Text, type and signature of each, as in `meshbook.shell.completer.Match`."""
+
+
 class LastError(NamedTuple):
     """The exception of a rank that a post-mortem would be of."""
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from meshbook.calls.rank_state import Completions
+
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
 
@@ -26,12 +28,12 @@ TURN_S = 0.1
 """How long the same question waits for the one before it."""
 
 
-def complete(worker: Worker, code: str, cursor: int) -> object:
-    """``{"start", "end", "items"}``, each item (text, type, signature); see `meshbook.shell.completer.complete`."""
+def complete(worker: Worker, code: str, cursor: int) -> Completions | None:
+    """See `meshbook.shell.completer.complete`."""
 
-    def answer() -> object:
-        found = worker.shell.complete(code, cursor)
-        return {"start": found.start, "end": found.end, "items": [item for item in found.items if _sendable(item.text)]}
+    def answer() -> Completions:
+        start, end, items = worker.shell.complete(code, cursor)
+        return Completions(start, end, [(text, type, signature) for text, type, signature in items if _sendable(text)])
 
     return _answer(("complete", _looked_at(code, cursor)), answer)
 
