@@ -32,7 +32,6 @@ from meshbook.agent.peers import AgentPeers
 from meshbook.agent.rank_log import settle_logs
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.spawns import Spawns
-from meshbook.agent.store import StoreAccess
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.sessions.listing import remove_if_last
@@ -235,7 +234,7 @@ class HostAgent:
                 | wire.AskAgain()
             ):  # fmt: skip
                 if (mesh := self._meshes.get(message.mesh)) is not None:
-                    _serve_store(mesh.store, message)
+                    mesh.store.on_message(message)
             case wire.Spawn():
                 self._spawns.start(message)
             case wire.Renumber():
@@ -404,25 +403,6 @@ class HostAgent:
             self._exit_code = code
         for mesh in tuple(self._meshes.values()):
             mesh.stop(GOODBYE_GRACE_S)
-
-
-def _serve_store(
-    store: StoreAccess,
-    message: wire.StoreRequest | wire.StoreAnswer | wire.DropClient | wire.DropKeys | wire.StoreLost | wire.AskAgain,
-) -> None:
-    match message:
-        case wire.StoreRequest(_, rank, request, op):
-            store.ask_from_afar(rank, request, op)
-        case wire.StoreAnswer(_, rank, request, result):
-            store.answer(rank, request, result)
-        case wire.DropClient(_, rank):
-            store.drop_client(rank)
-        case wire.DropKeys(_, prefix):
-            store.drop_keys(prefix)
-        case wire.StoreLost(_, reason):
-            store.lose(reason)
-        case wire.AskAgain():
-            store.resend()
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from meshbook.agent.output import ShownDisplay
 from meshbook.agent.output_pump import OfflineQuota, OutputPump
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.stack_dumps import OutsideStacks
-from meshbook.agent.store import StoreAccess, StoreHome, StoreRelay
+from meshbook.agent.store import StoreHome, StoreRelay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.errors import MeshError
@@ -431,9 +431,10 @@ class AgentMesh:
         self.worker_pool.renumber(renumber)
         self.store = self._make_store(renumber.arrangement.host_rank)
 
-    def _make_store(self, host_rank: int) -> StoreAccess:
-        store = StoreRelay if host_rank else StoreHome
-        return store(self.id, self.to_worker, self._uplink.send_urgent)
+    def _make_store(self, host_rank: int) -> StoreHome | StoreRelay:
+        if host_rank:
+            return StoreRelay(self.id, self.to_worker, self._uplink.send_urgent)
+        return StoreHome(self.id, self.to_worker, self._uplink.send_urgent)
 
     def on_mail_sent(self, worker: AgentWorker) -> None:
         """All mail that had to wait for a worker has been sent, or never will be."""

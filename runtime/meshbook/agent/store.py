@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeAlias
 
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import DueAnswer, KeyValueStore, StoreOp, StoreResult
@@ -25,29 +25,9 @@ Deliver = Callable[[int, wire.RankStored], bool]
 SendUrgent = Callable[[wire.FromHost], None]
 
 
-class StoreAccess(Protocol):
-    """What the agent of any host of the mesh can do for the store."""
-
-    def ask(self, rank: int, request: int, op: StoreOp) -> None:
-        """A worker of this host asks."""
-
-    def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
-        """A worker of another host asks, by way of the controller."""
-
-    def answer(self, rank: int, request: int, result: StoreResult) -> None:
-        """The home has answered a worker of this host."""
-
-    def drop_client(self, rank: int) -> None:
-        """A rank has ended: forget what it waits for."""
-
-    def drop_keys(self, prefix: str) -> None:
-        """Delete the keys under ``prefix``; whoever waits for one of them is told."""
-
-    def lose(self, reason: str) -> None:
-        """The host of the store is lost."""
-
-    def resend(self) -> None:
-        """A new controller is there, which knows nothing of open questions."""
+StoreMessage: TypeAlias = (
+    wire.StoreRequest | wire.StoreAnswer | wire.DropClient | wire.DropKeys | wire.StoreLost | wire.AskAgain
+)
 
 
 class StoreHome:
@@ -61,10 +41,24 @@ class StoreHome:
         self._answered: dict[int, OrderedDict[int, StoreResult]] = {}
         """The last answers to each rank of another host, by request."""
 
+    def on_message(self, message: StoreMessage) -> None:
+        """Take what the controller sends or passes on."""
+        match message:
+            case wire.StoreRequest(_, rank, request, op):
+                self.ask_from_afar(rank, request, op)
+            case wire.DropClient(_, rank):
+                self.drop_client(rank)
+            case wire.DropKeys(_, prefix):
+                self._send(self._store.drop_prefix(prefix))
+            case _:
+                pass  # answers come from here, and this host is not lost
+
     def ask(self, rank: int, request: int, op: StoreOp) -> None:
+        """A worker of this host asks."""
         self._send(self._store.request(rank, request, op))
 
     def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
+        """A worker of another host asks, by way of the controller."""
         known = self._answered.setdefault(rank, OrderedDict()).get(request)
         if known is not None:
             self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, known))
@@ -72,22 +66,11 @@ class StoreHome:
             self._open.add((rank, request))
             self._send(self._store.request(rank, request, op))
 
-    def answer(self, rank: int, request: int, result: StoreResult) -> None:
-        pass  # answers come from here
-
     def drop_client(self, rank: int) -> None:
+        """A rank has ended: forget what it waits for."""
         self._store.drop_client(rank)
         self._answered.pop(rank, None)
         self._open = {question for question in self._open if question[0] != rank}
-
-    def drop_keys(self, prefix: str) -> None:
-        self._send(self._store.drop_prefix(prefix))
-
-    def lose(self, reason: str) -> None:
-        pass  # we are the host of the store
-
-    def resend(self) -> None:
-        pass  # those who did not get their answer ask again
 
     def _send(self, answers: list[DueAnswer[int]]) -> None:
         for rank, request, result in answers:
@@ -109,31 +92,42 @@ class StoreRelay:
         self._open: dict[tuple[int, int], StoreOp] = {}
         self._lost = ""
 
+    def on_message(self, message: StoreMessage) -> None:
+        """Take what the controller sends or passes on."""
+        match message:
+            case wire.StoreAnswer(_, rank, request, result):
+                self.answer(rank, request, result)
+            case wire.StoreLost(_, reason):
+                self.lose(reason)
+            case wire.AskAgain():
+                self.resend()
+            case _:
+                pass  # the rest is for the home
+
     def ask(self, rank: int, request: int, op: StoreOp) -> None:
+        """A worker of this host asks."""
         if self._lost:
             self._deliver(rank, wire.RankStored(request, StoreResult(error=self._lost)))
             return
         self._open[rank, request] = op
         self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))
 
-    def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
-        pass  # the controller sends questions to host 0 only
-
     def answer(self, rank: int, request: int, result: StoreResult) -> None:
+        """The home has answered a worker of this host."""
         if self._open.pop((rank, request), None) is not None:
             self._deliver(rank, wire.RankStored(request, result))
 
     def drop_client(self, rank: int) -> None:
+        """A rank has ended: forget what it waits for."""
         self._open = {question: op for question, op in self._open.items() if question[0] != rank}
 
-    def drop_keys(self, prefix: str) -> None:
-        pass  # there are none here
-
     def lose(self, reason: str) -> None:
+        """The host of the store is lost."""
         self._lost = f"the store of the process groups is gone: {reason}"
         for rank, request in list(self._open):
             self.answer(rank, request, StoreResult(error=self._lost))
 
     def resend(self) -> None:
+        """A new controller is there, which knows nothing of open questions."""
         for (rank, request), op in self._open.items():
             self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))

@@ -96,8 +96,10 @@ class Controller:
 
     def expect_host(self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool) -> HostState:
         """Know a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in."""
-        host = HostState(ticket.host_id, ticket.epoch, launched, self._socket, self._dispatcher.on_whole)
-        host.shares_environment = shares_environment
+        host = HostState(
+            ticket.host_id, ticket.epoch, launched, self._socket, self._dispatcher.on_whole,
+            shares_environment=shares_environment,
+        )  # fmt: skip
         self._dispatcher.hosts[host.id] = host
         if launched.pid:
             self.submit(lambda: self._socket.watch_end(launched.pid))
@@ -122,8 +124,10 @@ class Controller:
 
     def find_host(self, id: str, saved: SavedHost) -> HostState:
         """Expect a host of the former controller."""
-        host = HostState(id, self.epoch, FoundHost(saved.pid, saved.started), self._socket, self._dispatcher.on_whole)
-        host.shares_environment, host.is_found = saved.shares_environment, True
+        host = HostState(
+            id, self.epoch, FoundHost(saved.pid, saved.started), self._socket, self._dispatcher.on_whole,
+            shares_environment=saved.shares_environment, is_found=True,
+        )  # fmt: skip
 
         def readmit() -> None:
             self._socket.readmit(id, saved.key)

@@ -30,11 +30,15 @@ class HostState(HostLink):
         launched: LaunchedHost,
         sock: ControllerSocket,
         on_whole: Callable[[HostState, NamesPayload, list[bytes]], None],
+        *,
+        shares_environment: bool,
+        is_found: bool = False,
     ) -> None:
+        """is_found: it was started by a former controller."""
         super().__init__(id, epoch, sock, lambda message, frames: on_whole(self, message, frames))
         self.name = id
         self.launched = launched
-        self.shares_environment = True
+        self.shares_environment, self.is_found = shares_environment, is_found
         self.launch_another: Callable[[], HostState] | None = None
         """Start one more host of the same kind."""
         self._successor: HostState | None = None
@@ -42,8 +46,6 @@ class HostState(HostLink):
         self.hello: wire.Hello | None = None
         self.answered = self.heard
         """When its machine was last known to be there, while it is silent."""
-        self.is_found = False
-        """It was started by a former controller."""
 
     def present(self) -> HostState:
         """This host, or the one that has taken its place."""

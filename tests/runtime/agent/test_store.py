@@ -88,7 +88,8 @@ def test_ranks_of_all_hosts_share_one_store_whose_keys_can_be_dropped(mesh2x2: P
     assert sorted(mesh2x2.run("store.add('shared', 1)").get(60).values()) == [1, 2, 3, 4]
     keys = mesh2x2.run("[key for key in store._underlying_non_prefix_store.list_keys() if 'shared' in key]").get(60)
     (key,) = keys.values()[3]
-    mesh2x2._controller.drop_keys(mesh2x2._mesh, key)
+    controller = mesh2x2._controller
+    controller.ask(lambda: controller._dispatcher.drop_keys(mesh2x2._mesh, key))
     deadline = time.monotonic() + 10
     while any(mesh2x2.run("store.check(['shared'])").get(60).values()):
         assert time.monotonic() < deadline
