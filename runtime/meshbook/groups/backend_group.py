@@ -78,15 +78,8 @@ class GroupSpec(NamedTuple):
         return dict(c10d.BackendConfig(c10d.Backend(self.backend)).get_device_backend_map())
 
 
-class BegunOperation(NamedTuple):
-    """An operation that is under way."""
-
-    operation: str
-    number: int
-    peer: int | None
-    since: float
-    """Monotonic."""
-    operands: Operands | None = None
+BegunOperation: TypeAlias = "tuple[dist.Work, str, int, int | None, float, Operands | None]"
+"""Its work, name, number, peer, since when it is under way (monotonic), operands; plain, since that is made fastest."""
 
 
 class BackendGroup:
@@ -111,8 +104,8 @@ class BackendGroup:
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._torn: dict[tuple[str, int], Torn] | None = {}
         """Operations that were given up, by name and number; None when that was taken."""
-        self._begun: deque[tuple[dist.Work, str, int, int | None, float, Operands | None]] = deque()
-        """What is under way, each with what `BegunOperation` has of it: plain, since making those takes longer."""
+        self.begun: deque[BegunOperation] = deque()
+        """What is under way, in the order in which it was begun."""
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], SerialQueue] = {}
         self._listening: list[tuple[str, int]] = []
@@ -175,7 +168,7 @@ class BackendGroup:
         operands: Operands | None = None,
     ) -> None:
         """An operation of C++ is under way."""
-        self._begun.append((work, operation, number, peer, time.monotonic(), operands))
+        self.begun.append((work, operation, number, peer, time.monotonic(), operands))
 
     def note_torn(self, operation: str, number: int, operands: Operands | None, raw: dist.Work, waited: bool) -> str:
         """An operation is given up, or has failed: what it may have left half done, in words."""
@@ -195,7 +188,7 @@ class BackendGroup:
         """
         waited = {(work.operation, work.number) for work in list(self.guard.waits.values()) if work.inner is self}
         with self._lock:
-            left = list(self._begun)
+            left = list(self.begun)
         for raw, operation, number, _, _, operands in left:
             if (operation, number) not in waited and not raw.is_completed():
                 self.note_torn(operation, number, operands, raw, False)
@@ -215,15 +208,14 @@ class BackendGroup:
 
     def forget_completed(self) -> None:
         """Let go of operations that have ended: they hold tensors."""
-        if not (begun := self._begun):
-            return
+        begun = self.begun
         with self._lock:
             while begun and begun[0][0].is_completed():
                 begun.popleft()
 
     def forget(self, work: dist.Work) -> None:
         """Let go of one whose end was seen; most often there is no other."""
-        begun = self._begun
+        begun = self.begun
         with self._lock:
             if begun and begun[0][0] is work:
                 begun.popleft()
@@ -233,8 +225,8 @@ class BackendGroup:
     def oldest(self) -> BegunOperation | None:
         """The first operation that has not ended; from any thread."""
         self.forget_completed()
-        begun = list(self._begun)
-        return BegunOperation(*begun[0][1:]) if begun else None
+        begun = list(self.begun)
+        return begun[0] if begun else None
 
     def give_up(self, reason: str) -> None:
         """End all waits; from any thread. The operations themselves go on until `dispose`."""
@@ -271,7 +263,7 @@ class BackendGroup:
     def busy(self) -> bool:
         """Whether C++ still works on an operation."""
         self.forget_completed()
-        return bool(self._begun or self.open_peer_works)
+        return bool(self.begun or self.open_peer_works)
 
     @property
     def connected(self) -> bool:

@@ -45,6 +45,8 @@ _PUBLIC_NAMES = {
 
 _depth = 0
 _parent: int | None = None
+may_refuse = False
+"""Whether `refuse_if_off` might raise; for who asks before each operation, where a call costs more."""
 
 
 def public_name(operation: str) -> str:
@@ -62,20 +64,21 @@ def refuse_if_off(operation: str) -> None:
 
 def leave_to_parent(generation: int) -> None:
     """In a child that a rank of this `forks.generation` has forked: the groups are the rank's to use."""
-    global _parent
-    _parent = generation
+    global _parent, may_refuse
+    _parent, may_refuse = generation, True
 
 
 @contextlib.contextmanager
 def collectives_off() -> Iterator[None]:
     """Have each collective of the calling thread, and of its backward passes, raise UsageError inside the block."""
-    global _depth
+    global _depth, may_refuse
     with _refusing_mode()():
-        _depth += 1
+        _depth, may_refuse = _depth + 1, True
         try:
             yield
         finally:
             _depth -= 1
+            may_refuse = bool(_depth) or _parent is not None
 
 
 def _refuse(operation: str) -> NoReturn:

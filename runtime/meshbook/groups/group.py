@@ -11,6 +11,7 @@ again. A group's inner one is made at its first operation: a mesh may have many 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from threading import get_ident
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from meshbook.errors import GroupAborted, UsageError
+from meshbook.groups import collectives_off
 from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions, dispose
 from meshbook.groups.collectives_off import public_name, refuse_if_off
 from meshbook.groups.operands import Description, MessageRecord, Record, describe, describe_message, parts_of
@@ -348,11 +350,13 @@ def _collective(method: str) -> Callable[..., dist.Work]:
     has_parts = public_name(method).startswith("all_to_all")
 
     def collective(self: AbortableGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        refuse_if_off(operation)
+        if collectives_off.may_refuse:
+            refuse_if_off(operation)
         guard, inner = self._guard, self._inner
         if inner is None or inner.closed or guard.reason:
             inner = self.live
-        inner.forget_completed()
+        if inner.begun:
+            inner.forget_completed()
         by_cells = self.by_cells if get_ident() == guard.main else self._by_cells()
         with self._counting:
             number = self.issued = self.issued + 1
@@ -383,7 +387,7 @@ def _collective(method: str) -> Callable[..., dist.Work]:
             work: CollectiveWork = AsideWork(inner, operation, number, raw)
             inner.add(work, operation, number, None, operands)
         else:
-            inner.add(raw, operation, number, None, operands)
+            inner.begun.append((raw, operation, number, None, time.monotonic(), operands))
             work = CollectiveWork(inner, operation, number, raw)
             if on_cuda:
                 work.on_stream = True

@@ -386,13 +386,16 @@ class RankGroups:
 
     def _under_way(self) -> tuple[Waiting, ...]:
         inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and not inner.dead]
-        begun = [(inner.name, oldest) for inner in inners if (oldest := inner.oldest()) is not None]
+        oldest = [(inner.name, begun) for inner in inners if (begun := inner.oldest()) is not None]
         now = time.monotonic()
-        late = [(name, op) for name, op in begun if now - op.since > LATE_S]
+        late = [(name, begun) for name, begun in oldest if now - begun[4] > LATE_S]
         if not late:
             return ()
         place = users_place(frame_of(threading.main_thread().ident))
-        return tuple(Waiting(name, op.operation, op.number, op.peer, place, now - op.since) for name, op in late)
+        return tuple(
+            Waiting(name, operation, number, peer, place, now - since)
+            for name, (_, operation, number, peer, since, _) in late
+        )
 
     @property
     def moved_bytes(self) -> int:

@@ -196,23 +196,24 @@ class AbortableWork(dist.Work):
             self._finish()
             self._note_end()
             return True
-        waits, thread = self.inner.guard.waits, get_ident()
-        self.since = time.monotonic()
+        inner, thread = self.inner, get_ident()
+        guard = inner.guard
+        waits, self.since = guard.waits, time.monotonic()
         waits[thread] = self
-        limit_s = 0.0 if timeout is _NO_TIMEOUT else timeout.total_seconds()
         try:
-            self._wait(limit_s if limit_s > 0 else self.inner.timeout_s)
+            limit_s = timeout.total_seconds()
+            self._wait(limit_s if limit_s > 0 else inner.timeout_s)
         except BaseException as error:
             if not self.is_completed():
                 self.give_up()
                 self.note_torn()
             if isinstance(error, GroupAborted):
-                self.inner.users.told()
+                inner.users.told()
                 error.torn = self.torn
             raise
         finally:
             waits.pop(thread, None)
-            self.inner.guard.add_wait(thread, self.since, self.operation)
+            guard.add_wait(thread, self.since, self.operation)
         if self.begun:
             self._note_end()
         return True
