@@ -172,7 +172,7 @@ class StateWriter:
     def _leave_traces(self, traces: list[Trace]) -> None:
         if not self.notebook or traces == self._traces:
             return
-        from meshbook.system.private_files import write_private
+        from meshbook.system.user_folders import write_private
 
         path = _trace_path(self.notebook)
         if traces:
@@ -184,7 +184,7 @@ class StateWriter:
 
 def read_traces(notebook: str) -> list[Trace]:
     """The sessions that the last kernel of the notebook had, living or not."""
-    from meshbook.system.private_files import read_private
+    from meshbook.system.user_folders import read_private
 
     with contextlib.suppress(msgspec.DecodeError):
         return _decode_traces(read_private(_trace_path(notebook)) or b"")
@@ -198,8 +198,7 @@ def drop_traces(notebook: str) -> None:
 
 
 def _trace_path(notebook: str) -> Path:
-    from meshbook.system.private_files import private_folder
-    from meshbook.system.user_folders import state_base
+    from meshbook.system.user_folders import private_folder, state_base
 
     name = hashlib.sha256(utf8_text(notebook).encode()).hexdigest()[:16]
     return private_folder(state_base() / "notebooks") / name

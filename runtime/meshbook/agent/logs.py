@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from meshbook.system.log_tail import TAIL_BYTES, _last_lines
+from meshbook.system.exits import TAIL_BYTES, _last_lines
 from meshbook.wire.messages import FROM_THE_END, LogPiece, ReadOn
 
 

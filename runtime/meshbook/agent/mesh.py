@@ -31,8 +31,7 @@ from meshbook.formatting import format_bytes
 from meshbook.lifecycle import WorkerEvent
 from meshbook.shape.generations import Moves
 from meshbook.system.event_loop import EventLoop
-from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words
-from meshbook.system.log_tail import log_tail
+from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, log_tail
 from meshbook.system.processes import is_ending, process_state
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer

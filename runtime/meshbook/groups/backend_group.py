@@ -26,8 +26,16 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.background import SerialQueue, run_in_background
-from meshbook.groups import gloo_aborts
-from meshbook.groups.gloo_sockets import connections, descriptors, gloo_devices, greet_and_leave, is_poll, listening_at
+from meshbook.groups.gloo import (
+    connections,
+    descriptors,
+    gloo_devices,
+    gloo_threads,
+    greet_and_leave,
+    is_poll,
+    listening_at,
+    park_threads,
+)
 from meshbook.groups.torn import Operands, Torn, settle
 from meshbook.groups.use import Failures, Users
 from meshbook.groups.work import GroupState, PeerWork
@@ -112,7 +120,7 @@ class BackendGroup:
         self._polls: list[int] = []
         """The epoll descriptors of gloo's threads."""
         self.is_lost = False
-        """Whether gloo's thread has given it up (`meshbook.groups.gloo_aborts`); it must never be destroyed."""
+        """Whether gloo's thread has given it up (`meshbook.groups.gloo`); it must never be destroyed."""
         self.group = self._build(recipe, store, options, device_id)
 
     # ---- making -------------------------------------------------------------------------------------------------
@@ -143,9 +151,9 @@ class BackendGroup:
     def _gloo(self, recipe: GroupSpec, store: Store) -> Backend:
         options = vars(dist.ProcessGroupGloo)["_Options"]()  # its name in all versions of torch
         with _device_lock, above_standard():
-            before, threads = descriptors(), gloo_aborts.threads()
+            before, threads = descriptors(), gloo_threads()
             options._devices = gloo_devices()
-            gloo_aborts.park(gloo_aborts.threads() - threads, self.lose_thread)
+            park_threads(gloo_threads() - threads, self.lose_thread)
             made = descriptors() - before
             self._listening = [name for fd in made if (name := listening_at(fd)) is not None]
             self._polls = [fd for fd in made if is_poll(fd)]

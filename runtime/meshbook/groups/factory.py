@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.patches import patch
 from meshbook.groups.backend_group import GroupSpec, NcclOptions
-from meshbook.groups.gloo_sockets import connects_at_once
+from meshbook.groups.gloo import connects_at_once
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.work import GroupState
 

@@ -1,4 +1,4 @@
-"""What a rank tells of its process groups: how far each is, and what it waits in. Pure; read by the controller.
+"""What a rank tells of its process groups: how far each is, what it waits in, what it did while it was profiled. Pure.
 
 Operations of a group are numbered from 1 on every member, so numbers of different ranks can be compared: a rank that
 waits in operation 41 of a group can only be served by members that issue their 41st.
@@ -6,6 +6,7 @@ waits in operation 41 of a group can only be served by members that issue their 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -130,3 +131,46 @@ class Collectives(NamedTuple):
     """A call has destroyed the default group, which belongs to the mesh."""
     handling: Mapping[int, int] = {}
     """The threads of those, with their mailboxes."""
+
+
+KEPT = 100_000
+"""Operations, and waits, that one log remembers."""
+
+
+class Operation(NamedTuple):
+    """One operation. Members of a group give equal ones equal numbers."""
+
+    epoch: int
+    group: str
+    name: str
+    number: int
+    is_collective: bool
+    begun: float
+    ended: float
+    """When its end was noticed: at the latest by whoever waited for it."""
+
+
+class Wait(NamedTuple):
+    """A thread's wait for an operation."""
+
+    thread: int
+    what: str
+    begun: float
+    ended: float
+
+
+class OperationLog:
+    """The log of operations, which any thread may fill."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.waits: list[Wait] = []
+        self.wall_minus_monotonic_s = time.time() - time.monotonic()
+
+    def add_operation(self, operation: Operation) -> None:
+        if len(self.operations) < KEPT:
+            self.operations.append(operation)
+
+    def add_wait(self, wait: Wait) -> None:
+        if len(self.waits) < KEPT:
+            self.waits.append(wait)

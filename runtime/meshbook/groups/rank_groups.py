@@ -1,7 +1,7 @@
 """The torch.distributed groups of one rank: formed, proved, used by cells, taken down, formed again.
 
     store    epoch<E>/want/<rank>, epoch<E>/go/<nonce>     the ranks meet (`LinkStore`,
-    `meshbook.groups.rendezvous.meet`)
+    `meshbook.groups.forming.meet`)
              epoch<E>/<id>/...                             one default group and all groups made from it
 
 Each forming has its own *epoch*, a number that the controller raises, so keys of a former group are never read again
@@ -44,18 +44,16 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.patches import patch
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.formatting import format_sizes
-from meshbook.groups import autograd, rebuild
+from meshbook.groups import autograd
 from meshbook.groups.agreements import Progress, Splits, Told, encode_told
 from meshbook.groups.backend_group import dispose
 from meshbook.groups.broadcast import broadcast_value
 from meshbook.groups.factory import GroupFactory
+from meshbook.groups.forming import Agreement, Greeting, agree, choose_master, join, meet, rebuild, set_environment
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.modules import repair_modules, watch_modules
 from meshbook.groups.operands import MessageRecord
-from meshbook.groups.operation_log import OperationLog
-from meshbook.groups.progress import Collectives, Waiting
-from meshbook.groups.rebuild import Agreement, Greeting, agree
-from meshbook.groups.rendezvous import choose_master, meet, set_environment
+from meshbook.groups.progress import Collectives, OperationLog, Waiting
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.groups.use import Handled
 from meshbook.groups.work import GroupState, describe_waits
@@ -151,7 +149,7 @@ class RankGroups:
     ) -> None:
         """Form the default group with all other ranks and prove it with a collective.
 
-        Groups of as many ranks that are there already are formed again in place (`meshbook.groups.rebuild`): handles
+        Groups of as many ranks that are there already are formed again in place (`meshbook.groups.forming`): handles
         stay. Others are closed, and their handles say what to make again.
 
         rpc: how to reach the runtime's store.
@@ -167,7 +165,7 @@ class RankGroups:
             try:
                 renewed: Collection[object] | None = None
                 if place.rank not in agreement.fresh:
-                    renewed = rebuild.rebuild(self._factory, self._our_link, agreement, place.rank, groups)
+                    renewed = rebuild(self._factory, self._our_link, agreement, place.rank, groups)
                 else:
                     self._make_anew(place, agreement)
                 self._lineage = agreement.lineage
@@ -253,7 +251,7 @@ class RankGroups:
             self._create(choose_backend(place.device), PrefixStore(agreement.prefix, link))
         else:
             rank, size = place.rank, place.world_size
-            joined = rebuild.join(self._factory, link, agreement, rank, size, self._create)
+            joined = join(self._factory, link, agreement, rank, size, self._create)
             self._joined = {group.recipe.ranks: group for group in joined if group.group_desc.startswith(_AXIS_GROUP)}
 
     @property

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import GroupAborted
-from meshbook.groups.operation_log import Operation, OperationLog, Wait
-from meshbook.groups.progress import Waiting
+from meshbook.groups.progress import Operation, OperationLog, Wait, Waiting
 from meshbook.groups.use import Handled
 from meshbook.source import thread_frames
 from meshbook.source.location import users_place

@@ -12,8 +12,7 @@ from typing import IO
 import msgspec
 
 from meshbook.launchers.base import LaunchedHost
-from meshbook.system.exits import CRASH_REPORT_LINES, last_words
-from meshbook.system.log_tail import log_tail
+from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.process_ends import end_process
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
 from meshbook.wire.ticket import Ticket, encode_ticket

@@ -34,7 +34,7 @@ from meshbook.shape.members import Choice, Extent, Members, Point, Region, arran
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shape.view import MeshView
 from meshbook.shell.postmortem_memory import Freed
-from meshbook.source.functions import source_of
+from meshbook.source.cells import source_of
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.system.gpu import GpuUse
 from meshbook.values.pickling import dumps

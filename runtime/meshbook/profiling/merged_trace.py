@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from meshbook.groups.operation_log import Operation
+from meshbook.groups.progress import Operation
 from meshbook.profiling.events import FIRST_LANE, TraceEvent, meta
 from meshbook.profiling.recorder import RankTrace
 

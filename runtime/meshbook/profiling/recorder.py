@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from meshbook.groups.operation_log import Operation, OperationLog
+from meshbook.groups.progress import Operation, OperationLog
 from meshbook.profiling.events import Event, RankEvents
 from meshbook.system.descriptors import above_standard, open_above
 from meshbook.system.os_errors import explain

@@ -28,9 +28,8 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.sessions import lock
-from meshbook.system.private_files import private_folder, read_private, write_private
 from meshbook.system.processes import is_same_process
-from meshbook.system.user_folders import log_base, runtime_base
+from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
 
 KEPT_LOG_SESSIONS = 20
 KEPT_LOG_BYTES = 2 << 30

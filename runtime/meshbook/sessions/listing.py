@@ -12,9 +12,8 @@ from pathlib import Path
 
 from meshbook.sessions import lock
 from meshbook.sessions.folder import SavedHost, SavedMesh, SessionState, boot_clock, encode_state, read_state, recall
-from meshbook.system.private_files import write_private
 from meshbook.system.process_ends import end_process
-from meshbook.system.user_folders import KEPT, runtime_base
+from meshbook.system.user_folders import KEPT, runtime_base, write_private
 
 GRACE_S = 60.0
 """Agents that live so much longer than their lease are stuck."""

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 from meshbook.concurrency.forks import at_fork
-from meshbook.system.private_files import read_private, write_private
 from meshbook.system.processes import is_same_process, start_time
+from meshbook.system.user_folders import read_private, write_private
 
 _guard = threading.RLock()
 _held: dict[Path, int] = {}

@@ -1,7 +1,8 @@
-"""What a cell is called where Python wants a file name, and how its lines are numbered.
+"""What a cell is called where Python wants a file name, how its lines are numbered, and the source of what it defines.
 
 The code that reaches a rank stood below the line of a magic in the notebook. Its lines keep the numbers that they have
 there, and its source is known to `linecache`, so that tracebacks, warnings, `inspect.getsource` and debuggers find it.
+Functions that a notebook defines travel with theirs: no file on the rank has it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
+import os
 import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 _labels: dict[str, str] = {}
 _NAME = re.compile(r"<cell (?:(\d{1,7})(?: [0-9a-f]{8})?|[0-9a-f]{8})>")
@@ -73,3 +78,44 @@ def number_of_input(source: str) -> int | None:
 
 def _lines(source: str) -> list[str]:
     return [f"{line}\n" for line in source.splitlines()]
+
+
+def source_of(function: Callable[..., object], known: set[str]) -> tuple[str, str] | None:
+    """The name under which the function was compiled, and the text there, if only this process has it.
+
+    known: names that were looked at before; grows.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename in known:
+        return None
+    known.add(code.co_filename)
+    if Path(code.co_filename).exists():
+        return None
+    text = "".join(linecache.getlines(code.co_filename))
+    return (code.co_filename, text) if text else None
+
+
+def learn_source(name: str, text: str) -> None:
+    """On a rank: know the text."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
+class CellSource(NamedTuple):
+    """A cell. file_name: under which its code was compiled. number: None where it is not known."""
+
+    file_name: str
+    text: str
+    number: int | None
+
+
+def sources_of(cls: type) -> list[CellSource]:
+    """The cells in which the methods of a class, and of those that it derives from, were defined."""
+    names = {
+        getattr(member, "__wrapped__", member).__code__.co_filename
+        for base in cls.__mro__
+        if base.__module__ == "__main__"
+        for member in vars(base).values()
+        if inspect.isfunction(getattr(member, "__wrapped__", member))
+    }
+    texts = {name: "".join(linecache.getlines(name)) for name in sorted(names) if not os.path.exists(name)}
+    return [CellSource(name, text, number_of_input(text)) for name, text in texts.items() if text]

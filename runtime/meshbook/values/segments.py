@@ -32,8 +32,14 @@ from meshbook.concurrency import forks
 from meshbook.errors import LocalProtocolError, MeshError
 from meshbook.formatting import format_bytes
 from meshbook.system.descriptors import open_above
-from meshbook.system.memory_files import create_memory_file, forbid_shrinking, is_memory_file, may_be_mapped
-from meshbook.system.mmap import Bytes, map_fd
+from meshbook.system.memory_files import (
+    Bytes,
+    create_memory_file,
+    forbid_shrinking,
+    is_memory_file,
+    map_fd,
+    may_be_mapped,
+)
 from meshbook.values.lent_memory import LentMapping
 from meshbook.wire.frames import Buffer
 from meshbook.wire.messages import SegmentRef

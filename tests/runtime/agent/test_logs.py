@@ -14,7 +14,7 @@ from meshbook.controller.logs import LogFollower
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions import folder as session_folder
 from meshbook.sessions.folder import SessionFolder
-from meshbook.system.log_tail import log_tail
+from meshbook.system.exits import log_tail
 from meshbook.wire.messages import FROM_THE_END, LogPiece, ReadOn
 
 

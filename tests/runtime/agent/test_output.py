@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshbook.agent.output import BURST_BYTES, RankOutput, _Stream
 from meshbook.agent.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
-from meshbook.system.log_tail import log_tail
+from meshbook.system.exits import log_tail
 from meshbook.wire.messages import OWN_RANK, StreamText
 
 MARKER = b"\x1e0123456789abcdef:"

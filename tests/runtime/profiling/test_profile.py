@@ -10,7 +10,7 @@ from typing import Any
 
 from collector import Collector
 
-from meshbook.groups.operation_log import Operation
+from meshbook.groups.progress import Operation
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.profiles import Profile, collect
 from meshbook.profiling.events import Event, RankEvents

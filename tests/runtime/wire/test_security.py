@@ -523,7 +523,7 @@ def test_other_users_find_nothing(front: Front, mesh4: ProcMesh) -> None:
 
 def test_a_folder_that_another_user_prepared_is_refused(tmp_path: Path) -> None:
     from meshbook.errors import SpawnError
-    from meshbook.system.private_files import private_folder
+    from meshbook.system.user_folders import private_folder
 
     trap = tmp_path / "trap"
     trap.mkdir(mode=0o755)
