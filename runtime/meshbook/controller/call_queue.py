@@ -57,7 +57,7 @@ class CallQueue:
             transmit()
 
     def holds(self, call: OpenCall) -> bool:
-        """Whether it queues here."""
+        """Return whether the call queues here."""
         return any(queued.call is call for queued in self._queued)
 
     def drop(self, call: OpenCall) -> bool:

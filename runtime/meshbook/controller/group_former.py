@@ -49,7 +49,7 @@ FORM_S = 10.0
 
 
 class _Forming:
-    """One attempt."""
+    """One attempt to form the groups."""
 
     def __init__(self, call: OpenCall, epoch: int, give_up_at: float) -> None:
         self.call, self.epoch, self.give_up_at = call, epoch, give_up_at
@@ -318,7 +318,7 @@ class GroupFormer:
 
 
 def forming_call(id: int, mesh: MeshState, future: Future[Any]) -> OpenCall:
-    """The call of `GroupFormer.form`."""
+    """Make the call that `GroupFormer.form` takes."""
     return OpenCall(id, mesh.id, "the process groups", Region.of(mesh.extent), future, fail_fast=False)
 
 

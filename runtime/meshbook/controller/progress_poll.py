@@ -80,7 +80,7 @@ class ProgressPoll:
 
     @property
     def busy(self) -> bool:
-        """Whether answers are awaited."""
+        """Return whether answers are awaited."""
         return self._look is not None
 
     def due_with(self, other: float) -> float:

@@ -41,7 +41,7 @@ class LongCalls:
             self.due = min(self.due, now + TELL_S)
 
     def forget(self, call: OpenCall) -> None:
-        """It has ended."""
+        """The call has ended."""
         self._calls.pop(call.id, None)
 
     def silence(self, call: OpenCall) -> None:

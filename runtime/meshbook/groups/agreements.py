@@ -238,7 +238,7 @@ def _describe(number: int, entered: Mapping[int, Entered]) -> str:
 
 
 def _and(parties: Iterable[Iterable[int]]) -> str:
-    """``ranks 0 and 1-7``"""
+    """Name all parties: ``ranks 0 and 1-7``."""
     first, *others = [name_ranks(ranks) for ranks in parties]
     rest = [other.split(" ", 1)[1] for other in others]
     return f"ranks {' and '.join([first.split(' ', 1)[1], *rest])}"

@@ -148,7 +148,7 @@ class AbortableGroup(dist.ProcessGroup):
         return former
 
     def shutdown(self) -> None:
-        """What `destroy_process_group` calls."""
+        """`destroy_process_group` calls this."""
         self._guard.note_broken()
         former = self.retire(f'the process group "{self.recipe.name}" was destroyed: make it again on all its ranks.')
         dispose([former] if former is not None else [])

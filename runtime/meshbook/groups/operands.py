@@ -130,7 +130,7 @@ class MessageRecord(Record):
     __slots__ = ("name", "receiver", "sender")
 
     def __init__(self, epoch: int, group: str, sender: int, receiver: int) -> None:
-        """sender, receiver: base ranks."""
+        """Begin the record of one direction; sender, receiver: base ranks."""
         super().__init__(epoch)
         self.name = f"{group} {sender}>{receiver}"
         self.sender, self.receiver = sender, receiver

@@ -526,7 +526,7 @@ def _check_compatible(wanted: dict[str, Any]) -> None:
 
 
 def _backend_names(backend: str) -> set[str]:
-    """``{"gloo", "nccl"}`` for ``cpu:gloo,cuda:nccl``."""
+    """Return ``{"gloo", "nccl"}`` for ``cpu:gloo,cuda:nccl``."""
     return {part.rpartition(":")[2].lower() for part in backend.split(",")} - {"undefined"}
 
 

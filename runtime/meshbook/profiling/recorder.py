@@ -47,7 +47,7 @@ class OpTime(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """What one rank recorded."""
+    """What one rank has recorded of a cell."""
 
     problem: str
     """Why there is nothing else here; empty when all is well."""

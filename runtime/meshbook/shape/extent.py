@@ -120,7 +120,7 @@ class Extent(Mapping[str, int]):
         return rank
 
     def points(self) -> Iterator[Point]:
-        """All points, by rank."""
+        """Return all points, in the order of ranks."""
         return (Point(rank, self) for rank in range(self.nelements))
 
     def require_all(self, given: Collection[str]) -> None:

@@ -63,7 +63,7 @@ class Members(ABC):
 
     @abstractmethod
     def _at(self, places: Region) -> Members:
-        """The members at ``places``."""
+        """Return the members at these places."""
 
     @property
     def labels(self) -> tuple[str, ...]:

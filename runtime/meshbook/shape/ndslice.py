@@ -152,7 +152,7 @@ class Shape:
     __slots__ = ("members",)
 
     def __init__(self, labels: Iterable[str], slice: Slice) -> None:
-        """Raises: LayoutError."""
+        """Name the axes of a slice. Raises: LayoutError."""
         names = tuple(labels)
         if len(names) != slice.ndim:
             raise LayoutError(f"axis names {names} do not fit {slice}; give as many as it has sizes")
@@ -234,12 +234,12 @@ class NamedRegion(Shape):
         return Shape(self.labels, self.ndslice)
 
     def point_of_base_rank(self, rank: int) -> Point:
-        """Raises: RankError."""
+        """Return the point of a rank of the base. Raises: RankError."""
         return self.members.point(rank)
 
 
 class ShapeExt:
-    """Operations on shapes."""
+    """Operations on shapes, as Monarch groups them."""
 
     @staticmethod
     def slice(shape: Shape, **axes: Index) -> Shape:

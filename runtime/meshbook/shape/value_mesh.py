@@ -97,7 +97,7 @@ class ValueMesh(MeshView, Generic[T]):
             yield point, _load(value)
 
     def map(self, function: Callable[[T], U]) -> ValueMesh[U]:
-        """The mesh of ``function(value)``."""
+        """Return the mesh of ``function(value)``."""
         return ValueMesh(self._members, [function(value) for value in self.values()])
 
     def flatten(self, name: str) -> ValueMesh[T]:

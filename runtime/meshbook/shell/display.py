@@ -28,7 +28,7 @@ BUNDLE_MAX_CHARS = 32 << 20
 
 
 class RankDisplayPublisher(DisplayPublisher):
-    """`display()`."""
+    """Publishes what `display()` shows on a rank."""
 
     shell: RankIPython
 

@@ -105,7 +105,7 @@ def _value_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, whatever that does."""
+    """Return ``str(error)``, whatever that does."""
     try:
         return str(error)
     except BaseException as problem:

@@ -156,7 +156,7 @@ class RankIPython(InteractiveShell):
     # ---- commands, debuggers, ends ------------------------------------------------------------------------------
 
     def system(self, cmd: str) -> None:
-        """``!cmd``"""
+        """Run ``!cmd``, with its output in its place."""
         command = self.var_expand(cmd, depth=1)
         self._mark_place()
         code, _ = run_command(command)
@@ -168,7 +168,7 @@ class RankIPython(InteractiveShell):
     system_raw = system_piped = system
 
     def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> SList | LSString:
-        """``names = !cmd``"""
+        """Run ``names = !cmd``, and return what it prints."""
         self._mark_place()
         code, text = run_command(self.var_expand(cmd, depth=depth + 1), capture=True)
         if code and getattr(self, "system_raise_on_error", False):
@@ -197,7 +197,7 @@ class RankIPython(InteractiveShell):
 
     @property
     def call_pdb(self) -> bool:
-        """Set by ``%pdb``."""
+        """``%pdb`` sets this, which is refused."""
         return False
 
     @call_pdb.setter
@@ -209,7 +209,7 @@ class RankIPython(InteractiveShell):
             )
 
     def ask_exit(self) -> None:
-        """``exit`` and ``quit``"""
+        """``exit`` and ``quit`` call this."""
         raise SystemExit
 
     def enable_gui(self, gui: str | None = None) -> None:
