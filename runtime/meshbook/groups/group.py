@@ -335,12 +335,6 @@ class AbortableGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return int(self.live.group._get_sequence_number_for_group())
 
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
-        return None
-
 
 def _collective(method: str) -> Callable[..., dist.Work]:
     operation = public_name(method)

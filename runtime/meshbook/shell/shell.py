@@ -21,6 +21,7 @@ import importlib.util
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
@@ -261,7 +262,7 @@ class RankShell:
                 yield
             finally:
                 for stream in self._streams:
-                    stream.flush_thread()
+                    stream.flush(threading.get_ident())
                     stream.reopen()
 
     def keep_error(self, error: BaseException, call: int) -> None:

@@ -157,19 +157,12 @@ class RankStream(io.TextIOBase):
             self._partial[key] = line
         return len(text)
 
-    def flush(self) -> None:
+    def flush(self, thread: int = 0) -> None:
+        """Write out what threads have begun; only what ``thread`` has, if one is given."""
         for key in list(self._partial):
-            if line := self._partial.pop(key, ""):
-                self._emit(key[0] if isinstance(key, tuple) else None, line)
-
-    def flush_thread(self) -> None:
-        """Write out what the calling thread has begun."""
-        thread = get_ident()
-        for key in [
-            key for key in list(self._partial) if key == thread or (isinstance(key, tuple) and key[1] == thread)
-        ]:
-            if line := self._partial.pop(key, ""):
-                self._emit(key[0] if isinstance(key, tuple) else None, line)
+            late, of = key if isinstance(key, tuple) else (None, key)
+            if thread in (0, of) and (line := self._partial.pop(key, "")):
+                self._emit(late, line)
 
     def _emit(self, late: int | None, text: str) -> None:
         if late is None:

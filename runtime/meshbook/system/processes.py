@@ -58,16 +58,21 @@ def thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def _stat(pid: int, proc: Path = Path("/proc")) -> list[bytes]:
+    """The fields of proc(5)'s stat from the third on; none when there is no such process."""
+    try:
+        return (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def start_time(pid: int) -> int | None:
     """Clock ticks between boot and the start of ``pid``; None when there is no such process.
 
     With the pid it names a process for ever: a recycled pid has another start time (proc(5), field 22).
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(b")")[2].split()[19])
+    stat = _stat(pid)
+    return int(stat[19]) if stat else None
 
 
 def process_state(pid: int) -> str:
@@ -75,11 +80,8 @@ def process_state(pid: int) -> str:
 
     R runs, S sleeps, D sleeps in uninterruptible I/O, T was stopped by a signal, t by a debugger, Z has ended.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat.rpartition(b")")[2].split()[0].decode()
+    stat = _stat(pid)
+    return stat[0].decode() if stat else ""
 
 
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
@@ -88,10 +90,10 @@ def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
     proc(5): PF_EXITING in field 9, or SIGKILL pending in field 31.
     """
     try:
-        fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        fields = _stat(pid, proc)
     except OSError:
         return False
-    return bool(int(fields[6]) & 0x4 or int(fields[28]) & 1 << (signal.SIGKILL - 1))
+    return bool(fields) and bool(int(fields[6]) & 0x4 or int(fields[28]) & 1 << (signal.SIGKILL - 1))
 
 
 def descendants(pid: int) -> list[int]:
@@ -113,11 +115,8 @@ def children(pid: int) -> list[int]:
 
 def is_same_process(pid: int, started: int) -> bool:
     """Whether ``pid`` still is the process that was recorded with start time ``started``, and no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat[0] != b"Z" and int(stat[19]) == started
+    stat = _stat(pid)
+    return bool(stat) and stat[0] != b"Z" and int(stat[19]) == started
 
 
 def kill_session(pid: int) -> None:
