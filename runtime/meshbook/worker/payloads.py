@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from meshbook.calls.mailboxes import CallArguments
 from meshbook.errors import Failure
-from meshbook.system.mmap import Bytes
+from meshbook.system.memory_files import Bytes
 from meshbook.values import lent_memory
 from meshbook.values.pickling import loads
 from meshbook.values.segments import SegmentPool, map_segment
