@@ -47,8 +47,9 @@ from meshbook.wire import messages as wire
 from meshbook.wire.batches import Batch, unbatch
 from meshbook.wire.frames import FrameReader, pack
 from meshbook.wire.kv_store import StoreOp
+from meshbook.wire.lanes import LANES, routing_id
 from meshbook.wire.link import MESSAGE, Link
-from meshbook.wire.transport import LANES, ControllerSocket, routing_id
+from meshbook.wire.transport import ControllerSocket
 
 FRAMES, HANDSHAKES = 1_000_000, 100_000
 UNDER_WAY = 2000
@@ -248,7 +249,7 @@ class _Crashes(io.StringIO):
 def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     """Frames of a peer with a valid key; whenever they cost it its place it gets a new one."""
     sock = ControllerSocket()
-    endpoint = sock.bind(f"ipc://{workdir}/fuzz")
+    endpoint = sock.bind("tcp://127.0.0.1:*")
     public, secret = sock.accept("host")
     dispatcher = Dispatcher(TurnQueue(), itertools.count(1).__next__, sock.key_of, str)
     dispatcher.calls.default_listener = lambda event: None

@@ -1,7 +1,8 @@
-"""A TCP relay on loopback whose connections can be reset, and which can fall silent as a cut cable does."""
+"""A relay, over TCP or Unix sockets, whose connections can be reset, and which can fall silent as a cut cable does."""
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import threading
@@ -9,12 +10,19 @@ import time
 
 
 class Relay:
-    """Forwards connections to ``target`` (host, port) until `cut` or `close`."""
+    """Forwards connections to ``target``, (host, port) or a path, until `cut` or `close`."""
 
-    def __init__(self, target: tuple[str, int], address: str = "127.0.0.1") -> None:
+    def __init__(self, target: tuple[str, int] | str, address: str = "127.0.0.1") -> None:
         self._target = target
-        self._listener = socket.create_server((address, 0))
-        self.port: int = self._listener.getsockname()[1]
+        self.port, self.path = 0, ""
+        if isinstance(target, str):
+            self.path = f"{target}.relay"
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(self.path)
+            self._listener.listen()
+        else:
+            self._listener = socket.create_server((address, 0))
+            self.port = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._peers: dict[socket.socket, socket.socket] = {}
         self._ended = False
@@ -42,6 +50,8 @@ class Relay:
         self.cut()
         self._selector.close()
         self._listener.close()
+        if self.path:
+            os.unlink(self.path)
 
     def _run(self) -> None:
         while not self._ended:
@@ -57,7 +67,11 @@ class Relay:
 
     def _accept(self) -> None:
         inner, _ = self._listener.accept()
-        outer = socket.create_connection(self._target)
+        if isinstance(self._target, str):
+            outer = socket.socket(socket.AF_UNIX)
+            outer.connect(self._target)
+        else:
+            outer = socket.create_connection(self._target)
         self._peers[inner], self._peers[outer] = outer, inner
         for sock in (inner, outer):
             self._selector.register(sock, selectors.EVENT_READ)

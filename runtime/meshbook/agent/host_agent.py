@@ -44,9 +44,10 @@ from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import only_frame
+from meshbook.wire.lanes import HEARTBEAT_S
 from meshbook.wire.replies import agents_answer, dropped_replies
 from meshbook.wire.ticket import Ticket, decode_ticket
-from meshbook.wire.transport import HEARTBEAT_S, Dialer
+from meshbook.wire.transport import Dialer
 from meshbook.wire.uplink import Uplink
 
 EXIT_LOST, EXIT_REFUSED = 75, 77

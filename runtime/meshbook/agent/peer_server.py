@@ -53,8 +53,7 @@ class PeerServer:
         except OSError:
             self._sock.close()
             raise
-        for fd in self._sock.descriptors:
-            loop.watch(fd, lambda: None)
+        loop.watch(self._sock.fd, lambda: None)
         self._callers: dict[str, HostLink] = {}
 
     def admit(self, host_id: str, key: str, epoch: int) -> None:

@@ -50,7 +50,7 @@ from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import only_frame
-from meshbook.wire.transport import LaneName
+from meshbook.wire.lanes import LaneName
 
 MAX_BACKLOG = 50_000
 """Messages that may wait for slow hosts before new calls wait too."""

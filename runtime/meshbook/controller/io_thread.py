@@ -15,7 +15,8 @@ from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.io_turns import SocketTurn, TurnQueue
-from meshbook.wire.transport import HEARTBEAT_S, ControllerSocket
+from meshbook.wire.lanes import HEARTBEAT_S
+from meshbook.wire.transport import ControllerSocket
 
 ACK_IDLE_S = 0.02
 """When nothing has come for so long, what has come is acknowledged."""

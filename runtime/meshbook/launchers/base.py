@@ -30,7 +30,7 @@ class Launcher(Protocol):
 
     name: str
     transport: str
-    """``ipc`` when agents run on the controller's machine, ``tcp`` otherwise."""
+    """``unix`` when agents run on the controller's machine, ``tcp`` otherwise."""
     shares_environment: bool
     """Whether working folder, sys.path and environment of the controller make sense on its hosts."""
 

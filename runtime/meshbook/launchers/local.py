@@ -28,7 +28,7 @@ class LocalLauncher:
     shares_environment = True
 
     def __init__(self, *, separate_hosts: bool = False) -> None:
-        self.transport = "tcp" if separate_hosts else "ipc"
+        self.transport = "tcp" if separate_hosts else "unix"
         self._shares_memory = not separate_hosts
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:

@@ -21,6 +21,7 @@ from meshbook.system.os_errors import explain
 from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.values.pickling import dumps
 from meshbook.wire.ticket import Ticket
+from meshbook.wire.unix_transport import SCHEME
 
 NAME_MAX_CHARS = 60
 """Of a mesh's name: in UTF-8, with the mesh's number, it is the name of a folder."""
@@ -174,8 +175,8 @@ def _checked_modules(preload: Sequence[str]) -> tuple[str, ...]:
 
 def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[HostState]:
     """Start agents that dial in; one that is lost is started again in the same way. Raises: SpawnError."""
-    tcp, ipc = f"tcp://{in_endpoint(loopback_address())}:*", f"ipc://{controller.folder.path}/control"
-    address = tcp if launcher.transport == "tcp" else ipc
+    tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
+    address = tcp if launcher.transport == "tcp" else unix
     endpoint = controller.endpoint(address)
     tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
     hosts, saved = [], {}

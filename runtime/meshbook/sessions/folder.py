@@ -4,7 +4,7 @@
         lock, owner     who owns it (`meshbook.sessions.lock`)
         state           keys, endpoints, hosts and meshes (`SessionState`): all that the next controller needs
         memory/<key>    what the notebook wants remembered
-        control         the ipc socket
+        control         the Unix socket
     <state dir>/meshbook/logs/<session>/        0700: logs of agents and ranks; those of the last sessions stay
 
 A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,

@@ -21,12 +21,14 @@ REST_S = 0.1
 class Watch:
     """One descriptor that the loop watches."""
 
-    __slots__ = ("active", "fd", "on_readable", "on_writable", "resting", "wants_writable")
+    __slots__ = ("active", "fd", "mask", "on_readable", "on_writable", "resting")
 
-    def __init__(self, fd: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None) -> None:
-        self.fd, self.on_readable, self.on_writable = fd, on_readable, on_writable
+    def __init__(
+        self, fd: int, mask: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None
+    ) -> None:
+        self.fd, self.mask, self.on_readable, self.on_writable = fd, mask, on_readable, on_writable
         self.active = True
-        self.resting = self.wants_writable = False
+        self.resting = False
 
 
 class EventLoop:
@@ -38,18 +40,28 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
-    def watch(self, fd: int, on_readable: Callable[[], object], on_writable: Callable[[], None] | None = None) -> Watch:
-        """Call ``on_readable`` whenever ``fd`` can be read or has reached its end."""
-        watch = Watch(fd, on_readable, on_writable)
+    def watch(
+        self,
+        fd: int,
+        on_readable: Callable[[], object],
+        on_writable: Callable[[], None] | None = None,
+        *,
+        edges: bool = False,
+    ) -> Watch:
+        """Call ``on_readable`` whenever ``fd`` can be read or has reached its end.
+
+        edges: only when something has come since, whatever was left unread.
+        """
+        watch = Watch(fd, select.EPOLLIN | (select.EPOLLET if edges else 0), on_readable, on_writable)
         self._watches[fd] = watch
-        self._epoll.register(fd, select.EPOLLIN)
+        self._epoll.register(fd, watch.mask)
         return watch
 
     def want_writable(self, watch: Watch, wanted: bool) -> None:
         """Start or stop calling the watch's ``on_writable``."""
-        watch.wants_writable = wanted
+        watch.mask = watch.mask | select.EPOLLOUT if wanted else watch.mask & ~select.EPOLLOUT
         if watch.active and not watch.resting:
-            self._epoll.modify(watch.fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+            self._epoll.modify(watch.fd, watch.mask)
 
     def forget(self, watch: Watch) -> None:
         """Stop watching; call this before closing the descriptor."""
@@ -90,4 +102,4 @@ class EventLoop:
     def _look_again(self, watch: Watch) -> None:
         if watch.active and watch.resting:
             watch.resting = False
-            self._epoll.register(watch.fd, select.EPOLLIN | (select.EPOLLOUT if watch.wants_writable else 0))
+            self._epoll.register(watch.fd, watch.mask)

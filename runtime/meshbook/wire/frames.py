@@ -1,9 +1,9 @@
-"""Messages on a byte stream (the socketpairs between a host agent and its workers).
+"""Messages on a byte stream (between the processes of one host).
 
     u32 count | u32 length 1 | .. | u32 length n | frame 1 | .. | frame n
 
-Frame 1 is the header of `meshbook.wire`, the others are its payload. No clock and no threads here: `FrameReader` is fed
-bytes, `pack` returns them. Both ends live on one host and were started by us, so lengths are trusted up to a cap.
+Frame 1 is the header of `meshbook.wire`, the others are its payload. `FrameReader` is fed bytes, `pack` returns them;
+below are the sockets that do so. Both ends live on one host and were started by us, so lengths are trusted up to a cap.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -135,3 +137,74 @@ def only_frame(payload: Sequence[bytes]) -> bytes:
     if len(payload) != 1:
         raise PeerProtocolError(f"a message that has one payload frame came with {len(payload)}")
     return payload[0]
+
+
+class MessageSocket:
+    """Whole messages over a stream socket that never blocks; what does not fit now waits here. Raises: OSError."""
+
+    __slots__ = ("_reader", "_sock", "_unsent", "fd", "has_more", "unsent_bytes")
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock, self.fd = sock, sock.fileno()
+        self._reader = FrameReader()
+        self._unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        self.has_more = False
+        """Whether the last `receive` may have left something."""
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        """Send a message; whether nothing waits for the other end to read, else call `flush` when there is room."""
+        data = pack(frames)
+        if self._unsent:
+            sent = 0
+        else:
+            try:
+                sent = self._sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(data):
+                return True
+        self._unsent.append(memoryview(data)[sent:])
+        self.unsent_bytes += len(data) - sent
+        return False
+
+    def flush(self) -> bool:
+        """Send what waits, as far as there is room; whether that was all."""
+        while self._unsent:
+            part = self._unsent[0]
+            try:
+                sent = self._sock.send(part)
+            except BlockingIOError:
+                return False
+            self.unsent_bytes -= sent
+            if sent < len(part):
+                self._unsent[0] = part[sent:]
+                return False
+            self._unsent.popleft()
+        return True
+
+    def flush_until(self, deadline: float) -> None:
+        """Send what waits, until a moment of the monotonic clock."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while not self.flush() and (left := deadline - time.monotonic()) > 0:
+            poll.poll(left * 1000)
+
+    def receive(self, size: int = 1 << 16) -> Iterable[list[bytes]]:
+        """Take in at most ``size`` bytes; each message that they complete.
+
+        Raises: EOFError at the end of the stream; PeerProtocolError, see `FrameReader.feed`.
+        """
+        try:
+            data = self._sock.recv(size)
+        except BlockingIOError:
+            self.has_more = False
+            return ()
+        if not data:
+            raise EOFError
+        self.has_more = len(data) == size
+        return self._reader.feed(data)
+
+    def close(self) -> None:
+        self._sock.close()

@@ -15,8 +15,9 @@ from meshbook.wire import messages as wire
 from meshbook.wire.batches import Batch
 from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
 from meshbook.wire.frames import Buffer
+from meshbook.wire.lanes import LANES, LaneName
 from meshbook.wire.link import Link, check_message, epoch_of
-from meshbook.wire.transport import LANES, ControllerSocket, LaneName
+from meshbook.wire.transport import ControllerSocket
 
 
 class HostLink:

@@ -73,14 +73,15 @@ class Uplink:
         owner: UplinkOwner,
         on_newer: Callable[[int], None] = lambda epoch: None,
     ) -> None:
-        """on_newer: see `meshbook.wire.transport.AgentSocket`. Raises: OSError, see `Dialer.dial`."""
+        """on_newer: see `meshbook.wire.lanes.Lane`. Raises: OSError, see `Dialer.dial`."""
         self.silence = PeerSilence()
         self.shares_memory = False
         """Whether the other end can map the shared memory of this host."""
         self.bulk_in = BulkReceiver(owner.on_whole)
         self._loop, self._owner = loop, owner
         self._lanes = dialer.dial(ticket, on_newer)
-        self._watches = [lane.watch(loop) for lane in self._lanes.values()]
+        for lane in self._lanes.values():
+            lane.watch(loop)
         self._calls, bulk = self._lanes["calls"], self._lanes["bulk"]
         self._outbox = Batch(self._calls.send)
         self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
@@ -137,7 +138,7 @@ class Uplink:
 
     @property
     def is_answered(self) -> bool:
-        """As `AgentSocket.is_answered`."""
+        """As `Lane.is_answered`."""
         return self._lanes["urgent"].is_answered
 
     @property
@@ -184,8 +185,6 @@ class Uplink:
 
     def close(self) -> None:
         """Close the lanes; what was not sent is dropped."""
-        for watch in self._watches:
-            self._loop.forget(watch)
         for lane in self._lanes.values():
             lane.close()
         self._bulk_out.clear()

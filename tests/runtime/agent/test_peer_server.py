@@ -21,7 +21,8 @@ from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.transport import AgentSocket, new_keys
+from meshbook.wire.transport import new_keys
+from meshbook.wire.zmq_transport import ZmqLane
 
 _numbers = itertools.count(1)
 
@@ -68,14 +69,14 @@ def port(mesh2x2: ProcMesh) -> Port:
 
 
 @pytest.fixture
-def impostor(port: Port) -> Iterator[Callable[[tuple[str, str]], AgentSocket]]:
+def impostor(port: Port) -> Iterator[Callable[[tuple[str, str]], ZmqLane]]:
     """Dials the port's lane of calls with a key pair."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made: list[AgentSocket] = []
+    made: list[ZmqLane] = []
 
-    def make(keys: tuple[str, str]) -> AgentSocket:
+    def make(keys: tuple[str, str]) -> ZmqLane:
         ticket = Ticket("late", port.endpoint, port.key, keys[0], keys[1], "", 1, 0.0)
-        made.append(AgentSocket(context, ticket, "calls"))
+        made.append(ZmqLane(context, ticket, "calls"))
         return made[-1]
 
     yield make
@@ -117,7 +118,7 @@ def _call(port: Port, endpoint: str, argument: object, mailbox: int) -> tuple[by
     ), []
 
 
-def _answers(sock: AgentSocket) -> bool:
+def _answers(sock: ZmqLane) -> bool:
     """Whether a reply comes."""
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
@@ -130,7 +131,7 @@ def _answers(sock: AgentSocket) -> bool:
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_nobody_reaches_the_main_threads_of_ranks_through_the_port(
-    port: Port, impostor: Callable[[tuple[str, str]], AgentSocket], tmp_path: Path, is_known: bool
+    port: Port, impostor: Callable[[tuple[str, str]], ZmqLane], tmp_path: Path, is_known: bool
 ) -> None:
     keys = new_keys()
     name = port.expect(keys if is_known else new_keys())
@@ -147,7 +148,7 @@ def test_nobody_reaches_the_main_threads_of_ranks_through_the_port(
 
 
 def test_a_host_that_sends_nonsense_is_let_in_no_more(
-    port: Port, impostor: Callable[[tuple[str, str]], AgentSocket]
+    port: Port, impostor: Callable[[tuple[str, str]], ZmqLane]
 ) -> None:
     keys = new_keys()
     port.expect(keys)

@@ -13,25 +13,28 @@ from relay import Relay
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.launchers.base import LaunchedHost
 from meshbook.wire.ticket import Ticket
+from meshbook.wire.unix_transport import SCHEME
 
 
 class RelayedLauncher(LocalLauncher):
     """Agents that dial in through a relay."""
 
-    def __init__(self) -> None:
-        super().__init__(separate_hosts=True)
-        self.relay: Relay | None = None
+    relay: Relay | None = None
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        host, _, port = tickets[0].endpoint.removeprefix("tcp://").partition(":")
-        self.relay = Relay((host, int(port)))
-        endpoint = f"tcp://127.0.0.1:{self.relay.port}"
+        if self.transport == "tcp":
+            host, _, port = tickets[0].endpoint.removeprefix("tcp://").partition(":")
+            self.relay = Relay((host, int(port)))
+            endpoint = f"tcp://127.0.0.1:{self.relay.port}"
+        else:
+            self.relay = Relay(tickets[0].endpoint.removeprefix(SCHEME))
+            endpoint = f"{SCHEME}{self.relay.path}"
         return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
 
 
-@pytest.fixture
-def relayed(clean_end: None) -> Iterator[tuple[ProcMesh, Relay]]:
-    launcher = RelayedLauncher()
+@pytest.fixture(params=["unix", "tcp"])
+def relayed(clean_end: None, request: pytest.FixtureRequest) -> Iterator[tuple[ProcMesh, Relay]]:
+    launcher = RelayedLauncher(separate_hosts=request.param == "tcp")
     mesh = start_hosts({}, launcher).spawn_procs({"gpus": 2}, owns_hosts=True)
     assert launcher.relay is not None
     yield mesh, launcher.relay

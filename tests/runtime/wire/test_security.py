@@ -30,9 +30,9 @@ from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.admission import MAX_PER_ADDRESS
 from meshbook.wire.batches import _MARK
+from meshbook.wire.lanes import LaneName, routing_id
 from meshbook.wire.link import _HEAD, ACK, BEAT, MESSAGE, Link
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.transport import LaneName, routing_id
 
 NOBODY = 65534
 

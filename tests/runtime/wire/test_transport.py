@@ -10,7 +10,8 @@ from typing import TypeAlias
 import pytest
 import zmq
 
-from meshbook.wire.transport import ControllerSocket, routing_id
+from meshbook.wire.lanes import routing_id
+from meshbook.wire.transport import ControllerSocket
 
 Keys: TypeAlias = "tuple[str, str] | None"
 Dial: TypeAlias = "Callable[[Keys, str], zmq.Socket[bytes]]"

@@ -1,0 +1,118 @@
+"""The lanes of a connection: their names, and the dialling end of one, over whichever transport.
+
+    urgent    cancel, queries, heartbeats, the store; small frames only
+    calls     calls, replies, output, in order
+    bulk      pieces of payloads that cross hosts
+
+Each lane is a stream of its own, so that an interrupt never waits behind a payload. Transports lose what is under way
+when a connection breaks; `meshbook.wire.link` numbers and replays it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from meshbook.system.event_loop import EventLoop
+from meshbook.wire.frames import Buffer
+from meshbook.wire.link import Link, epoch_of
+
+LaneName = Literal["urgent", "calls", "bulk"]
+LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
+
+HEARTBEAT_S = 1.0
+"""How often each side says that it lives."""
+
+
+def routing_id(key: str, lane: LaneName) -> bytes:
+    """What the lane of the host with this public key calls itself."""
+    return f"{key}/{lane}".encode()
+
+
+def host_with(keys: Mapping[str, str], key: str) -> str:
+    """The host that has this public key; empty if none has."""
+    return next((id for id, its in keys.items() if its == key), "")
+
+
+class Lane(ABC):
+    """The dialling end of one lane, which dials again whenever the connection breaks. Used by the agent's loop only.
+
+    on_newer: called with the epoch of a controller that is newer than ours, before its first message is read.
+    """
+
+    def __init__(self, epoch: int, on_newer: Callable[[int], None]) -> None:
+        self.link = Link(epoch)
+        self.paused = False
+        """Send nothing, but keep it: nobody listens."""
+        self.answered = -math.inf
+        """When the machine of the other end was last known to be there, as `look` has found it."""
+        self._on_newer = on_newer
+
+    @abstractmethod
+    def watch(self, loop: EventLoop) -> None:
+        """Have ``loop`` wake when something comes, which is then `readable`; until `close`."""
+
+    @abstractmethod
+    def readable(self) -> bool:
+        """Whether `receive` may find something; to be asked before every sleep, since descriptors tell edges only."""
+
+    @abstractmethod
+    def frames(self) -> Iterator[list[bytes]]:
+        """Each message that has come, as it came."""
+
+    @abstractmethod
+    def transmit(self, frames: Sequence[Buffer]) -> bool:
+        """Send a message; False where there is no connection, whose successor will see to a replay."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Close the connection, for good; what was not sent is dropped."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Look whether the machine of a silent peer is there; once a second is enough."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether, at the last look, a connection stood, by which the machine of the other end has answered lately."""
+        return False
+
+    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield (header, payload) of each new message, in order, once."""
+        for frames in self.frames():
+            epoch = epoch_of(frames)
+            if epoch > self.link.epoch:
+                self._on_newer(epoch)
+            elif 0 < epoch < self.link.epoch:
+                self.beat()  # so that the former controller learns that it is the former
+            if (message := self.link.receive(frames)) is not None:
+                yield message
+        self._send_all(self.link.pending())
+
+    def restart(self, epoch: int) -> list[tuple[bytes, list[Buffer]]]:
+        """Speak with the controller of ``epoch`` from now on; returns what the former one has not acknowledged."""
+        kept, self.link = self.link.unacknowledged(), Link(epoch)
+        self.paused = False
+        return kept
+
+    def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Send a message; it is kept until acknowledged."""
+        frames = self.link.send(header, list(payload))
+        if not self.paused:
+            self.transmit(frames)
+
+    def beat(self) -> None:
+        """Say how far we are, so that a lost tail is noticed."""
+        self._send_all([self.link.heartbeat()])
+
+    def close(self) -> None:
+        """Close the connection; what was not sent is dropped."""
+        self.disconnect()
+        self.link = Link(self.link.epoch)  # the old one holds views of payloads
+
+    def _send_all(self, messages: Sequence[Sequence[Buffer]]) -> None:
+        for frames in () if self.paused else messages:
+            if not self.transmit(frames):
+                return

@@ -1,0 +1,285 @@
+"""Unix sockets between the controller and the agents of its own machine: one stream per lane.
+
+A message between threads of ZeroMQ wakes four threads on its way; here it wakes the process that waits for it. Nothing
+is encrypted: the socket lies in the session's folder, which is its owner's alone, the kernel names the user at the
+other end, and the first message of a connection gives the secret key of the host, by whose public key it is known.
+
+    first message    routing id "KEY/lane" | secret key
+    the others       frames of `meshbook.wire.link`
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from meshbook.errors import PeerProtocolError
+from meshbook.system.event_loop import EventLoop, Watch
+from meshbook.wire.frames import Buffer, MessageSocket
+from meshbook.wire.lanes import Lane, LaneName, routing_id
+from meshbook.wire.ticket import Ticket
+
+SCHEME = "unix:"
+BACKLOG = 1024
+
+_RETRY_S, _MAX_RETRY_S = 0.1, 0.5
+_BUFFER_BYTES = 1 << 20
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group; unix(7)
+
+HostLane: TypeAlias = "tuple[str, LaneName]"
+"""A host's id, and a lane of it."""
+
+
+class UnixServer:
+    """The controller's end of all lanes of the hosts of this machine. Its owner polls ``epoll`` for us.
+
+    identify: takes the first message of a connection; returns whose lane it is, or None for a stranger's.
+    Raises: OSError.
+    """
+
+    def __init__(self, path: str, epoll: select.epoll, identify: Callable[[list[bytes]], HostLane | None]) -> None:
+        self._epoll, self._identify = epoll, identify
+        try:
+            os.unlink(path)  # of the controller before us: the session's lock is ours
+        except FileNotFoundError:
+            pass
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(path)
+            self._listener.listen(BACKLOG)
+            self._listener.setblocking(False)
+            epoll.register(self._listener, select.EPOLLIN)
+        except OSError:
+            self._listener.close()
+            raise
+        self._connections: dict[int, tuple[MessageSocket, HostLane | None]] = {}
+        """By descriptor; strangers that have not said who they are without a place."""
+        self._lanes: dict[HostLane, MessageSocket] = {}
+        self._received: deque[tuple[HostLane, list[bytes]]] = deque()
+        self.rejected = 0
+        """Connections that were not let in."""
+
+    def serve(self, fd: int, events: int) -> bool:
+        """Act on events of a descriptor; whether it is one of ours."""
+        if (known := self._connections.get(fd)) is None:
+            if fd == self._listener.fileno():
+                self._let_in()
+                return True
+            return False
+        connection, place = known
+        try:
+            if events & select.EPOLLOUT and connection.flush():
+                self._epoll.modify(fd, select.EPOLLIN)
+            if events & ~select.EPOLLOUT:
+                for frames in connection.receive():
+                    if place is None:
+                        place = self._greet(fd, connection, frames)
+                    else:
+                        self._received.append((place, frames))
+        except (OSError, EOFError, PeerProtocolError):
+            self._drop(fd)
+        return True
+
+    def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
+        """Yield (host id, lane, link frames) for each message that has come."""
+        received = self._received
+        while received:
+            (host_id, lane), frames = received.popleft()
+            yield host_id, lane, frames
+
+    def send(self, place: HostLane, frames: Sequence[Buffer]) -> bool:
+        """Send frames to a lane, as soon as its host reads; False if it is none of ours."""
+        if (connection := self._lanes.get(place)) is None:
+            return False
+        try:
+            if not connection.send(frames):
+                self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
+        except OSError:
+            self._drop(connection.fd)  # its host dials again, and the link replays
+        return True
+
+    def has(self, host_id: str) -> bool:
+        """Whether a host is connected."""
+        return (host_id, "urgent") in self._lanes
+
+    def revoke(self, host_id: str) -> None:
+        """Close the lanes of a host."""
+        for (id, _), connection in list(self._lanes.items()):
+            if id == host_id:
+                self._drop(connection.fd)
+
+    def close(self, linger_s: float) -> None:
+        """Close everything; what cannot be sent within ``linger_s`` is dropped."""
+        deadline = time.monotonic() + linger_s
+        for fd, (connection, _) in list(self._connections.items()):
+            try:
+                connection.flush_until(deadline)
+            except OSError:
+                pass
+            self._drop(fd)
+        self._epoll.unregister(self._listener)
+        self._listener.close()
+
+    def _let_in(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            if peer_user(sock) != os.geteuid():
+                self.rejected += 1
+                sock.close()
+                continue
+            connection = open_connection(sock)
+            self._connections[connection.fd] = connection, None
+            self._epoll.register(connection.fd, select.EPOLLIN)
+
+    def _greet(self, fd: int, connection: MessageSocket, frames: list[bytes]) -> HostLane:
+        """Raises: PeerProtocolError for strangers."""
+        place = self._identify(frames)
+        if place is None:
+            self.rejected += 1
+            raise PeerProtocolError("a stranger")
+        if (former := self._lanes.get(place)) is not None:
+            self._drop(former.fd)  # its host has dialled again
+        self._connections[fd] = connection, place
+        self._lanes[place] = connection
+        return place
+
+    def _drop(self, fd: int) -> None:
+        connection, place = self._connections.pop(fd)
+        if place is not None and self._lanes.get(place) is connection:
+            del self._lanes[place]
+        self._epoll.unregister(fd)
+        connection.close()
+
+
+class UnixLane(Lane):
+    """An agent's end of one lane; see `meshbook.wire.lanes.Lane`."""
+
+    def __init__(self, ticket: Ticket, lane: LaneName, on_newer: Callable[[int], None]) -> None:
+        super().__init__(ticket.epoch, on_newer)
+        self._path = ticket.endpoint.removeprefix(SCHEME)
+        self._hello = [routing_id(ticket.public_key, lane), ticket.secret_key.encode()]
+        self._loop: EventLoop | None = None
+        self._watch: Watch | None = None
+        self._connection: MessageSocket | None = None
+        self._received: deque[list[bytes]] = deque()
+        self._may_read = False
+        self._is_closed = False
+        self._retry_s = _RETRY_S
+        self._dial()
+
+    def watch(self, loop: EventLoop) -> None:
+        self._loop = loop
+        if self._connection is None:
+            self._dial_later()
+        else:
+            self._watch_connection()
+
+    def readable(self) -> bool:
+        """As `Lane.readable`: takes in what the socket has, as far as it is one turn's."""
+        if not self._received and self._may_read and self._connection is not None:
+            try:
+                self._received.extend(self._connection.receive())
+                self._may_read = self._connection.has_more
+            except (OSError, EOFError, PeerProtocolError):
+                self._lose()
+        return bool(self._received)
+
+    def frames(self) -> Iterator[list[bytes]]:
+        while self.readable():
+            yield self._received.popleft()
+
+    def transmit(self, frames: Sequence[Buffer]) -> bool:
+        if self._connection is None:
+            return False
+        try:
+            if not self._connection.send(frames) and self._loop is not None and self._watch is not None:
+                self._loop.want_writable(self._watch, True)
+        except OSError:
+            self._lose()
+            return False
+        return True
+
+    def look(self) -> None:
+        pass  # it is this machine
+
+    def disconnect(self) -> None:
+        self._is_closed = True
+        self._drop()
+
+    def _dial(self) -> None:
+        if self._is_closed:
+            return
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.connect(self._path)
+            if peer_user(sock) != os.geteuid():
+                raise PermissionError(f"{self._path} is served by another user")
+            self._connection = open_connection(sock)
+            self._connection.send(self._hello)
+        except OSError:
+            self._connection = None
+            sock.close()
+            self._dial_later()
+            return
+        self._retry_s = _RETRY_S
+        if self._loop is not None:
+            self._watch_connection()
+            self.beat()  # the other end learns what was lost with the connection before
+
+    def _watch_connection(self) -> None:
+        assert self._connection is not None
+        assert self._loop is not None
+        self._watch = self._loop.watch(self._connection.fd, self._on_edge, self._on_writable, edges=True)
+
+    def _dial_later(self) -> None:
+        if self._loop is not None:
+            self._loop.call_later(self._retry_s, self._dial)
+            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+
+    def _on_edge(self) -> None:
+        self._may_read = True
+
+    def _on_writable(self) -> None:
+        assert self._connection is not None
+        assert self._loop is not None
+        assert self._watch is not None
+        try:
+            if self._connection.flush():
+                self._loop.want_writable(self._watch, False)
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        """The connection has broken: dial again."""
+        self._drop()
+        self._dial_later()
+
+    def _drop(self) -> None:
+        if self._watch is not None and self._loop is not None:
+            self._loop.forget(self._watch)
+        if self._connection is not None:
+            self._connection.close()
+        self._watch = self._connection = None
+        self._may_read = False
+
+
+def open_connection(sock: socket.socket) -> MessageSocket:
+    """Raises: OSError."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    return MessageSocket(sock)
+
+
+def peer_user(sock: socket.socket) -> int:
+    """Who has opened the other end. Raises: OSError."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])

@@ -1,0 +1,291 @@
+"""ZeroMQ between the controller, or an agent that listens, and the agents of other machines, which dial in.
+
+    ROUTER  <── "KEY/urgent" ── DEALER
+            <── "KEY/calls"  ── DEALER
+            <── "KEY/bulk"   ── DEALER
+
+CURVE encrypts all of them; a ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its
+host's lanes. KEY is the host's public key, which no other host knows: a ROUTER gives a routing id that is taken to the
+newcomer, before anybody can ask who that is, so nobody must be able to guess one.
+
+ROUTER sockets lose messages silently when a peer reconnects; `meshbook.wire.link` numbers and replays them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from meshbook.system.event_loop import EventLoop, Watch
+from meshbook.system.os_errors import check_descriptors
+from meshbook.system.processes import family_of
+from meshbook.wire.admission import BACKLOG, ConnectionFilter
+from meshbook.wire.answering import borrow, last_answer
+from meshbook.wire.frames import Buffer
+from meshbook.wire.lanes import LANES, Lane, LaneName, host_with, routing_id
+from meshbook.wire.ticket import Ticket
+
+ANSWER_S = 10.0
+"""A machine that has acknowledged nothing for so long is out of reach, or gone."""
+
+_READABLE, _NOBLOCK, _NOBLOCK_MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain numbers: on the path of every message, and flags of an enumeration take ten times as long."""
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"meshbook"
+_MAX_FRAME_BYTES = 64 << 20
+_CONNECTION_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_NEEDED_FILES = 64
+"""libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
+_COPY_BELOW_BYTES = 1 << 16
+
+
+def _configure(sock: zmq.Socket[bytes]) -> None:
+    sock.linger = 0
+    sock.maxmsgsize = _MAX_FRAME_BYTES
+    sock.sndhwm = sock.rcvhwm = 0  # the link layer bounds what is under way, in bytes
+    sock.handshake_ivl = 5000
+    sock.reconnect_ivl = 100
+    sock.reconnect_ivl_max = 500
+    sock.tcp_keepalive, sock.tcp_keepalive_idle, sock.tcp_keepalive_intvl, sock.tcp_keepalive_cnt = 1, 5, 1, 5
+    sock.copy_threshold = _COPY_BELOW_BYTES
+
+
+class ZmqServer:
+    """The end of all lanes of the hosts of other machines, at one TCP port. Its owner polls `descriptors` for us.
+
+    Raises: OSError if the system has no sockets for it.
+    """
+
+    def __init__(
+        self, address: str, own_keys: tuple[str, str], keys: Mapping[str, str], expected: Callable[[], Iterable[str]]
+    ) -> None:
+        """address: ``tcp://IP:PORT``, ``*`` for any port. own_keys: the public and the secret CURVE key.
+
+        keys: the public keys of those that are let in, by host id. expected: which of them should be here.
+        """
+        check_descriptors(_NEEDED_FILES)
+        self._keys, self._expected = keys, expected
+        self.rejected = 0
+        """Messages and keys that were not let in."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            self._open(*own_keys)
+            self._bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
+        except OSError:
+            self._context.destroy(linger=0)
+            raise
+
+    def _open(self, public: str, secret: str) -> None:
+        self._zap = self._context.socket(zmq.ROUTER)
+        self._zap.linger = 0
+        self._zap.bind(_ZAP_ENDPOINT)
+        self._router = self._context.socket(zmq.ROUTER)
+        _configure(self._router)
+        self._router.router_mandatory = True
+        self._router.router_handover = True
+        self._router.curve_server = True
+        self._router.curve_publickey = public.encode()
+        self._router.curve_secretkey = secret.encode()
+        self._router.zap_domain = _ZAP_DOMAIN
+        self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def _bind(self, address: str) -> None:
+        """Listen at a socket of our own, so that a filter of connections can stand before it."""
+        ip, _, port = address.removeprefix("tcp://").rpartition(":")
+        bare = ip.strip("[]")
+        listener = socket.create_server((bare, int(port.replace("*", "0"))), family=family_of(bare), backlog=BACKLOG)
+        self._router.ipv6 = bare != ip
+        self.door = ConnectionFilter(listener)
+        """Watches the port."""
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.endpoint = f"tcp://{ip}:{listener.getsockname()[1]}"
+        self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
+        self._router.bind(self.endpoint)
+        self._router.setsockopt(zmq.USE_FD, -1)
+
+    def watch_door(self) -> None:
+        """Open the port while hosts are expected there, and shut it while none is; once a second is enough."""
+        self.door.settle({f"{host_id}/{lane}" for host_id in self._expected() for lane in LANES})
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Each tells edges only, so `look` and `receive` before every sleep."""
+        return tuple(int(sock.fd) for sock in (self._router, self._zap, self._monitor))
+
+    def look(self) -> bool:
+        """Let hosts in, without waiting; whether `receive` would find something."""
+        self._answer_handshakes()
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.door.accepted(int(event["value"]))
+            else:
+                self.door.closed(int(event["value"]))
+            self.watch_door()
+        return bool(int(self._router.getsockopt(zmq.EVENTS)) & _READABLE)
+
+    def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
+        """Yield (host id, lane, link frames) for each message that is there."""
+        while int(self._router.getsockopt(zmq.EVENTS)) & _READABLE:
+            identity = self._router.recv(_NOBLOCK)
+            first = self._router.recv(_NOBLOCK, copy=False)  # libzmq 4.3.4 tells the sender of this frame only
+            frames = [first.bytes, *(_receive(self._router) if first.more else ())]
+            host_id = _user_id(first)
+            if (lane := self._lane_of(identity, host_id)) is None:
+                self.rejected += 1
+                continue
+            self.door.heard(f"{host_id}/{lane}", int(first.get(zmq.SRCFD)))
+            yield host_id, lane, frames
+
+    def _lane_of(self, identity: bytes, host_id: str) -> LaneName | None:
+        """The lane with this routing id, provided that it is the host's whose key the connection has."""
+        key, _, lane = identity.decode(errors="replace").rpartition("/")
+        return lane if lane in LANES and self._keys.get(host_id) == key else None
+
+    def send(self, key: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
+        """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
+        try:
+            _send(self._router, [routing_id(key, lane), *frames])
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+
+    def answered(self, host_id: str, before: float) -> float:
+        """When the machine of a host was last known to be there (`meshbook.wire.answering`), at least ``before``."""
+        return max(self.door.answered(f"{host_id}/{lane}", before) for lane in LANES)
+
+    def close(self, linger_ms: int) -> None:
+        """Close everything; what cannot be sent within ``linger_ms`` is dropped."""
+        self._router.disable_monitor()
+        self.door.close()
+        self._context.destroy(linger=linger_ms)
+
+    def _answer_handshakes(self) -> None:
+        while self._zap.poll(0):
+            *envelope, version, request, domain, _, _, mechanism, key = self._zap.recv_multipart()[:9]
+            is_ours = mechanism == b"CURVE" and domain == _ZAP_DOMAIN
+            host_id = host_with(self._keys, z85.encode(key).decode()) if is_ours else ""
+            if not host_id:
+                self.rejected += 1
+            status = (b"200", b"OK", host_id.encode()) if host_id else (b"400", b"unknown key", b"")
+            self._zap.send_multipart([*envelope, version, request, *status, b""])
+
+
+def _send(sock: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """As `send_multipart`, without its flags of an enumeration."""
+    last = len(frames) - 1
+    for at, frame in enumerate(frames):
+        sock.send(frame, _NOBLOCK if at == last else _NOBLOCK_MORE)
+
+
+def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of a message that is there; `recv_multipart` asks for an option after each, which takes far longer."""
+    frames = []
+    while True:
+        frame = sock.recv(_NOBLOCK, copy=False)
+        frames.append(frame.bytes)
+        if not frame.more:
+            return frames
+
+
+def _user_id(frame: zmq.Frame) -> str:
+    """Whose key the connection has proved to hold, as the ZAP handler named it."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+class ZmqLane(Lane):
+    """An agent's end of one lane; see `meshbook.wire.lanes.Lane`. Raises: OSError."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        ticket: Ticket,
+        lane: LaneName,
+        on_newer: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
+        super().__init__(ticket.epoch, on_newer)
+        self._sock = context.socket(zmq.DEALER)
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._loop: EventLoop | None = None
+        self._watch: Watch | None = None
+        self._fd = -1
+        self._is_connected = False
+        self._may_read = True
+        """Something may have come: the descriptor has told of it, or the socket was used since the last look."""
+        try:
+            self._dial(ticket, lane)
+        except zmq.ZMQError as error:
+            self.disconnect()
+            raise OSError(error.errno, str(error)) from error
+
+    def _dial(self, ticket: Ticket, lane: LaneName) -> None:
+        _configure(self._sock)
+        self._sock.routing_id = routing_id(ticket.public_key, lane)
+        self._sock.curve_serverkey = ticket.controller_key.encode()
+        self._sock.curve_publickey = ticket.public_key.encode()
+        self._sock.curve_secretkey = ticket.secret_key.encode()
+        self._sock.ipv6 = "[" in ticket.endpoint
+        if lane == "urgent":  # one lane tells for all
+            self._monitor = self._sock.get_monitor_socket(_CONNECTION_EVENTS)
+        self._sock.connect(ticket.endpoint)
+
+    def watch(self, loop: EventLoop) -> None:
+        """As `Lane.watch`; ZeroMQ is asked only when its descriptor has told, which takes as long as all our work."""
+        self._loop, self._watch = loop, loop.watch(int(self._sock.fd), self._on_edge)
+
+    def _on_edge(self) -> None:
+        self._may_read = True
+
+    def look(self) -> None:
+        while self._monitor is not None and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._fd = int(event["value"])
+            else:
+                self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._is_connected and (connection := borrow(self._fd)) is not None:
+            with connection:
+                self.answered = last_answer(connection, self.answered)
+
+    @property
+    def is_answered(self) -> bool:
+        return self._is_connected and time.monotonic() - self.answered < ANSWER_S
+
+    def readable(self) -> bool:
+        if not self._may_read:
+            return False
+        is_readable = bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)
+        self._may_read = is_readable or self._watch is None
+        return is_readable
+
+    def frames(self) -> Iterator[list[bytes]]:
+        while self.readable():
+            yield _receive(self._sock)
+
+    def transmit(self, frames: Sequence[Buffer]) -> bool:
+        self._may_read = True
+        try:
+            _send(self._sock, frames)
+        except zmq.Again:
+            return False
+        return True
+
+    def disconnect(self) -> None:
+        if self._watch is not None and self._loop is not None:
+            self._loop.forget(self._watch)
+        if self._monitor is not None:
+            self._sock.disable_monitor()
+            self._monitor = None
+        self._sock.close(linger=0)
