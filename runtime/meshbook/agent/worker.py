@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from meshbook.system.exits import describe_end, reap
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import Buffer, FrameReader, pack
+from meshbook.wire.frames import Buffer, MessageSocket
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
@@ -50,26 +49,25 @@ class WorkerLane:
 
         read_bytes: how much is taken in at a time, before others have their turn.
         """
-        sock.setblocking(False)
-        self._read_bytes = read_bytes
-        self._on_sent = on_sent
-        self._loop = loop
-        self._sock = sock
-        self._reader = FrameReader()
-        self._on_message, self._on_nonsense = on_message, on_nonsense
-        self._unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
+        self._loop, self._sock, self._read_bytes = loop, sock, read_bytes
+        self._on_message, self._on_nonsense, self._on_sent = on_message, on_nonsense, on_sent
+        self._messages = MessageSocket(sock)
         self._watch: Watch | None = loop.watch(sock.fileno(), self._on_readable, self._on_writable)
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Send a message, now or as soon as the worker reads."""
-        data = memoryview(pack(frames))
-        if not self._unsent:
-            data = data[self._write(data) :]
-        if data and self._watch is not None:
-            self._unsent.append(data)
-            self.unsent_bytes += len(data)
-            self._loop.want_writable(self._watch, True)
+        if self._watch is None:
+            return
+        try:
+            if not self._messages.send(frames):
+                self._loop.want_writable(self._watch, True)
+        except OSError:
+            pass  # the worker is gone; its pidfd tells the story
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits for the worker to read."""
+        return self._messages.unsent_bytes if self._watch is not None else 0
 
     def end_writing(self) -> None:
         """Tell the worker that nothing more comes."""
@@ -82,8 +80,7 @@ class WorkerLane:
         if self._watch is not None:
             self._loop.forget(self._watch)
             self._watch = None
-            self._sock.close()
-            self.unsent_bytes = 0
+            self._messages.close()
             self._on_sent()
 
     def read_all(self) -> None:
@@ -96,22 +93,16 @@ class WorkerLane:
         if self._watch is None:
             return False
         try:
-            data = self._sock.recv(self._read_bytes)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
+            for frames in self._messages.receive(self._read_bytes):
+                self._hand_over(frames)
+        except (OSError, EOFError):
             self.close()
             return False
-        try:
-            for frames in self._reader.feed(data):
-                self._hand_over(frames)
         except (*wire.MALFORMED, PeerProtocolError) as error:
             self.close()  # nothing sensible can follow
             self._on_nonsense(error)
             return False
-        return len(data) == self._read_bytes
+        return self._messages.has_more
 
     def _hand_over(self, frames: list[bytes]) -> None:
         try:
@@ -121,25 +112,15 @@ class WorkerLane:
         except Exception as error:
             tell(error, "a message of a worker")  # it costs this message, not the worker
 
-    def _write(self, data: memoryview) -> int:
-        try:
-            return self._sock.send(data)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            return len(data)  # the worker is gone; its pidfd tells the story
-
     def _on_writable(self) -> None:
-        while self._unsent:
-            sent = self._write(self._unsent[0])
-            self.unsent_bytes -= sent
-            if sent < len(self._unsent[0]):
-                self._unsent[0] = self._unsent[0][sent:]
+        assert self._watch is not None
+        try:
+            if not self._messages.flush():
                 return
-            self._unsent.popleft()
-        if self._watch is not None:
-            self._loop.want_writable(self._watch, False)
-            self._on_sent()
+        except OSError:
+            pass  # as in `send`
+        self._loop.want_writable(self._watch, False)
+        self._on_sent()
 
 
 class AgentWorker:
