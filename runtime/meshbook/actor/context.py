@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from meshbook.concurrency.future import Future
@@ -77,28 +78,26 @@ class ActorInstance(NamedTuple):
         return f"{self.mesh_name}.{self.name}[{self.rank.rank}]" if self.mesh_name else self.name
 
 
+@dataclass(eq=False, repr=False)
 class Context:
-    """What `context` returns. ``message_rank``: the actor's place in the mesh, or slice, that was called."""
+    """What `context` returns."""
 
-    def __init__(
-        self, actor_instance: ActorInstance, message_rank: Callable[[], Point], port: Port[MeshFailure] | None = None
-    ) -> None:
-        self.actor_instance = actor_instance
-        self._message_rank = message_rank
-        self.supervisor = port
-        """Where failures of what is spawned now are told; None outside of actors."""
-        self.belongings: Belongings | None = None
-        """What is spawned now belongs to them; None outside of actors."""
-        self.endpoint = ""
-        """The endpoint that is being called."""
-        self.chain: tuple[int, ...] = ()
-        """That of the message; see `wire.Call`."""
-        self.waits: set[int] = set()
-        """Calls, by their names in chains, that the message waits for without a limit."""
-        self.on_wait: Callable[[int], None] | None = None
-        """Told of each of them; None where the actor takes other messages meanwhile."""
-        self.interrupted = False
-        """Whether the sender of the message wants its end."""
+    actor_instance: ActorInstance
+    find_message_rank: Callable[[], Point]
+    supervisor: Port[MeshFailure] | None = None
+    """Where failures of what is spawned now are told; None outside of actors."""
+    belongings: Belongings | None = None
+    """What is spawned now belongs to them; None outside of actors."""
+    endpoint: str = ""
+    """The endpoint that is being called."""
+    chain: tuple[int, ...] = ()
+    """That of the message; see `wire.Call`."""
+    on_wait: Callable[[int], None] | None = None
+    """Told of each call that the message waits for; None where the actor takes other messages meanwhile."""
+    waits: set[int] = field(default_factory=set)
+    """Calls, by their names in chains, that the message waits for without a limit."""
+    interrupted: bool = False
+    """Whether the sender of the message wants its end."""
 
     @contextlib.contextmanager
     def waiting_for(self, name: int, timeout_s: float | None) -> Iterator[None]:
@@ -115,7 +114,8 @@ class Context:
 
     @property
     def message_rank(self) -> Point:
-        return self._message_rank()
+        """The actor's place in the mesh, or slice, that was called."""
+        return self.find_message_rank()
 
     def __repr__(self) -> str:
         return f"Context({self.actor_instance.actor_id}, message_rank={self.message_rank})"

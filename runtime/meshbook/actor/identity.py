@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from meshbook.actor.classes import ActorClass
@@ -17,31 +18,28 @@ from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import Pickled
 
 
+@dataclass(eq=False)
 class ActorIdentity:
     """What all views of a mesh of actors share in one process."""
 
-    def __init__(
-        self,
-        session: str,
-        mesh: int,
-        mesh_name: str,
-        mailbox: int,
-        name: str,
-        cls: ActorClass,
-        members: Members,
-        generation: int,
-    ) -> None:
-        """members: all of them, by their ranks in ``generation``. mailbox: the same in each of their processes."""
-        self.session, self.mesh, self.mesh_name, self.generation = session, mesh, mesh_name, generation
-        self.mailbox, self.name, self.cls, self.members = mailbox, name, cls, members
-        self.initialized: Future[None] | None = None
-        """Known where they were spawned; elsewhere it is asked for."""
-        self.stopped: str | None = None
-        """Why, once it was stopped from here."""
-        self.called = False
-        """Whether anybody has called an endpoint here."""
-        self.faults: deque[MeshFailure] = deque()
-        """What failed for which nobody waited, to be told at the next use."""
+    session: str
+    mesh: int
+    mesh_name: str
+    mailbox: int
+    """The same in each of their processes."""
+    name: str
+    cls: ActorClass
+    members: Members
+    """All of them, by their ranks in ``generation``."""
+    generation: int
+    initialized: Future[None] | None = None
+    """Known where they were spawned; elsewhere it is asked for."""
+    stopped: str | None = None
+    """Why, once it was stopped from here."""
+    called: bool = False
+    """Whether anybody has called an endpoint here."""
+    faults: deque[MeshFailure] = field(default_factory=deque)
+    """What failed for which nobody waited, to be told at the next use."""
 
     def __reduce__(self) -> tuple[object, ...]:
         own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)

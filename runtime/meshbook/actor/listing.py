@@ -39,9 +39,9 @@ def actor_table(states: Iterable[ActorState]) -> str:
         meshes.setdefault(state.mailbox, []).append(state)
     for members in meshes.values():
         name, class_name = members[0].name, members[0].class_name
-        groups: dict[str, list[ActorState]] = {}
-        for member in members:
-            groups.setdefault(_key(member), []).append(member)
+        groups: dict[object, list[ActorState]] = {}
+        for one in members:
+            groups.setdefault((one.broken, one.doing, one.where, one.queued), []).append(one)
         for group in list(groups.values())[:ROWS]:
             rows.append((name, class_name, format_some_ranks((one.rank for one in group), RANKS_CHARS), _doing(group)))
             name = class_name = ""
@@ -49,10 +49,6 @@ def actor_table(states: Iterable[ActorState]) -> str:
             rows.append(("", "", "", f"and {hidden} more ranks"))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
-
-
-def _key(state: ActorState) -> str:
-    return f"{state.broken} {state.doing} {state.where} {state.queued}"
 
 
 def _doing(group: list[ActorState]) -> str:

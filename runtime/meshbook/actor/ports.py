@@ -17,6 +17,7 @@ from meshbook.actor.router import Place, Router, current_router, router_for
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
 from meshbook.calls.request import CallRequest
+from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import dumps, loads
@@ -50,7 +51,7 @@ class Port(Generic[R]):
             head, buffers = pickled.head, [bytearray(buffer) for buffer in pickled.buffers]
             mailbox = router.mailboxes.find(self._mailbox, self._place.rank)
             call = wire.Call(0, self._place.mesh, endpoint, (), mailbox=self._mailbox, reply=False)
-            mailbox.handler(call, lambda: loads(head, buffers), _drop)
+            mailbox.handler(call, lambda: loads(head, buffers), lambda answer: None)
         else:
             mesh, rank, generation = self._place
             members, generation, _ = router.find(mesh, one_member(rank), generation)
@@ -67,10 +68,6 @@ class Port(Generic[R]):
 def one_member(rank: int) -> Members:
     """A single rank, without axes."""
     return Region.build(rank, [])
-
-
-def _drop(answer: Outcome) -> None:
-    """Nobody waits for an answer."""
 
 
 class PortReceiver(Generic[R]):
@@ -90,7 +87,7 @@ class PortReceiver(Generic[R]):
                 self._asked.append(asked)
         if load is not None:
             asked.set_result(load)
-        return MappedFuture(asked, _run)
+        return MappedFuture(asked, lambda load: load())
 
     def take(self, load: Callable[[], R]) -> None:
         """A message has come. load: builds its value, on the thread that asks for it."""
@@ -116,10 +113,6 @@ class PortReceiver(Generic[R]):
             return loaded[0]
 
         return load
-
-
-def _run(load: Callable[[], R]) -> R:
-    return load()
 
 
 class Channel(Generic[R]):
@@ -171,41 +164,25 @@ class ResponsePort(Port[R]):
         self._reply(self._fail(error))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Passed on, it is a port of this process that passes on what it gets."""
+        """Passed on, it is a port of this process that passes on the one message that it gets."""
         self.passed_on = True
         router = current_router()
-        receiver = _Forwarder(self)
-        return make_port(router, receiver, once=True).__reduce__()
+        id, mailboxes = router.new_mailbox(), router.mailboxes
+
+        def on_message(call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
+            mailboxes.close(id, "the port was for one message")
+            run_in_background(lambda: self._pass_on(call.endpoint, load_args))  # what loads runs the user's code
+
+        mailboxes.open(id, on_message)
+        return Port(router.session, router.place, id).__reduce__()
+
+    def _pass_on(self, endpoint: str, load_args: LoadArgs) -> None:
+        try:
+            (value,), _ = load_args()
+        except BaseException as error:
+            self.exception(error)
+        else:
+            self.exception(value) if endpoint == "exception" else self.send(value)
 
     def __repr__(self) -> str:
         return "Port(the caller)"
-
-
-class _Forwarder(PortReceiver[R]):
-    """Hands the first message of a port over to another."""
-
-    _kept: set[object] = set()
-    """Until their message has come, since nobody else holds them."""
-
-    def __init__(self, port: Port[R]) -> None:
-        super().__init__()
-        self._port = port
-        self._kept.add(self)
-
-    def take(self, load: Callable[[], R]) -> None:
-        from meshbook.concurrency.background import (
-            run_in_background,  # what loads runs the user's code: not on the thread of the mail
-        )
-
-        self._kept.discard(self)
-        port = self._port
-
-        def pass_on() -> None:
-            try:
-                value = load()
-            except BaseException as error:
-                port.exception(error)
-            else:
-                port.send(value)
-
-        run_in_background(pass_on)

@@ -60,7 +60,7 @@ def find_procs(session: str, mesh: int, name: str, members: Members, generation:
 def ask_controller(
     endpoint: str, args: tuple[object, ...], kwargs: Mapping[str, object], name: str
 ) -> ActorFuture[Any]:
-    """On a rank: ask the process that drives the meshes (`meshbook.mesh.actor_services`) for something."""
+    """On a rank: ask the process that drives the meshes (`meshbook.mesh.actor_router`) for something."""
     what = f"{name}.{endpoint}"
     pickled = dumps((args, dict(kwargs)), what=what)
     source = current_router().call(CallRequest(endpoint, one_member(0), pickled, what, mailbox=ROOT))

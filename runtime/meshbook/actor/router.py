@@ -42,7 +42,7 @@ ACTORS = FIRST_OF_RANKS - 1
 """The mailbox of a process in which actors are spawned (`meshbook.worker.actors`)."""
 
 ROOT = ACTORS - 1
-"""The mailbox in which the controller's process is asked for processes (`meshbook.mesh.actor_services`)."""
+"""The mailbox in which the controller's process is asked for processes (`meshbook.mesh.actor_router`)."""
 
 SUPERVISOR = ROOT - 1
 """The mailbox in which it is told of failures that no actor has handled: the same in each that drives the session."""

@@ -48,16 +48,12 @@ class _Watch:
         self.pressed_at = time.monotonic()
         loop, before = self._loop, self._scope.before
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(_nothing)
+            loop.call_soon_threadsafe(lambda: None)
         if before is not None:
             before(signum, frame)
 
 
 _watch = _Watch()
-
-
-def _nothing() -> None:
-    """What is called to wake a loop."""
 
 
 @contextlib.contextmanager

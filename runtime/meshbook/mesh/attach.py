@@ -19,7 +19,6 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SessionFolder, read_state
 from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep
 from meshbook.sessions.lock import living_owner
-from meshbook.shape.members import Region
 from meshbook.system.needs import check_system
 from meshbook.wire.transport import new_keys
 
@@ -119,7 +118,7 @@ def attach_session(
     attachment = Attachment(session.id, controller)
     for mesh in reattach.meshes.values():
         controller.questions.tell(mesh, range(mesh.extent.nelements), ask_rank("learn_advice", *advice()))
-        attachment.meshes.append(ProcMesh(controller, mesh, Region.of(mesh.extent)))
+        attachment.meshes.append(ProcMesh(controller, mesh))
     attachment.calls += reattach.calls
     attachment.lost_hosts = [f"{host.name}: {host.lost}" for host in controller.hosts if host.lost]
     attachment.took_s = time.monotonic() - started

@@ -7,12 +7,14 @@ nothing: the one answer is the fixed one to ``initialize``, without which an edi
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import TypeAlias
 
 from meshbook.concurrency.background import hide_from_debuggers
 from meshbook.errors import DebugError, PeerProtocolError
@@ -51,6 +53,10 @@ _CAPABILITIES: Message = {
 }
 
 OpenTunnel = Callable[[Callable[[Message], None], Callable[[str], None]], DebugTunnel]
+
+
+_Hello: TypeAlias = tuple[Message, Message, list[Message]]
+"""``initialize`` and ``attach``, and what has come behind them."""
 
 
 class DebugDoor:
@@ -112,7 +118,7 @@ class DebugDoor:
                 with self._lock:
                     self._strangers -= 1
             if hello is not None:
-                _Attached(sock, *hello).serve(self._open_tunnel)
+                _carry(sock, hello, self._open_tunnel)
         except (OSError, PeerProtocolError):
             pass  # who is there has gone, or is no debugger
         finally:
@@ -121,7 +127,7 @@ class DebugDoor:
             _shut(sock)
             sock.close()
 
-    def _authenticate(self, sock: socket.socket) -> tuple[Message, Message, list[Message]] | None:
+    def _authenticate(self, sock: socket.socket) -> _Hello | None:
         """The ``initialize`` and ``attach`` of who knows the token, and what followed; None for anybody else."""
         deadline = time.monotonic() + STRANGER_S
         reader, initialize = MessageReader(_STRANGERS_MESSAGE_MAX_BYTES), None
@@ -148,50 +154,37 @@ class DebugDoor:
         return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
 
-class _Attached:
-    """An editor that may come in, and its session."""
+def _carry(sock: socket.socket, hello: _Hello, open_tunnel: OpenTunnel) -> None:
+    """Carry the messages of an editor that may come in, until one side ends."""
+    initialize, attach, ahead = hello
 
-    def __init__(self, sock: socket.socket, initialize: Message, attach: Message, ahead: list[Message]) -> None:
-        self._sock, self._initialize, self._attach, self._ahead = sock, initialize, attach, ahead
-
-    def serve(self, open_tunnel: OpenTunnel) -> None:
-        """Carry messages until one side ends."""
-        try:
-            tunnel = open_tunnel(self._to_editor, lambda _reason: _shut(self._sock))
-        except DebugError as error:
-            self._sock.sendall(pack(answer(self._attach, failure=str(error))))
-            return
-        try:
-            for message in self._from_editor(tunnel):
-                tunnel.send(message)
-        except DebugError:
-            pass  # the rank is gone: the editor sees the end of the connection
-        finally:
-            tunnel.close()
-            tunnel.join(5)
-
-    def _from_editor(self, tunnel: DebugTunnel) -> Iterator[Message]:
-        arguments = {name: value for name, value in self._attach["arguments"].items() if name != TOKEN}
-        rules = [{"path": folder, "include": False} for folder in tunnel.hidden]
-        yield self._initialize
-        yield {**self._attach, "arguments": {**arguments, "rules": [*arguments.get("rules", ()), *rules]}}
-        yield from self._ahead
-        reader = MessageReader()
-        while data := self._sock.recv(1 << 16):
-            yield from reader.feed(data)
-
-    def _to_editor(self, message: Message) -> None:
-        is_response = message.get("type") == "response"
-        if is_response and message.get("request_seq") == self._initialize.get("seq"):
+    def to_editor(message: Message) -> None:
+        if message.get("type") == "response" and message.get("request_seq") == initialize.get("seq"):
             return  # it has one already
-        try:
-            self._sock.sendall(pack(message))
-        except OSError:
-            pass  # the other thread sees the end
+        with contextlib.suppress(OSError):  # the other thread sees the end
+            sock.sendall(pack(message))
+
+    try:
+        tunnel = open_tunnel(to_editor, lambda _reason: _shut(sock))
+    except DebugError as error:
+        sock.sendall(pack(answer(attach, failure=str(error))))
+        return
+    try:
+        arguments = {name: value for name, value in attach["arguments"].items() if name != TOKEN}
+        rules = [*arguments.get("rules", ()), *({"path": folder, "include": False} for folder in tunnel.hidden)]
+        for message in (initialize, {**attach, "arguments": {**arguments, "rules": rules}}, *ahead):
+            tunnel.send(message)
+        reader = MessageReader()
+        while data := sock.recv(1 << 16):
+            for message in reader.feed(data):
+                tunnel.send(message)
+    except DebugError:
+        pass  # the rank is gone: the editor sees the end of the connection
+    finally:
+        tunnel.close()
+        tunnel.join(5)
 
 
 def _shut(sock: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass

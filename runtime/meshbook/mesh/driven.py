@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshbook.actor.identity import forget_session
-from meshbook.actor.router import Place, Router, add_router, remove_router, router_for, set_own_router
+from meshbook.actor.router import Place, add_router, remove_router, router_for, set_own_router
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
 from meshbook.controller.controller import Controller, OutputSource
@@ -18,7 +18,6 @@ from meshbook.errors import SpawnError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
 from meshbook.mesh.actor_router import ControllerRouter
-from meshbook.mesh.actor_services import ControllerServices
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
 from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler
 from meshbook.mesh.host_mesh import HostMesh, launch_hosts, launch_like
@@ -71,6 +70,7 @@ class DrivenSessions:
         return HostMesh(controller, hosts, Region.of(extent))
 
     def this_host(self) -> HostMesh:
+        """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
         with self._lock:
             if self._this_host is None:
                 self._this_host = self.start_hosts({}, LocalLauncher(), serves_all=True)
@@ -78,7 +78,14 @@ class DrivenSessions:
                 self._this_host.replace_lost()
             return self._this_host
 
-    def attach(self, saved: SavedSession, timeout_s: float) -> Attachment:
+    def attach(self, session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
+        """Drive a session that another process has left, or died in: its meshes with their state, its open calls.
+
+        session: one of `sessions`, its id, or the name of one of its meshes. Hosts that do not answer within
+        ``timeout_s`` count as lost. When this process has no meshes of its own yet, later spawns join the session.
+        Raises: SessionInUse if a living process drives it, AttachError if it has ended or cannot be reached.
+        """
+        saved = find_session(session)
         with self._lock:
             attachment = attach_session(saved, timeout_s, self.front_end, _open_router)
             controller = attachment.controller
@@ -92,7 +99,7 @@ class DrivenSessions:
             serving = {id for id, host in controller.folder.state.hosts.items() if host.serves_all}
             for host in controller.hosts:
                 if host.id in serving and not host.lost:
-                    self._this_host = HostMesh(controller, [host], Region.of({}))
+                    self._this_host = HostMesh(controller, [host])
             return attachment
 
     def take_all(self) -> list[Controller]:
@@ -119,9 +126,7 @@ _driven = DrivenSessions()
 at_fork(in_child=_driven.forget_in_child)
 
 
-def this_host() -> HostMesh:
-    """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
-    return _driven.this_host()
+this_host, attach = _driven.this_host, _driven.attach
 
 
 def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
@@ -164,16 +169,6 @@ def shutdown(timeout_s: float = 5.0) -> None:
         controller.close(timeout_s)
 
 
-def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
-    """Drive a session that another process has left, or died in: its meshes with their state, its open calls.
-
-    session: one of `sessions`, its id, or the name of one of its meshes. Hosts that do not answer within ``timeout_s``
-    count as lost. When this process has no meshes of its own yet, later spawns join the session.
-    Raises: SessionInUse if a living process drives it, AttachError if it has ended or cannot be reached.
-    """
-    return _driven.attach(find_session(session), timeout_s)
-
-
 def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S) -> list[str]:
     """Leave all meshes of this process to the next controller, and let them live on; returns their sessions' ids.
 
@@ -206,7 +201,7 @@ def own_meshes() -> list[ProcMesh]:
         procs
         for controller in _driven.controllers
         for known in controller.known_meshes()
-        if (procs := ProcMesh(controller, known, Region.of(known.extent))).alive
+        if (procs := ProcMesh(controller, known)).alive
     ]
 
 
@@ -218,7 +213,7 @@ def own_sessions() -> list[SessionFolder]:
 def _open_router(controller: Controller) -> None:
     """References of the session speak through its controller here. Called before any host speaks."""
     services: Callable[..., ProcMesh] = functools.partial(_spawn_beside, controller)
-    add_router(controller.folder.id, ControllerRouter(controller, ControllerServices(controller, services)))
+    add_router(controller.folder.id, ControllerRouter(controller, services))
 
 
 def _spawn_beside(
@@ -228,11 +223,7 @@ def _spawn_beside(
     known = controller.find_mesh(place.mesh)
     if known is None:
         return this_host().spawn_procs(per_host, **options)
-    return HostMesh(controller, [known.host_of(place.rank)], Region.of({})).spawn_procs(per_host, **options)
+    return HostMesh(controller, [known.host_of(place.rank)]).spawn_procs(per_host, **options)
 
 
-def _own_router() -> Router:
-    return router_for(_driven.first().folder.id)
-
-
-set_own_router(_own_router)
+set_own_router(lambda: router_for(_driven.first().folder.id))

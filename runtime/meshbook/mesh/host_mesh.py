@@ -39,9 +39,9 @@ class HostMesh(MeshView):
     One host may have no axis.
     """
 
-    def __init__(self, controller: Controller, hosts: list[HostState], members: Members) -> None:
-        """hosts: all of them, of which ``members`` are these."""
-        super().__init__(members)
+    def __init__(self, controller: Controller, hosts: list[HostState], members: Members | None = None) -> None:
+        """hosts: all of them, of which ``members`` are these; by default it is one host, without axes."""
+        super().__init__(Region.of({}) if members is None else members)
         self._controller, self._hosts = controller, hosts
 
     def _part(self, members: Members) -> HostMesh:
@@ -87,7 +87,7 @@ class HostMesh(MeshView):
         placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
         mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
         mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group, self.extent.names
-        procs = ProcMesh(self._controller, mesh, Region.of(extent))
+        procs = ProcMesh(self._controller, mesh)
         try:
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
             (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)

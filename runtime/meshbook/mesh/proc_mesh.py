@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.listing import ActorState
 from meshbook.actor.proc_ref import find_procs
 from meshbook.actor.router import TActor, Values, router_for
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call import CallFuture, OpenCall
 from meshbook.calls.interrupt import interrupt
 from meshbook.calls.output import OutputListener, OutputTarget
 from meshbook.calls.rank_state import State, StatusAnswer, Unresponsive
@@ -86,10 +85,10 @@ class ProcMesh(MeshView):
     """
 
     def __init__(
-        self, controller: Controller, mesh: MeshState, members: Members, generation: int | None = None
+        self, controller: Controller, mesh: MeshState, members: Members | None = None, generation: int | None = None
     ) -> None:
-        """generation: in which ``members`` have their numbers; that of now by default."""
-        super().__init__(members)
+        """members: all by default. generation: in which they have their numbers; that of now by default."""
+        super().__init__(Region.of(mesh.extent) if members is None else members)
         self._controller, self._mesh = controller, mesh
         self._generation = mesh.generation if generation is None else generation
 
@@ -109,7 +108,7 @@ class ProcMesh(MeshView):
 
     def base(self) -> ProcMesh:
         """The whole mesh that this is a view of."""
-        return ProcMesh(self._controller, self._mesh, Region.of(self._mesh.extent))
+        return ProcMesh(self._controller, self._mesh)
 
     def as_on_ranks(self) -> ProcMesh:
         """The whole mesh with the axes that `mesh` and `point` have on the ranks; see `set_axes`."""
@@ -265,7 +264,7 @@ class ProcMesh(MeshView):
         up. note: is told, once, what takes long.
         Raises: CrashLoopError, SpawnError; KeyboardInterrupt, and then it can be healed again.
         """
-        return Repair(self._controller, self._mesh, self.base(), note).heal(setup, force=force)
+        return Repair(self._controller, self._mesh, self.base(), note).run((), setup, force=force)
 
     def respawn(
         self, ranks: int | Iterable[int], setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None
@@ -274,7 +273,7 @@ class ProcMesh(MeshView):
         chosen = [ranks] if isinstance(ranks, int) else list(ranks)
         for rank in chosen:
             self._present().members.point(rank)
-        return Repair(self._controller, self._mesh, self.base(), note).respawn(chosen, setup, force=force)
+        return Repair(self._controller, self._mesh, self.base(), note).run(chosen, setup, force=force)
 
     def grow(self, **more: int) -> ProcMesh:
         """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.
@@ -392,10 +391,7 @@ class ProcMesh(MeshView):
     @property
     def interrupted(self) -> tuple[int, ...]:
         """The members whose main thread runs, or has yet to run, a call that was interrupted, in order."""
-        opened = self._controller.open_calls(self._mesh.id)
-        calls = [call for call in opened if call.interrupts and not call.mailbox]
-        ranks = frozenset().union(*(frozenset(call.waiting) for call in calls))
-        return tuple(rank for rank in self.ranks if rank in ranks)
+        return self._waiting_in(lambda call: call.interrupts > 0 and not call.mailbox)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -476,9 +472,11 @@ class ProcMesh(MeshView):
     @property
     def busy(self) -> tuple[int, ...]:
         """The members that have a call to answer, in order."""
-        calls = self._controller.open_calls(self._mesh.id)
-        ranks = frozenset().union(*(frozenset(call.waiting) for call in calls))
-        return tuple(rank for rank in self.ranks if rank in ranks)
+        return self._waiting_in(lambda call: True)
+
+    def _waiting_in(self, is_meant: Callable[[OpenCall], bool]) -> tuple[int, ...]:
+        calls = [call for call in self._controller.open_calls(self._mesh.id) if is_meant(call)]
+        return tuple(rank for rank in self.ranks if any(rank in call.waiting for call in calls))
 
     @property
     def stopped_ranks(self) -> StoppedRanks:
@@ -541,17 +539,13 @@ class ProcMesh(MeshView):
     def __enter__(self) -> ProcMesh:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> ProcMesh:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.stop()
 
     def __reduce__(self) -> tuple[object, ...]:

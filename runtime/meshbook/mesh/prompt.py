@@ -182,7 +182,8 @@ class DebugPrompt:
     def _switch(self, rank: int) -> None:
         stopped = self._stopped_ranks.of(self.procs.ranks)
         if rank not in stopped:
-            raise UsageError(f"rank {rank} is not stopped; {name_ranks(stopped)} {_are(stopped)}. See them all: ranks")
+            verb = "is" if len(stopped) == 1 else "are"
+            raise UsageError(f"rank {rank} is not stopped; {name_ranks(stopped)} {verb}. See them all: ranks")
         self._stopped_ranks.take_text(rank)
         self._go_to(rank)
 
@@ -290,7 +291,3 @@ def _by_value(places: Mapping[int, str]) -> dict[str, list[int]]:
     for rank, place in places.items():
         groups.setdefault(place, []).append(rank)
     return groups
-
-
-def _are(ranks: Collection[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"

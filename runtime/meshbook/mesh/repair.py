@@ -102,15 +102,8 @@ class Repair:
         self._new_hosts: list[str] = []
         self.note: Note = note or (lambda text: None)
 
-    def heal(self, setup: Sequence[str], *, force: bool) -> Repaired:
-        """See `ProcMesh.heal`."""
-        return self._repair((), setup, force)
-
-    def respawn(self, ranks: Iterable[int], setup: Sequence[str], *, force: bool) -> Repaired:
-        """See `ProcMesh.respawn`."""
-        return self._repair(tuple(ranks), setup, force)
-
-    def _repair(self, kill: tuple[int, ...], setup: Sequence[str], force: bool) -> Repaired:
+    def run(self, kill: Sequence[int], setup: Sequence[str], *, force: bool) -> Repaired:
+        """Do it, as `ProcMesh.heal` and `ProcMesh.respawn` say. kill: ranks to end before."""
         began = time.monotonic()
         for host, why in () if force else self._procs.suspects.items():
             self.note(

@@ -69,30 +69,17 @@ class Inbox:
 
     def drop(self, call: wire.Call) -> bool:
         """The sender does not want ``call`` any more; whether it waited here."""
-        with self._lock:
-            found = next((message for message in self._waiting.values() if message.call is call), None)
-            if found is None:
-                return False
-            del self._waiting[found.serial]
-        found.reply(Outcome(wire.DROPPED))
-        return True
+        return self.refuse(lambda waiting: waiting is call, lambda waiting: Outcome(wire.DROPPED))
 
-    def clear(self, answer: Outcome) -> None:
-        """Nobody will handle what waits: it gets this answer."""
-        with self._lock:
-            dropped = list(self._waiting.values())
-            self._waiting.clear()
-        for message in dropped:
-            message.reply(answer)
-
-    def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Outcome]) -> None:
-        """Answer messages that wait, and must not."""
+    def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Outcome]) -> bool:
+        """Answer messages that wait, and will not be handled; whether there were any."""
         with self._lock:
             refused = [message for message in self._waiting.values() if is_meant(message.call)]
             for message in refused:
                 del self._waiting[message.serial]
         for message in refused:
             message.reply(answer(message.call))
+        return bool(refused)
 
     def waiting(self) -> list[str]:
         """The endpoints of the messages that wait."""

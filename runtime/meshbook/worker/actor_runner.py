@@ -113,7 +113,7 @@ class ActorRunner:
         why: for callers who get no other answer, as `meshbook.errors.MailboxClosed` has it.
         """
         self._why_ended = why
-        self._inbox.clear(self._closed() if why else Outcome(wire.DROPPED))
+        self._inbox.refuse(lambda call: True, lambda call: self._closed() if why else Outcome(wire.DROPPED))
         self._inbox.end()
         for handling in list(self.current.values()):
             self.cancel(handling.call, False)
@@ -397,11 +397,9 @@ class ActorRunner:
         instance, call = self._instance, message.call
         assert instance is not None
         point: Callable[[], Point] = functools.partial(point_of, self._registry.worker.identity.rank, call, view)
-        context = Context(instance, point, self._registry.port_to(self.mailbox))
-        context.belongings = self.belongings
-        context.chain, context.endpoint = call.chain, call.endpoint
-        if not self._is_concurrent(message):
-            context.on_wait = self._refuse_circular
+        on_wait = None if self._is_concurrent(message) else self._refuse_circular
+        port = self._registry.port_to(self.mailbox)
+        context = Context(instance, point, port, self.belongings, call.endpoint, call.chain, on_wait)
         self.current[message.serial].context = context
         return current_context.set(context)
 

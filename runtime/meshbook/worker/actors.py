@@ -57,13 +57,13 @@ class ActorRegistry:
         self.worker, self._mailboxes = worker, mailboxes
         self.session = ""
         """The id of the session, once an actor was spawned."""
-        self._hosts: dict[int, ActorRunner] = {}
+        self._runners: dict[int, ActorRunner] = {}
         self._at_end: dict[int, list[ReplyTo]] = {}
         self._describing = threading.Lock()
         self._early: dict[int, list[tuple[wire.Call, LoadArgs, ReplyTo]]] = {}
         """What has come for actors that are not there yet, by mailbox."""
         mailboxes.open(ACTORS, self._spawn, self._cancel_spawn)
-        mailboxes.not_yet = self._not_yet
+        mailboxes.not_yet = lambda mailbox: Mailbox(self._keep_early)
 
     def after_fork(self) -> None:
         """In a forked child: the lock may be that of a thread which it lacks."""
@@ -71,39 +71,38 @@ class ActorRegistry:
 
     def states(self) -> list[ActorState]:
         """What each actor is doing."""
-        return [host.state() for host in list(self._hosts.values())]
+        return [runner.state() for runner in list(self._runners.values())]
 
     @property
     def busy(self) -> int:
         """How many actors handle messages, or have some waiting; from any thread."""
-        return sum(host.is_busy for host in list(self._hosts.values()))
+        return sum(runner.is_busy for runner in list(self._runners.values()))
 
     @property
     def handling(self) -> dict[int, int]:
         """The threads of those, with their mailboxes."""
-        return {host.thread.ident or 0: host.mailbox for host in list(self._hosts.values()) if host.is_busy}
+        return {runner.thread.ident or 0: runner.mailbox for runner in list(self._runners.values()) if runner.is_busy}
 
     def handled(self) -> dict[int, tuple[int, Collection[int]]]:
         """What each actor handles now, by its thread: its mailbox, and messages by serial; from any thread."""
-        return {host.thread.ident or 0: (host.mailbox, tuple(host.current)) for host in list(self._hosts.values())}
+        return {
+            runner.thread.ident or 0: (runner.mailbox, tuple(runner.current)) for runner in list(self._runners.values())
+        }
 
     # ---- the thread of the mail ---------------------------------------------------------------------------------
 
     def _spawn(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         mailbox, self.session, name = call.endpoint.split(":", 2)
-        host = ActorRunner(self, int(mailbox), name)
-        self._hosts[host.mailbox] = host
-        self._mailboxes.open(host.mailbox, functools.partial(self._deliver, host), host.cancel)
-        host.deliver(call, load_args, reply)
-        for early in self._early.pop(host.mailbox, []):
-            host.deliver(*early)
-        host.thread.start()
-
-    def _not_yet(self, mailbox: int) -> Mailbox | None:
-        """For messages that have overtaken, by another connection, the spawn of the actor that they are for."""
-        return Mailbox(self._keep_early)
+        runner = ActorRunner(self, int(mailbox), name)
+        self._runners[runner.mailbox] = runner
+        self._mailboxes.open(runner.mailbox, functools.partial(self._deliver, runner), runner.cancel)
+        runner.deliver(call, load_args, reply)
+        for early in self._early.pop(runner.mailbox, []):
+            runner.deliver(*early)
+        runner.thread.start()
 
     def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
+        """A message may have overtaken, by another connection, the spawn of the actor that it is for."""
         closed = MailboxClosed(self.worker.identity.rank, call.mailbox)
         if call.origin is None and call.mailbox < FIRST_OF_RANKS:  # who has spawned it was here before
             raise closed
@@ -119,43 +118,43 @@ class ActorRegistry:
             reply(Outcome(wire.RAISED, failure=self.describe(closed)))
 
     def _cancel_spawn(self, call: wire.Call, insist: bool) -> None:
-        for host in list(self._hosts.values()):
-            host.cancel(call, insist)
+        for runner in list(self._runners.values()):
+            runner.cancel(call, insist)
 
-    def _deliver(self, host: ActorRunner, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
+    def _deliver(self, runner: ActorRunner, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         if call.endpoint == WATCH:
-            self._at_end.setdefault(host.mailbox, []).append(reply)
+            self._at_end.setdefault(runner.mailbox, []).append(reply)
             return
         if call.endpoint == READY:
-            host.answer_when_made(reply)
+            runner.answer_when_made(reply)
             return
         if call.endpoint != STOP:
-            host.deliver(call, load_args, reply)
+            runner.deliver(call, load_args, reply)
             return
-        self._mailboxes.close(host.mailbox, _why_stopped(host))
-        self._at_end.setdefault(host.mailbox, []).append(reply)
-        host.end()
-        run_in_background(functools.partial(self._see_to_end, host))
+        self._mailboxes.close(runner.mailbox, _why_stopped(runner))
+        self._at_end.setdefault(runner.mailbox, []).append(reply)
+        runner.end()
+        run_in_background(functools.partial(self._see_to_end, runner))
 
-    def _see_to_end(self, host: ActorRunner) -> None:
+    def _see_to_end(self, runner: ActorRunner) -> None:
         """Interrupt an actor that does not end by itself; tell, if that does not help either. On a side thread."""
-        host.thread.join(STOP_GRACE_S)
+        runner.thread.join(STOP_GRACE_S)
         until = time.monotonic() + STOP_INSIST_S
-        while host.thread.is_alive() and not host.served and time.monotonic() < until:
-            host.end_now(_why_stopped(host))
-            host.thread.join(STOP_AGAIN_S)
-        if host.served:
-            host.thread.join()  # it cleans up, which may be saving something
-        if host.thread.is_alive():
-            place = users_place(frame_of(host.thread.ident))
-            failure = self.describe(ActorStuckError(host.name, self.worker.identity.rank, place))
-            self._answer_end(host, Outcome(wire.RAISED, failure=failure))
-            host.belongings.stop()
+        while runner.thread.is_alive() and not runner.served and time.monotonic() < until:
+            runner.end_now(_why_stopped(runner))
+            runner.thread.join(STOP_AGAIN_S)
+        if runner.served:
+            runner.thread.join()  # it cleans up, which may be saving something
+        if runner.thread.is_alive():
+            place = users_place(frame_of(runner.thread.ident))
+            failure = self.describe(ActorStuckError(runner.name, self.worker.identity.rank, place))
+            self._answer_end(runner, Outcome(wire.RAISED, failure=failure))
+            runner.belongings.stop()
         else:
-            self._answer_end(host, _ENDED)  # it may have ended before anybody asked
+            self._answer_end(runner, _ENDED)  # it may have ended before anybody asked
 
-    def _answer_end(self, host: ActorRunner, answer: Outcome) -> None:
-        for reply in self._at_end.pop(host.mailbox, []):
+    def _answer_end(self, runner: ActorRunner, answer: Outcome) -> None:
+        for reply in self._at_end.pop(runner.mailbox, []):
             reply(answer)
 
     # ---- the main thread, when the process is to end ---------------------------------------------------------------
@@ -163,12 +162,12 @@ class ActorRegistry:
     def end_all(self, within_s: float = END_S) -> None:
         """Interrupt what runs, drop what waits, and have every actor clean up; what takes longer is left behind."""
         deadline = time.monotonic() + within_s
-        hosts = list(self._hosts.values())
-        for host in hosts:
-            host.end_now()
-        for host in hosts:
-            if host.thread.is_alive():
-                host.thread.join(max(0.0, deadline - time.monotonic()))
+        runners = list(self._runners.values())
+        for runner in runners:
+            runner.end_now()
+        for runner in runners:
+            if runner.thread.is_alive():
+                runner.thread.join(max(0.0, deadline - time.monotonic()))
 
     # ---- threads of actors --------------------------------------------------------------------------------------
 
@@ -182,32 +181,32 @@ class ActorRegistry:
         identity = self.worker.identity
         return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
 
-    def tell_owner(self, host: ActorRunner, failure: MeshFailure) -> None:
+    def tell_owner(self, runner: ActorRunner, failure: MeshFailure) -> None:
         """Something failed for which nobody waits. Where the owner cannot be told, it is printed."""
-        if host.owner is not None:
+        if runner.owner is not None:
             with contextlib.suppress(MeshError):
-                host.owner.post(SUPERVISE, failure)
+                runner.owner.post(SUPERVISE, failure)
                 return
         print(failure.report(), flush=True)
 
-    def actor_ended(self, host: ActorRunner, fault: BaseException | None) -> None:
+    def actor_ended(self, runner: ActorRunner, fault: BaseException | None) -> None:
         """The thread of an actor ends."""
-        self._hosts.pop(host.mailbox, None)
+        self._runners.pop(runner.mailbox, None)
         if fault is not None:
-            self._give_up_calls(host, fault)
-        self._answer_end(host, _ENDED)
+            self._give_up_calls(runner, fault)
+        self._answer_end(runner, _ENDED)
 
-    def _give_up_calls(self, host: ActorRunner, fault: BaseException) -> None:
+    def _give_up_calls(self, runner: ActorRunner, fault: BaseException) -> None:
         """Nobody is left to answer what an actor holds. Closed first, so that nothing comes behind this."""
-        tell(fault, f'the thread of the actor "{host.name}"')
-        why = f'the thread of the actor "{host.name}" has ended by a fault of meshbook: {fault!r}'
-        self._mailboxes.close(host.mailbox, why)
-        spawn = f"{host.mailbox}:"
+        tell(fault, f'the thread of the actor "{runner.name}"')
+        why = f'the thread of the actor "{runner.name}" has ended by a fault of meshbook: {fault!r}'
+        self._mailboxes.close(runner.mailbox, why)
+        spawn = f"{runner.mailbox}:"
         self.worker.mail.give_up(
-            lambda call: call.mailbox == host.mailbox or (call.mailbox == ACTORS and call.endpoint.startswith(spawn)),
+            lambda call: call.mailbox == runner.mailbox or (call.mailbox == ACTORS and call.endpoint.startswith(spawn)),
             Outcome(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
         )
 
 
-def _why_stopped(host: ActorRunner) -> str:
-    return f'the actors "{host.name}" were stopped'
+def _why_stopped(runner: ActorRunner) -> str:
+    return f'the actors "{runner.name}" were stopped'

@@ -154,9 +154,6 @@ def _in_short(value: object) -> str:
         return repr(value)[:200]
     if type(value) in (list, tuple, dict, set, frozenset):
         return f"{type(value).__name__} of {len(value)}"  # type: ignore[arg-type]
-    shape, dtype = (getattr(value, name, None) if _is_array(value) else None for name in ("shape", "dtype"))
+    is_array = type(value).__module__.partition(".")[0] in ("torch", "numpy")
+    shape, dtype = (getattr(value, name, None) if is_array else None for name in ("shape", "dtype"))
     return f"{type(value).__name__} {tuple(shape)}, {dtype}" if shape is not None else f"<{type(value).__qualname__}>"
-
-
-def _is_array(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "shape")

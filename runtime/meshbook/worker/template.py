@@ -82,7 +82,7 @@ def main(fd: int) -> None:
     gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
     shell = _preload(STANDARD_PRELOAD)
     while True:
-        _freeze()
+        gc.freeze()  # keeps the collector of the children away from our objects, else it would copy their pages
         sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, _why_not_to_fork())))
         flock = SpawnedWorkers()
         child = _serve(sock, flock)
@@ -119,11 +119,6 @@ def _preload_or_explain(sock: socket.socket, modules: str) -> None:
     except BaseException:
         sock.send(wire.encode(TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
         os._exit(1)
-
-
-def _freeze() -> None:
-    """Keep the collector of the children away from our objects, else it would copy their pages."""
-    gc.freeze()
 
 
 def _why_not_to_fork() -> str:

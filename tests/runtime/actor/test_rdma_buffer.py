@@ -30,7 +30,7 @@ from meshbook.actor import (
     SupervisionError,
 )
 from meshbook.actor.buffers import tcp, transfer
-from meshbook.actor.buffers.process_vm import NotDirect, access
+from meshbook.actor.buffers.memory import NotDirect, access
 from meshbook.actor.buffers.tcp import PROOF_BYTES, BufferListener, StreamError, connect, receive_all, send_all
 from meshbook.errors import CallFailed
 
@@ -310,7 +310,7 @@ def test_where_memory_may_not_be_looked_at_it_goes_by_mail(mesh2: ProcMesh) -> N
     owner, reader = owner_and_reader(mesh2, {"gpus": 0}, {"gpus": 1})
     buffer = owner.make.call_one(BIG, 1.5).get(20)
     token = buffer._target.spot.token
-    forbid = f"from meshbook.actor.buffers import process_vm; process_vm._refused.add({token!r})"
+    forbid = f"from meshbook.actor.buffers import memory; memory._refused.add({token!r})"
     mesh2.slice(gpus=1).run(forbid).get(20)
     assert reader.read.call_one(buffer).get(20) == (1.5, 1.5, 1.5)
     reader.write.call_one(buffer, BIG, 2.0).get(20)

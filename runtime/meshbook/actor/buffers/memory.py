@@ -1,23 +1,176 @@
-"""The bytes behind tensors and buffers: where they lie, and whether they may be written."""
+"""Copies between this process's memory and another's on the same machine, without any help of the other.
+
+    owner                                             caller
+      its memory       <── process_vm_readv/writev ──   any thread
+      a memfd, one byte per buffer: 1 = to be had
+                       <── /proc/<pid>/fd/<n> ───────   opened for each access, read-locked while it lasts
+
+The name of the memfd holds a random token: whoever opens it knows that the pid is still that of the owner, not of a
+process that came after it. Who drops a buffer writes 0, then waits for the write lock before it lets go of the memory;
+the kernel ends the locks of those who die. Where one process may not look at another (other users, containers, Yama)
+`NotDirect` is raised, and the caller goes by mail.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import struct
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from meshbook.actor.errors import BufferKindError
+from meshbook.system.descriptors import open_above
+from meshbook.system.memory_files import create_memory_file, is_memory_file
+from meshbook.system.mmap import Bytes
+from meshbook.system.processes import let_peers_read, memory_name
 
 if TYPE_CHECKING:
     import torch
 
+SLICE_BYTES = 16 << 20
+"""Between slices a copy looks whether it is still wanted."""
 
-ByteArray: TypeAlias = "npt.NDArray[np.uint8]"
-"""The bytes of a buffer, or of a piece of one."""
+_LIVE, _DROPPED = b"\1", b"\0"
+
+
+class _Run(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("process_vm_readv", "process_vm_writev"):
+    if hasattr(_libc, _name):
+        _function = getattr(_libc, _name)
+        _run, _count = ctypes.POINTER(_Run), ctypes.c_ulong
+        _function.argtypes = [ctypes.c_int, _run, _count, _run, _count, _count]
+        _function.restype = ctypes.c_ssize_t
+
+
+class NotDirect(Exception):
+    """The memory cannot be had, or not without its owner's help."""
+
+
+class RemoteAddress(NamedTuple):
+    """Where a buffer lies. Small, and the same in every process."""
+
+    memory: str
+    """Processes that share this share memory."""
+    pid: int
+    fd: int
+    """That of its `LiveTable`, in the owner."""
+    token: str
+    slot: int
+    address: int
+
+
+class LiveTable:
+    """The owner's side: tells which of its buffers are there to be had."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(8)
+        self.fd = create_memory_file(_guard_name(self.token))
+        self._memory = memory_name()
+        self._slots = 0
+        self._path = f"/proc/self/fd/{self.fd}"
+        let_peers_read()
+
+    def add(self, address: int) -> RemoteAddress:
+        """Announce memory that is to be had from now on."""
+        slot, self._slots = self._slots, self._slots + 1
+        os.pwrite(self.fd, _LIVE, slot)
+        return RemoteAddress(self._memory, os.getpid(), self.fd, self.token, slot, address)
+
+    def drop(self, slot: int, *, wait: bool = False) -> bool:
+        """Let nobody begin any more; whether nobody is at it any more. wait: come back only then."""
+        os.pwrite(self.fd, _DROPPED, slot)
+        own = open_above(lambda: os.open(self._path, os.O_RDWR | os.O_CLOEXEC))
+        try:
+            return _lock(own, fcntl.F_WRLCK, slot, wait=wait)
+        finally:
+            os.close(own)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@contextlib.contextmanager
+def access(spot: RemoteAddress) -> Iterator[None]:
+    """Memory at ``spot`` stays where it is within this block. Raises: NotDirect, also at the end if it was not so."""
+    if spot.memory != memory_name() or spot.token in _refused:
+        raise NotDirect
+    path = f"/proc/{spot.pid}/fd/{spot.fd}"
+    name = _guard_name(spot.token)
+    try:
+        guard = open_above(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        raise NotDirect from error
+    try:
+        if not _leads_to(f"/proc/self/fd/{guard}", name) or not _lock(guard, fcntl.F_RDLCK, spot.slot):
+            raise NotDirect
+        if os.pread(guard, 1, spot.slot) != _LIVE:
+            raise NotDirect
+        yield
+        if not _leads_to(path, name):  # it has died: what was copied may be another's
+            raise NotDirect
+    finally:
+        os.close(guard)  # and with it the lock
+
+
+def copy(spot: RemoteAddress, address: int, size_bytes: int, *, write: bool, check: Callable[[], None]) -> None:
+    """Within `access`: copy the first bytes at ``spot`` to ``address`` of this process, or, to write, the other way.
+
+    check: called before each slice; what it raises ends the copy. Raises: NotDirect.
+    """
+    function = getattr(_libc, "process_vm_writev" if write else "process_vm_readv", None)
+    if function is None:
+        raise NotDirect
+    done = 0
+    while done < size_bytes:
+        check()
+        count = min(SLICE_BYTES, size_bytes - done)
+        here, there = _Run(address + done, count), _Run(spot.address + done, count)
+        copied = function(spot.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if copied <= 0:
+            if copied < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
+                _refused.add(spot.token)
+            raise NotDirect
+        done += copied
+
+
+def _leads_to(path: str, name: str) -> bool:
+    try:
+        return is_memory_file(path, name)
+    except OSError:
+        return False
+
+
+_refused: set[str] = set()
+"""The tokens of processes that may not be looked at."""
+
+
+def _guard_name(token: str) -> str:
+    return f"meshbook-buffers-{token}"
+
+
+def _lock(fd: int, kind: int, slot: int, *, wait: bool = False) -> bool:
+    """Lock one byte for this opening of the file; False if somebody else's lock stands against it."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, slot, 1, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# ---- this process's memory ------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
@@ -28,7 +181,7 @@ class Memory(NamedTuple):
     writable: bool
     keep: object
 
-    def view(self, offset: int = 0, size_bytes: int | None = None) -> ByteArray:
+    def view(self, offset: int = 0, size_bytes: int | None = None) -> Bytes:
         """An array of bytes over it, which does not keep it."""
         size_bytes = self.size_bytes - offset if size_bytes is None else size_bytes
         run = (ctypes.c_ubyte * size_bytes).from_address(self.address + offset)

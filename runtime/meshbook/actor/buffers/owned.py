@@ -1,6 +1,6 @@
 """The buffers of this process: memory that others may read and write, kept alive until they are dropped.
 
-Most accesses need nothing of this process (`meshbook.actor.buffers.process_vm`). The others come by mail, piece by
+Most accesses need nothing of this process (`meshbook.actor.buffers.memory`). The others come by mail, piece by
 piece, to a mailbox of the buffer's own, and are served on side threads.
 """
 
@@ -10,8 +10,7 @@ import os
 import socket
 import threading
 
-from meshbook.actor.buffers.memory import Memory
-from meshbook.actor.buffers.process_vm import LiveTable, RemoteAddress
+from meshbook.actor.buffers.memory import LiveTable, Memory, RemoteAddress
 from meshbook.actor.buffers.tcp import Rendezvous, Silence, StreamError, connect, receive_all, send_all
 from meshbook.actor.errors import BufferSizeError
 from meshbook.actor.router import Router

@@ -13,7 +13,7 @@ from meshbook.actor.buffers.owned import DROP, READ, WRITE, kept_buffers
 from meshbook.actor.buffers.transfer import Transfer, TransferFuture, TransferTarget, ask
 from meshbook.actor.context import context
 from meshbook.actor.errors import BufferDroppedError, BufferKindError, BufferSizeError, SupervisionError
-from meshbook.actor.router import Place, current_router
+from meshbook.actor.router import current_router
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import MeshStoppedError
 from meshbook.formatting import format_bytes
@@ -39,7 +39,8 @@ class RDMABuffer:
         kept = kept_buffers().add(memory, router)
         place = router.place
         instance = context().actor_instance
-        owner = instance.actor_id if instance.mailbox else _process(place)
+        process = "the notebook's process" if place.mesh == 0 else f"rank {place.rank}"
+        owner = instance.actor_id if instance.mailbox else process
         self._target = TransferTarget(router.session, place, kept.mailbox, memory.size_bytes, owner, kept.spot)
         self._writable = memory.writable
 
@@ -121,7 +122,3 @@ def _restore(target: TransferTarget, writable: bool) -> RDMABuffer:
     buffer = RDMABuffer.__new__(RDMABuffer)
     buffer._target, buffer._writable = target, writable
     return buffer
-
-
-def _process(place: Place) -> str:
-    return "the notebook's process" if place.mesh == 0 else f"rank {place.rank}"

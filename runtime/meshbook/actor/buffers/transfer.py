@@ -9,9 +9,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from meshbook.actor.buffers.memory import ByteArray, Memory
+from meshbook.actor.buffers.memory import SLICE_BYTES, Memory, NotDirect, RemoteAddress, access, copy
 from meshbook.actor.buffers.owned import DROPPED, READ, STREAM, WRITE, kept_buffers
-from meshbook.actor.buffers.process_vm import SLICE_BYTES, NotDirect, RemoteAddress, access, copy
 from meshbook.actor.buffers.tcp import BufferListener, StreamError, UnreachableError, receive_all, send_all
 from meshbook.actor.errors import ActorLostError, BufferDroppedError
 from meshbook.actor.futures import only_value
@@ -21,6 +20,7 @@ from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
 from meshbook.formatting import format_bytes
+from meshbook.system.mmap import Bytes
 from meshbook.values.pickling import dumps
 
 PIECE_BYTES = 4 << 20
@@ -202,7 +202,7 @@ class Transfer:
                 self._memory.view(offset, size_bytes)[:] = value
 
 
-def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> ByteArray | None:
+def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> Bytes | None:
     """Have the owner do something. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
     return finish(target, begin(target, endpoint, args), timeout_s)
 
@@ -219,10 +219,10 @@ def begin(target: TransferTarget, endpoint: str, args: tuple[object, ...]) -> An
         raise ActorLostError.of_worker(lost, "") from None
 
 
-def finish(target: TransferTarget, future: Answers, timeout_s: float | None) -> ByteArray | None:
+def finish(target: TransferTarget, future: Answers, timeout_s: float | None) -> Bytes | None:
     """Wait for what was asked for. Raises: as `ask`."""
     try:
-        answer: ByteArray | None = only_value(future.get(timeout_s))
+        answer: Bytes | None = only_value(future.get(timeout_s))
         return answer
     except WorkerLost as lost:
         raise ActorLostError.of_worker(lost, "") from None
