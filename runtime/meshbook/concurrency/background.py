@@ -29,9 +29,7 @@ def run_in_background(job: BackgroundJob) -> None:
         jobs = _idle.pop() if _idle else None
     if jobs is None:
         jobs = queue.SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(jobs,), name="meshbook.aside", daemon=True)
-        hide_from_debuggers(thread)
-        thread.start()
+        hidden_thread(_serve, "meshbook.aside", jobs).start()
     jobs.put(job)
 
 
@@ -62,10 +60,12 @@ def _forget_threads() -> None:
 at_fork(in_child=_forget_threads)
 
 
-def hide_from_debuggers(thread: threading.Thread) -> None:
-    """Have the thread go on, untraced, while a debugger stops the others."""
+def hidden_thread(target: Callable[..., object], name: str, *args: object) -> threading.Thread:
+    """Make a thread of ours, to be started: it goes on, untraced, while a debugger stops the others."""
+    thread = threading.Thread(target=target, name=name, args=args, daemon=True)
     thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
     thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+    return thread
 
 
 class SerialQueue:

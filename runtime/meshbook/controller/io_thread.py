@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 import time
 
-from meshbook.concurrency.background import hide_from_debuggers
+from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.io_turns import SocketTurn, TurnQueue
@@ -34,8 +33,7 @@ class IoThread:
         """Hosts to which we may owe acknowledgements."""
         self._ack_at = math.inf
         self.turn = SocketTurn(self._serve, inbox.wake)
-        self._thread = threading.Thread(target=self._run, name="meshbook.io", daemon=True)
-        hide_from_debuggers(self._thread)
+        self._thread = hidden_thread(self._run, "meshbook.io")
         self._thread.start()
 
     def end_serving(self, linger_ms: int = 0) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple, TypeAlias
 
-from meshbook.concurrency.background import hide_from_debuggers
+from meshbook.concurrency.background import hidden_thread
 from meshbook.debug.pydevd import forget_step, is_suspended, load_pydevd, start_tracing, stop_at, stop_tracing
 from meshbook.system.descriptors import above_standard
 
@@ -76,8 +76,7 @@ class DebugSession:
         self._heard = time.monotonic()
         self._started = threading.Event()
         self._failure = ""
-        self._thread = threading.Thread(target=self._run, name="meshbook.debug", daemon=True)
-        hide_from_debuggers(self._thread)
+        self._thread = hidden_thread(self._run, "meshbook.debug")
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S) or self._failure:
             self.end("it did not start")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from meshbook.concurrency.background import hide_from_debuggers
+from meshbook.concurrency.background import hidden_thread
 from meshbook.debug.dap_session import PIECE_MAX_BYTES, START_TIMEOUT_S, WAIT_MAX_S, DebugBytes, DebuggerStart
 from meshbook.errors import DebugError, MeshError, PeerProtocolError
 from meshbook.errors.advice import advice
@@ -110,8 +110,7 @@ class DebugTunnel:
         self._closed = ""
         self._held = False
         self.hidden = _start(rank, "debug_open", self._id, timeout_s=START_TIMEOUT_S + 5).hidden
-        self._thread = threading.Thread(target=self._receive, name="meshbook.tunnel", daemon=True)
-        hide_from_debuggers(self._thread)
+        self._thread = hidden_thread(self._receive, "meshbook.tunnel")
         self._thread.start()
 
     def send(self, message: Message) -> None:

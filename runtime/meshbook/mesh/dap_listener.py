@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from meshbook.concurrency.background import hide_from_debuggers
+from meshbook.concurrency.background import hidden_thread
 from meshbook.errors import DebugError, PeerProtocolError
 from meshbook.mesh.dap_client import DebugTunnel, Message, MessageReader, answer, pack
 
@@ -72,8 +72,7 @@ class DebugDoor:
         self._open: set[socket.socket] = set()
         self._strangers = 0
         self._closed = False
-        self._threads = [threading.Thread(target=self._accept, name="meshbook.door", daemon=True)]
-        hide_from_debuggers(self._threads[0])
+        self._threads = [hidden_thread(self._accept, "meshbook.door")]
         self._threads[0].start()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -105,8 +104,7 @@ class DebugDoor:
                 self._strangers += 1
                 self._open.add(sock)
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            thread = threading.Thread(target=self._serve, args=(sock,), name="meshbook.editor", daemon=True)
-            hide_from_debuggers(thread)
+            thread = hidden_thread(self._serve, "meshbook.editor", sock)
             self._threads.append(thread)
             thread.start()
 

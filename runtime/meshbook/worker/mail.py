@@ -18,12 +18,11 @@ from meshbook.calls.call import RequestFuture
 from meshbook.calls.incoming import IncomingCall, IncomingCalls
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import hide_from_debuggers
+from meshbook.concurrency.background import hidden_thread
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
-from meshbook.worker.channel import AgentChannel
+from meshbook.worker.channel import AgentChannel, RankPayloads
 from meshbook.worker.outgoing import MailCalls
-from meshbook.worker.payloads import RankPayloads
 
 
 class WorkerMail:
@@ -66,9 +65,7 @@ class WorkerMail:
             if self._started:
                 return
             self._started = True
-        thread = threading.Thread(target=self._serve, name="meshbook.mail", daemon=True)
-        hide_from_debuggers(thread)
-        thread.start()
+        hidden_thread(self._serve, "meshbook.mail").start()
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread

@@ -20,8 +20,7 @@ from meshbook.calls.table import CallTable
 from meshbook.errors import MeshError
 from meshbook.wire import messages as wire
 from meshbook.wire.replies import place_head
-from meshbook.worker.channel import AgentChannel
-from meshbook.worker.payloads import RankPayloads
+from meshbook.worker.channel import AgentChannel, RankPayloads
 
 LOOK_S = 0.1
 """Who waits for room looks so often for what else may want the thread."""

@@ -31,7 +31,7 @@ import msgspec
 from meshbook.actor.router import set_own_router
 from meshbook.calls.answer import Outcome, pack, pack_failure
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import hide_from_debuggers, run_in_background
+from meshbook.concurrency.background import hidden_thread, run_in_background
 from meshbook.concurrency.own_faults import attempt
 from meshbook.concurrency.thread_interrupts import gate_of_this_thread
 from meshbook.debug.dap_session import DebugSession
@@ -51,12 +51,11 @@ from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import StoreOp, StoreResult
 from meshbook.wire.messages import PLACE, SHOWN_HERE
 from meshbook.worker.actors import ActorRegistry
-from meshbook.worker.channel import AgentChannel
+from meshbook.worker.channel import AgentChannel, RankPayloads
 from meshbook.worker.endpoints import CALLS, QUERIES, SLOW_QUERIES
 from meshbook.worker.interrupt_gate import InterruptGate, interrupt_children
 from meshbook.worker.mail import WorkerMail
 from meshbook.worker.open_files import write_buffers
-from meshbook.worker.payloads import RankPayloads
 from meshbook.worker.router import WorkerRouter
 
 IDLE_S = 0.5
@@ -333,8 +332,7 @@ class Worker:
 
     def _start_control_thread(self) -> int:
         """Returns the kernel's number of it."""
-        thread = threading.Thread(target=self._control, name="meshbook.control", daemon=True)
-        hide_from_debuggers(thread)
+        thread = hidden_thread(self._control, "meshbook.control")
         thread.start()
         return thread.native_id or 0
 

@@ -20,7 +20,7 @@ from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
 from meshbook.formatting import format_bytes
-from meshbook.system.mmap import Bytes
+from meshbook.system.memory_files import Bytes
 from meshbook.values.pickling import dumps
 
 PIECE_BYTES = 4 << 20
