@@ -28,8 +28,7 @@ import numpy as np
 
 from meshbook.actor.errors import BufferKindError
 from meshbook.system.descriptors import open_above
-from meshbook.system.memory_files import create_memory_file, is_memory_file
-from meshbook.system.memory_files import Bytes
+from meshbook.system.memory_files import Bytes, create_memory_file, is_memory_file
 from meshbook.system.processes import let_peers_read, memory_name
 
 if TYPE_CHECKING:
