@@ -70,10 +70,12 @@ def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int
 
     ``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``
     """
-    ended = look.ended.get(call.id, frozenset())
+    ended = look.ended.get(call.id)
+    if ended is None:
+        return ""
     stuck = find_deadlocked(look.answers, ended, dead) or find_deadlocked(look.answers, ended | look.idle, dead)
     stuck = {rank: each for rank, each in stuck.items() if rank in call.waiting}
-    if call.id not in look.ended or not stuck:
+    if not stuck:
         return ""
     lines = []
     for (place, absent), ranks in _by_place(stuck):

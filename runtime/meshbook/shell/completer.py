@@ -3,6 +3,10 @@
 Nothing is guessed (jedi is off: the objects are there, and it takes seconds with torch) and nothing of the user's runs
 beyond what looking at an object means: ``__dir__``, attributes without properties. Each question gets a completer of
 its own, over a copy of the namespace, since the main thread goes on.
+
+An object in words has the form of IPython's ``name?``, at a cost that does not grow with the object. IPython's own
+inspector writes ``str(obj)`` first and cuts it then. A list of ten million numbers holds the GIL for a second that way,
+and with it the rank; a tensor on a GPU waits for whatever runs there.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -10,13 +14,16 @@ its own, over a copy of the namespace, since the main thread goes on.
 from __future__ import annotations
 
 import builtins
+import inspect
 import keyword
+import os
+import reprlib
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from IPython.core import completer as ipython_completer
 from IPython.core import oinspect
@@ -26,7 +33,6 @@ from IPython.utils.tokenutil import token_at_cursor
 from meshbook.concurrency.patches import patch
 from meshbook.shell.attributes import attribute_names, listed
 from meshbook.shell.imports import import_names
-from meshbook.shell.inspect_text import summarise
 
 if TYPE_CHECKING:
     from IPython.core.completer import Completion
@@ -187,3 +193,75 @@ def _type(found: Completion, namespace: dict[str, object]) -> str:
 
 def _distinct(items: Iterable[Match]) -> Iterable[Match]:
     return {item.text: item for item in reversed(list(items))}.values().__reversed__()
+
+
+DOC_MAX_CHARS = 100_000
+"""Of a docstring or of source text."""
+
+_FIELD = "\x1b[31m{}:\x1b[39m"
+_CONTAINERS = (list, tuple, dict, set, frozenset, str, bytes, bytearray, int)
+_short = reprlib.Repr()
+_short.maxlist = _short.maxtuple = _short.maxset = _short.maxfrozenset = _short.maxdict = 12
+_short.maxstring = _short.maxother = 200
+_short.maxlong = 80
+
+
+# ---- an object in words ---------------------------------------------------------------------------------------------
+
+
+def summarise(thing: object, *, definition: str, source: str | None, doc: str | None) -> str:
+    """The text. definition: ``f(a, b=1)``; source: is shown in place of the docstring that it holds."""
+    is_class = inspect.isclass(thing)
+    fields = [("Init signature" if is_class else "Signature", definition)]
+    if doc and not (source and doc in inspect.cleandoc(source)):
+        fields.append(("Docstring", doc[:DOC_MAX_CHARS]))
+    if source:
+        fields.append(("Source", source.rstrip()[:DOC_MAX_CHARS]))
+    if is_class:
+        fields.append(("Init docstring", _init_doc(thing, doc)))
+    fields.append(("File", _file(thing)))
+    fields.append(("Type", type(thing).__name__))
+    if not (is_class or callable(thing)) or inspect.ismodule(thing):
+        fields.insert(1, ("String form", _brief(thing)))
+        fields.insert(2, ("Length", _length(thing)))
+    return "\n".join(_line(title, text) for title, text in fields if text) + "\n"
+
+
+def _line(title: str, text: str) -> str:
+    apart = "\n" if "\n" in text or title in ("Docstring", "Source", "Init docstring") else " "
+    return f"{_FIELD.format(title)}{apart}{text}"
+
+
+def _brief(thing: object) -> str:
+    """Its repr, if that is short and cheap; of arrays what can be said without their values."""
+    shape, dtype = getattr(thing, "shape", None), getattr(thing, "dtype", None)
+    if shape is not None and dtype is not None:
+        device = getattr(thing, "device", None)
+        where = f", {device}" if device is not None and str(device) != "cpu" else ""
+        return f"shape {tuple(shape)}, {dtype}{where}"
+    try:
+        text = _short.repr(thing) if isinstance(thing, _CONTAINERS) else str(thing)
+    except Exception:
+        return ""
+    return text if len(text) <= 2000 else f"{text[:1000]} <...> {text[-200:]}"
+
+
+def _length(thing: object) -> str:
+    try:
+        return str(len(thing)) if isinstance(thing, Sized) else ""
+    except Exception:
+        return ""
+
+
+def _file(thing: Any) -> str:
+    """Where it was defined; nothing for what a cell has defined, whose file is not on the disk."""
+    try:
+        path = inspect.getfile(thing)
+    except (TypeError, OSError):
+        return ""
+    return path if os.path.exists(path) else ""
+
+
+def _init_doc(thing: object, doc: str | None) -> str:
+    text = inspect.getdoc(vars(thing)["__init__"]) if "__init__" in vars(thing) else None
+    return text if text and text != doc else ""

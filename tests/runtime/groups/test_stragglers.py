@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshbook.groups.progress import Collectives, GroupProgress, Waiting
+from meshbook.groups.progress import ANY_PEER, Collectives, GroupProgress, Waiting
 from meshbook.groups.stragglers import RankProgress, find_stragglers
 
 AT = "cell 7, line 5"
@@ -112,3 +112,16 @@ def test_operations_that_are_under_way_name_who_has_not_issued_them() -> None:
         assert found is not None
         poll[rank] = poll[rank]._replace(collectives=found._replace(waiting=(), under_way=found.waiting))
     assert find_stragglers(poll) is None  # both may still go on
+
+
+def test_a_receive_from_anybody_waits_for_nobody_when_enough_was_sent() -> None:
+    def poll(sent: int) -> dict[int, RankProgress]:
+        looks = {0: told(0, "recv", members=(0, 1), peer=ANY_PEER, number=1, since_s=0.1), 1: told(0, members=(0, 1))}
+        found = looks[1].collectives
+        assert found is not None
+        groups = (found.groups[0]._replace(sent={0: sent}),)
+        return looks | {1: looks[1]._replace(collectives=found._replace(groups=groups))}
+
+    verdict = find_stragglers(poll(sent=0))
+    assert verdict is not None and verdict.odd == (1,)
+    assert find_stragglers(poll(sent=1)) is None  # it is on its way
