@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from meshbook.groups.stragglers import RankProgress, find_stragglers
-from meshbook.stacks.frames import RankTold
+from meshbook.stacks.mesh_stacks import RankTold
 
 HELD_S = 5.0
 CIRCLE_S = 2.0

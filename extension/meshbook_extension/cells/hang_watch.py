@@ -11,8 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from meshbook.formatting import format_ranks, name_ranks
-from meshbook.stacks.frames import RankTold
-from meshbook.stacks.mesh_stacks import predicate
+from meshbook.stacks.mesh_stacks import RankTold, predicate
 from meshbook_extension.cells.hang_signs import HELD, SLOW, Ended, HangDetector, Sign
 from meshbook_extension.output.labels import format_seconds
 

@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from meshbook.lifecycle import WorkerPhase
 from meshbook.stacks.dump import DumpRequest, parse_faulthandler, parse_py_spy
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.processes import process_state
@@ -26,7 +29,6 @@ from meshbook.wire import messages as wire
 
 if TYPE_CHECKING:
     from meshbook.agent.worker import AgentWorker
-from meshbook.lifecycle import WorkerPhase
 
 POLL_S = 0.01
 SIGNAL_S = 0.15
@@ -165,7 +167,7 @@ class _Spy:
         text = self._text.decode(errors="replace")
         try:
             return wire.RankDump(rank, parse_py_spy(text, self._pid), "py-spy")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except msgspec.DecodeError:
             return wire.RankDump(rank, (), "", _explain(text))
 
 

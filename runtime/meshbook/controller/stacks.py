@@ -10,9 +10,9 @@ from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.queries import STATES_TIMEOUT_S, Questions, ask_rank, explain_silence
 from meshbook.groups.wait_graph import place_of
 from meshbook.shape.members import Members, Region
-from meshbook.source.location import RUNTIME, USER, kind_of_file
-from meshbook.stacks.frames import NATIVE, Frame, RankTold, ThreadStack, make_frame
-from meshbook.stacks.mesh_stacks import MeshStacks, RankStack
+from meshbook.source.frames import Frame, ThreadStack
+from meshbook.source.location import RUNTIME, USER
+from meshbook.stacks.mesh_stacks import MeshStacks, RankStack, RankTold
 from meshbook.wire import messages as wire
 
 ANSWER_S = 0.5
@@ -85,41 +85,38 @@ def _silent(
 def _with_lines(
     questions: Questions, mesh: MeshState, helpers: Sequence[int], dumps: Mapping[int, wire.RankDump], all_threads: bool
 ) -> dict[int, list[ThreadStack]]:
-    """What agents have read, with the places and texts of lines as other ranks know them."""
+    """What agents have read, with the texts of lines as other ranks know them."""
     threads = {
         rank: [thread for thread in dump.threads if thread.is_main or (all_threads and _is_users(thread))]
         for rank, dump in dumps.items()
         if dump.threads
     }
-    lines = _ask_lines(questions, mesh, helpers, [thread for each in threads.values() for thread in each])
+    known = _ask_lines(questions, mesh, helpers, [thread for each in threads.values() for thread in each])
+
+    def with_line(frame: Frame) -> Frame:
+        line = known.get((frame.file, frame.line))
+        return line._replace(function=frame.function) if line is not None else frame
+
     return {
-        rank: [ThreadStack(one.name, one.is_main, tuple(_frame(f, lines) for f in one.frames)) for one in each]
+        rank: [one._replace(frames=tuple(with_line(frame) for frame in one.frames)) for one in each]
         for rank, each in threads.items()
     }
 
 
-def _is_users(thread: wire.DumpedThread) -> bool:
-    kinds = {kind_of_file(frame.file) for frame in thread.frames if not frame.native}
+def _is_users(thread: ThreadStack) -> bool:
+    kinds = {frame.kind for frame in thread.frames}
     return USER in kinds or (RUNTIME not in kinds and not thread.name.startswith("meshbook."))
 
 
 def _ask_lines(
-    questions: Questions, mesh: MeshState, helpers: Sequence[int], threads: Iterable[wire.DumpedThread]
+    questions: Questions, mesh: MeshState, helpers: Sequence[int], threads: Iterable[ThreadStack]
 ) -> dict[tuple[str, int], Frame]:
     """(file, line) to what ranks that answer know of it; cells have the same names on all ranks that ran them."""
-    wanted = sorted({(f.file, f.line) for thread in threads for f in thread.frames if not f.native})
-    lines = {place: make_frame("", *place) for place in wanted}
-    users = [place for place, frame in lines.items() if frame.kind == USER]
-    if not users or not helpers:
+    wanted = sorted({(frame.file, frame.line) for thread in threads for frame in thread.users})
+    lines: dict[tuple[str, int], Frame] = {}
+    if not wanted or not helpers:
         return lines
-    asked = ask_rank("source_lines", users)
+    asked = ask_rank("source_lines", wanted)
     for known in questions.gather(mesh, sorted(helpers)[:HELPERS], asked, list[Frame], LINES_S).values():
-        lines.update({place: frame for place, frame in zip(users, known, strict=False) if frame.source})
+        lines.update({place: frame for place, frame in zip(wanted, known, strict=False) if frame.source})
     return lines
-
-
-def _frame(frame: wire.DumpedFrame, lines: Mapping[tuple[str, int], Frame]) -> Frame:
-    if frame.native:
-        library = frame.file.rpartition("/")[2]
-        return Frame(frame.function, frame.file, frame.line, library, NATIVE)
-    return lines[frame.file, frame.line]._replace(function=frame.function)

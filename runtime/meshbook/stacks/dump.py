@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import json
 import os
 import re
 import signal
-from typing import Any
 
+import msgspec
+
+from meshbook.source.frames import MAX_THREADS, NATIVE, Frame, ThreadStack, cut_frames, make_frame
 from meshbook.system.memory_files import create_memory_file, is_memory_file
-from meshbook.wire.messages import DumpedFrame, DumpedThread
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
 """One that nobody uses; 0 where there are no such signals."""
@@ -66,47 +66,63 @@ class DumpRequest:
         return text.decode(errors="replace") if complete else ""
 
 
-MAX_THREADS, MAX_FRAMES = 64, 100
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)(?: \[(.*?)\])?.*most recent call first")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _MAIN = "serve_calls"
 """The method of `meshbook.worker.worker.Worker` in which a main thread stands."""
 
 
-def parse_faulthandler(text: str) -> tuple[DumpedThread, ...]:
+def parse_faulthandler(text: str) -> tuple[ThreadStack, ...]:
     """The threads of a dump, the main thread first."""
-    threads: list[tuple[str, list[DumpedFrame]]] = []
+    threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if found := _THREAD.match(line):
             threads.append((found[2] or f"thread {found[1]}", []))
         elif threads and (found := _FRAME.fullmatch(line)):
-            number = int(found[2]) if found[2].isdigit() else 0
-            threads[-1][1].append(DumpedFrame(found[3], found[1], number))
-    return _main_first([DumpedThread(name, _is_main(frames), tuple(frames[:MAX_FRAMES])) for name, frames in threads])
+            threads[-1][1].append(make_frame(found[3], found[1], int(found[2]) if found[2].isdigit() else 0))
+    return _main_first([ThreadStack(name, _is_main(frames), cut_frames(frames)) for name, frames in threads])
 
 
-def parse_py_spy(text: str, pid: int) -> tuple[DumpedThread, ...]:
-    """The threads of ``py-spy dump --json``. Raises: ValueError if it is something else."""
-    told: Any = json.loads(text)
-    if not isinstance(told, list):
-        raise ValueError("not a list of threads")
-    threads = []
-    for thread in told:
-        frames = tuple(_py_spy_frame(frame) for frame in thread["frames"][:MAX_FRAMES])
-        name = str(thread.get("thread_name") or f"thread {thread.get('os_thread_id')}")
-        threads.append(DumpedThread(name, thread.get("os_thread_id") == pid, frames, bool(thread.get("owns_gil"))))
-    return _main_first(threads)
+class _SpyFrame(msgspec.Struct):
+    name: str | None = None
+    filename: str | None = None
+    module: str | None = None
+    """The library, of native code."""
+    line: int | None = None
+
+    def read(self) -> Frame:
+        function, line = self.name or "?", self.line or 0
+        if self.module:
+            return Frame(function, self.module, line, self.module.rpartition("/")[2], NATIVE)
+        return make_frame(function, self.filename or "", line)
 
 
-def _py_spy_frame(frame: Any) -> DumpedFrame:
-    native = bool(frame.get("module"))
-    file = str(frame.get("module") or frame.get("filename") or "")
-    return DumpedFrame(str(frame.get("name") or "?"), file, int(frame.get("line") or 0), native)
+class _SpyThread(msgspec.Struct):
+    frames: list[_SpyFrame]
+    os_thread_id: int | None = None
+    thread_name: str | None = None
 
 
-def _is_main(frames: list[DumpedFrame]) -> bool:
+_decode_spied = msgspec.json.Decoder(list[_SpyThread]).decode
+
+
+def parse_py_spy(text: str, pid: int) -> tuple[ThreadStack, ...]:
+    """The threads of ``py-spy dump --json``. Raises: msgspec.DecodeError if it is something else."""
+    return _main_first(
+        [
+            ThreadStack(
+                thread.thread_name or f"thread {thread.os_thread_id}",
+                thread.os_thread_id == pid,
+                cut_frames(frame.read() for frame in thread.frames),
+            )
+            for thread in _decode_spied(text)
+        ]
+    )
+
+
+def _is_main(frames: list[Frame]) -> bool:
     return any(frame.function.endswith(_MAIN) for frame in frames)
 
 
-def _main_first(threads: list[DumpedThread]) -> tuple[DumpedThread, ...]:
+def _main_first(threads: list[ThreadStack]) -> tuple[ThreadStack, ...]:
     return tuple(sorted(threads, key=lambda thread: not thread.is_main)[:MAX_THREADS])

@@ -20,6 +20,7 @@ import msgspec
 from meshbook.errors.advice import Advice
 from meshbook.formatting import utf8_text
 from meshbook.shape.members import Piece
+from meshbook.source.frames import ThreadStack
 from meshbook.wire.kv_store import StoreOp, StoreResult
 
 PLACE, SHOWN_HERE = b"=", b"*"
@@ -660,28 +661,11 @@ class Prompted(_Message, frozen=True, tag="prompted"):
     at: AtPrompt
 
 
-class DumpedFrame(NamedTuple):
-    function: str
-    file: str
-    """For native code the library that it is in."""
-    line: int
-    native: bool = False
-
-
-class DumpedThread(NamedTuple):
-    name: str
-    is_main: bool
-    frames: tuple[DumpedFrame, ...]
-    """Innermost first."""
-    owns_gil: bool = False
-    """As far as it is known."""
-
-
 class RankDump(NamedTuple):
     """One rank's stacks, read by its agent."""
 
     rank: int
-    threads: tuple[DumpedThread, ...]
+    threads: tuple[ThreadStack, ...]
     read_by: str
     """``signal``, ``py-spy``; empty where they could not be read."""
     problem: str = ""

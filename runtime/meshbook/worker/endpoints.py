@@ -25,10 +25,11 @@ from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
 from meshbook.shell.postmortem_memory import free as free_kept
+from meshbook.source.frames import Frame
 from meshbook.source.location import Activity, describe_frame, frame_activity, users_place
 from meshbook.source.tasks import cell_frames
 from meshbook.source.thread_frames import exception_of, frame_of
-from meshbook.stacks.frames import Frame, RankTold
+from meshbook.stacks.mesh_stacks import RankTold
 from meshbook.system.processes import resident_bytes
 from meshbook.values.pickling import dumps_bounded
 from meshbook.values.remote_value import RemoteValue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshbook.groups.progress import Collectives, GroupProgress, Waiting
-from meshbook.stacks.frames import RankTold
+from meshbook.stacks.mesh_stacks import RankTold
 from meshbook_extension.cells.hang_signs import ALONE, HELD, MOST, SLOW, Ended, HangDetector, Sign
 
 RANKS = tuple(range(4))

@@ -1,11 +1,10 @@
-"""Stacks as plain data: what a rank tells of its threads, and what others read of them from outside."""
+"""Stacks of threads as plain data, whoever has read them: the process itself, faulthandler's C handler, py-spy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from meshbook.groups.progress import Collectives
 from meshbook.source.location import USER, kind_of_file, name_place
 
 MAX_FRAMES = 100
@@ -22,6 +21,7 @@ class Frame(NamedTuple):
 
     function: str
     file: str
+    """For native code the library that it is in."""
     line: int
     place: str
     """``cell 7, line 5``, ``train.py:41``."""
@@ -55,17 +55,3 @@ def cut_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     frames = tuple(frames)
     half = MAX_FRAMES // 2
     return frames if len(frames) <= MAX_FRAMES else frames[:half] + frames[-half:]
-
-
-class RankTold(NamedTuple):
-    """The answer of one rank."""
-
-    busy_s: float
-    """0 when idle."""
-    where: str
-    """As `meshbook.source.location` puts it; ``idle``."""
-    paused: str
-    """Where it stopped in pdb; empty when it did not."""
-    collectives: Collectives
-    threads: tuple[ThreadStack, ...]
-    """The main thread first."""
