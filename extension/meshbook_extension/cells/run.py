@@ -27,7 +27,7 @@ from meshbook_extension.output.rank_times import chart, headline, times_of
 from meshbook_extension.output.rank_times_html import chart_html
 
 if TYPE_CHECKING:
-    from meshbook.mesh.cell_run import CellRun
+    from meshbook.calls.cell_run import CellRun
     from meshbook.mesh.proc_mesh import ProcMesh
 
 GROUPS = ("rank", "equal", "none")

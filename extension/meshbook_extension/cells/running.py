@@ -23,8 +23,8 @@ from meshbook_extension.output.failures import INTERRUPT, headline
 from meshbook_extension.output.labels import format_seconds
 
 if TYPE_CHECKING:
+    from meshbook.calls.cell_run import CellRun
     from meshbook.errors import Failure
-    from meshbook.mesh.cell_run import CellRun
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shape.value_mesh import ValueMesh
     from meshbook_extension.cells.output import CellOutput

@@ -20,7 +20,7 @@ from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import KEY, NotebookState, decode
 
 if TYPE_CHECKING:
-    from meshbook.controller.resumed_call import ResumedCall
+    from meshbook.calls.cell_run import ResumedCall
     from meshbook.mesh.attach import Attachment
     from meshbook.mesh.proc_mesh import ProcMesh
 
@@ -65,7 +65,7 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
     if gone:
         print(f"  slices that name other ranks by now are gone: {', '.join(gone)}")
         sys.stdout.flush()
-    for call, mesh in sorted(ended, key=lambda each: each[0].id):
+    for call, mesh in sorted(ended, key=lambda each: each[0].future.call.id):
         _show_ended(session, call, mesh, notebook_state)
 
 
@@ -107,8 +107,6 @@ def _describe_stopped(mesh: ProcMesh) -> list[str]:
 
 def _cell_of(session: Session, call: ResumedCall, mesh: ProcMesh) -> RunningCell:
     """A cell that has not listened yet to what the call prints."""
-    from meshbook.mesh.cell_run import CellRun
-
     procs = mesh.arrange({"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
     output = CellOutput(
         call.ranks,
@@ -118,15 +116,12 @@ def _cell_of(session: Session, call: ResumedCall, mesh: ProcMesh) -> RunningCell
         mesh.log_paths,
         mesh.name,
     )
-    run = CellRun(call.output_id, output.receive)
-    run.attach(call.future)
-    run.durations_s, run.waited_s = call.durations_s, call.waited_s
-    return RunningCell(procs, run, output, call.what)
+    return RunningCell(procs, call, output, call.what)
 
 
 def _make_job(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_state: NotebookState) -> Job:
     """A call that runs on becomes a job."""
-    number = notebook_state.jobs.get(call.output_id)
+    number = notebook_state.jobs.get(call.id)
     return session.part(Jobs).add(_cell_of(session, call, mesh), mesh.name, number)
 
 
@@ -140,7 +135,7 @@ def _show_ended(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_st
         return
     cell = _cell_of(session, call, mesh)
     call.listen(cell.output.receive)
-    number = notebook_state.jobs.get(call.output_id)
+    number = notebook_state.jobs.get(call.id)
     what = f"{call.what} (job {number})" if number is not None else call.what
     error = call.future.exception(0)
     cell.output.finish()

@@ -90,7 +90,7 @@ class Dispatcher:
 
     def adopt(self, hosts: Mapping[str, HostState], saved: Mapping[int, SavedMesh], control: CallControl) -> Reattach:
         """Expect the reports of ``hosts`` on the meshes and calls of a former controller."""
-        reattach = Reattach(self.meshes, self.calls, self._inbox.ask, self.lose, hosts, saved, control)
+        reattach = Reattach(self.meshes, self.calls, self.lose, hosts, saved, control)
         self._reattach = reattach
         reattach.done.add_done_callback(lambda _: self._forget_reattach())
         return reattach

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from meshbook.calls.call import CallControl
+from meshbook.calls.cell_run import BufferedListener, ResumedCall
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.controller.pending_workers import WorkerRecord
-from meshbook.controller.resumed_call import ResumedCall, WaitingEvents
 from meshbook.errors import PeerProtocolError, WorkerLost
 from meshbook.lifecycle import MeshEvent
 from meshbook.sessions.folder import SavedMesh
@@ -29,8 +29,8 @@ NOT_KEPT = "its answer went to the controller that ended, or the call never reac
 class _Call:
     """One call, as the hosts tell of it."""
 
-    def __init__(self, adopted: ResumedCall) -> None:
-        self.adopted, self.call = adopted, adopted.future.call
+    def __init__(self, resumed: ResumedCall) -> None:
+        self.resumed, self.call = resumed, resumed.future.call
         self.told: set[int] = set()
         """Ranks that are at it, or whose answers are on their way."""
         self.is_due = False
@@ -43,7 +43,6 @@ class Reattach:
         self,
         meshes: dict[int, MeshState],
         calls: CallTable,
-        ask: Callable[[Callable[[], None]], None],
         lose: Callable[[HostState, str], None],
         hosts: Mapping[str, HostState],
         saved: Mapping[int, SavedMesh],
@@ -51,12 +50,11 @@ class Reattach:
     ) -> None:
         """meshes, calls: all that the new controller knows. lose: counts a host as lost.
 
-        ask: has something done under the turn.
         """
         self.meshes: dict[int, MeshState] = {}
         self.calls: list[ResumedCall] = []
         self.done: Future[None] = Future()
-        self._known_meshes, self._open_calls, self._ask, self._lose = meshes, calls, ask, lose
+        self._known_meshes, self._open_calls, self._lose = meshes, calls, lose
         self._hosts, self._saved, self._control = hosts, saved, control
         self._expected = set(hosts.values())
         self._host_ranks: dict[int, dict[HostState, int]] = defaultdict(dict)
@@ -123,16 +121,16 @@ class Reattach:
         if found is None:
             found = self._found[state.id] = self._make_call(mesh, state)
         found.told.update(state.waiting, state.answered)
-        found.adopted.had_ended = found.adopted.had_ended and not state.waiting
+        found.resumed.had_ended = found.resumed.had_ended and not state.waiting
         found.is_due = found.is_due or state.is_due
 
     def _make_call(self, mesh: MeshState, state: wire.CallState) -> _Call:
         events = self._open_calls.listener_of(state.output) if state.output else None
-        if not isinstance(events, WaitingEvents):
-            events = WaitingEvents()
-        adopted = ResumedCall(self._control, self._ask, state, mesh.id, _members(mesh, state.target), events)
-        self._open_calls.adopt(adopted.future.call, events if state.output else None)
-        return _Call(adopted)
+        if not isinstance(events, BufferedListener):
+            events = BufferedListener()
+        resumed = ResumedCall(self._control, state, mesh.id, _members(mesh, state.target), events)
+        self._open_calls.adopt(resumed.future.call, events if state.output else None)
+        return _Call(resumed)
 
     # ---- when all have reported -----------------------------------------------------------------------------------
 
@@ -144,7 +142,7 @@ class Reattach:
             self._complete(mesh)
         for found in self._found.values():
             self._conclude(found)
-        self.calls.sort(key=lambda call: call.id)
+        self.calls.sort(key=lambda resumed: resumed.future.call.id)
         self._found.clear()
         self.done.set_result(None)
 
@@ -184,7 +182,7 @@ class Reattach:
                 call.answer(wire.RankReply(rank, wire.GONE, 0, 0.0, None, inline=NOT_KEPT.encode()), (), ())
         if calls.find(call.id) is not None:
             calls.settle_if_done(call)
-        self.calls.append(found.adopted)
+        self.calls.append(found.resumed)
 
 
 def _members(mesh: MeshState, target: wire.Target) -> Members:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshbook.agent.lease import default_lease_s
+from meshbook.calls.cell_run import ResumedCall
 from meshbook.controller.controller import Controller, FrontEnd
 from meshbook.controller.queries import ask_rank
 from meshbook.controller.reattach import Reattach
-from meshbook.controller.resumed_call import ResumedCall
 from meshbook.errors import AttachError, SessionInUse
 from meshbook.errors.advice import advice
 from meshbook.formatting import did_you_mean

@@ -10,6 +10,7 @@ from meshbook.actor.listing import ActorState
 from meshbook.actor.proc_ref import find_procs
 from meshbook.actor.router import TActor, Values, router_for
 from meshbook.calls.call import CallFuture, OpenCall
+from meshbook.calls.cell_run import CellRun
 from meshbook.calls.interrupt import interrupt
 from meshbook.calls.output import OutputListener, OutputTarget
 from meshbook.calls.rank_state import State, StatusAnswer, Unresponsive
@@ -26,7 +27,6 @@ from meshbook.errors import CallInterrupted, LayoutError, MeshError, RankDeath, 
 from meshbook.formatting import format_sizes
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
-from meshbook.mesh.cell_run import CellRun
 from meshbook.mesh.repair import Note, Repair, Repaired
 from meshbook.mesh.resize import Change, Elastic
 from meshbook.shape.members import Choice, Extent, Members, Point, Region, arrange

@@ -15,8 +15,8 @@ import torch
 from collector import Collector
 
 from meshbook import ProcMesh, errors, this_host
+from meshbook.calls.cell_run import CellRun
 from meshbook.calls.rank_state import find_silence
-from meshbook.mesh.cell_run import CellRun
 from meshbook.system.processes import descendants, is_same_process, start_time
 
 PROMPT_S = 1.0

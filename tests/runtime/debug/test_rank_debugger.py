@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from meshbook import ProcMesh
+from meshbook.calls.cell_run import CellRun
 from meshbook.calls.rank_state import LastError
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
-from meshbook.mesh.cell_run import CellRun
 from meshbook.mesh.driven import set_prompt_handler
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook.wire.frames import MAX_FRAME_BYTES
