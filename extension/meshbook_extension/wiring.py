@@ -9,8 +9,8 @@ from meshbook.errors.advice import set_advice
 from meshbook.mesh.driven import set_output_source, set_prompt_handler
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.hang_watch import HangWatch
-from meshbook_extension.cells.jobs import Jobs
 from meshbook_extension.cells.prompt import CallPromptHandler
+from meshbook_extension.cells.running import Jobs
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE, name_notebook_cells

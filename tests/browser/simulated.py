@@ -9,10 +9,9 @@ from itertools import product
 
 from meshbook.mesh.proc_mesh import RankStatus
 from meshbook.system.gpu import GpuUse
-from meshbook_extension.output.progress_bars import BarProgress
+from meshbook_extension.output.line_reader import BarProgress
 from meshbook_extension.widget.health import ButtonAnswer
-from meshbook_extension.widget.recent_errors import RecentError
-from meshbook_extension.widget.snapshot import CellNow, Snapshot
+from meshbook_extension.widget.snapshot import CellNow, RecentError, Snapshot
 
 GB = 1 << 30
 

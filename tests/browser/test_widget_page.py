@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 import meshbook_extension.widget
-from meshbook_extension.widget.history import History
+from meshbook_extension.widget.snapshot import History
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 FOLDER = Path(meshbook_extension.widget.__file__).parent

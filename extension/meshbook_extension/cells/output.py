@@ -20,7 +20,7 @@ from meshbook_extension.output.budget import Budget
 from meshbook_extension.output.failures import INTERRUPT, FailureView
 from meshbook_extension.output.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
 from meshbook_extension.output.line_merging import Grouping, LinePiece
-from meshbook_extension.output.progress_bars import join_bars
+from meshbook_extension.output.line_reader import join_bars
 from meshbook_extension.output.publisher import CellSink, Publisher
 
 TEXT_INTERVAL_S = 0.1

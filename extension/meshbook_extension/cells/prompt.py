@@ -99,10 +99,13 @@ class CellPrompt:
         self._prompt = DebugPrompt(cell.procs, NotebookTerminal(session.shell, cell.output), choose)
         cell.output.stops_where = ""
 
-    def open_if_wanted(self) -> None:
+    @property
+    def is_wanted(self) -> bool:
+        """Whether ranks of the cell are stopped, and this thread is the one that may ask the person."""
+        return self._prompt.wanted and threading.current_thread() is threading.main_thread()
+
+    def open(self) -> None:
         """Have the person type while ranks of the cell are stopped. Raises: KeyboardInterrupt, CellLeft."""
-        if not self._prompt.wanted or threading.current_thread() is not threading.main_thread():
-            return
         if self._prompt.attend(self._cell.run.future.done):
             stopped = self._cell.procs.stopped_ranks.of(self._cell.ranks)
             self._cell.output.stops_where = "; look: %mesh pdb"

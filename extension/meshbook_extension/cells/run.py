@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from meshbook.errors import CallError, CallFailed, MeshError, UsageError
 from meshbook.formatting import name_ranks
 from meshbook_extension.cells.hang_watch import HangWatch
-from meshbook_extension.cells.jobs import Job, Jobs
 from meshbook_extension.cells.output import CellOutput
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
-from meshbook_extension.cells.running import RunningCell, verdict
-from meshbook_extension.cells.syntax import check_syntax
+from meshbook_extension.cells.running import Job, Jobs, RunningCell, verdict
+from meshbook_extension.cells.transformers import check_syntax
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session, check_identifier
 from meshbook_extension.notebook.setup_cells import Setup
@@ -23,8 +22,7 @@ from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.line_merging import grouping_for
 from meshbook_extension.output.publisher import parent_of, sink_for
-from meshbook_extension.output.rank_times import chart, headline, times_of
-from meshbook_extension.output.rank_times_html import chart_html
+from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of
 
 if TYPE_CHECKING:
     from meshbook.calls.cell_run import CellRun
@@ -36,7 +34,6 @@ MESH_CELL = Grammar(
     name="%%mesh",
     summary="Run the cell on every rank of the target: Python, IPython magics, !commands, top-level await, plots.",
     words="[SLICE]",
-    count=(0, 1),
     pairs="[AXIS=.. ...]",
     options=(
         Option("--async", "go on with the notebook while it runs; see %mesh jobs"),
@@ -93,9 +90,10 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
         session,
         procs,
         code,
-        arguments,
         cell_number=cell_number,
         line_offset=line_offset,
+        group=arguments.text("--group") or "equal",
+        forbid_collectives=arguments.flag("--no-collective"),
         debug_name=debug_name,
         profile=profile,
     )
@@ -135,7 +133,7 @@ def run_profiled(session: Session, procs: ProcMesh, code: str, path: str | None)
     cell_number = _cell_number(session)
     check_syntax(code, cell_number, 0)
     profile = CellProfile(cell_number, path)
-    cell = start(session, procs, code, Arguments(), cell_number=cell_number, line_offset=0, profile=profile)
+    cell = start(session, procs, code, cell_number=cell_number, profile=profile)
     wait_for(session, cell, profile=profile)
 
 
@@ -147,10 +145,11 @@ def start(
     session: Session,
     procs: ProcMesh,
     code: str,
-    arguments: Arguments,
     *,
     cell_number: int,
-    line_offset: int,
+    line_offset: int = 0,
+    group: str = "equal",
+    forbid_collectives: bool = False,
     debug_name: str = "",
     profile: CellProfile | None = None,
 ) -> RunningCell:
@@ -158,7 +157,7 @@ def start(
     output = CellOutput(
         procs.ranks,
         sink_for(session.shell),
-        grouping_for(arguments.text("--group") or "equal", procs.ranks),
+        grouping_for(group, procs.ranks),
         session.publisher,
         procs.log_paths,
         procs.name,
@@ -168,7 +167,7 @@ def start(
         cell_number=cell_number,
         line_offset=line_offset,
         on_output=output.receive,
-        forbid_collectives=arguments.flag("--no-collective"),
+        forbid_collectives=forbid_collectives,
         debug_name=debug_name,
         profile=profile.name if profile is not None else "",
     )

@@ -1,10 +1,11 @@
-"""A cell on its ranks, from its start to the error or the result that the notebook gets."""
+"""A cell on its ranks, from its start to the error or the result; and jobs, cells that run beside the notebook."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshbook.errors import (
@@ -12,6 +13,8 @@ from meshbook.errors import (
     CallFailed,
     CallInterrupted,
     CallTimeout,
+    MeshDetachedError,
+    UsageError,
     WorkerLost,
     describe_deaths,
     group_failures,
@@ -61,10 +64,10 @@ class RunningCell:
     def __init__(self, procs: ProcMesh, run: CellRun, output: CellOutput, what: str) -> None:
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
-        self._tell_at: float | None = None
-        self._told = False
+        self._tell_failed_at: float | None = None
+        """When to say who still runs beside ranks that failed: known once one has."""
+        self._tell_ahead_at = math.inf
         self._awaits_return = False
-        self._tell_ahead_at: float | None = None
         self.is_current: Callable[[], bool] = lambda: True
         """Whether commands without the name of a mesh mean that of this cell."""
         self.prompt: CellPrompt | None = None
@@ -89,7 +92,9 @@ class RunningCell:
         """
         error: CallError
         try:
-            if wait_until_done(self.run.future, timeout_s, self._look_after, self.procs.stopped_ranks.clock):
+            self._tell_ahead_at = time.monotonic() + WAITS_S
+            clock = self.procs.stopped_ranks.clock
+            if wait_until_done(self.run.future, timeout_s, look=self._look_after, wanted=self._is_wanted, clock=clock):
                 return self.outcome()
             error = self._stop_late(timeout_s or 0.0)
         except KeyboardInterrupt:
@@ -126,36 +131,29 @@ class RunningCell:
         interrupted = self.interrupt()
         return CellTimeout(self.what, timeout_s, silent, interrupted, partial=interrupted.partial)
 
-    def _look_after(self) -> None:
-        """Do at each step what a person who waits needs."""
-        if self.prompt is not None:
-            self.prompt.open_if_wanted()
-        self._tell_who_is_ahead()
-        self._tell_who_still_runs()
+    def _is_wanted(self) -> bool:
+        """Whether what ranks have told is to be looked after."""
+        return self._has_news_of_failure() or (self.prompt is not None and self.prompt.is_wanted)
 
-    def _tell_who_is_ahead(self) -> None:
-        """The cell waits behind another one: say so, once."""
+    def _has_news_of_failure(self) -> bool:
+        return self._tell_failed_at is None and any(not done.ok for done in list(self.output.done.values()))
+
+    def _look_after(self) -> float:
+        """Do what a person who waits needs; returns after how many seconds there may be more."""
+        if self.prompt is not None and self.prompt.is_wanted:
+            self.prompt.open()
+        if self._has_news_of_failure():
+            self._tell_failed_at = time.monotonic() + STILL_RUNNING_S
         now = time.monotonic()
-        if self._tell_ahead_at is None:
-            self._tell_ahead_at = now + WAITS_S
-        elif now >= self._tell_ahead_at:
+        if now >= self._tell_ahead_at:
             self._tell_ahead_at = math.inf
             if ahead := self.run.describe_wait():
                 self.output.note(f"{ahead}\n  {self.what} waits for that; an interrupt drops it")
-
-    def _tell_who_still_runs(self) -> None:
-        """A rank failed and others go on, perhaps for ever: say where they are, once."""
-        failed = any(not done.ok for done in list(self.output.done.values()))
-        now = time.monotonic()
-        if not failed or self._told:
-            return
-        if self._tell_at is None:
-            self._tell_at = now + STILL_RUNNING_S
-        elif now >= self._tell_at:
-            self._told = True
-            waiting = self.waiting
-            if waiting:
+        if self._tell_failed_at is not None and now >= self._tell_failed_at:
+            self._tell_failed_at = math.inf
+            if waiting := self.waiting:
                 self.output.note(f"{self._describe(waiting)}\n  stop them: interrupt the cell")
+        return min(self._tell_ahead_at, self._tell_failed_at or math.inf) - time.monotonic()
 
     def _describe(self, waiting: tuple[int, ...]) -> str:
         places: dict[str, list[int]] = {}
@@ -224,3 +222,94 @@ def interrupted(text: str) -> CallInterrupted:
 def show_as(error: BaseException, lines: list[str]) -> None:
     """IPython asks the exception itself how to show it."""
     vars(error)["_render_traceback_"] = lambda: lines
+
+
+KEPT = 50
+"""Jobs that have ended and can still be asked for."""
+
+
+@dataclass
+class Job:
+    """A job is one cell that was started with ``--async``."""
+
+    number: int
+    cell: RunningCell
+    mesh: str
+    started: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    @property
+    def state(self) -> str:
+        """``running``, ``done``, ``failed``, ``cancelled``, or ``left running`` on a mesh that was detached."""
+        if not self.cell.run.future.done():
+            return "running"
+        if self.cell.run.future.exception(0) is None:
+            return "done"
+        if isinstance(self.cell.run.future.exception(0), MeshDetachedError):
+            return "left running"
+        failures = [done.failure for done in self.cell.output.done.values() if done.failure is not None]
+        stopped = bool(failures) and all(failure.ename == INTERRUPT for failure in failures)
+        return "cancelled" if stopped else "failed"
+
+    @property
+    def duration_s(self) -> float:
+        """From its start to its end, or to now."""
+        return (self.ended or time.monotonic()) - self.started
+
+    def describe(self) -> str:
+        """One line for ``%mesh jobs``."""
+        left = self.cell.waiting
+        on = f", {name_ranks(left)} still at it" if left and len(left) < len(self.cell.ranks) else ""
+        return (
+            f"job {self.number}: {self.state}, {format_seconds(self.duration_s)}, {self.cell.what} on "
+            f'{name_ranks(self.cell.ranks)} of "{self.mesh}"{on}'
+        )
+
+
+class Jobs:
+    """The jobs of a session, by number, and the cells that are waited for."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+        self._next = 1
+        self.foreground: list[RunningCell] = []
+        """Cells that a magic waits for; one, unless subshells run some too."""
+
+    @property
+    def next_number(self) -> int:
+        """What the next job will be called."""
+        return self._next
+
+    def add(self, cell: RunningCell, mesh: str, number: int | None = None) -> Job:
+        """Give a running cell a number: the next one, or the one that it had in an earlier kernel."""
+        job = Job(self._next if number is None else number, cell, mesh)
+        self.count_from(job.number + 1)
+        self._jobs[job.number] = job
+        ended = [number for number, old in self._jobs.items() if old.ended is not None]
+        for number in ended[:-KEPT]:
+            del self._jobs[number]
+        return job
+
+    def count_from(self, number: int) -> None:
+        """Numbers below ``number`` are taken."""
+        self._next = max(self._next, number)
+
+    def all(self) -> list[Job]:
+        """Every job, oldest first."""
+        return list(self._jobs.values())
+
+    def running(self) -> list[Job]:
+        """Those that have not ended."""
+        return [job for job in self._jobs.values() if job.state == "running"]
+
+    def find(self, word: str) -> Job:
+        """The job with this number.
+
+        Raises: UsageError naming those that there are.
+        """
+        if not self._jobs:
+            raise UsageError("no job yet. Start one: %%mesh --async above a cell")
+        if not word.isdigit() or int(word) not in self._jobs:
+            known = ", ".join(str(number) for number in self._jobs)
+            raise UsageError(f'there is no job "{word}"; jobs: {known}. See them: %mesh jobs')
+        return self._jobs[int(word)]

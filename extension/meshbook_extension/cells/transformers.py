@@ -1,4 +1,4 @@
-"""What is changed in a cell's text before IPython reads it: ``%mesh spawn?``, ``%%local``, and auto mode.
+"""A cell's text: what is changed in it before IPython reads it, and whether it is Python before ranks run it.
 
 IPython's cleanup transformers get the lines of a cell and return others. Ours come in the order
 
@@ -12,10 +12,15 @@ IPython's cleanup transformers get the lines of a cell and return others. Ours c
 
 from __future__ import annotations
 
+import ast
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+from IPython.core.inputtransformer2 import TransformerManager
+
+from meshbook.errors import UsageError
 from meshbook_extension.output.publisher import parent_of
 
 _COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
@@ -115,3 +120,39 @@ def _first_code_line(lines: list[str]) -> int | None:
         if line.strip() and not line.lstrip().startswith("#"):
             return number
     return None
+
+
+class CellSyntaxError(UsageError):
+    """The cell is not Python, nor what IPython makes of magics. Nothing was run."""
+
+    def __init__(self, shown: str) -> None:
+        super().__init__(shown)
+        self.shown = shown
+
+    def __str__(self) -> str:
+        return f"{self.shown}\n  nothing was run on the ranks"
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def check_syntax(code: str, cell_number: int, line_offset: int) -> None:
+    """Compile ``code`` as the ranks' shells will: magics, ``!commands`` and top-level await are fine.
+
+    line_offset: lines of the notebook's cell above ``code``, so that the error names the line that the person sees.
+    Raises: CellSyntaxError.
+    """
+    leading = len(code) - len(code.lstrip("\n"))
+    try:
+        manager: Any = TransformerManager
+        python = manager().transform_cell(code)
+        ast.parse("\n" * (line_offset + leading) + python, f"cell {cell_number}")
+    except SyntaxError as error:
+        # IPython's own transformations fail before lines are counted from the top of the cell
+        if error.filename != f"cell {cell_number}":
+            error.filename = f"cell {cell_number}"
+            error.lineno = (error.lineno or 1) + line_offset + leading
+        shown = "".join(traceback.format_exception_only(type(error), error)).rstrip()
+        raise CellSyntaxError(shown) from None
+    except (ValueError, OverflowError, MemoryError, RecursionError):
+        return  # the rank says it with its own words

@@ -1,19 +1,21 @@
 """The subcommands of ``%mesh``, each a function with its grammar in one table.
 
-A new one is a function ``(session, arguments) -> None`` under ``@command(Grammar(name="%mesh NAME", ...))`` in a module
-that `load_all` imports. Help, ``?``, completion and the messages for typos follow from the grammar.
+A new one is a function ``(session, arguments) -> None`` under ``@Command(name="%mesh NAME", ...)`` in a module that
+`load_all` imports. Help, ``?``, completion and the messages for typos follow from the grammar.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
-from meshbook_extension.notebook.grammar import PAIR, Arguments, Grammar, parse
+from meshbook_extension.notebook.grammar import PAIR, Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.targets import FORMS
 
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
@@ -22,38 +24,40 @@ MODULES = (
     "attach",
     "views",
     "values",
-    "jobs",
+    "cells",
     "repair",
     "status",
     "pdb",
     "stacks",
     "logs",
-    "actors",
-    "profile",
-    "auto",
     "debug",
 )
 
 
-class Command(NamedTuple):
-    """A subcommand."""
+@dataclass(frozen=True)
+class Command(Grammar):
+    """A subcommand; as a decorator it puts a function into the table, under the last word of its name."""
 
-    grammar: Grammar
-    run: Runner
+    def __call__(self, run: Runner) -> Runner:
+        COMMANDS[self.name.split()[-1]] = (self, run)
+        return run
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, tuple[Command, Runner]] = {}
 """Name to subcommand, in the order in which help lists them."""
 
 
-def command(grammar: Grammar) -> Callable[[Runner], Runner]:
-    """Put a function into the table, under the last word of the grammar's name."""
-
-    def add(run: Runner) -> Runner:
-        COMMANDS[grammar.name.split()[-1]] = Command(grammar, run)
-        return run
-
-    return add
+def on_ranks(
+    name: str,
+    summary: str,
+    examples: tuple[str, ...],
+    words: str = "[SLICE]",
+    options: tuple[Option, ...] = (),
+    notes: str = "",
+) -> Command:
+    """Return a command for the ranks of a target, which may be left out."""
+    notes = f"{FORMS}\n{notes.strip()}"
+    return Command(name, summary, examples, words=words, pairs="[AXIS=.. ...]", options=options, notes=notes)
 
 
 def load_all() -> None:
@@ -76,12 +80,12 @@ def dispatch(session: Session, line: str) -> None:
         return
     if name not in COMMANDS:
         raise _unknown(name, line)
-    found = COMMANDS[name]
-    arguments = parse(found.grammar, rest)
+    command, run = COMMANDS[name]
+    arguments = parse(command, rest)
     if arguments.wants_help:
-        print(found.grammar.help())
+        print(command.help())
     else:
-        found.run(session, arguments)
+        run(session, arguments)
 
 
 def help_text(name: str = "") -> str:
@@ -97,10 +101,10 @@ def help_text(name: str = "") -> str:
     if name:
         if name not in COMMANDS:
             raise _unknown(name, name)
-        return COMMANDS[name].grammar.help()
+        return COMMANDS[name][0].help()
     width = max(map(len, COMMANDS))
     lines = ["Meshes of processes, driven from a notebook.", ""]
-    lines += [f"  %mesh {known:{width}}  {found.grammar.summary}" for known, found in COMMANDS.items()]
+    lines += [f"  %mesh {known:{width}}  {command.summary}" for known, (command, _) in COMMANDS.items()]
     lines += [f"  {'%mesh':{width + 6}}  The status of the current mesh."]
     lines += [f"  {MESH_CELL.name:{width + 6}}  {MESH_CELL.summary}"]
     lines += [f"  {'%%local':{width + 6}}  Run the cell in the notebook's own process, while %mesh auto is on."]
@@ -114,5 +118,5 @@ def _unknown(name: str, line: str) -> UsageError:
     if PAIR.fullmatch(name):
         near = f" Did you mean %mesh spawn {line.strip()}, or %%mesh {line.strip()} above a cell?"
     elif near:
-        example = COMMANDS[near.split('"')[1]].grammar.examples[0]
+        example = COMMANDS[near.split('"')[1]][0].examples[0]
     return UsageError(f'unknown command "{name}".{near}\n  for example: {example}\n  all of them: %mesh help')

@@ -6,28 +6,25 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
 from meshbook.formatting import did_you_mean
-from meshbook_extension.cells.jobs import Jobs
-from meshbook_extension.cells.running import interrupted
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.cells.running import Jobs, interrupted
+from meshbook_extension.commands import Command
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.output.durations import format_duration, parse_duration
+from meshbook_extension.output.labels import format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
     from meshbook.sessions.listing import SavedSession
 
 
-@command(
-    Grammar(
-        name="%mesh detach",
-        summary="Let all meshes live on without this notebook, for the lease; cells on them run on.",
-        options=(Option("--lease", "how long they wait to be attached (10m)", str, "TIME"),),
-        examples=("%mesh detach", "%mesh detach --lease 2h"),
-        notes="""
+@Command(
+    name="%mesh detach",
+    summary="Let all meshes live on without this notebook, for the lease; cells on them run on.",
+    options=(Option("--lease", "how long they wait to be attached (10m)", str, "TIME"),),
+    examples=("%mesh detach", "%mesh detach --lease 2h"),
+    notes="""
 A kernel that is restarted or dies leaves its meshes for the lease anyway; this is for shutting it down, or for going
 on elsewhere. The next kernel of this notebook attaches them by itself.""",
-    )
 )
 def detach(session: Session, arguments: Arguments) -> None:
     """Leave them, and say how to come back."""
@@ -51,16 +48,13 @@ def detach(session: Session, arguments: Arguments) -> None:
     print(f"  back to it: %mesh attach {names[0]}{jobs}")
 
 
-@command(
-    Grammar(
-        name="%mesh attach",
-        names="waiting",
-        summary="Go on with a mesh that was detached, or whose kernel has died; with all of its session.",
-        words="[NAME]",
-        count=(0, 1),
-        examples=("%mesh attach", "%mesh attach trainers"),
-        notes="See %mesh list for what waits.",
-    )
+@Command(
+    name="%mesh attach",
+    names="waiting",
+    summary="Go on with a mesh that was detached, or whose kernel has died; with all of its session.",
+    words="[NAME]",
+    examples=("%mesh attach", "%mesh attach trainers"),
+    notes="See %mesh list for what waits.",
 )
 def attach(session: Session, arguments: Arguments) -> None:
     """Find it, attach it, restore names and jobs."""

@@ -8,16 +8,17 @@ from typing import Any
 
 from meshbook.mesh.dap_client import prepare
 from meshbook.mesh.dap_listener import HOST, TOKEN
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.commands import Command
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.targets import one_rank
 from meshbook_extension.visual_debugger.target import Debugged, DebugTarget
 
-DEBUG = Grammar(
+
+@Command(
     name="%mesh debug",
     summary="JupyterLab's debugger panel, or VS Code, on one rank: breakpoints, variables, steps.",
     words="[RANK]",
-    count=(0, 1),
     options=(Option("--off", "the panel debugs the notebook's own process again"),),
     examples=("%mesh debug 1", "%mesh debug --off"),
     notes="""
@@ -25,21 +26,15 @@ The panel then stops in %%mesh cells on that rank; turn it on with the bug butto
 The launch configuration for VS Code holds a token that is valid until the next %mesh debug: give it to nobody.
 Other ranks go on meanwhile, until they need the one that has stopped. An interrupt ends the cell as always.""",
 )
-
-
-@command(DEBUG)
 def debug(session: Session, arguments: Arguments) -> None:
     """Point the debuggers at a rank, or away from it."""
     if arguments.flag("--off"):
         print(_stop(session))
         return
     if not arguments.words:
-        raise DEBUG.refuse("say which rank, by its number.")
-    word = arguments.words[0].removeprefix("rank=")
-    if not word.isdigit():
-        raise DEBUG.refuse(f'"{word}" is no rank: say which one, by its number.')
+        raise arguments.grammar.refuse("say which rank, by its number.")
     mesh = session.mesh().base()
-    rank = mesh.select([int(word)])
+    rank = mesh.select([one_rank(mesh, arguments.words[0])])
     prepare(rank)
     print(_describe(session.part(Debugged).begin(rank)))
 

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 from meshbook.calls.output import StreamText
 from meshbook.formatting import format_bytes, name_ranks
 from meshbook_extension.cells.output import CellOutput
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.commands import on_ranks
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.notebook.waiting import pause
-from meshbook_extension.output.durations import format_duration, parse_duration
-from meshbook_extension.output.labels import label
+from meshbook_extension.output.labels import format_duration, label, parse_duration
 from meshbook_extension.output.line_merging import grouping_for
 from meshbook_extension.output.publisher import sink_for
 
@@ -30,32 +28,26 @@ NOBODY = frozenset({-1})
 """No rank ends what is followed."""
 
 
-@command(
-    Grammar(
-        name="%mesh logs",
-        summary="The last lines that each rank has written, those that were too many for the notebook too.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        options=(
-            Option("-n", f"so many lines of each ({LINES}; {LINES_BEFORE} before what is followed)", int, "N"),
-            Option("-f", "follow: show what the ranks write from now on, until you interrupt"),
-            Option("--for", "follow for so long: 10s, 5m", str, "TIME"),
-            Option("--grep", "only lines with this text", str, "TEXT"),
-        ),
-        examples=(
-            "%mesh logs",
-            "%mesh logs rank=3 -n 100",
-            "%mesh logs gpus=0:2",
-            "%mesh logs -f",
-            "%mesh logs --for 10s",
-            "%mesh logs --grep loss -n 5",
-        ),
-        notes=f"""
-{FORMS}
+@on_ranks(
+    name="%mesh logs",
+    summary="The last lines that each rank has written, those that were too many for the notebook too.",
+    options=(
+        Option("-n", f"so many lines of each ({LINES}; {LINES_BEFORE} before what is followed)", int, "N"),
+        Option("-f", "follow: show what the ranks write from now on, until you interrupt"),
+        Option("--for", "follow for so long: 10s, 5m", str, "TIME"),
+        Option("--grep", "only lines with this text", str, "TEXT"),
+    ),
+    examples=(
+        "%mesh logs",
+        "%mesh logs rank=3 -n 100",
+        "%mesh logs gpus=0:2",
+        "%mesh logs -f",
+        "%mesh logs --for 10s",
+        "%mesh logs --grep loss -n 5",
+    ),
+    notes="""
 Following shows what any cell, job or thread of the ranks writes, equal lines of several ranks once. It ends with an
 interrupt, after the time that --for gives, and when the cell is full.""",
-    )
 )
 def logs(session: Session, arguments: Arguments) -> None:
     """A block per rank, or what comes."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, format_sizes
-from meshbook_extension.cells.jobs import Jobs
-from meshbook_extension.cells.running import interrupted
-from meshbook_extension.commands import command
+from meshbook_extension.cells.running import Jobs, interrupted
+from meshbook_extension.commands import Command
 from meshbook_extension.commands.attach import describe_others
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
 from meshbook_extension.notebook.targets import RANK
 from meshbook_extension.output.labels import count, format_seconds
@@ -24,10 +22,10 @@ if TYPE_CHECKING:
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
 
-SPAWN = Grammar(
+
+@Command(
     name="%mesh spawn",
     summary="Start a process per rank and form their process group.",
-    count=(0, None),
     pairs="AXIS=N [AXIS=N ...]",
     options=(
         Option("--on", "who starts the hosts: local", str, "ENGINE"),
@@ -49,9 +47,6 @@ SPAWN = Grammar(
     notes="""
 Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.""",
 )
-
-
-@command(SPAWN)
 def spawn(session: Session, arguments: Arguments) -> None:
     """Start a mesh and make it the current one."""
     name = arguments.text("--name") or DEFAULT_NAME
@@ -59,11 +54,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     check_identifier(name, "--name")
     if out is not None:
         check_identifier(out, "--out")
-    for word in arguments.words:
-        if word.isdigit():
-            raise SPAWN.refuse(f"name the axis of the {word} ranks; write it as gpus={word}.")
-        raise SPAWN.refuse(f'"{word}" has no size; write it as {word}=4.')
-    sizes = _read_sizes(arguments.pairs)
+    sizes = _read_sizes(arguments)
     hosts = sizes.pop(HOSTS, None)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     if _has_returned(session, name, {**({HOSTS: hosts} if hosts is not None else {}), **sizes}, arguments):
@@ -72,7 +63,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     began = time.monotonic()
     grouped = not arguments.flag("--no-group")
     try:
-        procs = _hosts(arguments.text("--on") or "local", hosts, arguments.rest).spawn_procs(
+        procs = _hosts(arguments, hosts).spawn_procs(
             sizes,
             name=name,
             device=arguments.text("--device"),
@@ -108,28 +99,29 @@ def _has_returned(session: Session, name: str, sizes: dict[str, int], arguments:
     return True
 
 
-def _read_sizes(pairs: Mapping[str, str]) -> dict[str, int]:
-    if not pairs:
-        raise SPAWN.refuse("say how many ranks, along an axis that you name.")
+def _read_sizes(arguments: Arguments) -> dict[str, int]:
+    if not arguments.pairs:
+        raise arguments.grammar.refuse("say how many ranks, along an axis that you name.")
     sizes = {}
-    for axis, text in pairs.items():
+    for axis, text in arguments.pairs.items():
         if axis == RANK:
-            raise SPAWN.refuse(f'"{RANK}" means the number of a rank everywhere; name the axis otherwise.')
+            raise arguments.grammar.refuse(f'"{RANK}" means the number of a rank everywhere; name the axis otherwise.')
         if not text.isdigit() or int(text) < 1:
-            raise SPAWN.refuse(f"{axis}={text}: the size of an axis is a whole number of at least 1.")
+            raise arguments.grammar.refuse(f"{axis}={text}: the size of an axis is a whole number of at least 1.")
         sizes[axis] = int(text)
     return sizes
 
 
-def _hosts(engine: str, count: int | None, rest: tuple[str, ...]) -> HostMesh:
+def _hosts(arguments: Arguments, count: int | None) -> HostMesh:
     from meshbook.launchers.local import LocalLauncher
     from meshbook.mesh.driven import start_hosts, this_host
 
-    engines = ("local",)
+    engine, engines = arguments.text("--on") or "local", ("local",)
     if engine not in engines:
-        raise SPAWN.refuse(f'unknown engine "{engine}".{did_you_mean(engine, engines)} There is: {", ".join(engines)}.')
-    if rest:
-        raise SPAWN.refuse(f'the engine {engine} has no options, but got "{" ".join(rest)}" after "--".')
+        near = did_you_mean(engine, engines)
+        raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {", ".join(engines)}.')
+    if rest := " ".join(arguments.rest):
+        raise arguments.grammar.refuse(f'the engine {engine} has no options, but got "{rest}" after "--".')
     return this_host() if count is None else start_hosts({HOSTS: count}, LocalLauncher())
 
 
@@ -141,12 +133,10 @@ def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
     )
 
 
-@command(
-    Grammar(
-        name="%mesh list",
-        summary="All meshes and named slices; what other kernels have, and what waits to be attached.",
-        examples=("%mesh list",),
-    )
+@Command(
+    name="%mesh list",
+    summary="All meshes and named slices; what other kernels have, and what waits to be attached.",
+    examples=("%mesh list",),
 )
 def list_meshes(session: Session, arguments: Arguments) -> None:
     """One line per mesh, its slices below it; then what other kernels have."""
@@ -164,16 +154,13 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
         print(line)
 
 
-@command(
-    Grammar(
-        name="%mesh use",
-        names="meshes",
-        summary="Make another mesh the current one; a ProcMesh of the notebook can be adopted by its name.",
-        words="NAME",
-        count=(1, 1),
-        options=(Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),),
-        examples=("%mesh use trainers", "%mesh use main --out procs"),
-    )
+@Command(
+    name="%mesh use",
+    names="meshes",
+    summary="Make another mesh the current one; a ProcMesh of the notebook can be adopted by its name.",
+    words="NAME",
+    options=(Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),),
+    examples=("%mesh use trainers", "%mesh use main --out procs"),
 )
 def use(session: Session, arguments: Arguments) -> None:
     """Switch meshes."""
@@ -192,16 +179,13 @@ def use(session: Session, arguments: Arguments) -> None:
     print(f'mesh "{procs.name}" is current: {format_sizes(procs.sizes)}')
 
 
-@command(
-    Grammar(
-        name="%mesh stop",
-        names="meshes",
-        summary="End the processes of a mesh: the current one, the one named, or all.",
-        words="[NAME]",
-        count=(0, 1),
-        options=(Option("--all", "every mesh"),),
-        examples=("%mesh stop", "%mesh stop trainers", "%mesh stop --all"),
-    )
+@Command(
+    name="%mesh stop",
+    names="meshes",
+    summary="End the processes of a mesh: the current one, the one named, or all.",
+    words="[NAME]",
+    options=(Option("--all", "every mesh"),),
+    examples=("%mesh stop", "%mesh stop trainers", "%mesh stop --all"),
 )
 def stop(session: Session, arguments: Arguments) -> None:
     """Stop meshes and say which one is current then."""

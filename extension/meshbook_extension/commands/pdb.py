@@ -10,10 +10,10 @@ from meshbook.formatting import name_ranks
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.prompt import REOPEN, NotebookTerminal, why_no_prompt
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.commands import Command, on_ranks
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.notebook.targets import FORMS, choose
+from meshbook_extension.notebook.targets import choose, one_rank
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -30,20 +30,14 @@ At the prompt pdb's own commands work, and: rank N, ranks, cast CMD [TARGET], ?p
 Interrupt ends what the stopped ranks run."""
 
 
-@command(
-    Grammar(
-        name="%mesh pdb",
-        summary="The prompt of ranks that stopped at a breakpoint; ranks that run are stopped where they are.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        options=(CAST,),
-        examples=("%mesh pdb", "%mesh pdb rank=3", '%mesh pdb --cast "p loss"', '%mesh pdb --cast "p x" rank=0,2'),
-        notes=f"""
-{FORMS}
+@on_ranks(
+    name="%mesh pdb",
+    summary="The prompt of ranks that stopped at a breakpoint; ranks that run are stopped where they are.",
+    options=(CAST,),
+    examples=("%mesh pdb", "%mesh pdb rank=3", '%mesh pdb --cast "p loss"', '%mesh pdb --cast "p x" rank=0,2'),
+    notes=f"""
 {AT_PROMPT}
 A target whose ranks run and are not stopped: they stop at their next line of your code.""",
-    )
 )
 def pdb(session: Session, arguments: Arguments) -> None:
     """Open the prompt, or cast one command."""
@@ -123,19 +117,16 @@ def _none_of(procs: ProcMesh) -> str:
     return f"rank {ranks[0]} is not" if len(ranks) == 1 else f"none of {name_ranks(ranks)} is"
 
 
-@command(
-    Grammar(
-        name="%mesh postmortem",
-        summary="pdb on the frames of a rank's last exception; by default of the rank that failed first.",
-        words="[RANK]",
-        count=(0, 1),
-        options=(CAST,),
-        examples=("%mesh postmortem", "%mesh postmortem 1", '%mesh postmortem --cast "p x"'),
-        notes=f"""
+@Command(
+    name="%mesh postmortem",
+    summary="pdb on the frames of a rank's last exception; by default of the rank that failed first.",
+    words="[RANK]",
+    options=(CAST,),
+    examples=("%mesh postmortem", "%mesh postmortem 1", '%mesh postmortem --cast "p x"'),
+    notes=f"""
 It needs no breakpoint. The frames are kept until the rank's next exception.
 Other ranks that raised in the same call are there too: rank N goes to one, cast asks them all. q ends it for all.
 {AT_PROMPT}""",
-    )
 )
 def postmortem(session: Session, arguments: Arguments) -> None:
     """Find the rank, have it and those that failed with it open their prompts, and stay until the person quits."""
@@ -165,7 +156,7 @@ def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]
     errors = {rank: error for rank, error in procs.ask_for(LastError, "last_error").items() if error.has_frames}
     busy = set(procs.busy)
     if words:
-        chosen = _rank_of(procs, words[0])
+        chosen = one_rank(procs, words[0])
         if chosen not in errors:
             have = f"{name_ranks(errors)} {'has' if len(errors) == 1 else 'have'}" if errors else "no rank has"
             raise UsageError(f"rank {chosen} has no exception to look at; {have} one.")
@@ -187,10 +178,3 @@ def _first_cause(errors: dict[int, LastError]) -> int:
     causes = {rank: error for rank, error in errors.items() if not error.freed} or errors
     last = max(error.call for error in causes.values())
     return max((rank for rank in causes if causes[rank].call == last), key=lambda rank: causes[rank].ago_s)
-
-
-def _rank_of(procs: ProcMesh, word: str) -> int:
-    text = word.removeprefix("rank=")
-    if not text.isdigit() or int(text) not in procs.ranks:
-        raise UsageError(f'"{word}" is no rank of this mesh, which has {name_ranks(procs.ranks)}: %mesh postmortem 0')
-    return int(text)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.errors import CallError
 from meshbook.formatting import name_ranks
 from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.commands import Command
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.setup_cells import Setup, follow_ranks, view_after
 
@@ -24,7 +24,8 @@ T = TypeVar("T")
 FORCE = Option("--force", "also a rank that ends again and again, and ranks whose host is silent")
 REPLAY = Option("--replay", "run the cells marked %%mesh --setup on the new ranks")
 
-HEAL = Grammar(
+
+@Command(
     name="%mesh heal",
     summary="Start the ranks that ended again, in their places; %%mesh --setup cells run there again.",
     options=(FORCE,),
@@ -34,35 +35,6 @@ The other ranks keep their variables. Hosts whose agent is lost are started agai
 A rank that ended more than 3 times within 60 s is left alone, unless --force is given.
 A host that is silent but not known to have ended keeps its ranks; --force gives it up and starts another.""",
 )
-RESPAWN = Grammar(
-    name="%mesh respawn",
-    summary="End ranks, busy or not, and start them again in their places, without their variables.",
-    words="[SLICE]",
-    count=(0, 1),
-    pairs="AXIS=.. [AXIS=.. ...]",
-    options=(REPLAY, FORCE),
-    examples=("%mesh respawn rank=3", "%mesh respawn rank=3 --replay", "%mesh respawn gpus=0:2"),
-)
-GROW = Grammar(
-    name="%mesh grow",
-    summary="Add indices to axes of the mesh; its ranks keep their processes and variables.",
-    pairs="AXIS=N [AXIS=N ...]",
-    options=(REPLAY,),
-    examples=("%mesh grow gpus=2", "%mesh grow hosts=1", "%mesh grow gpus=2 --replay"),
-    notes="""
-Ranks are numbered anew, by the axes; new ranks have no variables. hosts can grow where the mesh has its own.""",
-)
-SHRINK = Grammar(
-    name="%mesh shrink",
-    summary="Remove indices of axes: those of ranks that ended first, then from the end.",
-    pairs="[AXIS=N ...]",
-    examples=("%mesh shrink gpus=2", "%mesh shrink"),
-    notes="""
-Without an axis: go on without the ranks that ended, with as few of the others as must go too.""",
-)
-
-
-@command(HEAL)
 def heal(session: Session, arguments: Arguments) -> None:
     """Repair, then the setup cells."""
     procs = session.mesh()
@@ -71,11 +43,18 @@ def heal(session: Session, arguments: Arguments) -> None:
     _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
 
 
-@command(RESPAWN)
+@Command(
+    name="%mesh respawn",
+    summary="End ranks, busy or not, and start them again in their places, without their variables.",
+    words="[SLICE]",
+    pairs="AXIS=.. [AXIS=.. ...]",
+    options=(REPLAY, FORCE),
+    examples=("%mesh respawn rank=3", "%mesh respawn rank=3 --replay", "%mesh respawn gpus=0:2"),
+)
 def respawn(session: Session, arguments: Arguments) -> None:
     """End the chosen ranks and start them again."""
     if not arguments.words and not arguments.pairs:
-        raise RESPAWN.refuse("say which ranks.")
+        raise arguments.grammar.refuse("say which ranks.")
     procs = session.mesh()
     ranks = session.target(arguments.words, arguments.pairs).ranks
 
@@ -87,15 +66,23 @@ def respawn(session: Session, arguments: Arguments) -> None:
     if arguments.flag("--replay"):
         _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
     else:
-        print(_describe_loss(session, procs, repaired.ranks, f"{RESPAWN.name} {_write(arguments)} --replay"))
+        print(_describe_loss(session, procs, repaired.ranks, f"{arguments.grammar.name} {_write(arguments)} --replay"))
 
 
-@command(GROW)
+@Command(
+    name="%mesh grow",
+    summary="Add indices to axes of the mesh; its ranks keep their processes and variables.",
+    pairs="AXIS=N [AXIS=N ...]",
+    options=(REPLAY,),
+    examples=("%mesh grow gpus=2", "%mesh grow hosts=1", "%mesh grow gpus=2 --replay"),
+    notes="""
+Ranks are numbered anew, by the axes; new ranks have no variables. hosts can grow where the mesh has its own.""",
+)
 def grow(session: Session, arguments: Arguments) -> None:
     """Add ranks to the current mesh."""
-    more = _read(GROW, arguments.pairs)
+    more = _read(arguments)
     if not more:
-        raise GROW.refuse("say along which axis, and by how much.")
+        raise arguments.grammar.refuse("say along which axis, and by how much.")
     procs = session.mesh()
     change = _repair(lambda: procs.change(grow=more, note=_note))
     _take_over(session, procs, change)
@@ -105,10 +92,17 @@ def grow(session: Session, arguments: Arguments) -> None:
         print(_describe_loss(session, change.procs, change.new, ""))
 
 
-@command(SHRINK)
+@Command(
+    name="%mesh shrink",
+    summary="Remove indices of axes: those of ranks that ended first, then from the end.",
+    pairs="[AXIS=N ...]",
+    examples=("%mesh shrink gpus=2", "%mesh shrink"),
+    notes="""
+Without an axis: go on without the ranks that ended, with as few of the others as must go too.""",
+)
 def shrink(session: Session, arguments: Arguments) -> None:
     """Take ranks from the current mesh."""
-    fewer = _read(SHRINK, arguments.pairs)
+    fewer = _read(arguments)
     procs = session.mesh()
     change = _repair(lambda: procs.change(shrink=fewer, note=_note))
     _take_over(session, procs, change)
@@ -125,11 +119,11 @@ def _note(text: str) -> None:
     print(f"  {text}", flush=True)
 
 
-def _read(grammar: Grammar, pairs: Mapping[str, str]) -> dict[str, int]:
-    for axis, text in pairs.items():
+def _read(arguments: Arguments) -> dict[str, int]:
+    for axis, text in arguments.pairs.items():
         if not text.isdigit() or int(text) < 1:
-            raise grammar.refuse(f"{axis}={text}: say by how many, a whole number of at least 1.")
-    return {axis: int(text) for axis, text in pairs.items()}
+            raise arguments.grammar.refuse(f"{axis}={text}: say by how many, a whole number of at least 1.")
+    return {axis: int(text) for axis, text in arguments.pairs.items()}
 
 
 def _write(arguments: Arguments) -> str:
@@ -193,7 +187,8 @@ def _replay(session: Session, procs: ProcMesh, setup: Setup, ranks: tuple[int, .
     target = setup.ranks(procs)
     chosen = [rank for rank in target if rank in ranks]
     if chosen:
-        alone = Arguments(options={"--no-collective": len(chosen) < len(target)})
         part, number, offset = procs.base().select(chosen), setup.cell_number, setup.line_offset
-        wait_for(session, start(session, part, setup.code, alone, cell_number=number, line_offset=offset))
+        alone = len(chosen) < len(target)
+        cell = start(session, part, setup.code, cell_number=number, line_offset=offset, forbid_collectives=alone)
+        wait_for(session, cell)
     return bool(chosen)

@@ -6,11 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from meshbook.formatting import format_bytes, format_some_ranks, name_ranks
-from meshbook_extension.commands import command
+from meshbook_extension.commands import on_ranks
 from meshbook_extension.notebook.error_log import LoggedError
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.output.labels import label
 
 if TYPE_CHECKING:
@@ -24,17 +23,11 @@ ALL_THREADS = Option("--all-threads", "not only the main thread of each rank")
 NATIVE = Option("--native", "with the frames of native code (C, C++), read by py-spy")
 
 
-@command(
-    Grammar(
-        name="%mesh stacks",
-        summary="Where each rank is, busy, blocked or stopped; equal stacks once; and who holds the others up.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        options=(ALL_FRAMES, ALL_THREADS, NATIVE),
-        examples=("%mesh stacks", "%mesh stacks rank=3 --all-frames", "%mesh stacks gpus=0:2 --native"),
-        notes=FORMS,
-    )
+@on_ranks(
+    name="%mesh stacks",
+    summary="Where each rank is, busy, blocked or stopped; equal stacks once; and who holds the others up.",
+    options=(ALL_FRAMES, ALL_THREADS, NATIVE),
+    examples=("%mesh stacks", "%mesh stacks rank=3 --all-frames", "%mesh stacks gpus=0:2 --native"),
 )
 def stacks(session: Session, arguments: Arguments) -> None:
     """The verdict, and a block per stack."""
@@ -53,17 +46,12 @@ WORTH_BYTES = 1_000_000
 RANKS_CHARS = 24
 
 
-@command(
-    Grammar(
-        name="%mesh errors",
-        summary="The last failures of the ranks, newest first, equal ones once; or one of them with its traceback.",
-        words="[NUMBER|SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        options=(Option("-n", f"so many of them ({SHOWN})", int, "N"), FULL),
-        examples=("%mesh errors", "%mesh errors 7", "%mesh errors gpus=0 -n 3 --full"),
-        notes=FORMS,
-    )
+@on_ranks(
+    name="%mesh errors",
+    summary="The last failures of the ranks, newest first, equal ones once; or one of them with its traceback.",
+    words="[NUMBER|SLICE]",
+    options=(Option("-n", f"so many of them ({SHOWN})", int, "N"), FULL),
+    examples=("%mesh errors", "%mesh errors 7", "%mesh errors gpus=0 -n 3 --full"),
 )
 def errors(session: Session, arguments: Arguments) -> None:
     """A line each, or in full."""
@@ -110,16 +98,11 @@ def in_full(error: LoggedError) -> str:
     return f"{error_table([error])}\n{error.traceback}".rstrip()
 
 
-@command(
-    Grammar(
-        name="%mesh free",
-        summary="Let go of what the last exception of each rank holds, and of device caches; says how much that was.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        examples=("%mesh free", "%mesh free rank=3"),
-        notes=f"The frames of a rank's last exception are kept for a post-mortem, and hold their tensors.\n\n{FORMS}",
-    )
+@on_ranks(
+    name="%mesh free",
+    summary="Let go of what the last exception of each rank holds, and of device caches; says how much that was.",
+    examples=("%mesh free", "%mesh free rank=3"),
+    notes="The frames of a rank's last exception are kept for a post-mortem, and hold their tensors.\n\n",
 )
 def free(session: Session, arguments: Arguments) -> None:
     """A line for ranks with equal words."""

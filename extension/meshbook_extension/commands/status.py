@@ -1,34 +1,24 @@
-"""What the ranks are doing: status."""
+"""What the ranks are doing: status, top, actors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import textwrap
 
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook.formatting import format_sizes
+from meshbook_extension.commands import on_ranks
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.widget.display import HealthDisplays
 from meshbook_extension.widget.text import status_text
-
-if TYPE_CHECKING:
-    pass
-
 
 TEXT = Option("--text", "as text, also where the widget can be shown")
 
 
-@command(
-    Grammar(
-        name="%mesh status",
-        summary="The ranks: where they run, what they do, how much memory they hold; live where a widget can be shown.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        options=(TEXT,),
-        examples=("%mesh status", "%mesh status gpus=0:2", "%mesh status --text", "%mesh"),
-        notes=FORMS,
-    )
+@on_ranks(
+    name="%mesh status",
+    summary="The ranks: where they run, what they do, how much memory they hold; live where a widget can be shown.",
+    options=(TEXT,),
+    examples=("%mesh status", "%mesh status gpus=0:2", "%mesh status --text", "%mesh"),
 )
 def status(session: Session, arguments: Arguments) -> None:
     """The widget, or a table."""
@@ -37,18 +27,40 @@ def status(session: Session, arguments: Arguments) -> None:
         print(status_text(session, procs, procs.status()))
 
 
-@command(
-    Grammar(
-        name="%mesh top",
-        summary="The same as %mesh status.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        options=(TEXT,),
-        examples=("%mesh top", "%mesh top gpus=0:2"),
-        notes=FORMS,
-    )
+@on_ranks(
+    name="%mesh top",
+    summary="The same as %mesh status.",
+    options=(TEXT,),
+    examples=("%mesh top", "%mesh top gpus=0:2"),
 )
 def top(session: Session, arguments: Arguments) -> None:
     """The widget, or a table."""
     status(session, arguments)
+
+
+@on_ranks(
+    name="%mesh actors",
+    summary="The actors of the ranks: what each is doing, and how many messages wait for it.",
+    examples=("%mesh actors", "%mesh actors gpus=0:2"),
+    notes="Without a current mesh: those of all meshes that this notebook has made in Python.\n",
+)
+def actors(session: Session, arguments: Arguments) -> None:
+    """A table; ranks whose actors do the same share a row. Without a current mesh: one for each of this process."""
+    from meshbook.actor.listing import actor_table
+    from meshbook.mesh.driven import own_meshes
+
+    if session.current is None and not arguments.words and not arguments.pairs and (meshes := own_meshes()):
+        for procs in meshes:
+            title = f'mesh "{procs.name}": {format_sizes(procs.sizes)}'
+            states = procs.actors()
+            print(title if states else f"{title}, no actors")
+            if states:
+                print(textwrap.indent(actor_table(states), "  "))
+        return
+    procs = session.target(arguments.words, arguments.pairs)
+    if states := procs.actors():
+        print(actor_table(states))
+    else:
+        print(
+            f'no actors on these ranks. Make some: %mesh use {procs.name} --out procs, then procs.spawn("name", Class)'
+        )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meshbook.errors import CallFailed
 from meshbook.formatting import name_ranks
 from meshbook_extension.cells.running import brief, show_as
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.commands import Command
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session, check_identifier
-from meshbook_extension.notebook.targets import FORMS, RANK, parse_selector
+from meshbook_extension.notebook.targets import FORMS, one_rank
 from meshbook_extension.output.labels import label_block
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ AXIS, DIM = "axis", "dim"
 
 AT = Option("--at", "the ranks of a named slice, or of another mesh", str, "SLICE")
 OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
-EVAL = Grammar(
+
+
+@Command(
     name="%mesh eval",
     summary="Evaluate an expression on the ranks and show its values, equal ones once.",
     pairs="[AXIS=.. ...]",
@@ -33,45 +35,82 @@ EVAL = Grammar(
     examples=("%mesh eval loss.item()", "%mesh eval gpus=0 model.training", "%mesh eval --at left x.shape"),
     notes=f"{FORMS}\nThe expression is the rest of the line, as it stands. _mesh is bound to the values.",
 )
-PUSH = Grammar(
+def evaluate(session: Session, arguments: Arguments) -> None:
+    """Show values on the ranks."""
+    values = answer(target_of(session, arguments).evaluate(arguments.tail))
+    out = arguments.text("--out")
+    session.keep_result(values, check_identifier(out, "--out") if out else None)
+    print(show_values(values))
+
+
+@Command(
     name="%mesh push",
     names="notebook",
     summary="Copy variables of the notebook to the ranks.",
     words="NAME [NAME ...]",
-    count=(1, None),
     pairs="[AXIS=.. ...]",
     options=(AT,),
     examples=("%mesh push config", "%mesh push a b gpus=0", "%mesh push a --at left"),
     notes=FORMS,
 )
-PULL = Grammar(
+def push(session: Session, arguments: Arguments) -> None:
+    """From the notebook to the ranks."""
+    values = {name: session.lookup(check_identifier(name, arguments.grammar.name)) for name in arguments.words}
+    procs = target_of(session, arguments)
+    procs.push(values).get()
+    print(f"{', '.join(arguments.words)} on {name_ranks(procs.ranks)}")
+
+
+@Command(
     name="%mesh pull",
     names="ranks",
     summary="Bring variables of the ranks; each name is bound to the ValueMesh of all ranks' values.",
     words="NAME [NAME ...]",
-    count=(1, None),
     pairs="[AXIS=.. ...]",
     options=(AT, OUT),
     examples=("%mesh pull loss", "%mesh pull a b gpus=0", "%mesh pull loss --out losses", "%mesh pull a --at left"),
     notes=f"{FORMS}\nValues: loss.item(gpus=0), loss.get(rank), loss.values().",
 )
-SCATTER = Grammar(
+def pull(session: Session, arguments: Arguments) -> None:
+    """From the ranks to the notebook."""
+    names = [check_identifier(name, arguments.grammar.name) for name in arguments.words]
+    out = arguments.text("--out")
+    if out is not None and len(names) > 1:
+        raise arguments.grammar.refuse("--out names one variable, but several are pulled.", "--out")
+    procs = target_of(session, arguments)
+    pulled = {name: answer(future) for name, future in [(name, procs.pull(name)) for name in names]}
+    for name, values in pulled.items():
+        bound = check_identifier(out, "--out") if out else name
+        session.bind(bound, values)
+        print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}.get({values.ranks[0]})")
+
+
+@Command(
     name="%mesh scatter",
     names="notebook",
     summary="Cut a tensor, an array or a list of the notebook, and give each index of an axis its piece.",
     words="NAME",
-    count=(1, 1),
     pairs="[axis=AXIS] [dim=D] [AXIS=.. ...]",
     options=(AT,),
     examples=("%mesh scatter x", "%mesh scatter x axis=gpus dim=1", "%mesh scatter x --at left"),
     notes="axis may be left out where there is only one.",
 )
-GATHER = Grammar(
+def scatter(session: Session, arguments: Arguments) -> None:
+    """Cut a value along an axis and send each rank its piece."""
+    name = check_identifier(arguments.words[0], arguments.grammar.name)
+    value = session.lookup(name)
+    axis, dim = _axis_and_dim(arguments)
+    procs = target_of(session, arguments)
+    procs.scatter(name, value, axis=axis, dim=dim).get()
+    along = axis or next(iter(procs.sizes))
+    print(f"{name}: {procs.sizes[along]} pieces along {along}, on {name_ranks(procs.ranks)}")
+
+
+@Command(
     name="%mesh gather",
     names="ranks",
     summary="Bring the pieces of a variable and join them, along dim, into one in the notebook.",
     words="NAME",
-    count=(1, 1),
     pairs="[axis=AXIS] [dim=D] [AXIS=.. ...]",
     options=(AT, OUT),
     examples=(
@@ -82,69 +121,12 @@ GATHER = Grammar(
     ),
     notes="axis may be left out where there is only one.",
 )
-BROADCAST = Grammar(
-    name="%mesh broadcast",
-    names="ranks",
-    summary="Give every rank of the mesh the value that a variable has on one of them, over the process group.",
-    words="NAME",
-    count=(1, 1),
-    options=(Option("--from", "whose value (rank 0)", str, "rank=R"),),
-    examples=("%mesh broadcast x", "%mesh broadcast x --from rank=2"),
-)
-
-
-@command(EVAL)
-def evaluate(session: Session, arguments: Arguments) -> None:
-    """Show values on the ranks."""
-    values = answer(_target(session, arguments).evaluate(arguments.tail))
-    out = arguments.text("--out")
-    session.keep_result(values, check_identifier(out, "--out") if out else None)
-    print(show_values(values))
-
-
-@command(PUSH)
-def push(session: Session, arguments: Arguments) -> None:
-    """From the notebook to the ranks."""
-    values = {name: session.lookup(check_identifier(name, PUSH.name)) for name in arguments.words}
-    procs = _target(session, arguments)
-    procs.push(values).get()
-    print(f"{_names(arguments.words)} on {name_ranks(procs.ranks)}")
-
-
-@command(PULL)
-def pull(session: Session, arguments: Arguments) -> None:
-    """From the ranks to the notebook."""
-    names = [check_identifier(name, PULL.name) for name in arguments.words]
-    out = arguments.text("--out")
-    if out is not None and len(names) > 1:
-        raise PULL.refuse("--out names one variable, but several are pulled.", "--out")
-    procs = _target(session, arguments)
-    pulled = {name: answer(future) for name, future in [(name, procs.pull(name)) for name in names]}
-    for name, values in pulled.items():
-        bound = check_identifier(out, "--out") if out else name
-        session.bind(bound, values)
-        print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}.get({values.ranks[0]})")
-
-
-@command(SCATTER)
-def scatter(session: Session, arguments: Arguments) -> None:
-    """Cut a value along an axis and send each rank its piece."""
-    name = check_identifier(arguments.words[0], SCATTER.name)
-    value = session.lookup(name)
-    axis, dim = _axis_and_dim(SCATTER, arguments)
-    procs = _target(session, arguments)
-    procs.scatter(name, value, axis=axis, dim=dim).get()
-    along = axis or next(iter(procs.sizes))
-    print(f"{name}: {procs.sizes[along]} pieces along {along}, on {name_ranks(procs.ranks)}")
-
-
-@command(GATHER)
 def gather(session: Session, arguments: Arguments) -> None:
     """Bring the pieces of all ranks and join them."""
-    name = check_identifier(arguments.words[0], GATHER.name)
+    name = check_identifier(arguments.words[0], arguments.grammar.name)
     bound = check_identifier(arguments.text("--out") or name, "--out")
-    axis, dim = _axis_and_dim(GATHER, arguments)
-    procs = _target(session, arguments)
+    axis, dim = _axis_and_dim(arguments)
+    procs = target_of(session, arguments)
     value = answer(procs.gather(name, axis=axis, dim=dim))
     session.bind(bound, value)
     shape = getattr(value, "shape", None)
@@ -152,15 +134,19 @@ def gather(session: Session, arguments: Arguments) -> None:
     print(f"{bound}: {type(value).__name__}, {size}, from {name_ranks(procs.ranks)}")
 
 
-@command(BROADCAST)
+@Command(
+    name="%mesh broadcast",
+    names="ranks",
+    summary="Give every rank of the mesh the value that a variable has on one of them, over the process group.",
+    words="NAME",
+    options=(Option("--from", "whose value (rank 0)", str, "rank=R"),),
+    examples=("%mesh broadcast x", "%mesh broadcast x --from rank=2"),
+)
 def broadcast(session: Session, arguments: Arguments) -> None:
     """From one rank to all."""
-    name = check_identifier(arguments.words[0], BROADCAST.name)
-    source = (arguments.text("--from") or "0").removeprefix(f"{RANK}=")
+    name = check_identifier(arguments.words[0], arguments.grammar.name)
     procs = session.mesh()
-    rank = parse_selector(RANK, source, len(procs))
-    if not isinstance(rank, int):
-        raise BROADCAST.refuse(f"--from takes one rank, not {source}.", "--from")
+    rank = one_rank(procs, arguments.text("--from") or "0")
     answer(procs.broadcast(name, src=rank))
     print(f"{name} of rank {rank} on {name_ranks(procs.ranks)}")
 
@@ -186,18 +172,15 @@ def show_values(values: ValueMesh[Any]) -> str:
     return "\n".join(label_block(ranks, text) for text, ranks in equal.items())
 
 
-def _target(session: Session, arguments: Arguments) -> ProcMesh:
+def target_of(session: Session, arguments: Arguments) -> ProcMesh:
+    """The ranks that axes and ``--at`` name."""
     at = arguments.text("--at")
     pairs = {axis: text for axis, text in arguments.pairs.items() if axis not in (AXIS, DIM)}
     return session.target([at] if at else [], pairs)
 
 
-def _axis_and_dim(grammar: Grammar, arguments: Arguments) -> tuple[str | None, int]:
+def _axis_and_dim(arguments: Arguments) -> tuple[str | None, int]:
     dim = arguments.pairs.get(DIM, "0")
     if not dim.removeprefix("-").isdigit():
-        raise grammar.refuse(f"{DIM}={dim} is no dim of a tensor; give a number.", DIM)
+        raise arguments.grammar.refuse(f"{DIM}={dim} is no dim of a tensor; give a number.", DIM)
     return arguments.pairs.get(AXIS), int(dim)
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return ", ".join(names)

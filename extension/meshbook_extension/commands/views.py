@@ -7,39 +7,22 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_sizes, name_ranks
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar
+from meshbook_extension.commands import Command
+from meshbook_extension.notebook.grammar import Arguments
 from meshbook_extension.notebook.session import NamedSlice, Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, RANK
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
 
-SPLIT = Grammar(
-    name="%mesh split",
-    summary="Make several axes of one; the mesh has them from now on, on the ranks too.",
-    pairs="AXIS=NEW,NEW NEW=N",
-    examples=("%mesh split gpus=dp,tp tp=2",),
-    notes="The size of one new axis may be left out. Slices that have a name stay as they are.",
-)
-RENAME = Grammar(
-    name="%mesh rename",
-    summary="Give axes other names.",
-    pairs="AXIS=NEW [AXIS=NEW ...]",
-    examples=("%mesh rename hosts=dp", "%mesh rename hosts=dp gpus=tp"),
-)
 
-
-@command(
-    Grammar(
-        name="%mesh slice",
-        summary="Give a part of the mesh a name, to be used as a target.",
-        words="NAME",
-        count=(1, 1),
-        pairs="AXIS=.. [AXIS=.. ...]",
-        examples=("%mesh slice left gpus=0:2", "%mesh slice evens rank=0,2", "%%mesh left"),
-        notes=FORMS,
-    )
+@Command(
+    name="%mesh slice",
+    summary="Give a part of the mesh a name, to be used as a target.",
+    words="NAME",
+    pairs="AXIS=.. [AXIS=.. ...]",
+    examples=("%mesh slice left gpus=0:2", "%mesh slice evens rank=0,2", "%%mesh left"),
+    notes=FORMS,
 )
 def name_slice(session: Session, arguments: Arguments) -> None:
     """Keep a view under a name."""
@@ -57,35 +40,43 @@ def name_slice(session: Session, arguments: Arguments) -> None:
     print(f'slice "{name}": {name_ranks(view.ranks)} ({format_sizes(view.sizes)}); use it: %%mesh {name}')
 
 
-@command(SPLIT)
+@Command(
+    name="%mesh split",
+    summary="Make several axes of one; the mesh has them from now on, on the ranks too.",
+    pairs="AXIS=NEW,NEW NEW=N",
+    examples=("%mesh split gpus=dp,tp tp=2",),
+    notes="The size of one new axis may be left out. Slices that have a name stay as they are.",
+)
 def split(session: Session, arguments: Arguments) -> None:
     """``gpus=dp,tp tp=2``"""
     axes: dict[str, Sequence[str] | int] = {
         axis: int(text) if text.isdigit() else tuple(text.split(",")) for axis, text in arguments.pairs.items()
     }
     if not any(isinstance(value, tuple) for value in axes.values()):
-        raise SPLIT.refuse("say which axis becomes which.")
+        raise arguments.grammar.refuse("say which axis becomes which.")
     _arrange(session, session.mesh().split(**axes))
 
 
-@command(RENAME)
+@Command(
+    name="%mesh rename",
+    summary="Give axes other names.",
+    pairs="AXIS=NEW [AXIS=NEW ...]",
+    examples=("%mesh rename hosts=dp", "%mesh rename hosts=dp gpus=tp"),
+)
 def rename(session: Session, arguments: Arguments) -> None:
     """``hosts=dp``"""
     if not arguments.pairs:
-        raise RENAME.refuse("say which axis, and its new name.")
+        raise arguments.grammar.refuse("say which axis, and its new name.")
     if RANK in arguments.pairs.values():
-        raise RENAME.refuse(f'"{RANK}" means the number of a rank everywhere; name the axis otherwise.')
+        raise arguments.grammar.refuse(f'"{RANK}" means the number of a rank everywhere; name the axis otherwise.')
     _arrange(session, session.mesh().rename(**arguments.pairs))
 
 
-@command(
-    Grammar(
-        name="%mesh flatten",
-        summary="Lay all axes end to end, as one axis of this name.",
-        words="NAME",
-        count=(1, 1),
-        examples=("%mesh flatten dp",),
-    )
+@Command(
+    name="%mesh flatten",
+    summary="Lay all axes end to end, as one axis of this name.",
+    words="NAME",
+    examples=("%mesh flatten dp",),
 )
 def flatten(session: Session, arguments: Arguments) -> None:
     """Make one axis of all axes."""

@@ -1,10 +1,8 @@
 """Completion and inspection: of cells that run on ranks by a living rank, of our own magics by their grammars.
 
-locate        what stands at the cursor: code for ranks, a line of ours, or neither
-grammar       what may follow in a line of ours
+grammar       what stands at the cursor: code for ranks, a line of ours, or neither; what may follow in a line of ours
 ranks         asks a rank
-completer     puts the three together
-replies       the same in Jupyter's words
+completer     puts the two together, and makes replies in Jupyter's words
 hooks         makes a kernel, or a terminal's IPython, ask the completer first
 while_busy    answers while the kernel's main thread is busy with a cell
 """

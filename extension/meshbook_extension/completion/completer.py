@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshbook_extension.cells.jobs import Jobs
 from meshbook_extension.cells.run import MESH_CELL
+from meshbook_extension.cells.running import Jobs
 from meshbook_extension.cells.transformers import AutoMode
 from meshbook_extension.commands import COMMANDS, load_all
-from meshbook_extension.completion.grammar import Follow, Word, follow
-from meshbook_extension.completion.locate import MagicLine, RankCode, locate
+from meshbook_extension.completion.grammar import Follow, MagicLine, RankCode, Word, follow, locate
 from meshbook_extension.completion.ranks import LivingRanks
 from meshbook_extension.notebook.grammar import PAIR, Grammar, expression_start
 
@@ -192,7 +191,7 @@ def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:
     if found[1] == "help":
         return None, line.text[found.end() :]
     command = COMMANDS.get(found[1])
-    return (command.grammar, line.text[found.end() :]) if command else (_NOTHING_KNOWN, line.text[found.end() :])
+    return (command[0] if command else _NOTHING_KNOWN), line.text[found.end() :]
 
 
 def _found(following: Follow, cursor: int) -> Found:
@@ -201,3 +200,29 @@ def _found(following: Follow, cursor: int) -> Found:
 
 
 _NOTHING_KNOWN = Grammar(name="", summary="", examples=("",))
+
+
+TYPES = "_jupyter_types_experimental"
+"""Where front ends look for the kinds of completions."""
+
+
+def complete_reply(found: Found | None, cursor: int) -> dict[str, Any]:
+    """The content of a complete_reply; None: nothing was found at ``cursor``."""
+    found = found or Found(cursor, cursor, [])
+    kinds = [
+        {"start": found.start, "end": found.end, "text": match.text, "type": match.kind, "signature": match.signature}
+        for match in found.matches
+    ]
+    return {
+        "status": "ok",
+        "matches": [match.text for match in found.matches],
+        "cursor_start": found.start,
+        "cursor_end": found.end,
+        "metadata": {TYPES: kinds},
+    }
+
+
+def inspect_reply(text: str) -> dict[str, Any]:
+    """The content of an inspect_reply."""
+    data = {"text/plain": text} if text else {}
+    return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}

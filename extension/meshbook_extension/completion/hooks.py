@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshbook_extension.completion.completer import Completer, Found
-from meshbook_extension.completion.replies import complete_reply, inspect_reply
+from meshbook_extension.completion.completer import Completer, Found, complete_reply, inspect_reply
 from meshbook_extension.completion.while_busy import BusyCompletion
 
 

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from meshbook_extension.completion.completer import Completer
-from meshbook_extension.completion.replies import complete_reply, inspect_reply
+from meshbook_extension.completion.completer import Completer, complete_reply, inspect_reply
 from meshbook_extension.output.publisher import parent_of
 from meshbook_extension.widget.busy_comms import BusyComms
 

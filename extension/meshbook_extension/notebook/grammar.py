@@ -13,14 +13,16 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
 
 PAIR = re.compile(r"([^\W\d]\w*)=(?!=)(.*)", re.DOTALL)
 """``axis=value``; ``rank==0`` is an expression, not a pair."""
+
+OptionValue: TypeAlias = bool | str | int | float
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Option:
         """``--timeout S``, ``--group rank|equal|none``."""
         return " ".join(filter(None, [self.name, "|".join(self.choices) or self.metavar]))
 
-    def convert(self, text: str) -> Any:
+    def convert(self, text: str) -> OptionValue:
         """The value that ``text`` stands for.
 
         Raises: ValueError, saying what would be one.
@@ -52,7 +54,7 @@ class Option:
         if self.value is str:
             return text
         try:
-            number = self.value(text)
+            number = int(text) if self.value is int else float(text)
         except ValueError:
             kind = "a whole number" if self.value is int else "a number"
             raise ValueError(f'takes {kind}, not "{text}".') from None
@@ -66,7 +68,7 @@ class Grammar:
     """What one command accepts.
 
     name: as typed, ``%mesh spawn`` or ``%%mesh``.
-    words: how the help writes the plain words, with the least and most that are allowed (None: any number).
+    words: how the help writes the plain words: ``NAME``, ``[NAME]`` for one that may be left out, ``NAME [NAME ...]``.
     names: what ``NAME`` among them names, for completion: ``meshes``, ``waiting`` (to be attached), ``notebook`` or
         ``ranks`` (variables there); empty: something new.
     pairs: how it writes ``axis=value`` pairs; empty where there are none.
@@ -78,13 +80,19 @@ class Grammar:
     summary: str
     examples: tuple[str, ...]
     words: str = ""
-    count: tuple[int, int | None] = (0, 0)
     pairs: str = ""
     options: tuple[Option, ...] = ()
     tail: str = ""
     rest: str = ""
     notes: str = ""
     names: str = ""
+
+    @property
+    def limits(self) -> tuple[int, int | None]:
+        """The least and the most plain words; None: any number."""
+        parts = re.findall(r"\[[^]]*\]|\S+", self.words)
+        least = sum(not part.startswith("[") for part in parts)
+        return least, None if self.words.endswith("...]") else len(parts)
 
     @property
     def usage(self) -> str:
@@ -111,40 +119,34 @@ class Grammar:
         return UsageError(f"{problem}\n  for example: {example}\n  all of it:   {self.name} --help")
 
 
+@dataclass(frozen=True)
 class Arguments:
     """What a line said, as its grammar understands it. Getters are typed and give None where nothing was said."""
 
-    def __init__(
-        self,
-        words: Iterable[str] = (),
-        pairs: Mapping[str, str] | None = None,
-        options: Mapping[str, Any] | None = None,
-        tail: str = "",
-        rest: Iterable[str] = (),
-    ) -> None:
-        self.words = tuple(words)
-        self.pairs = dict(pairs or {})
-        self.tail = tail
-        self.rest = tuple(rest)
-        self._options = dict(options or {})
+    grammar: Grammar
+    words: tuple[str, ...] = ()
+    pairs: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
+    tail: str = ""
+    rest: tuple[str, ...] = ()
 
     def flag(self, name: str) -> bool:
         """Whether the switch ``name`` was given."""
-        return bool(self._options.get(name, False))
+        return bool(self.options.get(name, False))
 
     def text(self, name: str) -> str | None:
         """The value of a text option."""
-        value = self._options.get(name)
+        value = self.options.get(name)
         return None if value is None else str(value)
 
     def number(self, name: str) -> float | None:
         """The value of a numeric option."""
-        value = self._options.get(name)
+        value = self.options.get(name)
         return None if value is None else float(value)
 
     def whole(self, name: str) -> int | None:
         """The value of an option that takes a whole number."""
-        value = self._options.get(name)
+        value = self.options.get(name)
         return None if value is None else int(value)
 
     @property
@@ -187,7 +189,7 @@ def _parse_with_tail(grammar: Grammar, line: str) -> Arguments:
     arguments = _Reader(grammar, head).read()
     if not rest and not arguments.wants_help:
         raise grammar.refuse(f"{grammar.name} needs {grammar.tail}.")
-    return Arguments(arguments.words, arguments.pairs, arguments._options, tail=rest)
+    return replace(arguments, tail=rest)
 
 
 def _split_tail(grammar: Grammar, rest: str) -> tuple[list[str], str]:
@@ -224,10 +226,10 @@ class _Reader:
     def read(self) -> Arguments:
         before_rest = self._parts[: self._parts.index("--")] if "--" in self._parts else self._parts
         if "--help" in before_rest or "-h" in before_rest:
-            return Arguments(options={"--help": True})
+            return Arguments(self._grammar, options={"--help": True})
         words: list[str] = []
         pairs: dict[str, str] = {}
-        options: dict[str, Any] = {}
+        options: dict[str, OptionValue] = {}
         rest: list[str] = []
         parts = iter(self._parts)
         for part in parts:
@@ -244,9 +246,9 @@ class _Reader:
             else:
                 words.append(part)
         self._count(words, pairs)
-        return Arguments(words, pairs, options, rest=rest)
+        return Arguments(self._grammar, tuple(words), pairs, options, rest=tuple(rest))
 
-    def _option(self, part: str, parts: Iterable[str]) -> tuple[Option, Any]:
+    def _option(self, part: str, parts: Iterable[str]) -> tuple[Option, OptionValue]:
         name, equals, value = part.partition("=")
         option = self._known.get(name)
         if option is None:
@@ -282,7 +284,7 @@ class _Reader:
         pairs[axis] = value
 
     def _count(self, words: list[str], pairs: Mapping[str, str]) -> None:
-        least, most = self._grammar.count
+        least, most = self._grammar.limits
         if "=" in words or any(word.startswith("=") for word in words):
             raise self._grammar.refuse("write axis=value without spaces around the equals sign.")
         if len(words) < least:
@@ -291,6 +293,10 @@ class _Reader:
             extra = words[most]
             meant = [option for option in self._known if option.lstrip("-") == extra]
             hint = f' Did you mean "{meant[0]}"?' if meant else ""
+            if not meant and most == 0 and "AXIS=N" in self._grammar.pairs:
+                numbers = f"name the axis of the {extra} ranks; write it as gpus={extra}."
+                names = f'"{extra}" has no size; write it as {extra}=4.'
+                raise self._grammar.refuse(numbers if extra.isdigit() else names)
             raise self._grammar.refuse(f'"{extra}" is one word too many for {self._grammar.name}.{hint}')
 
 

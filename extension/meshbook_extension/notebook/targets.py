@@ -91,6 +91,14 @@ def choose(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
     return part
 
 
+def one_rank(procs: ProcMesh, text: str) -> int:
+    """The rank of ``3`` or ``rank=3``. Raises: UsageError unless it is a member of ``procs``."""
+    digits = text.removeprefix(f"{RANK}=")
+    if not digits.isdigit() or int(digits) not in procs.ranks:
+        raise UsageError(f'"{text}" is no rank of this mesh, which has {name_ranks(procs.ranks)}. Say one: 0.')
+    return int(digits)
+
+
 def base_ranks(members: tuple[int, ...], all_members: tuple[int, ...], text: str) -> list[int]:
     """The base ranks that ``rank=text`` names; those named singly must be members."""
     size = max(all_members) + 1

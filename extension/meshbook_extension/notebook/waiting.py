@@ -1,55 +1,57 @@
-"""Waiting on the main thread of a notebook, so that an interrupt is answered at once.
+"""Waiting on the main thread of a notebook: as `CallFuture.get` waits, and with what is to be done meanwhile.
 
-It is a synchronous wait in short steps: ipykernel does not wake an idle event loop for SIGINT, and an ``await`` in a
-cell would go on for seconds.
+The wait is synchronous: ipykernel does not wake an idle event loop for SIGINT, and an ``await`` in a cell would go on
+for seconds. The thread serves the controller's sockets itself, so whatever ranks tell wakes it, as an interrupt does.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from meshbook.concurrency.future import Future
+    from meshbook.calls.call import CallFuture
+
+T = TypeVar("T")
 
 STEP_S = 0.1
 
 WHILE_WAITING: list[Callable[[], None]] = []
-"""Called at each step of each wait: what nobody else can do while the main thread waits."""
+"""Called every `STEP_S` of each wait: what nobody else can do while the main thread waits. Mostly there is nothing."""
 
 
 def wait_until_done(
-    future: Future[Any],
+    future: CallFuture[T],
     timeout_s: float | None = None,
-    on_step: Callable[[], None] | None = None,
+    *,
+    look: Callable[[], float] = lambda: math.inf,
+    wanted: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Wait until ``future`` is done, with a result or an error; returns False at the deadline.
 
-    on_step: called every `STEP_S` meanwhile. clock: what ``timeout_s`` is counted on. Raises: KeyboardInterrupt.
+    look: called first, whenever ``wanted()``, and after the seconds that it returns. clock: what ``timeout_s`` is
+    counted on. Raises: KeyboardInterrupt.
     """
-    done = threading.Event()
-    future.add_done_callback(lambda _future: done.set())
-    deadline = None if timeout_s is None else clock() + timeout_s
+    deadline = math.inf if timeout_s is None else clock() + timeout_s
     while True:
-        left_s = STEP_S if deadline is None else min(STEP_S, deadline - clock())
-        if done.wait(max(0.0, left_s)):
+        # a thread of a subshell serves no sockets, so nothing that ranks tell wakes it
+        step_s = STEP_S if WHILE_WAITING or threading.current_thread() is not threading.main_thread() else math.inf
+        left_s = min(look(), step_s, deadline - clock())
+        if future.wait(None if left_s == math.inf else max(0.0, left_s), wanted):
             return True
-        if deadline is not None and clock() >= deadline:
+        if clock() >= deadline:
             return False
         run_tasks()
-        if on_step is not None:
-            on_step()
 
 
 def pause(duration_s: float) -> None:
-    """Wait so long. Raises: KeyboardInterrupt."""
-    deadline = time.monotonic() + duration_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        time.sleep(min(STEP_S, left_s))
-        run_tasks()
+    """Wait so long, a moment. Raises: KeyboardInterrupt."""
+    time.sleep(duration_s)
+    run_tasks()
 
 
 def run_tasks() -> None:

@@ -11,8 +11,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from meshbook_extension.output.alignment import Alignment, Row
-from meshbook_extension.output.line_reader import Line, LineReader
-from meshbook_extension.output.progress_bars import ended_bar
+from meshbook_extension.output.line_reader import Line, LineReader, ended_bar
 
 WINDOW_S = 0.15
 """How long a line waits for the other ranks."""

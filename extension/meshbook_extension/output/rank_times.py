@@ -1,11 +1,12 @@
-"""How long the ranks of a cell took, as text: who is slow, also where all end together since they wait for each other.
+"""How long the ranks of a cell took: who is slow, also where all end together since they wait for each other.
 
     [0-7] 0.98 s (slowest rank 3: 0.97 s of own work, median 0.33 s; up to 0.65 s waiting in collectives)
       rank 2  0.98 s  █████████░░░░░░░░░░░░░░░░░░░
       rank 3  0.98 s  ███████████████████████████░  slowest
 
 A rank's time is its own work and its waits in collectives. Many ranks are grouped: the slowest, the
-median, a histogram. Pure.
+median, a histogram. As HTML the bars keep their scale in any font; there is no style sheet and no script, since viewers
+of saved notebooks drop both. Pure.
 """
 
 from __future__ import annotations
@@ -173,3 +174,64 @@ def few_ranks(each: Bin) -> str:
     if not 0 < len(each.ranks) <= ROWS:
         return ""
     return f"rank{'' if len(each.ranks) == 1 else 's'} {format_some_ranks(each.ranks, 30)}"
+
+
+_HTML_TABLE = "color:inherit;border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums;margin:4px 0"
+_CELL = "text-align:right;padding:1px 10px 1px 0;border:none"
+_TRACK = "display:flex;width:320px;height:11px"
+_WORK = "var(--jp-brand-color1,#1e88e5)"
+_SLOW = "var(--jp-warn-color1,#ef6c00)"
+_WAIT = "repeating-linear-gradient(135deg,rgba(128,128,128,.55) 0 2px,rgba(128,128,128,.15) 2px 5px)"
+
+
+def chart_html(times: Sequence[RankTime]) -> str:
+    """As `rank_times.chart`."""
+    slow = stragglers(times)
+    longest_s = max(time.total_s for time in times) or 1.0
+    parts = [_html_table([_html_row(time, note, longest_s, slow) for time, note in rows_of(times)])]
+    if len(times) > ROWS:
+        found = bins(times)
+        most = max(len(each.ranks) for each in found)
+        title = "ranks by own work" if has_waits(times) else "ranks by time"
+        parts += [
+            f'<div style="font-size:12px;opacity:.75">{title}</div>',
+            _html_table([_html_bin(each, most) for each in found]),
+        ]
+    if has_waits(times):
+        parts.append(
+            f'<div style="font-size:12px;opacity:.75">{_swatch(_WORK)} own work &nbsp; '
+            f"{_swatch(_WAIT)} waiting in collectives</div>"
+        )
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _html_table(rows: Sequence[str]) -> str:
+    return f'<table style="{_HTML_TABLE}">{"".join(rows)}</table>'
+
+
+def _html_row(time: RankTime, note: str, longest_s: float, slow: frozenset[int]) -> str:
+    own, waited = 100 * time.own_s / longest_s, 100 * time.waited_s / longest_s
+    hint = f"rank {time.rank}: {format_seconds(time.own_s)} own work, {format_seconds(time.waited_s)} waiting"
+    track = _html_bar(own, _SLOW if time.rank in slow else _WORK) + _html_bar(waited, _WAIT)
+    return _html_cells(f"rank {time.rank}", format_seconds(time.total_s), track, note, hint)
+
+
+def _html_bin(each: Bin, most: int) -> str:
+    span = f"{format_seconds(each.low_s).rpartition(' ')[0]}-{format_seconds(each.high_s)}"
+    return _html_cells(span, str(len(each.ranks)), _html_bar(100 * len(each.ranks) / most, _WORK), few_ranks(each), "")
+
+
+def _html_cells(first: str, second: str, track: str, note: str, hint: str) -> str:
+    return (
+        f'<tr title="{hint}" style="background:none"><td style="{_CELL}">{first}</td><td style="{_CELL}">{second}</td>'
+        f'<td style="{_CELL}"><div style="{_TRACK}">{track}</div></td>'
+        f'<td style="{_CELL};text-align:left">{note}</td></tr>'
+    )
+
+
+def _html_bar(percent: float, background: str) -> str:
+    return f'<div style="width:{percent:.1f}%;background:{background}"></div>'
+
+
+def _swatch(background: str) -> str:
+    return f'<span style="display:inline-block;width:12px;height:9px;background:{background}"></span>'

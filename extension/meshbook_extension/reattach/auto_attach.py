@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import MeshError
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.output.durations import format_duration
+from meshbook_extension.output.labels import format_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, Trace, decode, drop_traces, read_traces
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import msgspec
 
 from meshbook.formatting import utf8_text
 from meshbook.wire.messages import utf8_data
-from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.setup_cells import Setup
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
 from meshbook.formatting import format_ranks, format_sizes, name_ranks
-from meshbook_extension.cells.jobs import Job, Jobs
 from meshbook_extension.cells.output import CellOutput
 from meshbook_extension.cells.run import follow, partial_result
-from meshbook_extension.cells.running import RunningCell, brief
+from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
 from meshbook_extension.notebook.session import NamedSlice, Session
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.line_merging import grouping_for

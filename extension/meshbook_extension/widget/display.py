@@ -8,8 +8,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meshbook_extension.output.publisher import KernelSink, sink_for
-from meshbook_extension.widget.fallback import as_html
 from meshbook_extension.widget.snapshot import Snapshot
+from meshbook_extension.widget.text import as_html
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import anywidget
 import traitlets
 
 from meshbook.errors import MeshError
-from meshbook_extension.widget.history import History
-from meshbook_extension.widget.snapshot import Snapshot
+from meshbook_extension.widget.snapshot import History, Snapshot
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class HealthWidget(anywidget.AnyWidget):
 
     # ---- messages: on any thread -----------------------------------------------------------------------------
 
-    def on_message(self, content: Mapping[str, Any]) -> None:
+    def on_message(self, content: object) -> None:
         """``{kind: look, view, visible}`` or ``{kind: act, action, ranks}``; anything else is ignored."""
         match content:
             case {"kind": "look", "view": str(view), "visible": bool(visible)}:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from meshbook.errors import UsageError
+from meshbook.errors import Failure, UsageError, group_failures
 from meshbook.formatting import format_ranks, name_ranks
-from meshbook_extension.cells.jobs import Jobs
-from meshbook_extension.output.progress_bars import merge_bars
+from meshbook_extension.cells.running import Jobs
+from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.output.failures import INTERRUPT, LOST
+from meshbook_extension.output.line_reader import merge_bars
 from meshbook_extension.widget.health import ButtonAnswer
-from meshbook_extension.widget.history import Throughput
-from meshbook_extension.widget.recent_errors import RecentError, describe, shown
-from meshbook_extension.widget.snapshot import CellNow, Snapshot
+from meshbook_extension.widget.snapshot import CellNow, RecentError, Snapshot, Throughput
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh, RankStatus
     from meshbook_extension.cells.running import RunningCell
     from meshbook_extension.notebook.session import Session
+    from meshbook_extension.widget.snapshot import Snapshot
+
+LONGEST = 300
 
 LOG_LINES = 20
 LOG_RANKS = 16
@@ -49,7 +52,7 @@ class MeshSource:
         errors = [
             *_deaths(procs.name, statuses),
             *shown(self._session.errors.of(procs.name)),
-            *(error for cell in cells for error in describe(procs.name, cell.what, cell.failures)),
+            *(error for cell in cells for error in _describe(procs.name, cell.what, cell.failures)),
         ]
         return Snapshot(
             name=procs.name,
@@ -175,3 +178,23 @@ def _logs(procs: ProcMesh) -> ButtonAnswer:
         raise UsageError(f"choose a rank first: logs of {len(procs)} ranks are too many. Or: %mesh logs rank=0-3")
     blocks = [f"rank {rank}\n{text.rstrip()}\n" for rank, text in sorted(procs.logs(LOG_LINES).items()) if text.strip()]
     return ButtonAnswer(f"Logs of {name_ranks(procs.ranks)}", "\n".join(blocks) or "nothing written yet")
+
+
+def shown(errors: Iterable[LoggedError]) -> list[RecentError]:
+    """Without ranks that were interrupted, and those that ended, which their state tells."""
+    return [
+        RecentError(error.mesh, error.what, format_ranks(error.ranks), error.headline[:LONGEST], error.where, error.at)
+        for error in errors
+        if error.ename not in (INTERRUPT, LOST)
+    ]
+
+
+def _describe(mesh: str, what: str, failures: Iterable[Failure]) -> list[RecentError]:
+    """The same for failures of a cell that runs on; equal ones once."""
+    now = time.time()
+    logged = [
+        LoggedError(0, mesh, what, tuple(f.rank for f in group), first.ename, first.evalue, first.where, "", now)
+        for group in group_failures(failures)
+        for first in group[:1]
+    ]
+    return shown(logged)

@@ -6,12 +6,13 @@ tick. Both hold columns over all ranks, and repeated texts once, so that 4,096 r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from statistics import median_low
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from meshbook_extension.output.progress_bars import BarProgress
-from meshbook_extension.widget.recent_errors import RecentError
+from meshbook_extension.output.line_reader import BarProgress
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import RankStatus
@@ -52,6 +53,20 @@ def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
     if status.state == "busy":
         return COLLECTIVE if status.in_collective else BUSY
     return SILENT
+
+
+class RecentError(NamedTuple):
+    """Equal failures of some ranks in one cell."""
+
+    mesh: str
+    what: str
+    """``cell 7``"""
+    ranks: str
+    text: str
+    """``ValueError: bad shard``"""
+    where: str
+    at: float
+    """Seconds since the epoch; 0 where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ class Snapshot:
         gpus = [one.gpu for one in self.statuses]
         return [figure(gpu) for gpu in gpus] if any(gpus) else []
 
-    def layout(self) -> dict[str, Any]:
+    def layout(self) -> dict[str, object]:
         """The part that rarely changes."""
         hosts, host_of = _table(one.host for one in self.statuses)
         devices, device_of = _table(one.device for one in self.statuses)
@@ -126,7 +141,7 @@ class Snapshot:
             "gpu_total_mb": self._of_gpus(lambda gpu: round(gpu.total_bytes / MB) if gpu is not None else 0),
         }
 
-    def live(self) -> dict[str, Any]:
+    def live(self) -> dict[str, object]:
         """The part that changes at each tick."""
         texts, text_of = _table("" if one.where == one.state else one.where for one in self.statuses)
         kept = [round(one.kept_bytes / MB) for one in self.statuses]
@@ -147,12 +162,70 @@ class Snapshot:
         }
 
 
-def _fields(progress: BarProgress | None) -> dict[str, Any] | None:
+def _fields(progress: BarProgress | None) -> dict[str, object] | None:
     return progress._asdict() if progress is not None else None
 
 
-def _table(values: Any) -> tuple[list[str], list[int]]:
+def _table(values: Iterable[str]) -> tuple[list[str], list[int]]:
     """The distinct values, and for each entry the index of its own."""
     numbers: dict[str, int] = {}
     indices = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), indices
+
+
+POINTS = 120
+"""Ticks that the charts show."""
+
+LEAST_S = 0.4
+"""Two readings that are closer tell no rate."""
+
+Spread: TypeAlias = tuple[int, int, int]
+"""The least, the median and the largest of the ranks."""
+
+
+class History:
+    """The last `POINTS` ticks. A chart whose values nobody has stays empty."""
+
+    def __init__(self) -> None:
+        names = ("memory_mb", "moved_kb_s", "gpu_percent")
+        self._charts: dict[str, deque[Spread]] = {name: deque(maxlen=POINTS) for name in names}
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Add one tick."""
+        columns = {
+            "memory_mb": [mb for mb in snapshot.memory_mb if mb],
+            "moved_kb_s": snapshot.moved_kb_s,
+            "gpu_percent": [percent for percent in snapshot.gpu_percent if percent >= 0],
+        }
+        for name, values in columns.items():
+            if values:
+                self._charts[name].append((min(values), median_low(values), max(values)))
+
+    def live(self) -> dict[str, list[Spread]]:
+        """Return the points that travel to the browser."""
+        return {name: list(points) for name, points in self._charts.items()}
+
+
+class Throughput:
+    """What each rank moves per second, from counters that only grow."""
+
+    def __init__(self) -> None:
+        self._counted: Mapping[int, tuple[int, int]] = {}
+        self._at = float("-inf")
+        self._rates: dict[int, int] = {}
+
+    def rates(self, statuses: Sequence[RankStatus], at_s: float) -> list[int]:
+        """Bytes per second since the last reading, for each rank; 0 at first, and for a rank that was started since.
+
+        at_s: monotonic.
+        """
+        counted = {one.rank: (one.pid, one.moved_bytes) for one in statuses}
+        passed = at_s - self._at
+        if passed >= LEAST_S:
+            self._rates = {
+                rank: round((moved - before[1]) / passed)
+                for rank, (pid, moved) in counted.items()
+                if (before := self._counted.get(rank)) is not None and before[0] == pid and moved >= before[1]
+            }
+            self._counted, self._at = counted, at_s
+        return [self._rates.get(one.rank, 0) for one in statuses]

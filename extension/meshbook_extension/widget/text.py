@@ -1,18 +1,20 @@
-"""The health of a mesh as text, for places without widgets."""
+"""The health of a mesh where there are no widgets: a text, and an HTML table that a saved notebook shows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 from meshbook.formatting import format_bytes, format_ranks, format_sizes
-from meshbook_extension.cells.jobs import Jobs
+from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import count, format_seconds
+from meshbook_extension.widget.snapshot import IDLE, MB, NAMES, Snapshot
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh, RankStatus
-
 
 ROWS = 64
 """A larger mesh gets a row per host and state."""
@@ -85,3 +87,58 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
     )
+
+
+_TABLE = "border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums"
+_CELL = "text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.25)"
+
+
+def as_html(snapshot: Snapshot) -> str:
+    """A table of the ranks. No style sheet and no script: viewers of saved notebooks drop both."""
+    rows = _rows(snapshot)
+    heads = ["rank" if len(rows) == len(snapshot.statuses) else "ranks", "host", "state", "memory", "at"]
+    counts = Counter(snapshot.states)
+    summary = ", ".join(f"{count} {NAMES[letter]}" for letter, count in counts.most_common())
+    title = f"{snapshot.name}: {format_sizes(snapshot.sizes)}, {snapshot.device}; {summary}"
+    return (
+        f'<div><div style="font-weight:600;margin-bottom:6px">{escape(title)}</div>'
+        f'<table style="{_TABLE}">{_line("th", heads)}{"".join(_line("td", row) for row in rows)}</table></div>'
+    )
+
+
+def _line(tag: str, row: Sequence[str]) -> str:
+    return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(text)}</{tag}>' for text in row) + "</tr>"
+
+
+def _memory_of(one: RankStatus) -> str:
+    own = format_bytes(one.rss_bytes) if one.rss_bytes else ""
+    return f"{own}; GPU {one.gpu}" if one.gpu is not None else own
+
+
+def _rows(snapshot: Snapshot) -> list[list[str]]:
+    states = snapshot.states
+    if len(states) <= ROWS:
+        return [
+            [
+                str(one.rank),
+                one.host,
+                NAMES[letter] + (f" {format_seconds(one.busy_s)}" if one.busy_s and letter != IDLE else ""),
+                _memory_of(one),
+                one.where if one.where != one.state else "",
+            ]
+            for one, letter in zip(snapshot.statuses, states, strict=True)
+        ]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, (one, letter) in enumerate(zip(snapshot.statuses, states, strict=True)):
+        groups.setdefault((one.host, letter), []).append(index)
+    memory = snapshot.memory_mb
+    return [
+        [
+            format_ranks(snapshot.statuses[index].rank for index in indices),
+            host,
+            NAMES[letter],
+            format_bytes(MB * sum(memory[index] for index in indices)),
+            "",
+        ]
+        for (host, letter), indices in groups.items()
+    ]

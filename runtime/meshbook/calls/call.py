@@ -447,6 +447,18 @@ class CallFuture(RequestFuture[T], Generic[T]):
     def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
         return self.interrupt()
 
+    def wait(self, timeout: float | None = None, wanted: Callable[[], bool] = lambda: False) -> bool:
+        """Wait, on the main thread also until ``wanted()``; whether there is an outcome.
+
+        Raises: KeyboardInterrupt, which does not reach the ranks.
+        """
+        forks.refuse_inherited(self._generation)
+        until = None if timeout is None else time.monotonic() + timeout
+        self._control.drive(lambda: self.done() or wanted(), timeout)
+        if self.done() or wanted():
+            return self.done()
+        return super().wait(None if until is None else max(0.0, until - time.monotonic()))
+
     def _serve(self, timeout: float | None) -> float | None:
         """Serve the sockets while waiting."""
         forks.refuse_inherited(self._generation)

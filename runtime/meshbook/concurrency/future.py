@@ -107,6 +107,19 @@ class Future(Generic[T]):
         """Wait as `get` does; return the error, or None if there is a result."""
         return (self._final.get(0) or self._wait(timeout)).error
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait as `get` does; whether there is an outcome."""
+        forks.refuse_inherited(self._generation)
+        lock = waiting_lock()
+        lock.acquire()
+        self._waiters.append(lock)
+        if not self._final:
+            try:
+                lock.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
+            finally:
+                _discard(self._waiters, lock)
+        return bool(self._final)
+
     def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the running asyncio loop. Cancelling the task ends the wait, not the work."""
         if not self._final:
@@ -185,18 +198,8 @@ class Future(Generic[T]):
     # ---- within --------------------------------------------------------------------------------------------
 
     def _wait(self, timeout: float | None) -> _Outcome:
-        forks.refuse_inherited(self._generation)
-        lock = waiting_lock()
-        lock.acquire()
-        self._waiters.append(lock)
-        if not self._final:
-            try:
-                lock.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
-            finally:
-                _discard(self._waiters, lock)
-        outcome = self._final.get(0)
-        if outcome is not None:
-            return outcome
+        if self.wait(timeout):
+            return self._final[0]
         assert timeout is not None
         on_timeout = self._on_timeout
         raise on_timeout(timeout) if on_timeout else TimeoutError(f"no result within {timeout:g} s")

@@ -48,9 +48,7 @@ class Reattach:
         saved: Mapping[int, SavedMesh],
         control: CallControl,
     ) -> None:
-        """meshes, calls: all that the new controller knows. lose: counts a host as lost.
-
-        """
+        """meshes, calls: all that the new controller knows. lose: counts a host as lost."""
         self.meshes: dict[int, MeshState] = {}
         self.calls: list[ResumedCall] = []
         self.done: Future[None] = Future()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshbook.groups.progress import Collectives, GroupProgress, Waiting
 from meshbook.stacks.mesh_stacks import RankTold
-from meshbook_extension.cells.hang_signs import ALONE, HELD, MOST, SLOW, Ended, HangDetector, Sign
+from meshbook_extension.cells.hang_watch import ALONE, HELD, MOST, SLOW, Ended, HangDetector, Sign
 
 RANKS = tuple(range(4))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshbook_extension.cells.syntax import CellSyntaxError, check_syntax
+from meshbook_extension.cells.transformers import CellSyntaxError, check_syntax
 
 
 @pytest.mark.parametrize(

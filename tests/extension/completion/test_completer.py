@@ -9,8 +9,7 @@ from IPython.core.completer import provisionalcompleter
 
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.commands import COMMANDS, load_all
-from meshbook_extension.completion.grammar import follow
-from meshbook_extension.completion.locate import MagicLine, RankCode, locate
+from meshbook_extension.completion.grammar import MagicLine, RankCode, follow, locate
 
 CURSOR = "|"
 
@@ -64,7 +63,7 @@ def words(line: str) -> list[str]:
     load_all()
     magic, _, rest = line.partition(" ")
     name, _, arguments = rest.partition(" ")
-    grammar, text = (MESH_CELL, rest) if magic == "%%mesh" else (COMMANDS[name].grammar, arguments)
+    grammar, text = (MESH_CELL, rest) if magic == "%%mesh" else (COMMANDS[name][0], arguments)
     return [word.text for word in follow(grammar, text, Names()).words]
 
 
@@ -108,7 +107,7 @@ def test_new_axes_are_those_of_the_examples() -> None:
 
 def test_an_expression_begins_behind_the_head_of_its_line() -> None:
     load_all()
-    grammar = COMMANDS["eval"].grammar
+    grammar = COMMANDS["eval"][0]
     assert follow(grammar, "mod", Names()).expression == 3
     assert follow(grammar, "gpus=0 model.w", Names()).expression == len("model.w")
     assert follow(grammar, "gpus=", Names()).expression is None
@@ -118,8 +117,8 @@ def test_an_expression_begins_behind_the_head_of_its_line() -> None:
 
 def test_every_command_can_be_completed_from_its_name_on() -> None:
     load_all()
-    for name, command in COMMANDS.items():
-        for example in command.grammar.examples:
+    for name, (command, _) in COMMANDS.items():
+        for example in command.examples:
             if not example.startswith("%mesh "):
                 continue
             for end in range(len(f"%mesh {name} "), len(example) + 1):

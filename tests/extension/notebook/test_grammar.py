@@ -12,8 +12,7 @@ from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, pars
 GRAMMAR = Grammar(
     name="%mesh test",
     summary="A command for tests.",
-    words="NAME",
-    count=(0, 2),
+    words="[NAME] [NAME]",
     pairs="AXIS=..",
     options=(
         Option("--all", "a switch"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshbook_extension.output.rank_times import RankTime, chart, headline, stragglers
-from meshbook_extension.output.rank_times_html import chart_html
+from meshbook_extension.output.rank_times import RankTime, chart, chart_html, headline, stragglers
 
 
 def _even(count: int, **slow: float) -> list[RankTime]:

@@ -24,8 +24,8 @@ def launch_lines(text: str) -> dict[str, object]:
     ("line", "message"),
     [
         ("%mesh debug", "say which rank, by its number."),
-        ("%mesh debug one", '"one" is no rank: say which one, by its number.'),
-        ("%mesh debug 9", "rank=9 selects nothing; the ranks here are 0-3"),
+        ("%mesh debug one", '"one" is no rank of this mesh, which has '),
+        ("%mesh debug 9", "is no rank of this mesh, which has ranks 0-3."),
         ("%mesh debug 1 2", "one word"),
     ],
 )

@@ -1,37 +1,38 @@
-"""Cells that run beside the notebook: jobs, wait, cancel; and interrupt for all that runs."""
+"""How cells run: beside the notebook as jobs, interrupted, all of them on the mesh, under the profiler."""
 
 from __future__ import annotations
 
+import math
 import time
 
 from meshbook.errors import CallInterrupted, MeshError
 from meshbook.formatting import name_ranks
-from meshbook_extension.cells.jobs import Job, Jobs
-from meshbook_extension.cells.running import interrupted, show_as
-from meshbook_extension.commands import command
-from meshbook_extension.notebook.grammar import Arguments, Grammar, Option
+from meshbook_extension.cells.profile import TRACE
+from meshbook_extension.cells.run import run_profiled
+from meshbook_extension.cells.running import Job, Jobs, interrupted, show_as
+from meshbook_extension.cells.transformers import AutoMode
+from meshbook_extension.commands import Command, on_ranks
+from meshbook_extension.commands.values import AT, target_of
+from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import format_seconds
 
 
-@command(Grammar(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",)))
+@Command(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",))
 def list_jobs(session: Session, arguments: Arguments) -> None:
     """Print one line for each job."""
     jobs = session.part(Jobs).all()
     print("\n".join(job.describe() for job in jobs) or "no job yet. Start one: %%mesh --async above a cell")
 
 
-@command(
-    Grammar(
-        name="%mesh wait",
-        summary="Wait for a job, or for all; fails as the job did. An interrupt ends the wait, not the job.",
-        words="[ID]",
-        count=(0, 1),
-        options=(Option("--timeout", "wait so many seconds at most", float, "S"),),
-        examples=("%mesh wait 1", "%mesh wait", "%mesh wait 1 --timeout 60"),
-    )
+@Command(
+    name="%mesh wait",
+    summary="Wait for a job, or for all; fails as the job did. An interrupt ends the wait, not the job.",
+    words="[ID]",
+    options=(Option("--timeout", "wait so many seconds at most", float, "S"),),
+    examples=("%mesh wait 1", "%mesh wait", "%mesh wait 1 --timeout 60"),
 )
 def wait(session: Session, arguments: Arguments) -> None:
     """Wait, then say how it ended."""
@@ -57,26 +58,27 @@ def wait(session: Session, arguments: Arguments) -> None:
 def _wait_for(job: Job, timeout_s: float | None) -> bool:
     told = False
 
-    def tell_of_stops() -> None:
+    def has_stops() -> bool:
+        return not told and bool(job.cell.procs.stopped_ranks.of(job.cell.ranks))
+
+    def tell_of_stops() -> float:
         nonlocal told
         if not told and (stopped := job.cell.procs.stopped_ranks.of(job.cell.ranks)):
             told = True
             print(f"{name_ranks(stopped)} stopped at a prompt: interrupt this wait, then look: %mesh pdb")
+        return math.inf
 
     try:
-        return wait_until_done(job.cell.run.future, timeout_s, tell_of_stops)
+        return wait_until_done(job.cell.run.future, timeout_s, look=tell_of_stops, wanted=has_stops)
     except KeyboardInterrupt:
         raise interrupted(f"job {job.number} runs on; end it: %mesh cancel {job.number}") from None
 
 
-@command(
-    Grammar(
-        name="%mesh cancel",
-        summary="Interrupt a job on its ranks; once more: insist.",
-        words="ID",
-        count=(1, 1),
-        examples=("%mesh cancel 1",),
-    )
+@Command(
+    name="%mesh cancel",
+    summary="Interrupt a job on its ranks; once more: insist.",
+    words="ID",
+    examples=("%mesh cancel 1",),
 )
 def cancel(session: Session, arguments: Arguments) -> None:
     """Interrupt it and say who obeyed; an error if not all did."""
@@ -87,20 +89,14 @@ def cancel(session: Session, arguments: Arguments) -> None:
     _tell([(f"job {job.number} ", job.cell.interrupt())])
 
 
-@command(
-    Grammar(
-        name="%mesh interrupt",
-        summary="Interrupt all that runs or waits on the ranks, also what did not stop before; once more: insist.",
-        words="[SLICE]",
-        count=(0, 1),
-        pairs="[AXIS=.. ...]",
-        examples=("%mesh interrupt", "%mesh interrupt gpus=3"),
-        notes=f"""
-{FORMS}
+@on_ranks(
+    name="%mesh interrupt",
+    summary="Interrupt all that runs or waits on the ranks, also what did not stop before; once more: insist.",
+    examples=("%mesh interrupt", "%mesh interrupt gpus=3"),
+    notes="""
 No target means every mesh. It also works while a cell runs, from a front end that can send it meanwhile.
 The first time each rank gets a KeyboardInterrupt. The second time process groups are aborted, stopped processes
 continued, and KeyboardInterrupt is raised again where it was caught. Ranks that then still do not move are named.""",
-    )
 )
 def interrupt(session: Session, arguments: Arguments) -> None:
     """Interrupt all, and say who obeyed; an error if not all did."""
@@ -126,3 +122,49 @@ def _tell(reports: list[tuple[str, CallInterrupted]]) -> None:
         raise stuck[0]
     if text:
         print(text)
+
+
+@Command(
+    name="%mesh auto",
+    summary="Run every cell on the mesh until off; %%local above a cell escapes.",
+    words="[on|off]",
+    examples=("%mesh auto on", "%mesh auto off"),
+    notes="Cells that begin with %mesh or with a cell magic (%%...) stay in the notebook's process.",
+)
+def auto(session: Session, arguments: Arguments) -> None:
+    """Switch it; without a word, say how it stands."""
+    mode = AutoMode.of(session.shell)
+    word = arguments.words[0] if arguments.words else None
+    if word not in (None, "on", "off"):
+        raise arguments.grammar.refuse(f'say on or off, not "{word}".')
+    if word == "on":
+        procs = session.mesh()
+        mode.switch_on()
+        print(f'every cell runs on {name_ranks(procs.ranks)} of mesh "{procs.name}"')
+        print("  here instead: %%local above the cell    end: %mesh auto off")
+        return
+    if word == "off":
+        mode.switch_off()
+    print(f"auto is {'on' if mode.is_on else 'off'}")
+
+
+@Command(
+    name="%mesh profile",
+    summary="Run a statement on the ranks under torch.profiler: a table, and one trace of all ranks for Perfetto.",
+    pairs="[AXIS=.. ...]",
+    options=(AT, TRACE),
+    tail="STATEMENT",
+    examples=(
+        "%mesh profile train_step(batch)",
+        "%mesh profile gpus=0:2 train_step(batch)",
+        "%mesh profile --trace traces/ train_step(batch)",
+        "%mesh profile --at left train_step(batch)",
+    ),
+    notes=f"""
+{FORMS}
+The statement is the rest of the line. For a whole cell: %%mesh --profile. Profile a few steps, not an epoch: an
+operation costs some 2 microseconds and 1 kB of memory, and a million of them half a minute afterwards.""",
+)
+def profile(session: Session, arguments: Arguments) -> None:
+    """Run it, and say where its time went."""
+    run_profiled(session, target_of(session, arguments), arguments.tail, arguments.text(TRACE.name))
