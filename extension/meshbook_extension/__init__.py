@@ -6,9 +6,11 @@ before the first spawn.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.widget.health import HealthWidget
 
@@ -16,7 +18,7 @@ _SESSION = "_meshbook_session"
 """Where the session lives on the shell, so that its meshes outlast ``%reload_ext``."""
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
     from meshbook_extension.cells.transformers import TRANSFORMERS
     from meshbook_extension.magics import MeshMagics
@@ -30,7 +32,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
 
 
-def unload_ipython_extension(shell: Any) -> None:
+def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Take the magics away. Meshes run on until they are stopped in Python, or the process ends."""
     from meshbook_extension.cells.transformers import TRANSFORMERS, AutoMode
     from meshbook_extension.wiring import close_session
@@ -45,7 +47,7 @@ def unload_ipython_extension(shell: Any) -> None:
     close_session(getattr(shell, _SESSION))
 
 
-def is_loaded(shell: Any) -> bool:
+def is_loaded(shell: InteractiveShell) -> bool:
     """Whether ``%mesh`` is there, and ours."""
     magic = shell.magics_manager.magics["line"].get("mesh")
     return type(getattr(magic, "__self__", None)).__name__ == "MeshMagics"
@@ -60,7 +62,7 @@ def health_widget(procs: ProcMesh) -> HealthWidget:
     from meshbook_extension.widget.health import HealthWidget
     from meshbook_extension.widget.mesh_source import MeshSource
 
-    source = MeshSource(Session(None), procs)
+    source = MeshSource(Session(cast("InteractiveShell", None)), procs)
     widget = HealthWidget(source)
     widget.refresh(source.snapshot())
     return widget

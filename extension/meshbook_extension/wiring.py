@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import set_advice
@@ -19,8 +19,11 @@ from meshbook_extension.reattach.auto_attach import AutoAttach
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.visual_debugger.target import Debugged
 
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
-def open_session(shell: Any, earlier: Session | None) -> Session:
+
+def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     """A session whose calls print into the cells of ``shell``.
 
     earlier: one that was closed, with whose meshes, slices and jobs it goes on; without, those that an earlier kernel

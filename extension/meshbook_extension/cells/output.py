@@ -280,7 +280,8 @@ class CellOutput:
             self._runs += 1
 
     def _show_display(self, piece: LinePiece) -> None:
-        shown: _Shown = piece.display
+        shown = piece.display
+        assert isinstance(shown, _Shown)
         event, display_id = shown.event, self._display_id(shown.event)
         if display_id:
             self._on_their_way[display_id].remove(shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.calls.output import StreamText
 from meshbook.formatting import name_ranks
@@ -13,9 +13,12 @@ from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.notebook.targets import choose
 from meshbook_extension.notebook.waiting import run_tasks
-from meshbook_extension.output.publisher import parent_of
+from meshbook_extension.output.publisher import kernel_of, parent_of, session_of
 
 if TYPE_CHECKING:
+    from ipykernel.ipkernel import IPythonKernel
+    from IPython.core.interactiveshell import InteractiveShell
+
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.cells.output import CellOutput
     from meshbook_extension.cells.running import RunningCell
@@ -34,7 +37,7 @@ class CellLeft(Exception):
 class NotebookTerminal:
     """Shows in the output of a cell, reads in the cell that runs now."""
 
-    def __init__(self, shell: Any, output: CellOutput) -> None:
+    def __init__(self, shell: InteractiveShell, output: CellOutput) -> None:
         self._shell, self._output = shell, output
 
     def show(self, texts: Mapping[int, str]) -> None:
@@ -51,7 +54,7 @@ class NotebookTerminal:
     def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
         """See `meshbook.mesh.prompt.Terminal`."""
         self._output.drain()
-        kernel = getattr(self._shell, "kernel", None)
+        kernel = kernel_of(self._shell)
         if kernel is None:
             return input(prompt)
         if not hasattr(kernel, "stdin_socket") or "shell" not in getattr(kernel, "_parent_ident", ()):
@@ -59,13 +62,13 @@ class NotebookTerminal:
         return _read_line(kernel, prompt, is_open)
 
 
-def _read_line(kernel: Any, prompt: str, is_open: Callable[[], bool]) -> str | None:
+def _read_line(kernel: IPythonKernel, prompt: str, is_open: Callable[[], bool]) -> str | None:
     """As ipykernel's own ``_input_request``, but it can be given up. Main thread only."""
     import zmq
 
     sys.stdout.flush()
     sys.stderr.flush()
-    socket, session = kernel.stdin_socket, kernel.session
+    socket, session = kernel.stdin_socket, session_of(kernel)
     while socket.poll(0):
         socket.recv_multipart(zmq.NOBLOCK)  # answers to a prompt that was given up
     content = {"prompt": prompt, "password": False}
@@ -73,8 +76,8 @@ def _read_line(kernel: Any, prompt: str, is_open: Callable[[], bool]) -> str | N
     while is_open():
         run_tasks()
         if socket.poll(POLL_S * 1000):
-            ident, reply = session.recv(socket)
-            if (ident, reply) != (None, None):
+            _ident, reply = session.recv(socket)
+            if reply is not None:
                 value = str(reply["content"].get("value", ""))
                 if value == "\x04":
                     raise EOFError
@@ -82,9 +85,9 @@ def _read_line(kernel: Any, prompt: str, is_open: Callable[[], bool]) -> str | N
     return None
 
 
-def why_no_prompt(shell: Any) -> str:
+def why_no_prompt(shell: InteractiveShell) -> str:
     """Why nobody could answer a prompt in the cell that runs now; empty where somebody can."""
-    if getattr(shell, "kernel", None) is None:
+    if kernel_of(shell) is None:
         return "" if sys.stdin is not None and sys.stdin.isatty() else "this program has no terminal to type at"
     if (parent_of(shell).get("content") or {}).get("allow_stdin", True):
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, UsageError
 from meshbook.formatting import name_ranks
@@ -27,6 +27,7 @@ from meshbook_extension.output.rank_times import chart, chart_html, headline, ti
 if TYPE_CHECKING:
     from meshbook.calls.cell_run import CellRun
     from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape.value_mesh import ValueMesh
 
 GROUPS = ("rank", "equal", "none")
 
@@ -209,7 +210,7 @@ def wait_for(
             profile.finish(cell)
 
 
-def partial_result(procs: ProcMesh, error: CallError) -> Any:
+def partial_result(procs: ProcMesh, error: CallError) -> ValueMesh[object] | None:
     """The ValueMesh of the ranks that succeeded; None where none did."""
     from meshbook.shape.value_mesh import ValueMesh
 
@@ -279,8 +280,8 @@ class _Deadline:
 
 
 def _whole_cell(session: Session) -> str:
-    content = parent_of(session.shell).get("content") or {}
-    return str(content.get("code") or session.shell.history_manager.input_hist_raw[-1])
+    content, history = parent_of(session.shell).get("content") or {}, session.shell.history_manager
+    return str(content.get("code") or (history.input_hist_raw[-1] if history is not None else ""))
 
 
 def _lines_above(whole: str, code: str) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.errors import (
     CallError,
@@ -48,7 +48,7 @@ class CellTimeout(CallTimeout):
         timeout_s: float,
         silent: tuple[int, ...],
         interrupted: CallInterrupted,
-        partial: Any = None,
+        partial: Mapping[int, object] | None = None,
     ) -> None:
         super().__init__(what, timeout_s, silent, partial=partial)
         self.args = (what, timeout_s, silent, interrupted)
@@ -83,7 +83,7 @@ class RunningCell:
         """What ranks raised so far."""
         return [done.failure for done in list(self.output.done.values()) if done.failure is not None]
 
-    def result(self, timeout_s: float | None = None) -> ValueMesh[Any]:
+    def result(self, timeout_s: float | None = None) -> ValueMesh[object]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
         Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
@@ -102,7 +102,7 @@ class RunningCell:
         self.output.finish()
         raise error from None
 
-    def outcome(self) -> ValueMesh[Any]:
+    def outcome(self) -> ValueMesh[object]:
         """What `result` returns or raises, once the future is done."""
         error = self.run.future.exception(0)
         self.output.finish()

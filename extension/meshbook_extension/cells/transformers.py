@@ -16,12 +16,15 @@ import ast
 import re
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from IPython.core.inputtransformer2 import TransformerManager
 
 from meshbook.errors import UsageError
 from meshbook_extension.output.publisher import parent_of
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 _COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
 _EVAL_HELP = re.compile(r"\s*%mesh\s+eval\s+((?:\S+\s+)*)(%{0,2}[^\W\d][\w.]*\?{1,2})\s*")
@@ -68,11 +71,11 @@ class AutoMode:
     # completeness checks of consoles would take the cell for a magic that waits for an empty line
     has_side_effects = True
 
-    def __init__(self, shell: Any) -> None:
+    def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
 
     @classmethod
-    def of(cls, shell: Any) -> AutoMode:
+    def of(cls, shell: InteractiveShell) -> AutoMode:
         """The shell's auto mode: the one that is on, or a new one that is off."""
         for transformer in shell.input_transformers_cleanup:
             if isinstance(transformer, cls):
@@ -144,8 +147,7 @@ def check_syntax(code: str, cell_number: int, line_offset: int) -> None:
     """
     leading = len(code) - len(code.lstrip("\n"))
     try:
-        manager: Any = TransformerManager
-        python = manager().transform_cell(code)
+        python = TransformerManager().transform_cell(code)
         ast.parse("\n" * (line_offset + leading) + python, f"cell {cell_number}")
     except SyntaxError as error:
         # IPython's own transformations fail before lines are counted from the top of the cell

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import Any
 
 from meshbook.mesh.dap_client import prepare
 from meshbook.mesh.dap_listener import HOST, TOKEN
@@ -48,7 +47,7 @@ def _stop(session: Session) -> str:
 
 def _describe(target: DebugTarget) -> str:
     number, port = target.rank.ranks[0], target.door.port
-    launch: dict[str, Any] = {
+    launch: dict[str, object] = {
         "name": f"Meshbook rank {number}",
         "type": "debugpy",
         "request": "attach",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.errors import CallFailed
 from meshbook.formatting import name_ranks
@@ -164,7 +164,7 @@ def answer(future: Future[T]) -> T:
         raise error from None
 
 
-def show_values(values: ValueMesh[Any]) -> str:
+def show_values(values: ValueMesh[object]) -> str:
     """One block per different value, with its ranks."""
     equal: dict[str, list[int]] = {}
     for rank, value in zip(values.ranks, values.values(), strict=True):

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.running import Jobs
@@ -15,8 +15,10 @@ from meshbook_extension.commands import COMMANDS, load_all
 from meshbook_extension.completion.grammar import Follow, MagicLine, RankCode, Word, follow, locate
 from meshbook_extension.completion.ranks import LivingRanks
 from meshbook_extension.notebook.grammar import PAIR, Grammar, expression_start
+from meshbook_extension.output.publisher import JupyterMessage
 
 if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.notebook.session import Session
 
 NAMES_MAX = 2000
@@ -123,7 +125,7 @@ class Completer:
             text[start:] + line.after, len(text) - start, line.start + len(line.text) - len(text) + start, text[:start]
         )
 
-    def _view(self, arguments: str) -> Any:
+    def _view(self, arguments: str) -> ProcMesh | None:
         """The ranks of a target as far as it is written; options that take names of slices count."""
         pairs: dict[str, str] = {}
         words: list[str] = []
@@ -206,7 +208,7 @@ TYPES = "_jupyter_types_experimental"
 """Where front ends look for the kinds of completions."""
 
 
-def complete_reply(found: Found | None, cursor: int) -> dict[str, Any]:
+def complete_reply(found: Found | None, cursor: int) -> JupyterMessage:
     """The content of a complete_reply; None: nothing was found at ``cursor``."""
     found = found or Found(cursor, cursor, [])
     kinds = [
@@ -222,7 +224,7 @@ def complete_reply(found: Found | None, cursor: int) -> dict[str, Any]:
     }
 
 
-def inspect_reply(text: str) -> dict[str, Any]:
+def inspect_reply(text: str) -> JupyterMessage:
     """The content of an inspect_reply."""
     data = {"text/plain": text} if text else {}
     return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from meshbook_extension.completion.completer import Completer, complete_reply, inspect_reply
-from meshbook_extension.output.publisher import parent_of
+from meshbook_extension.output.publisher import JupyterMessage, frame_bytes, parent_of, session_of
 from meshbook_extension.widget.busy_comms import BusyComms
+
+if TYPE_CHECKING:
+    from ipykernel.ipkernel import IPythonKernel
+    from IPython.core.interactiveshell import InteractiveShell
+    from zmq import Frame, Socket
+    from zmq.eventloop.zmqstream import ZMQStream
 
 _KINDS = {"complete_request": "complete_reply", "inspect_request": "inspect_reply"}
 
@@ -23,9 +28,9 @@ _KINDS = {"complete_request": "complete_reply", "inspect_request": "inspect_repl
 class BusyCompletion:
     """Answers for one kernel, while a cell runs."""
 
-    def __init__(self, shell: Any, completer: Completer) -> None:
-        self._shell, self._kernel, self._completer = shell, shell.kernel, completer
-        self._running: Mapping[str, Any] = {}
+    def __init__(self, shell: InteractiveShell, kernel: IPythonKernel, completer: Completer) -> None:
+        self._shell, self._kernel, self._completer = shell, kernel, completer
+        self._running: JupyterMessage = {}
         """The request of the cell that runs; empty: none does."""
         self._ending = threading.Lock()
         """Held to say that the cell still runs, so that its own end comes after that."""
@@ -48,50 +53,57 @@ class BusyCompletion:
         with self._ending:
             self._running = {}
 
-    def _take(self, message: list[Any]) -> bool:
+    def _take(self, message: list[Frame]) -> bool:
         """Whether ``message``, as it came from the socket, is answered here."""
         if not self._running:
             return False
-        session = self._kernel.session
+        session = session_of(self._kernel)
         idents, frames = session.feed_identities(message, copy=False)
-        if not any(kind.encode() in bytes(frames[1].bytes) for kind in _KINDS):
+        if not any(kind.encode() in frame_bytes(frames[1]) for kind in _KINDS):
             return False
         request = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace
-        content = session.unpack(bytes(frames[4].bytes))
+        content = session.unpack(frame_bytes(frames[4]))
         if request["msg_type"] not in _KINDS or request["header"].get("subshell_id"):
             return False
         if not self._completer.is_ours(content["code"], content["cursor_pos"]):
             return False
         request = session.deserialize(frames, content=True, copy=False)
         if threading.current_thread() is threading.main_thread():  # ipykernel 6, in the wait loop of a magic
-            self._send(idents, request, self._reply(request), self._kernel.shell_stream.socket)
+            stream = self._kernel.shell_stream
+            self._send(idents, request, self._reply(request), stream and stream.socket)
         else:
             task = asyncio.get_running_loop().create_task(self._answer_aside(idents, request))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
         return True
 
-    async def _answer_aside(self, idents: Any, request: Mapping[str, Any]) -> None:
+    async def _answer_aside(self, idents: list[bytes], request: JupyterMessage) -> None:
         reply = await asyncio.to_thread(self._reply, request)
         self._send(idents, request, reply, self._kernel.shell_stream)
 
-    def _reply(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _reply(self, request: JupyterMessage) -> JupyterMessage:
         content = request["content"]
         code, cursor = content["code"], content["cursor_pos"]
         if request["msg_type"] == "inspect_request":
             return inspect_reply(self._completer.inspect(code, cursor, content.get("detail_level", 0)) or "")
         return complete_reply(self._completer.complete(code, cursor), cursor)
 
-    def _send(self, idents: Any, request: Mapping[str, Any], reply: Mapping[str, Any], stream: Any) -> None:
+    def _send(
+        self,
+        idents: list[bytes],
+        request: JupyterMessage,
+        reply: JupyterMessage,
+        stream: Socket[bytes] | ZMQStream | None,
+    ) -> None:
         self._status("busy", request)
-        self._kernel.session.send(stream, _KINDS[request["msg_type"]], reply, parent=request, ident=idents)
+        session_of(self._kernel).send(stream, _KINDS[request["msg_type"]], reply, parent=request, ident=idents)
         self._status("idle", request)
         with self._ending:
             if self._running:
                 self._status("busy", self._running)
 
-    def _status(self, state: str, parent: Mapping[str, Any]) -> None:
+    def _status(self, state: str, parent: JupyterMessage) -> None:
         kernel = self._kernel
-        kernel.session.send(
+        session_of(kernel).send(
             kernel.iopub_socket, "status", {"execution_state": state}, parent=parent, ident=kernel._topic("status")
         )

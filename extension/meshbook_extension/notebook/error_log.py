@@ -6,9 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from meshbook.errors import CallFailed, Failure, UsageError, WorkerLost, group_failures
+from meshbook.errors import CallFailed, Failure, RankDeath, UsageError, WorkerLost, group_failures
 from meshbook.formatting import name_ranks
 from meshbook_extension.notebook.advice import name_notebook_cells
 from meshbook_extension.output.failures import INTERRUPT, LOST
@@ -100,7 +100,7 @@ class ErrorLog:
         for mesh, each in deaths.items():
             self._note_deaths(mesh, "", [death for death in each if (mesh, death.rank) not in self._dead])
 
-    def _note_deaths(self, mesh: str, what: str, deaths: Sequence[Any]) -> None:
+    def _note_deaths(self, mesh: str, what: str, deaths: Sequence[RankDeath]) -> None:
         lines = [(death, tuple(name_notebook_cells(death.log_tail).splitlines())) for death in deaths]
         self.note(mesh, what, [Failure(d.rank, d.host, LOST, d.cause, tail, "") for d, tail in lines])
 

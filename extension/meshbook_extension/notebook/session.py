@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from meshbook.errors import MeshStoppedError, UsageError
 from meshbook.formatting import did_you_mean, format_sizes
@@ -14,6 +14,8 @@ from meshbook_extension.notebook.targets import choose
 from meshbook_extension.output.publisher import Publisher
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+
     from meshbook.mesh.proc_mesh import ProcMesh
 
 P = TypeVar("P")
@@ -35,7 +37,7 @@ class NamedSlice(NamedTuple):
 class Session:
     """One per IPython shell; `meshbook_extension.wiring` opens it. The meshes belong to the person, who stops them."""
 
-    def __init__(self, shell: Any, notebook: str = "") -> None:
+    def __init__(self, shell: InteractiveShell, notebook: str = "") -> None:
         self.shell = shell
         self.notebook = notebook
         """Names the notebook to its next kernel; empty where nothing does."""
@@ -54,20 +56,22 @@ class Session:
         """Called when a job has begun."""
         self.on_forget: list[Callable[[str], object]] = []
         """Called with the name of a mesh that was stopped."""
-        self._parts: dict[type, Any] = {}
+        self._parts: dict[type, object] = {}
         self._stopped = ""
 
     def part(self, kind: type[P]) -> P:
         """What another room keeps for this session, such as its `Jobs`; made when it is first asked for."""
         if kind not in self._parts:
             self._parts[kind] = kind()
-        return self._parts[kind]  # type: ignore[no-any-return]
+        part = self._parts[kind]
+        assert isinstance(part, kind)
+        return part
 
     def add_part(self, part: object) -> None:
         """Keep one that is made of more than nothing."""
         self._parts[type(part)] = part
 
-    def note_error(self, result: Any) -> None:
+    def note_error(self, result: ExecutionResult) -> None:
         """A cell has ended: keep the failures that its calls have raised."""
         number = getattr(result, "execution_count", None)
         self.errors.note_raised(self.current or "", f"cell {number}" if number else "", result.error_in_exec)

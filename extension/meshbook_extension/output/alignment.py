@@ -20,29 +20,31 @@ Pure: no clock, no thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Set
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection, Hashable, Iterator, Set
+from typing import NamedTuple, TypeAlias
 
-_Key: TypeAlias = "tuple[Any, ...]"
+import msgspec
+
+_Key: TypeAlias = tuple[str, Hashable, bool]
+"""Stream, what is equal where the lines are, whether it continues a line that was begun."""
 
 
 PATIENT_CIRCLES = 64
 """So many circles are broken one by one in one go; what forms more of them is not alike enough to be worth the time."""
 
 
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     """Something of one rank that is not shown yet."""
 
-    __slots__ = ("display", "due", "era", "is_result", "key", "lane", "number", "text")
-
-    def __init__(
-        self, lane: deque[Entry], key: _Key, number: int, era: int, due: float, text: str, display: Any, is_result: bool
-    ) -> None:
-        self.lane = lane
-        self.key = key
-        """Equal keys look the same."""
-        self.number, self.era, self.due, self.is_result = number, era, due, is_result
-        self.text, self.display = text, display
+    lane: deque[Entry]
+    key: _Key
+    """Equal keys look the same."""
+    number: int
+    era: int
+    due: float
+    text: str
+    display: object
+    is_result: bool
 
 
 class Row(NamedTuple):
@@ -89,7 +91,7 @@ class Alignment:
         """Keys for which what stands before them elsewhere has been told to go."""
 
     def add(
-        self, rank: int, stream: str, key: _Key, due: float, text: str, display: Any = None, is_result: bool = False
+        self, rank: int, stream: str, key: _Key, due: float, text: str, display: object = None, is_result: bool = False
     ) -> None:
         """Put something at the end of the rank's queue; at ``due`` it has waited long enough for other ranks."""
         queue = self._queue(rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from meshbook_extension.output.alignment import Alignment, Row
 from meshbook_extension.output.line_reader import Line, LineReader, ended_bar
@@ -27,7 +27,7 @@ class LinePiece(NamedTuple):
     """One line with its newline, or a part of one."""
     continues: bool = False
     """The beginning of this line was shown before."""
-    display: Any = None
+    display: object = None
 
 
 class Grouping(Protocol):
@@ -36,7 +36,7 @@ class Grouping(Protocol):
     def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
         """Take what ``rank`` printed. Between stdout and stderr of one ``place`` nobody knows the order."""
 
-    def feed_display(self, rank: int, key: Hashable, display: Any, now: float, *, is_result: bool = False) -> None:
+    def feed_display(self, rank: int, key: Hashable, display: object, now: float, *, is_result: bool = False) -> None:
         """Take something that is not text; equal keys mean that it looks the same.
 
         is_result: the value of the cell's last expression; it waits until no rank runs any more.
@@ -79,10 +79,10 @@ class LineMerger:
             self._alignment.bar(rank)
         self._add_lines(self._reader.feed(rank, stream, text, now), now)
 
-    def feed_display(self, rank: int, key: Hashable, display: Any, now: float, *, is_result: bool = False) -> None:
+    def feed_display(self, rank: int, key: Hashable, display: object, now: float, *, is_result: bool = False) -> None:
         self._add_lines(self._reader.take_begun(rank), now)
         self._alignment.bar(rank)
-        self._alignment.add(rank, "display", ("display", key), now + self._window_s, "", display, is_result)
+        self._alignment.add(rank, "display", ("display", key, False), now + self._window_s, "", display, is_result)
         self._alignment.bar(rank)
 
     def end(self, rank: int, now: float) -> None:
@@ -139,7 +139,7 @@ class ByRank:
     def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
         self._add_lines(rank, self._reader.feed(rank, stream, text, now))
 
-    def feed_display(self, rank: int, key: Hashable, display: Any, now: float, *, is_result: bool = False) -> None:
+    def feed_display(self, rank: int, key: Hashable, display: object, now: float, *, is_result: bool = False) -> None:
         self._add_lines(rank, self._reader.take_begun(rank))
         if is_result and self._running:
             self._held.setdefault(rank, [])

@@ -17,7 +17,17 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from ipykernel.ipkernel import IPythonKernel
+    from IPython.core.interactiveshell import InteractiveShell
+    from jupyter_client.session import Session
+    from zmq import Frame
+
+Content: TypeAlias = Mapping[str, object]
+JupyterMessage: TypeAlias = dict[str, Any]
+"""A message of Jupyter's protocol, or its content."""
 
 BARS_WIDTH = 160
 """Columns for progress bars in a terminal, which share one line there."""
@@ -29,9 +39,7 @@ class CellSink(Protocol):
     def stream(self, name: str, text: str) -> None:
         """Append to ``stdout`` or ``stderr``."""
 
-    def display(
-        self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
-    ) -> None:
+    def display(self, data: Content, metadata: Content, display_id: str | None = None, update: bool = False) -> None:
         """Show rich output, or put other data in the place of an earlier one with this id."""
 
     def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
@@ -44,7 +52,7 @@ class CellSink(Protocol):
 class KernelSink:
     """Sends to the front ends of an ipykernel (6.17 to 7) as output of the request ``parent``."""
 
-    def __init__(self, kernel: Any, parent: Mapping[str, Any]) -> None:
+    def __init__(self, kernel: IPythonKernel, parent: JupyterMessage) -> None:
         self._kernel = kernel
         self._parent = dict(parent)
         self._bars_id = uuid.uuid4().hex
@@ -53,9 +61,7 @@ class KernelSink:
     def stream(self, name: str, text: str) -> None:
         self._send("stream", {"name": name, "text": text}, f"stream.{name}")
 
-    def display(
-        self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
-    ) -> None:
+    def display(self, data: Content, metadata: Content, display_id: str | None = None, update: bool = False) -> None:
         transient = {"display_id": display_id} if display_id else {}
         content = {"data": dict(data), "metadata": dict(metadata), "transient": transient}
         self._send("update_display_data" if update else "display_data", content, "display_data")
@@ -67,9 +73,9 @@ class KernelSink:
         self.display({"text/plain": "\n".join(lines)}, {}, self._bars_id, update=self._has_bars)
         self._has_bars = True
 
-    def _send(self, message: str, content: dict[str, Any], topic: str) -> None:
+    def _send(self, message: str, content: JupyterMessage, topic: str) -> None:
         kernel = self._kernel
-        kernel.session.send(kernel.iopub_socket, message, content, parent=self._parent, ident=topic.encode())
+        session_of(kernel).send(kernel.iopub_socket, message, content, parent=self._parent, ident=topic.encode())
 
 
 class StreamSink:
@@ -85,9 +91,7 @@ class StreamSink:
         self._streams[name].write(text)
         self._streams[name].flush()
 
-    def display(
-        self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
-    ) -> None:
+    def display(self, data: Content, metadata: Content, display_id: str | None = None, update: bool = False) -> None:
         self._clear_bars()
         transient = {"display_id": display_id} if display_id else {}
         self._publish_display(dict(data), dict(metadata), transient=transient, update=update)
@@ -109,19 +113,36 @@ class StreamSink:
             self._has_bars = False
 
 
-def sink_for(shell: Any) -> CellSink:
+def sink_for(shell: InteractiveShell) -> CellSink:
     """The sink for the cell that ``shell`` runs now; to be called on the thread that runs it."""
-    kernel = getattr(shell, "kernel", None)
+    kernel = kernel_of(shell)
     captured = getattr(sys.stdout, "pub_thread", None) is None
     if kernel is None or captured:
         return StreamSink(shell.display_pub.publish)
     return KernelSink(kernel, parent_of(shell))
 
 
-def parent_of(shell: Any) -> dict[str, Any]:
+def kernel_of(shell: InteractiveShell) -> IPythonKernel | None:
+    """The kernel that ``shell`` runs in; None in a terminal."""
+    kernel: IPythonKernel | None = getattr(shell, "kernel", None)
+    return kernel
+
+
+def session_of(kernel: IPythonKernel) -> Session:
+    """What makes and reads the messages of a kernel, which has it as soon as it serves."""
+    assert kernel.session is not None
+    return kernel.session
+
+
+def parent_of(shell: InteractiveShell) -> JupyterMessage:
     """The request that ``shell`` serves now; empty without a kernel."""
-    kernel = getattr(shell, "kernel", None)
+    kernel = kernel_of(shell)
     return dict(kernel.get_parent("shell") or {}) if kernel is not None else {}
+
+
+def frame_bytes(frame: bytes | Frame) -> bytes:
+    """What a part of a message has, however the socket gave it."""
+    return frame if isinstance(frame, bytes) else frame.bytes
 
 
 class Scheduled(Protocol):

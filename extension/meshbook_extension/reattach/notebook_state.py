@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,8 +18,11 @@ from meshbook.formatting import utf8_text
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.setup_cells import Setup
+from meshbook_extension.output.publisher import kernel_of
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.notebook.session import Session
 
@@ -94,13 +97,13 @@ def decode(data: bytes | None) -> NotebookState | None:
     return None
 
 
-def notebook_key(shell: Any) -> str:
+def notebook_key(shell: InteractiveShell) -> str:
     """What the next kernel of the same notebook has in common with this one; empty without a kernel.
 
     Jupyter's server puts the notebook's path into JPY_SESSION_NAME; elsewhere a restarted kernel keeps its connection
     file.
     """
-    if getattr(shell, "kernel", None) is None:
+    if kernel_of(shell) is None:
         return ""
     if name := os.environ.get("JPY_SESSION_NAME"):
         return name

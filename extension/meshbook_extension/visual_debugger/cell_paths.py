@@ -9,7 +9,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meshbook.mesh.dap_client import Message
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -35,27 +40,27 @@ def panel_folder() -> str:
     return str(get_tmp_directory())
 
 
-def to_rank(message: Any) -> Any:
+def to_rank(message: Message) -> Message:
     """The message with the rank's names for cells."""
     folder = panel_folder() + os.sep
 
     def rename(path: str) -> str:
         return f"<cell @{Path(path).stem}>" if path.startswith(folder) else path
 
-    return _with_paths(message, rename)
+    return cast("Message", _with_paths(message, rename))
 
 
-def to_panel(message: Any) -> Any:
+def to_panel(message: Message) -> Message:
     """The message with the panel's names for cells."""
     folder = panel_folder()
 
     def rename(path: str) -> str:
         return _ON_RANK.sub(lambda found: f"{folder}{os.sep}{found[1]}.py", path)
 
-    return _with_paths(message, rename)
+    return cast("Message", _with_paths(message, rename))
 
 
-def _with_paths(value: Any, rename: Any) -> Any:
+def _with_paths(value: object, rename: Callable[[str], str]) -> object:
     if isinstance(value, dict):
         return {
             key: rename(each) if key == "path" and isinstance(each, str) else _with_paths(each, rename)

@@ -6,15 +6,18 @@ All of it works on the instance, so a stock kernel that has loaded the extension
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbook.errors import DebugError
 from meshbook.mesh.dap_client import DebugTunnel, Message
 from meshbook.mesh.dap_listener import DebugDoor
+from meshbook_extension.output.publisher import kernel_of
 from meshbook_extension.visual_debugger.cell_paths import rank_name
 from meshbook_extension.visual_debugger.panel import RankPanel
 
 if TYPE_CHECKING:
+    from ipykernel.ipkernel import IPythonKernel
+
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.notebook.session import Session
 
@@ -22,22 +25,22 @@ if TYPE_CHECKING:
 class DebuggerSwitch:
     """Sends each debug session of the panel to where it belongs; all else is ipykernel's debugger."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: IPythonKernel) -> None:
         self._kernel, self._own = kernel, kernel.debugger
         self.panel: RankPanel | None = None
 
     @classmethod
-    def of(cls, kernel: Any) -> DebuggerSwitch | None:
+    def of(cls, kernel: IPythonKernel | None) -> DebuggerSwitch | None:
         """The switch of this kernel, put in place at the first call; None for a kernel that cannot debug."""
         debugger = getattr(kernel, "debugger", None)
         if isinstance(debugger, cls):
             return debugger
-        if not (hasattr(debugger, "process_request") and hasattr(kernel, "_publish_debug_event")):
+        if kernel is None or not (hasattr(debugger, "process_request") and hasattr(kernel, "_publish_debug_event")):
             return None
-        kernel.debugger = cls(kernel)
-        return kernel.debugger  # type: ignore[no-any-return]
+        kernel.debugger = switch = cls(kernel)
+        return switch
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._own, name)
 
     @property
@@ -69,7 +72,7 @@ class DebuggerSwitch:
 class DebugTarget:
     """One rank with a door for editors, and the panel pointed at it where there is one."""
 
-    def __init__(self, kernel: Any, rank: ProcMesh) -> None:
+    def __init__(self, kernel: IPythonKernel | None, rank: ProcMesh) -> None:
         """rank: a mesh of one rank, that is prepared (`meshbook.mesh.dap_client.prepare`).
 
         Raises: DebugError if the panel cannot be brought there, or there is no port; it is the notebook's then.
@@ -119,7 +122,7 @@ class Debugged:
         before, self._target = self._target, None
         if before is not None:
             before.close(keep_panel=True)
-        self._target = DebugTarget(getattr(self._session.shell, "kernel", None), rank)
+        self._target = DebugTarget(kernel_of(self._session.shell), rank)
         return self._target
 
     def end(self) -> DebugTarget | None:

@@ -17,16 +17,21 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook_extension.notebook.waiting import WHILE_WAITING
+from meshbook_extension.output.publisher import frame_bytes, session_of
+
+if TYPE_CHECKING:
+    from ipykernel.ipkernel import IPythonKernel
+    from zmq import Frame
 
 _LOG = logging.getLogger(__name__)
 
-Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
+Listener: TypeAlias = Callable[[Mapping[str, object]], None]
 """Takes the content of a custom message, on any thread, and returns soon."""
 
-Taker: TypeAlias = Callable[[list[Any]], bool]
+Taker: TypeAlias = "Callable[[list[Frame]], bool]"
 """Looks at a message as it came from the socket, and says whether it has served it."""
 
 _MARK = "_meshbook_busy_comms"
@@ -35,13 +40,15 @@ _MARK = "_meshbook_busy_comms"
 class BusyComms:
     """The comms of one kernel that are listened to while it is busy."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: IPythonKernel) -> None:
         self._kernel = kernel
         self._listeners: dict[str, Listener] = {}
         self._taker: Taker | None = None
+        self._schedule: Callable[..., None] = lambda dispatch, message: None
+        """Puts a message into ipykernel 6's queue."""
 
     @classmethod
-    def of(cls, kernel: Any) -> BusyComms:
+    def of(cls, kernel: IPythonKernel) -> BusyComms:
         """The one of this kernel; made, and put in place, at the first call."""
         found: BusyComms | None = getattr(kernel, _MARK, None)
         if found is None:
@@ -68,13 +75,14 @@ class BusyComms:
 
         if threading.current_thread() is not threading.main_thread():
             return
-        socket = self._kernel.shell_stream.socket
+        assert self._kernel.shell_stream is not None
+        socket, schedule = self._kernel.shell_stream.socket, self._schedule
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a message taken out must not be lost
         try:
-            while socket.get(zmq.EVENTS) & zmq.POLLIN:
+            while int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 message = socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 if not self._take(message):
-                    self._kernel.schedule_dispatch(self._kernel.dispatch_shell, message)
+                    schedule(self._kernel.dispatch_shell, message)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -82,20 +90,22 @@ class BusyComms:
         kernel = self._kernel
         thread = getattr(kernel, "shell_channel_thread", None)
         serve = getattr(kernel, "shell_channel_thread_main", None)
-        if getattr(kernel, "shell_stream", None) is None:
+        stream = getattr(kernel, "shell_stream", None)
+        if stream is None:
             return
         if thread is None and hasattr(kernel, "msg_queue") and hasattr(kernel, "schedule_dispatch"):
+            self._schedule = kernel.schedule_dispatch
             WHILE_WAITING.append(self._drain)
         if thread is None or serve is None:
             return
 
-        async def receive(message: list[Any]) -> None:
+        async def receive(message: list[Frame]) -> None:
             if not self._take(message):
                 await serve(message)
 
-        thread.io_loop.add_callback(lambda: kernel.shell_stream.on_recv(receive, copy=False))
+        thread.io_loop.add_callback(lambda: stream.on_recv(receive, copy=False))
 
-    def _take(self, message: list[Any]) -> bool:
+    def _take(self, message: list[Frame]) -> bool:
         """Whether ``message`` was for one of us, and has been served."""
         try:
             if self._taker is not None and self._taker(message):
@@ -112,12 +122,12 @@ class BusyComms:
             _LOG.exception("a message of the health widget could not be served")
         return True
 
-    def _read(self, message: list[Any]) -> tuple[Listener, Mapping[str, Any]] | None:
+    def _read(self, message: list[Frame]) -> tuple[Listener, Mapping[str, object]] | None:
         if not self._listeners:
             return None
-        session = self._kernel.session
+        session = session_of(self._kernel)
         _, frames = session.feed_identities(message, copy=False)
-        packed = bytes(frames[4].bytes)
+        packed = frame_bytes(frames[4])
         if not any(comm_id.encode() in packed for comm_id in tuple(self._listeners)):
             return None
         peeked = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import uuid
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshbook_extension.output.publisher import KernelSink, sink_for
+from meshbook_extension.output.publisher import KernelSink, kernel_of, sink_for
 from meshbook_extension.widget.snapshot import Snapshot
 from meshbook_extension.widget.text import as_html
 
@@ -58,7 +58,9 @@ class ShownWidget:
         self._places: deque[tuple[KernelSink, str]] = deque(maxlen=PLACES)
         self._saved_states = ""
         self._comm_id = self.widget.model_id
-        self._comms = BusyComms.of(session.shell.kernel)
+        kernel = kernel_of(session.shell)
+        assert kernel is not None  # its sink is a kernel's
+        self._comms = BusyComms.of(kernel)
         self._comms.listen(self._comm_id, self.widget.on_message)
 
     def close(self) -> None:
@@ -87,7 +89,7 @@ class ShownWidget:
         for sink, display_id in tuple(self._places):
             sink.display(self._bundle(snapshot), {}, display_id, update=True)
 
-    def _bundle(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _bundle(self, snapshot: Snapshot) -> dict[str, object]:
         from meshbook_extension.widget.text import status_text
 
         return {

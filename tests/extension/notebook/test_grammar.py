@@ -117,7 +117,7 @@ def test_help_is_given_whatever_else_the_line_says() -> None:
 
 def test_help_shows_usage_options_and_examples() -> None:
     text = GRAMMAR.help()
-    assert "  %mesh test NAME AXIS=.. [OPTIONS] [-- ENGINE OPTIONS]\n" in text
+    assert "  %mesh test [NAME] [NAME] AXIS=.. [OPTIONS] [-- ENGINE OPTIONS]\n" in text
     assert "  %mesh eval AXIS=.. [--at SLICE] EXPR\n" in TAIL.help()
     assert "--timeout S              seconds" in text
     assert text.index("Examples:") < text.index("%mesh test gpus=0")
