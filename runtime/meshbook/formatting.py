@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+K = TypeVar("K")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -55,3 +58,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` Did you mean "gpus"?`` with its leading space, or nothing when no known word is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f' Did you mean "{near[0]}"?' if near else ""
+
+
+def group_ranks(values: Iterable[tuple[int, K]]) -> dict[K, list[int]]:
+    """Return each value with the ranks that have it, in the order in which they come."""
+    groups: dict[K, list[int]] = {}
+    for rank, value in values:
+        groups.setdefault(value, []).append(rank)
+    return groups

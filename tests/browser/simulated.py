@@ -9,9 +9,10 @@ from itertools import product
 
 from meshbook.mesh.proc_mesh import RankStatus
 from meshbook.system.gpu import GpuUse
+from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.line_reader import BarProgress
 from meshbook_extension.widget.health import ButtonAnswer
-from meshbook_extension.widget.snapshot import CellNow, RecentError, Snapshot
+from meshbook_extension.widget.snapshot import CellNow, Snapshot
 
 GB = 1 << 30
 
@@ -26,12 +27,15 @@ def simulate(sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8,
         []
         if calm or count == 1
         else [
-            RecentError(
+            LoggedError(
+                1,
                 "main",
                 "cell 6",
-                "1" if count < 64 else "40-47",
-                "ValueError: bad shard <b>17</b>",
+                (1,) if count < 64 else tuple(range(40, 48)),
+                "ValueError",
+                "bad shard <b>17</b>",
                 "cell 6, line 12",
+                "",
                 1.79e9,
             ),
         ]

@@ -10,11 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import NamedTuple
 
 import msgspec
 
-from meshbook.calls.output import DisplayData, Notice, OutputDropped, OutputEvent, RankDone, Stop, StreamText
+from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, Stop, StreamText
 from meshbook.formatting import name_ranks
 from meshbook_extension.output.budget import Budget
 from meshbook_extension.output.failures import INTERRUPT, FailureView
@@ -36,10 +35,6 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 RUNS_OF_CELL = 300
 """So many changes between stdout and stderr are shown in their place: each is an output of its own for a front end."""
-
-
-class _Words(NamedTuple):
-    text: str
 
 
 class _Shown:
@@ -73,7 +68,7 @@ class CellOutput:
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
-        self._events: deque[tuple[float, OutputEvent | _Words]] = deque()
+        self._events: deque[tuple[float, OutputEvent | Text]] = deque()
         self._labeller = Labeller()
         self._texts: list[Text] = []
         self._notes: list[Text] = []
@@ -105,16 +100,10 @@ class CellOutput:
         self._events.append((now, event))
         self._publisher.schedule(self, at)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, stream: str = "stderr") -> None:
         """Say something in the cell's output, on a line of its own; from any thread."""
         now = time.monotonic()
-        self._events.append((now, Notice(text)))
-        self._publisher.schedule(self, now)
-
-    def say(self, text: str) -> None:
-        """As `note`, but what the person asked for: on stdout."""
-        now = time.monotonic()
-        self._events.append((now, _Words(text)))
+        self._events.append((now, Text(stream, f"{text}\n")))
         self._publisher.schedule(self, now)
 
     def finish(self, timeout_s: float = 5.0) -> None:
@@ -190,7 +179,7 @@ class CellOutput:
             times.append(self._next_count_at)
         return min((at for at in times if at is not None), default=None)
 
-    def _take(self, at: float, event: OutputEvent | _Words) -> None:
+    def _take(self, at: float, event: OutputEvent | Text) -> None:
         if isinstance(event, StreamText):
             self._take_text(event, at)
         elif isinstance(event, DisplayData):
@@ -205,8 +194,10 @@ class CellOutput:
                 self._failures.add(failure, at)
         elif isinstance(event, Stop):
             self._stopped_ranks.append((at + STOP_NOTE_S, event))
+        elif isinstance(event, Text):
+            self._notes.append(event)
         else:
-            self._notes.append(Text("stdout" if isinstance(event, _Words) else "stderr", f"{event.text}\n"))
+            self._notes.append(Text("stderr", f"{event.text}\n"))
 
     def _take_text(self, event: StreamText, at: float) -> None:
         if self._budget.exceeded and "\r" not in event.text:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshbook.errors import CallInterrupted, MeshError, UsageError
-from meshbook.formatting import format_bytes, name_ranks
+from meshbook.formatting import format_bytes, group_ranks, name_ranks
 from meshbook.system.os_errors import explain
 from meshbook_extension.notebook.grammar import Option
 from meshbook_extension.output.profile import summary
@@ -51,8 +51,7 @@ class CellProfile:
             why = explain(error) if isinstance(error, OSError) else str(error)
             print(f"no trace was written to {self._path}: {why}")
             return
-        for problem in dict.fromkeys(profile.problems.values()):
-            ranks = [rank for rank, why in profile.problems.items() if why == problem]
+        for problem, ranks in group_ranks(profile.problems.items()).items():
             print(f"no profile of {name_ranks(ranks)}: {problem}")
 
     def _write(self, procs: ProcMesh, profile: Profile) -> str:

@@ -48,7 +48,7 @@ class NotebookTerminal:
 
     def say(self, text: str) -> None:
         """See `meshbook.mesh.prompt.Terminal`."""
-        self._output.say(text)
+        self._output.note(text, "stdout")
         self._output.drain()
 
     def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:

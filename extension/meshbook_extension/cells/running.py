@@ -20,7 +20,7 @@ from meshbook.errors import (
     group_failures,
     next_steps,
 )
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.failures import INTERRUPT, headline
 from meshbook_extension.output.labels import format_seconds
@@ -156,9 +156,7 @@ class RunningCell:
         return min(self._tell_ahead_at, self._tell_failed_at or math.inf) - time.monotonic()
 
     def _describe(self, waiting: tuple[int, ...]) -> str:
-        places: dict[str, list[int]] = {}
-        for rank, place in self.procs.select(waiting).where().items():
-            places.setdefault(place, []).append(rank)
+        places = group_ranks(self.procs.select(waiting).where().items())
         return "\n".join(
             f"{name_ranks(ranks)} still run{'s' if len(ranks) == 1 else ''}: {place}" for place, ranks in places.items()
         )

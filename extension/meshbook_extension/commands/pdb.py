@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.calls.rank_state import LastError
 from meshbook.errors import UsageError
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.prompt import REOPEN, NotebookTerminal, why_no_prompt
@@ -50,9 +50,8 @@ def pdb(session: Session, arguments: Arguments) -> None:
         try:
             _prompt(session, procs).cast(cast)
         finally:
-            procs.stopped_ranks.stepping.difference_update(
-                procs.ranks
-            )  # nobody stays with them: their next stop is news
+            # nobody stays with them: their next stop is news
+            procs.stopped_ranks.stepping.difference_update(procs.ranks)
         return
     _check_person(session)
     if not stopped and not arguments.words and not arguments.pairs:
@@ -78,9 +77,7 @@ def _break_in(procs: ProcMesh) -> bool:
     )
     late = [rank for rank in busy if rank not in procs.stopped_ranks.of(busy) and rank in procs.busy]
     if late:
-        places: dict[str, list[int]] = {}
-        for rank, place in procs.select(late).where().items():
-            places.setdefault(place, []).append(rank)
+        places = group_ranks(procs.select(late).where().items())
         lines = [f"{name_ranks(ranks)} came to no line of your code: {place}" for place, ranks in places.items()]
         again = "it stops" if len(late) == 1 else "they stop"
         print("\n".join([*lines, f"  {again} at the next one; the prompt then: %mesh pdb"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from meshbook.formatting import format_bytes, format_some_ranks, name_ranks
+from meshbook.formatting import format_bytes, format_some_ranks, group_ranks, name_ranks
 from meshbook_extension.commands import on_ranks
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.grammar import Arguments, Option
@@ -110,10 +110,8 @@ def free(session: Session, arguments: Arguments) -> None:
     states = {one.rank: one.state for one in procs.status()}
     idle = [rank for rank, state in states.items() if state == "idle"]
     if idle:
-        texts: dict[str, list[int]] = {}
-        freed = procs.select(idle).free().get()
-        for rank, each in zip(idle, freed.values(), strict=True):
-            texts.setdefault(describe_freed(each), []).append(rank)
+        freed = procs.select(idle).free().get().values()
+        texts = group_ranks(zip(idle, map(describe_freed, freed), strict=True))
         print("\n".join(f"{label(ranks)} {text}" for text, ranks in texts.items()))
     if busy := [rank for rank, state in states.items() if state not in ("idle", "dead")]:
         is_, it_holds = ("is", "it holds") if len(busy) == 1 else ("are", "they hold")

@@ -15,6 +15,12 @@ TEXT = Option("--text", "as text, also where the widget can be shown")
 
 
 @on_ranks(
+    name="%mesh top",
+    summary="The same as %mesh status.",
+    options=(TEXT,),
+    examples=("%mesh top", "%mesh top gpus=0:2"),
+)
+@on_ranks(
     name="%mesh status",
     summary="The ranks: where they run, what they do, how much memory they hold; live where a widget can be shown.",
     options=(TEXT,),
@@ -25,17 +31,6 @@ def status(session: Session, arguments: Arguments) -> None:
     procs = session.target(arguments.words, arguments.pairs)
     if arguments.flag(TEXT.name) or not session.part(HealthDisplays).show(session, procs):
         print(status_text(session, procs, procs.status()))
-
-
-@on_ranks(
-    name="%mesh top",
-    summary="The same as %mesh status.",
-    options=(TEXT,),
-    examples=("%mesh top", "%mesh top gpus=0:2"),
-)
-def top(session: Session, arguments: Arguments) -> None:
-    """The widget, or a table."""
-    status(session, arguments)
 
 
 @on_ranks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.errors import CallFailed
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
 from meshbook_extension.notebook.grammar import Arguments, Option
@@ -166,9 +166,7 @@ def answer(future: Future[T]) -> T:
 
 def show_values(values: ValueMesh[object]) -> str:
     """One block per different value, with its ranks."""
-    equal: dict[str, list[int]] = {}
-    for rank, value in zip(values.ranks, values.values(), strict=True):
-        equal.setdefault(repr(value), []).append(rank)
+    equal = group_ranks(zip(values.ranks, map(repr, values.values()), strict=True))
     return "\n".join(label_block(ranks, text) for text, ranks in equal.items())
 
 

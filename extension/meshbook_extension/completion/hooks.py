@@ -63,10 +63,10 @@ class Hooks:
         return do_complete
 
     def _inspect(self, original: Original) -> Original:
-        async def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, **options: object) -> object:
+        async def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, *others: object) -> object:
             text = await asyncio.to_thread(self._completer.inspect, code, cursor_pos, detail_level)
             if text is None:
-                return await _own(original(code, cursor_pos, detail_level, **options))
+                return await _own(original(code, cursor_pos, detail_level, *others))
             return inspect_reply(text)
 
         return do_inspect

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.errors import CallFailed, Failure, RankDeath, UsageError, WorkerLost, group_failures
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook_extension.notebook.advice import name_notebook_cells
 from meshbook_extension.output.failures import INTERRUPT, LOST
 
@@ -125,9 +125,7 @@ class ErrorLog:
 def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
     """Interrupted ranks are one entry, which says where each was."""
     interrupted = [failure for failure in failures if failure.ename == INTERRUPT]
-    places: dict[str, list[int]] = {}
-    for failure in sorted(interrupted, key=lambda failure: failure.rank):
-        places.setdefault(failure.where or "before its first line", []).append(failure.rank)
+    places = group_ranks(sorted((one.rank, one.where or "before its first line") for one in interrupted))
     told = [place if len(places) == 1 else f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
     text = f"at {told[0]}" if len(told) == 1 else f"({'; '.join(told)})"
     merged = [failure._replace(evalue=text, where="", traceback=()) for failure in interrupted]

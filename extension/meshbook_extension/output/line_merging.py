@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from meshbook_extension.output.alignment import Alignment, Row
 from meshbook_extension.output.line_reader import Line, LineReader, ended_bar
@@ -30,46 +30,69 @@ class LinePiece(NamedTuple):
     display: object = None
 
 
-class Grouping(Protocol):
-    """How the output of several ranks becomes one; all times are in seconds on the caller's clock."""
+class Grouping:
+    """How the output of several ranks becomes one; all times are in seconds on the caller's clock.
+
+    Subclasses say what becomes of lines.
+    """
+
+    joins_bars = False
+    """Whether bars that belong together are shown as one."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._running = set(ranks)
+        self._reader = LineReader()
 
     def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
         """Take what ``rank`` printed. Between stdout and stderr of one ``place`` nobody knows the order."""
+        self._add_lines(self._reader.feed(rank, stream, text, now), now)
 
     def feed_display(self, rank: int, key: Hashable, display: object, now: float, *, is_result: bool = False) -> None:
         """Take something that is not text; equal keys mean that it looks the same.
 
         is_result: the value of the cell's last expression; it waits until no rank runs any more.
         """
+        raise NotImplementedError
 
     def end(self, rank: int, now: float) -> None:
         """``rank`` has ended; an unfinished line of it counts as a line."""
+        self._add_lines(self._reader.end(rank), now)
+        self._running.discard(rank)
 
     def take(self, now: float, *, at_once: bool = False) -> list[LinePiece]:
         """What is to be shown by now; ``at_once``: all that could be, except for what waits for ranks to end."""
+        self._add_lines(self._reader.take_rested(now), now)
+        return self._take(math.inf if at_once else now, results=False)
 
     def close(self, now: float, *, results: bool = True) -> list[LinePiece]:
         """Everything that is left, begun lines too; without ``results`` as `take`. More may be fed afterwards."""
+        for rank in self._reader.ranks():
+            self._add_lines(self._reader.end(rank), now)
+        return self._take(math.inf, results=results)
 
     def due_at(self) -> float | None:
         """When `take` will give something, if nothing more is fed; None: never."""
+        return self._reader.due_at()
 
     def bars(self) -> list[tuple[tuple[int, ...], str]]:
         """The progress bars as they stand, equal ones once, each with its ranks."""
+        return self._reader.bars()
 
-    joins_bars: bool
-    """Whether bars that belong together are shown as one."""
+    def _add_lines(self, lines: Iterable[Line], now: float) -> None:
+        raise NotImplementedError
+
+    def _take(self, now: float, *, results: bool) -> list[LinePiece]:
+        raise NotImplementedError
 
 
-class LineMerger:
+class LineMerger(Grouping):
     """Merges equal lines (``--group equal``), as `meshbook_extension.output.alignment` lays them side by side."""
 
     joins_bars = True
 
     def __init__(self, ranks: Iterable[int], *, window_s: float = WINDOW_S) -> None:
-        self._running = set(ranks)
+        super().__init__(ranks)
         self._window_s = window_s
-        self._reader = LineReader()
         self._alignment = Alignment()
         self._place: dict[int, int] = {}
 
@@ -85,30 +108,17 @@ class LineMerger:
         self._alignment.add(rank, "display", ("display", key, False), now + self._window_s, "", display, is_result)
         self._alignment.bar(rank)
 
-    def end(self, rank: int, now: float) -> None:
-        self._running.discard(rank)
-        self._add_lines(self._reader.end(rank), now)
-
-    def take(self, now: float, *, at_once: bool = False) -> list[LinePiece]:
-        self._add_lines(self._reader.take_rested(now), now)
-        return [_piece(row) for row in self._alignment.take(math.inf if at_once else now, self._running)]
-
-    def close(self, now: float, *, results: bool = True) -> list[LinePiece]:
-        for rank in self._reader.ranks():
-            self._add_lines(self._reader.end(rank), now)
-        return [_piece(row) for row in self._alignment.take(math.inf, self._running, results=results)]
-
     def due_at(self) -> float | None:
         times = self._reader.due_at(), self._alignment.due_at(self._running)
         return min((time for time in times if time is not None), default=None)
-
-    def bars(self) -> list[tuple[tuple[int, ...], str]]:
-        return self._reader.bars()
 
     def _add_lines(self, lines: Iterable[Line], now: float) -> None:
         for rank, stream, text, continues in lines:
             key = (stream, ("|" in text and ended_bar(text)) or text, continues)
             self._alignment.add(rank, stream, key, now + self._window_s, text)
+
+    def _take(self, now: float, *, results: bool) -> list[LinePiece]:
+        return [_piece(row) for row in self._alignment.take(now, self._running, results=results)]
 
 
 def _piece(row: Row) -> LinePiece:
@@ -120,34 +130,27 @@ def _piece(row: Row) -> LinePiece:
     return LinePiece(ranks, stream, text, continues)
 
 
-class ByRank:
+class ByRank(Grouping):
     """Merges nothing: each line at once with its rank (``--group none``), or each rank's as one block (``--group
     rank``, ``blocks=True``), which comes when it and the ranks before it have ended.
 
     Without blocks, results wait until no rank runs any more, and come in the order of ranks.
     """
 
-    joins_bars = False
-
     def __init__(self, ranks: Iterable[int], *, blocks: bool) -> None:
-        self._running = set(ranks)
+        super().__init__(ranks)
         self._blocks = blocks
-        self._reader = LineReader()
         self._held: dict[int, list[LinePiece]] = {}
         self._ready: list[LinePiece] = []
 
-    def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
-        self._add_lines(rank, self._reader.feed(rank, stream, text, now))
-
     def feed_display(self, rank: int, key: Hashable, display: object, now: float, *, is_result: bool = False) -> None:
-        self._add_lines(rank, self._reader.take_begun(rank))
+        self._add_lines(self._reader.take_begun(rank), now)
         if is_result and self._running:
             self._held.setdefault(rank, [])
-        self._put(rank, [LinePiece((rank,), "display", "", display=display)])
+        self._put(LinePiece((rank,), "display", "", display=display))
 
     def end(self, rank: int, now: float) -> None:
-        self._add_lines(rank, self._reader.end(rank))
-        self._running.discard(rank)
+        super().end(rank, now)
         if self._blocks:
             first = min(self._running, default=math.inf)
             for ended in sorted(rank for rank in self._held if rank < first):
@@ -155,33 +158,26 @@ class ByRank:
         elif not self._running:
             self._ready += self._take_held()
 
-    def take(self, now: float, *, at_once: bool = False) -> list[LinePiece]:
-        for line in self._reader.take_rested(now):
-            self._add_lines(line.rank, [line])
-        ready, self._ready = self._ready, []
-        return ready
-
     def close(self, now: float, *, results: bool = True) -> list[LinePiece]:
-        for rank in self._reader.ranks():
-            self._add_lines(rank, self._reader.end(rank))
-        return self.take(now) + (self._take_held() if results or self._blocks else [])
+        return super().close(now, results=results or self._blocks)
 
     def due_at(self) -> float | None:
         return 0.0 if self._ready else self._reader.due_at()
 
-    def bars(self) -> list[tuple[tuple[int, ...], str]]:
-        return self._reader.bars()
+    def _add_lines(self, lines: Iterable[Line], now: float) -> None:
+        for line in lines:
+            self._put(LinePiece((line.rank,), line.stream, line.text, line.continues))
 
-    def _add_lines(self, rank: int, lines: Iterable[Line]) -> None:
-        self._put(rank, [LinePiece((rank,), line.stream, line.text, line.continues) for line in lines])
-
-    def _put(self, rank: int, pieces: list[LinePiece]) -> None:
+    def _put(self, piece: LinePiece) -> None:
+        (rank,) = piece.ranks
         if self._blocks and rank in self._running:
-            self._held.setdefault(rank, []).extend(pieces)
-        elif rank in self._held:
-            self._held[rank] += pieces
+            self._held.setdefault(rank, []).append(piece)
         else:
-            self._ready += pieces
+            self._held.get(rank, self._ready).append(piece)
+
+    def _take(self, now: float, *, results: bool) -> list[LinePiece]:
+        ready, self._ready = self._ready, []
+        return ready + (self._take_held() if results else [])
 
     def _take_held(self) -> list[LinePiece]:
         held = [piece for _, pieces in sorted(self._held.items()) for piece in pieces]

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
-from meshbook.formatting import format_ranks, format_sizes, name_ranks
+from meshbook.formatting import format_ranks, format_sizes, group_ranks, name_ranks
 from meshbook_extension.cells.output import CellOutput
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
@@ -100,7 +100,7 @@ def _describe_lost(mesh: ProcMesh) -> list[str]:
 
 def _describe_stopped(mesh: ProcMesh) -> list[str]:
     stopped = mesh.stopped_ranks.of(mesh.stopped())
-    places = {stop.words: [r for r in stopped if stopped[r].words == stop.words] for stop in stopped.values()}
+    places = group_ranks((rank, stop.words) for rank, stop in stopped.items())
     return [f"{name_ranks(ranks)} {words}; look: %mesh pdb" for words, ranks in places.items()]
 
 

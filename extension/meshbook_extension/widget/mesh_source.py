@@ -9,21 +9,19 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from meshbook.errors import Failure, UsageError, group_failures
-from meshbook.formatting import format_ranks, name_ranks
+from meshbook.formatting import format_ranks, group_ranks, name_ranks
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.failures import INTERRUPT, LOST
 from meshbook_extension.output.line_reader import merge_bars
 from meshbook_extension.widget.health import ButtonAnswer
-from meshbook_extension.widget.snapshot import CellNow, RecentError, Snapshot, Throughput
+from meshbook_extension.widget.snapshot import CellNow, Snapshot, Throughput
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh, RankStatus
     from meshbook_extension.cells.running import RunningCell
     from meshbook_extension.notebook.session import Session
     from meshbook_extension.widget.snapshot import Snapshot
-
-LONGEST = 300
 
 LOG_LINES = 20
 LOG_RANKS = 16
@@ -165,12 +163,9 @@ def _now(cell: RunningCell, busy: dict[int, float]) -> CellNow:
     )
 
 
-def _deaths(mesh: str, statuses: Sequence[RankStatus]) -> list[RecentError]:
-    causes: dict[str, list[int]] = {}
-    for one in statuses:
-        if one.state == "dead":
-            causes.setdefault(one.where, []).append(one.rank)
-    return [RecentError(mesh, "", format_ranks(ranks), f"ended: {cause}", "", 0.0) for cause, ranks in causes.items()]
+def _deaths(mesh: str, statuses: Sequence[RankStatus]) -> list[LoggedError]:
+    causes = group_ranks((one.rank, one.where) for one in statuses if one.state == "dead")
+    return [LoggedError(0, mesh, "", tuple(ranks), LOST, cause, "", "", 0.0) for cause, ranks in causes.items()]
 
 
 def _logs(procs: ProcMesh) -> ButtonAnswer:
@@ -180,21 +175,16 @@ def _logs(procs: ProcMesh) -> ButtonAnswer:
     return ButtonAnswer(f"Logs of {name_ranks(procs.ranks)}", "\n".join(blocks) or "nothing written yet")
 
 
-def shown(errors: Iterable[LoggedError]) -> list[RecentError]:
+def shown(errors: Iterable[LoggedError]) -> list[LoggedError]:
     """Without ranks that were interrupted, and those that ended, which their state tells."""
-    return [
-        RecentError(error.mesh, error.what, format_ranks(error.ranks), error.headline[:LONGEST], error.where, error.at)
-        for error in errors
-        if error.ename not in (INTERRUPT, LOST)
-    ]
+    return [error for error in errors if error.ename not in (INTERRUPT, LOST)]
 
 
-def _describe(mesh: str, what: str, failures: Iterable[Failure]) -> list[RecentError]:
+def _describe(mesh: str, what: str, failures: Iterable[Failure]) -> list[LoggedError]:
     """The same for failures of a cell that runs on; equal ones once."""
     now = time.time()
-    logged = [
+    return shown(
         LoggedError(0, mesh, what, tuple(f.rank for f in group), first.ename, first.evalue, first.where, "", now)
         for group in group_failures(failures)
         for first in group[:1]
-    ]
-    return shown(logged)
+    )

@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from meshbook.formatting import format_ranks
+from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.line_reader import BarProgress
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 ERRORS = 6
 """The newest errors that travel."""
+LONGEST = 300
+"""Characters of each."""
 
 KB, MB = 1_000, 1_000_000
 
@@ -55,20 +59,6 @@ def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
     return SILENT
 
 
-class RecentError(NamedTuple):
-    """Equal failures of some ranks in one cell."""
-
-    mesh: str
-    what: str
-    """``cell 7``"""
-    ranks: str
-    text: str
-    """``ValueError: bad shard``"""
-    where: str
-    at: float
-    """Seconds since the epoch; 0 where it is not known."""
-
-
 @dataclass(frozen=True)
 class CellNow:
     """A cell that runs."""
@@ -92,7 +82,7 @@ class Snapshot:
     interrupted: frozenset[int] = frozenset()
     """Ranks that run or await a call that was interrupted."""
     cells: Sequence[CellNow] = ()
-    errors: Sequence[RecentError] = ()
+    errors: Sequence[LoggedError] = ()
     at: float = 0.0
     """Seconds since the epoch."""
     moved: Sequence[int] = ()
@@ -158,12 +148,17 @@ class Snapshot:
             "texts": texts,
             "text_of": text_of,
             "cells": [asdict(cell) | {"progress": _fields(cell.progress)} for cell in self.cells],
-            "errors": [error._asdict() for error in self.errors[-ERRORS:]],
+            "errors": [_travelling(error) for error in self.errors[-ERRORS:]],
         }
 
 
 def _fields(progress: BarProgress | None) -> dict[str, object] | None:
     return progress._asdict() if progress is not None else None
+
+
+def _travelling(error: LoggedError) -> dict[str, object]:
+    fields = {"mesh": error.mesh, "what": error.what, "where": error.where, "at": error.at}
+    return fields | {"ranks": format_ranks(error.ranks), "text": error.headline[:LONGEST]}
 
 
 def _table(values: Iterable[str]) -> tuple[list[str], list[int]]:

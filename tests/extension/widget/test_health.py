@@ -134,8 +134,8 @@ def test_equal_errors_are_kept_once_and_interrupts_are_not() -> None:
     errors.note("main", "cell 7", [failure(0), failure(1), failure(2, ename="KeyboardInterrupt")])
     errors.note("other", "cell 8", [failure(0)])
     (error,) = shown(errors.of("main"))
-    assert (error.ranks, error.text, error.where, error.what) == (
-        "0,1",
+    assert (error.ranks, error.headline, error.where, error.what) == (
+        (0, 1),
         "ValueError: bad shard",
         "cell 7, line 3",
         "cell 7",
