@@ -34,7 +34,8 @@ import torch.distributed as dist
 
 from meshbook.groups.collectives_off import public_name
 from meshbook.groups.progress import Entered, Messages, Parts
-from meshbook.source.location import USER, kind_of_file, name_place
+from meshbook.source.frames import USER
+from meshbook.source.location import kind_of_file, name_place
 
 REMEMBERED = 128
 """Operations of each group."""

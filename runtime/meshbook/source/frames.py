@@ -1,17 +1,16 @@
-"""Stacks of threads as plain data, whoever has read them: the process itself, faulthandler's C handler, py-spy."""
+"""Stacks of threads as plain data, whoever has read them: the process itself, faulthandler's C handler, py-spy. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from meshbook.source.location import USER, kind_of_file, name_place
-
 MAX_FRAMES = 100
 """Frames of a thread that are kept: the innermost ones, and the outermost."""
 MAX_THREADS = 64
-SOURCE_CHARS = 160
 
+USER, LIBRARY, RUNTIME = "user", "library", "runtime"
+"""Whose code stands in a file."""
 NATIVE = "native"
 """The kind of code that is no Python."""
 
@@ -43,11 +42,6 @@ class ThreadStack(NamedTuple):
     def users(self) -> tuple[Frame, ...]:
         """The frames of the user's own code, innermost first."""
         return tuple(frame for frame in self.frames if frame.kind == USER)
-
-
-def make_frame(function: str, file: str, line: int, source: str = "") -> Frame:
-    """A frame of Python code."""
-    return Frame(function, file, line, name_place(file, line), kind_of_file(file), source.strip()[:SOURCE_CHARS])
 
 
 def cut_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:

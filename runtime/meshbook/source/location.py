@@ -15,6 +15,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from meshbook.source.cells import is_cell_name, name_line
+from meshbook.source.frames import LIBRARY, RUNTIME, USER, Frame
+
+SOURCE_CHARS = 160
+"""Of a line that is shown."""
 
 PACKAGE = f"{Path(str(sys.modules['meshbook'].__file__)).parent}/"
 """Where our own modules are: their frames are not the user's."""
@@ -22,7 +26,6 @@ _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {PACKAGE}
 )
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
-USER, LIBRARY, RUNTIME = "user", "library", "runtime"
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 
 
@@ -79,6 +82,11 @@ def users_place(frame: FrameType | None) -> str:
 def name_place(filename: str, line: int) -> str:
     """``cell 7, line 5`` for a cell, ``train.py:41`` for a file."""
     return name_line(filename, line) or f"{Path(filename).name}:{line}"
+
+
+def make_frame(function: str, file: str, line: int, source: str = "") -> Frame:
+    """A frame of Python code."""
+    return Frame(function, file, line, name_place(file, line), kind_of_file(file), source.strip()[:SOURCE_CHARS])
 
 
 def is_users_code(code: CodeType) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from meshbook.source.frames import MAX_THREADS, Frame, ThreadStack, cut_frames, make_frame
-from meshbook.source.location import is_users_code, users_place
+from meshbook.source.frames import MAX_THREADS, Frame, ThreadStack, cut_frames
+from meshbook.source.location import is_users_code, make_frame, users_place
 from meshbook.source.tasks import cell_frames, task_frames
 from meshbook.source.thread_frames import frame_of, frames
 

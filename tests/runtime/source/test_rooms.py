@@ -10,7 +10,8 @@ import pytest
 
 import meshbook
 from meshbook.shell.failures import drop_own_frames
-from meshbook.source.location import RUNTIME, is_runtimes_code, is_users_code, kind_of_file
+from meshbook.source.frames import RUNTIME
+from meshbook.source.location import is_runtimes_code, is_users_code, kind_of_file
 from meshbook.stacks import dump
 from meshbook.worker.worker import Worker
 
