@@ -1,4 +1,4 @@
-"""Stacks of threads as plain data, whoever has read them: the process itself, faulthandler's C handler, py-spy. Pure."""
+"""Stacks of threads as plain data, whoever has read them: the process itself, faulthandler, py-spy. Pure."""
 
 from __future__ import annotations
 
