@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,11 +19,9 @@ from meshbook.wire.uplink import Uplink
 ForwardedKey: TypeAlias = tuple[wire.Origin | None, int]
 
 
-class _Away:
-    __slots__ = ("ranks", "sender")
-
-    def __init__(self, sender: AgentWorker, ranks: set[int]) -> None:
-        self.sender, self.ranks = sender, ranks
+class _Away(NamedTuple):
+    sender: AgentWorker
+    ranks: set[int]
 
 
 class ForwardedCalls:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -64,24 +64,21 @@ CallKey: TypeAlias = int | tuple[wire.Origin, int]
 """The id of the controller's call, or whose call it is and its id."""
 
 
+@dataclass(slots=True)
 class _OpenCall:
     """A call whose answers are being collected on this host."""
 
-    __slots__ = ("answer", "frames", "is_mail", "names", "prints", "replies", "waiting")
-
-    def __init__(
-        self, waiting: set[int], prints: bool, *, is_mail: bool = False, answer: MailAnswer | None = None
-    ) -> None:
-        self.waiting, self.is_mail = waiting, is_mail
-        """The ranks, as they are called now."""
-        self.names: dict[int, int] | None = None
-        """What the caller calls them, where that is something else."""
-        self.answer = answer
-        """None: they go to the controller."""
-        self.replies: list[wire.RankReply] = []
-        self.frames: list[bytes] = []
-        self.prints = prints
-        """Its output has a listener: everything printed goes before the answer."""
+    waiting: set[int]
+    """The ranks, as they are called now."""
+    prints: bool
+    """Its output has a listener: everything printed goes before the answer."""
+    is_mail: bool = False
+    answer: MailAnswer | None = None
+    """None: they go to the controller."""
+    names: dict[int, int] | None = None
+    """What the caller calls the ranks, where that is something else."""
+    replies: list[wire.RankReply] = field(default_factory=list)
+    frames: list[bytes] = field(default_factory=list)
 
     def name_of(self, rank: int) -> int:
         """What the caller calls a rank."""

@@ -93,7 +93,7 @@ class PeerServer:
         return busy
 
     def beat(self) -> None:
-        """Once a second."""
+        """Say once a second that we are there, and open or shut the door."""
         for host in self._callers.values():
             host.beat()
         self._sock.watch_door()

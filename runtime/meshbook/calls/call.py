@@ -78,36 +78,6 @@ class OpenCall:
     `meshbook.lifecycle.CallPhase`; that ranks failed, or that its end was asked for, are facts that stay.
     """
 
-    __slots__ = (
-        "_disagree",
-        "_failed_at",
-        "_freed_s",
-        "_future",
-        "_on_end",
-        "_on_reply",
-        "_places",
-        "_torn",
-        "aborted",
-        "beside",
-        "cancelled",
-        "dropped",
-        "fail_fast",
-        "failures",
-        "freed",
-        "hurried",
-        "id",
-        "interrupts",
-        "lost",
-        "mailbox",
-        "members",
-        "mesh",
-        "output",
-        "phase",
-        "results",
-        "waiting",
-        "what",
-    )
-
     def __init__(
         self,
         id: int,

@@ -36,13 +36,13 @@ class IncomingCall:
         self._came_at = time.monotonic()
 
     def load(self) -> CallArguments:
-        """`meshbook.calls.mailboxes.LoadArgs`."""
+        """Build the arguments, as `meshbook.calls.mailboxes.LoadArgs` says."""
         load = self._take()
         assert load is not None, "arguments are loaded once"
         return load()
 
     def reply(self, answer: Outcome) -> None:
-        """`meshbook.calls.mailboxes.ReplyTo`."""
+        """Answer, as `meshbook.calls.mailboxes.ReplyTo` says."""
         with self._lock:
             if self._replied:
                 return

@@ -104,7 +104,7 @@ class StatusAnswer(NamedTuple):
 
     @property
     def state(self) -> State:
-        """``pdb``, ``busy`` or ``idle``."""
+        """Return ``pdb``, ``busy`` or ``idle``."""
         return "pdb" if self.paused else "busy" if self.busy else "idle"
 
 

@@ -34,7 +34,6 @@ from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import Questions, look
 from meshbook.controller.reattach import Reattach
-from meshbook.controller.session_record import SessionRecord
 from meshbook.controller.stacks import StackQuestion, collect_stacks
 from meshbook.errors import WorkerLost
 from meshbook.launchers.base import LaunchedHost
@@ -79,7 +78,6 @@ class Controller:
         self.folder, self.epoch, self.front_end = folder, folder.state.epoch, front_end
         self._generation = forks.generation
         self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
-        self.record = SessionRecord(folder)
         self._socket = ControllerSocket((folder.state.public_key, folder.state.secret_key))
         try:
             self._inbox = TurnQueue()
@@ -88,7 +86,7 @@ class Controller:
             raise
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
-        self._dispatcher = Dispatcher(self._inbox, self.next_id, self._socket.key_of, self.record.peer_ip)
+        self._dispatcher = Dispatcher(self._inbox, self.next_id, self._socket.key_of, folder.peer_ip)
         self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
         self._io = IoThread(self._inbox, self._socket, self._dispatcher)
 
@@ -404,7 +402,7 @@ class Controller:
         """Begin to end a mesh: its open calls fail at once; `MeshState.stopped` completes when no process is left."""
         if mesh.detached:
             return
-        self.record.forget(meshes=[mesh.id])
+        self.folder.forget(meshes=[mesh.id])
 
         def stop() -> None:
             if mesh.phase is MeshPhase.STOPPED:
@@ -432,7 +430,7 @@ class Controller:
         self.submit(say_goodbye)
         for host in hosts:
             host.launched.close(max(0.1, deadline - time.monotonic()))
-        self.record.forget(hosts=[host.id for host in hosts])
+        self.folder.forget(hosts=[host.id for host in hosts])
 
     def close(self, timeout_s: float) -> None:
         """End all hosts and the I/O thread. Idempotent."""

@@ -65,7 +65,7 @@ class Dispatcher:
     def __init__(
         self, inbox: TurnQueue, next_id: Callable[[], int], key_of: Callable[[str], str], peer_ip: Callable[[], str]
     ) -> None:
-        """key_of, peer_ip: see `PeerDirectory`."""
+        """`PeerDirectory` says what key_of and peer_ip are."""
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}

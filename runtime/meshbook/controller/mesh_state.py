@@ -25,6 +25,7 @@ from meshbook.errors import (
 from meshbook.errors.advice import advice
 from meshbook.formatting import utf8_text
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
+from meshbook.sessions.folder import SavedMesh
 from meshbook.shape.generations import Moves, step_of
 from meshbook.shape.members import Extent
 from meshbook.wire import messages as wire
@@ -164,6 +165,12 @@ class MeshState:
             raise MeshDetachedError(self.name, self.detached)
         if self.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             raise MeshStoppedError(self.name)
+
+    @property
+    def saved(self) -> SavedMesh:
+        """What the next controller of the session is told of it."""
+        hosts = [host.id for host in self.hosts]
+        return SavedMesh(self.name, dict(self.extent), hosts, self.owns_hosts, self.grouped, list(self.host_axes))
 
     # ---- repair -------------------------------------------------------------------------------------------------
 

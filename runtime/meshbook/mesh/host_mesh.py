@@ -105,7 +105,7 @@ class HostMesh(MeshView):
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
         mesh.joined = not mesh.lost
-        self._controller.record.save_mesh(mesh)
+        self._controller.folder.save_mesh(mesh.id, mesh.saved)
         return procs
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -191,7 +191,7 @@ def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_
         saved[ticket.host_id] = SavedHost(
             ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all
         )
-    controller.record.save_hosts(saved)
+    controller.folder.save_hosts(saved)
     return hosts
 
 

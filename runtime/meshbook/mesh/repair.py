@@ -244,7 +244,7 @@ class Repair:
                 raise SpawnError(f"the process groups did not form: {error}") from error
             raise
         self._controller.ask(self._note_joined)
-        self._controller.record.save_mesh(mesh)
+        self._controller.folder.save_mesh(mesh.id, mesh.saved)
 
     def _note_joined(self) -> None:
         self._mesh.joined = not self._mesh.lost

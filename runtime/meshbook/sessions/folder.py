@@ -22,13 +22,14 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.sessions import lock
-from meshbook.system.processes import is_same_process
+from meshbook.system.processes import in_endpoint, is_same_process, loopback_address
 from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
 
 KEPT_LOG_SESSIONS = 20
@@ -139,8 +140,37 @@ class SessionFolder:
     def save(self) -> None:
         """Write ``state``, which only its owner changes."""
         with self._lock:
-            if not self._closed:
-                write_private(self.path / "state", encode_state(self.state))
+            self._write()
+
+    def _write(self) -> None:
+        if not self._closed:
+            write_private(self.path / "state", encode_state(self.state))
+
+    def save_hosts(self, hosts: Mapping[str, SavedHost]) -> None:
+        """Note hosts that were started."""
+        with self._lock:
+            self.state.hosts.update(hosts)
+            self._write()
+
+    def save_mesh(self, id: int, mesh: SavedMesh) -> None:
+        """Note a mesh that has come up, or has changed: without this the next controller does not want it."""
+        with self._lock:
+            self.state.meshes[id] = mesh
+            self._write()
+
+    def forget(self, meshes: Iterable[int] = (), hosts: Iterable[str] = ()) -> None:
+        """Note that meshes and hosts have ended."""
+        with self._lock:
+            for mesh in meshes:
+                self.state.meshes.pop(mesh, None)
+            for host in hosts:
+                self.state.hosts.pop(host, None)
+            self._write()
+
+    def peer_ip(self) -> str:
+        """Return where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
+        tcp = [end for end in self.state.endpoints.values() if end.startswith("tcp://")]
+        return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else in_endpoint(loopback_address())
 
     def remember(self, key: str, value: bytes) -> None:
         """Keep ``value`` as long as the session. Raises: UsageError for a key that cannot be a file name."""

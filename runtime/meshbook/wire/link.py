@@ -55,7 +55,7 @@ def epoch_of(frames: Sequence[Buffer]) -> int:
 
 
 def check_message(header: bytes, payload: Sequence[Buffer]) -> None:
-    """Raises: MessageTooLarge."""
+    """Refuse what no frame can carry. Raises: MessageTooLarge."""
     check_sizes([len(header), *(part.nbytes if isinstance(part, memoryview) else len(part) for part in payload)])
 
 

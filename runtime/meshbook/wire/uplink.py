@@ -50,7 +50,7 @@ class PeerSilence:
 
 
 class UplinkOwner(Protocol):
-    """Who uses an `Uplink`."""
+    """What the user of an `Uplink` is told."""
 
     def on_heard(self) -> None:
         """Something new has come, and is handed over next."""
@@ -138,7 +138,7 @@ class Uplink:
 
     @property
     def is_answered(self) -> bool:
-        """As `Lane.is_answered`."""
+        """Return what `Lane.is_answered` says of the urgent lane."""
         return self._lanes["urgent"].is_answered
 
     @property
