@@ -7,10 +7,9 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
 from meshbook.errors import MeshError
-from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import failed_replies, failed_reply, lost_replies, split_replies
@@ -28,21 +27,17 @@ class ForwardedCalls:
     """Of one uplink: to the controller's process, or to the agent of another host.
 
     answer: hands answers to the worker that has called. discard: lets go of a payload that nobody wants.
-    host: our own, which failed replies name.
     """
 
     def __init__(
         self,
         uplink: Uplink,
-        segment_refs: SegmentRefCounts,
-        pool: SegmentPool,
+        host: HostResources,
         answer: Callable[[AgentWorker, wire.Replies, Sequence[Buffer]], None],
         discard: Callable[[wire.SegmentRef], None],
-        host: str,
     ) -> None:
         self.uplink = uplink
-        self._segment_refs, self._pool = segment_refs, pool
-        self._answer, self._discard, self._host = answer, discard, host
+        self._host, self._answer, self._discard = host, answer, discard
         self._open: dict[ForwardedKey, _Away] = {}
 
     def send(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer], ranks: Collection[int]) -> None:
@@ -50,10 +45,10 @@ class ForwardedCalls:
         segment = bulk = None
         if call.segment is not None:
             try:
-                segment, bulk = self._segment_refs.export(call.segment, self.uplink)
+                segment, bulk = self._host.segment_refs.export(call.segment, self.uplink)
             except MeshError as error:
                 if call.reply:
-                    self._answer(sender, *failed_replies(call, ranks, self._host, error))
+                    self._answer(sender, *failed_replies(call, ranks, self._host.name, error))
                 return
         if segment is not None:
             sender.lent.add(segment.segment)
@@ -95,7 +90,7 @@ class ForwardedCalls:
         """Put a payload that came in pieces into our shared memory."""
         assert reply.bulk is not None
         try:
-            segment = self._pool.write(self.uplink.bulk_in.take(*reply.bulk))
+            segment = self._host.pool.write(self.uplink.bulk_in.take(*reply.bulk))
         except MeshError as error:
-            return failed_reply(reply, self._host, error)
+            return failed_reply(reply, self._host.name, error)
         return reply._replace(segment=segment, bulk=None), frames

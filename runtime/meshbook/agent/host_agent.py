@@ -10,7 +10,6 @@ Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import os
 import secrets
 import signal
@@ -26,10 +25,9 @@ from meshbook.agent.cancels import find_held
 from meshbook.agent.handover import PreviousControllers, report, unacked_messages
 from meshbook.agent.lease import Lease
 from meshbook.agent.mail import AgentMail
-from meshbook.agent.mesh import AgentMesh, HostResources
-from meshbook.agent.output_pump import OfflineQuota
-from meshbook.agent.peers import AgentPeers
+from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.rank_log import settle_logs
+from meshbook.agent.resources import HostResources
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.spawns import Spawns
 from meshbook.concurrency.own_faults import attempt, tell
@@ -38,7 +36,6 @@ from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices
 from meshbook.system.event_loop import EventLoop
-from meshbook.system.exits import OomWatch
 from meshbook.system.processes import adopt_orphans, machine_id, reap_strangers
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
@@ -80,32 +77,17 @@ class HostAgent:
         self._uplink = Uplink(dialer, ticket, self._loop, self, self._succeed)
         self._lease = Lease(self._loop, ticket.lease_s, self._uplink.silence)
         self._meshes: dict[int, AgentMesh] = {}
-        self._quota = OfflineQuota()
         self._welcome: wire.Welcome | None = None
         self._former = PreviousControllers()
         self._pool = SegmentPool()
         self._segment_refs = SegmentRefCounts(self._segment_unused)
         self._moves: dict[int, Moves] = {}
         """By mesh, of those whose ranks got other numbers."""
-        make_peers = functools.partial(
-            AgentPeers,
-            host=self._name,
-            loop=self._loop,
-            dialer=dialer,
-            ticket=ticket,
-            segment_refs=self._segment_refs,
-            pool=self._pool,
-            is_there=lambda: self._lease.runs or self._lease.is_heard,
-            send=self._uplink.send_urgent,
-        )
-        self._mail = AgentMail(
-            self._name, self._meshes, self._segment_refs, self._uplink, self._pool, self._moves, make_peers
-        )
-        self._oom = OomWatch()
         self._resources = HostResources(
-            self._name, Path(ticket.log_dir), self._loop, self._uplink, self._mail, self._segment_refs, self._quota,
-            self._oom, self._moves,
-        )  # fmt: skip
+            self._name, ticket, self._loop, dialer, self._uplink, self._segment_refs, self._pool, self._moves
+        )
+        self._quota = self._resources.quota
+        self._mail = AgentMail(self._resources, self._meshes, lambda: self._lease.runs or self._lease.is_heard)
         self._spawns = Spawns(self._loop, self._mesh_of, self._uplink.send)
         self._ending: int | None = None
         """With which code the agent exits when its last mesh has ended."""
@@ -310,7 +292,7 @@ class HostAgent:
     def _mesh_of(self, spawn: wire.Spawn) -> AgentMesh:
         mesh = self._meshes.get(spawn.mesh)
         if mesh is None:
-            mesh = AgentMesh(spawn.mesh, spawn.name, spawn.arrangement.host_rank, self._resources, self._on_stopped)
+            mesh = AgentMesh(spawn, self._resources, self._mail, self._on_stopped)
             mesh.memory.moves = self._moves.get(spawn.mesh, ())
             self._meshes[spawn.mesh] = mesh
         return mesh
@@ -354,7 +336,7 @@ class HostAgent:
         for pid, segment in self._former.take_freed():
             self._free_in_worker(pid, segment)
         workers = [worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()]
-        self._oom.sample(workers)
+        self._resources.oom.sample(workers)
         reap_strangers({*workers, *self._spawns.template_pids})
         if self._lease.is_over(bool(self._meshes)):
             if self._meshes:

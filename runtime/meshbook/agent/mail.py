@@ -19,11 +19,10 @@ import msgspec
 
 from meshbook.agent.forwarded import ForwardedCalls
 from meshbook.agent.peers import AgentPeers
-from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
-from meshbook.shape.generations import AS_NOW, Moves
+from meshbook.shape.generations import AS_NOW
 from meshbook.shape.slices import group
-from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import dropped_replies, lost_replies
@@ -41,25 +40,13 @@ MailAnswer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]
 
 
 class AgentMail:
-    """The mail of one host. meshes: those that have workers here. uplink: to the controller. pool: the agent's own.
+    """The mail of one host. meshes: those that have workers here. is_there: see `meshbook.agent.peers.AgentPeers`."""
 
-    make_peers: makes the agents of other hosts, as they are known here.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        meshes: Mapping[int, AgentMesh],
-        segment_refs: SegmentRefCounts,
-        uplink: Uplink,
-        pool: SegmentPool,
-        moves: Mapping[int, Moves],
-        make_peers: Callable[[AgentMail], AgentPeers],
-    ) -> None:
-        self._host, self._meshes, self._segment_refs, self._pool, self._moves = host, meshes, segment_refs, pool, moves
-        self.controller = self.calls_by(uplink)
+    def __init__(self, host: HostResources, meshes: Mapping[int, AgentMesh], is_there: Callable[[], bool]) -> None:
+        self._host, self._meshes, self._segment_refs = host, meshes, host.segment_refs
+        self.controller = self.calls_by(host.uplink)
         """The calls that are the controller's to answer."""
-        self.peers = make_peers(self)
+        self.peers = AgentPeers(self, host, is_there)
         self._held: dict[AgentWorker, tuple[wire.MailHold, set[AgentWorker]]] = {}
         """Workers that read too slowly, with those who wait for it, and what they were told."""
         self._held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
@@ -111,7 +98,7 @@ class AgentMail:
     def deliver(self, call: wire.Call, payload: Sequence[Buffer], answer: MailAnswer) -> Sequence[AgentWorker]:
         """Pass on a call all of whose members live here, or lived; returns those that do."""
         mesh = self._meshes.get(call.mesh)
-        if call.generation not in (AS_NOW, len(self._moves.get(call.mesh, ()))):
+        if call.generation not in (AS_NOW, len(self._host.moves.get(call.mesh, ()))):
             mesh, dead = None, _MOVING
         else:
             dead = _STOPPED
@@ -149,7 +136,7 @@ class AgentMail:
 
     def calls_by(self, uplink: Uplink) -> ForwardedCalls:
         """Make the table of the calls that go by an uplink."""
-        return ForwardedCalls(uplink, self._segment_refs, self._pool, self._answer, self.discard, self._host)
+        return ForwardedCalls(uplink, self._host, self._answer, self.discard)
 
     def _answer(self, sender: AgentWorker, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Hand answers to the worker that has called."""

@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
 from typing_extensions import assert_never
@@ -20,8 +19,8 @@ from meshbook.agent.journal import CallJournal
 from meshbook.agent.logs import read_on
 from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import ShownDisplay
-from meshbook.agent.output_pump import OfflineQuota, OutputPump
-from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.output_pump import OutputPump
+from meshbook.agent.resources import HostResources
 from meshbook.agent.stack_dumps import OutsideStacks
 from meshbook.agent.store import StoreHome, StoreRelay
 from meshbook.agent.worker import AgentWorker
@@ -29,35 +28,16 @@ from meshbook.agent.worker_pool import WorkerPool
 from meshbook.errors import MeshError
 from meshbook.formatting import format_bytes
 from meshbook.lifecycle import WorkerEvent
-from meshbook.shape.generations import Moves
-from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, log_tail
 from meshbook.system.processes import is_ending, process_state
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import agents_answer, dropped_replies, explain_failure, failed_replies, lost_reply
-from meshbook.wire.uplink import Uplink
 
 COMBINE_S = 0.002
 """Answers of one host wait this long for each other; failures do not wait."""
 
 LOG_TAIL_LINES = 5
-
-
-@dataclass(frozen=True)
-class HostResources:
-    """What the meshes of one host share."""
-
-    name: str
-    log_dir: Path
-    loop: EventLoop
-    uplink: Uplink
-    mail: AgentMail
-    segment_refs: SegmentRefCounts
-    quota: OfflineQuota
-    oom: OomWatch
-    moves: Mapping[int, Moves]
-    """By mesh, of those whose ranks got other numbers."""
 
 
 CallKey: TypeAlias = int | tuple[wire.Origin, int]
@@ -94,21 +74,20 @@ class AgentMesh:
     """All workers of a mesh on this host."""
 
     def __init__(
-        self, id: int, name: str, host_rank: int, host: HostResources, on_stopped: Callable[[int], None]
+        self, spawn: wire.Spawn, host: HostResources, mail: AgentMail, on_stopped: Callable[[int], None]
     ) -> None:
-        """on_stopped: called with the mesh's number when it was told to end and no process is left."""
-        self.id = id
-        self.memory = CallJournal(id, name)
-        self._host, self._loop, self._uplink = host, host.loop, host.uplink
-        self.worker_pool = WorkerPool(
-            host.loop, self, host.uplink.send, self._tell_if_stopped, host.name, host.log_dir / f"{name}-{id}"
-        )
+        """spawn: the first of its workers. on_stopped: called when it was told to end and no process is left of it."""
+        self.id = spawn.mesh
+        self.memory = CallJournal(spawn.mesh, spawn.name)
+        self._host, self._mail, self._loop, self._uplink = host, mail, host.loop, host.uplink
+        log_dir = host.log_dir / f"{spawn.name}-{spawn.mesh}"
+        self.worker_pool = WorkerPool(host.loop, self, host.uplink.send, self._tell_if_stopped, host.name, log_dir)
         self._output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
         self._calls: dict[CallKey, _OpenCall] = {}
         self._early_cancels = EarlyCancels()
         self._combining = False
         self._on_stopped = on_stopped
-        self.store = self._make_store(host_rank)
+        self.store = self._make_store(spawn.arrangement.host_rank)
 
     @property
     def oom(self) -> OomWatch:
@@ -268,9 +247,9 @@ class AgentMesh:
             case wire.SegmentFree(pid, segment):
                 self._host.segment_refs.take_back(worker, (pid, segment))
             case wire.Call():
-                self._host.mail.call(worker, self.id, message, payload)
+                self._mail.call(worker, self.id, message, payload)
             case wire.Cancel():
-                self._host.mail.cancel(worker, self.id, message)
+                self._mail.cancel(worker, self.id, message)
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
@@ -434,7 +413,7 @@ class AgentMesh:
 
     def on_mail_sent(self, worker: AgentWorker) -> None:
         """All mail that had to wait for a worker has been sent, or never will be."""
-        self._host.mail.release(worker)
+        self._mail.release(worker)
 
     def on_output(self, worker: AgentWorker) -> None:
         """Something was printed."""

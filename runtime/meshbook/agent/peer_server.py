@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.resources import HostResources
 from meshbook.concurrency.own_faults import tell
 from meshbook.errors import MeshError, PeerProtocolError
-from meshbook.system.event_loop import EventLoop
-from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
 from meshbook.wire.bulk import NamesPayload
@@ -36,24 +34,15 @@ TURN_MESSAGES = 256
 class PeerServer:
     """Raises: OSError if the system has no sockets for it."""
 
-    def __init__(
-        self,
-        keys: tuple[str, str],
-        ip: str,
-        loop: EventLoop,
-        host: str,
-        callee: AgentMail,
-        segment_refs: SegmentRefCounts,
-        pool: SegmentPool,
-    ) -> None:
-        self._host, self._callee, self._segment_refs, self._pool = host, callee, segment_refs, pool
-        self._sock = ControllerSocket(keys)
+    def __init__(self, host: HostResources, ip: str, callee: AgentMail) -> None:
+        self._host, self._callee = host, callee
+        self._sock = ControllerSocket((host.ticket.public_key, host.ticket.secret_key))
         try:
             self.endpoint = self._sock.bind(f"tcp://{ip}:*")
         except OSError:
             self._sock.close()
             raise
-        loop.watch(self._sock.fd, lambda: None)
+        host.loop.watch(self._sock.fd, lambda: None)
         self._callers: dict[str, HostLink] = {}
 
     def admit(self, host_id: str, key: str, epoch: int) -> None:
@@ -121,7 +110,7 @@ class PeerServer:
         call = message
         if call.bulk is not None:
             try:
-                segment = self._pool.write(host.bulk_in.take(*call.bulk))
+                segment = self._host.pool.write(host.bulk_in.take(*call.bulk))
             except MeshError as error:
                 self._refuse(host, call, error)
                 return
@@ -131,7 +120,7 @@ class PeerServer:
     def _refuse(self, host: HostLink, call: wire.Call, error: MeshError) -> None:
         if call.reply:
             ranks = [rank for part in call.target for rank in part.ranks()]
-            host.send(*failed_replies(call, ranks, self._host, error))
+            host.send(*failed_replies(call, ranks, self._host.name, error))
 
     def _answer(self, host: HostLink, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Send answers back; their large payloads in pieces, which are not copied before."""
@@ -152,7 +141,7 @@ class PeerServer:
             self._callee.discard(segment)
             return reply._replace(segment=None), frames
         try:
-            mapped, bulk = self._segment_refs.export(segment, host)
+            mapped, bulk = self._host.segment_refs.export(segment, host)
         except MeshError as error:
-            return failed_reply(reply, self._host, error)
+            return failed_reply(reply, self._host.name, error)
         return reply._replace(segment=mapped, bulk=bulk), frames

@@ -14,19 +14,16 @@ import msgspec
 
 from meshbook.agent.forwarded import ForwardedCalls
 from meshbook.agent.peer_server import PeerServer
-from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
 from meshbook.errors import PeerProtocolError
 from meshbook.shape.slices import group
-from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import family_of, in_endpoint, is_same_process, start_time
-from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import Buffer, only_frame
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.transport import Dialer
 from meshbook.wire.uplink import Uplink
 
 if TYPE_CHECKING:
@@ -59,16 +56,15 @@ class PeerClient:
 
     def __init__(
         self,
-        dialer: Dialer,
+        host: HostResources,
         ticket: Ticket,
-        loop: EventLoop,
         make_calls: Callable[[Uplink], ForwardedCalls],
         pid: int = 0,
     ) -> None:
         """ticket: to the port of the other agent. pid: its process, where that is on this machine. Raises: OSError."""
         self._pid, self._started = pid, start_time(pid) if pid else None
         self.lost = ""
-        self._uplink = Uplink(dialer, ticket, loop, self)
+        self._uplink = Uplink(host.dialer, ticket, host.loop, self)
         self.calls = make_calls(self._uplink)
         """Those that went there."""
         self.beat()
@@ -126,25 +122,12 @@ class PeerClient:
 class AgentPeers:
     """The peers of one agent, and its calls that wait for them.
 
-    host: our own name. is_there: whether there is a controller, silent or not. send: says something urgent to it.
+    is_there: whether there is a controller, silent or not.
     """
 
-    def __init__(
-        self,
-        mail: AgentMail,
-        *,
-        host: str,
-        loop: EventLoop,
-        dialer: Dialer,
-        ticket: Ticket,
-        segment_refs: SegmentRefCounts,
-        pool: SegmentPool,
-        is_there: Callable[[], bool],
-        send: Callable[[wire.FromHost], None],
-    ) -> None:
-        self._loop, self._dialer, self._ticket = loop, dialer, ticket
-        self._segment_refs, self._pool = segment_refs, pool
-        self._mail, self._host, self._is_there, self._send = mail, host, is_there, send
+    def __init__(self, mail: AgentMail, host: HostResources, is_there: Callable[[], bool]) -> None:
+        self._mail, self._host, self._is_there = mail, host, is_there
+        self._loop, self._send = host.loop, host.uplink.send_urgent
         self._clients: dict[str, PeerClient] = {}
         self._lost: dict[str, wire.DeathCause] = {}
         """Hosts to which there is no connection (any more)."""
@@ -234,10 +217,10 @@ class AgentPeers:
             self._lose(peer.host, peer.meeting.problem, peer.name)
         elif peer.host not in self._clients and peer.meeting.epoch:
             ticket = msgspec.structs.replace(
-                self._ticket, endpoint=peer.meeting.endpoint, controller_key=peer.key, epoch=peer.meeting.epoch
+                self._host.ticket, endpoint=peer.meeting.endpoint, controller_key=peer.key, epoch=peer.meeting.epoch
             )
             try:
-                client = PeerClient(self._dialer, ticket, self._loop, self._mail.calls_by, peer.pid)
+                client = PeerClient(self._host, ticket, self._mail.calls_by, peer.pid)
             except OSError as error:
                 self._lose(peer.host, f"this host's agent cannot connect to it: {error}", peer.name)
                 return
@@ -250,10 +233,7 @@ class AgentPeers:
         """Another host's workers are to call ours: let its agent in, and say where."""
         try:
             if self._port is None:
-                keys = (self._ticket.public_key, self._ticket.secret_key)
-                self._port = PeerServer(
-                    keys, self._ip(message.ip), self._loop, self._host, self._mail, self._segment_refs, self._pool
-                )
+                self._port = PeerServer(self._host, self._ip(message.ip), self._mail)
             self._port.admit(message.host, message.key, message.epoch)
         except OSError as error:
             self._send(wire.PeerAddress(message.host, "", f"its agent cannot listen: {explain(error)}"))
@@ -262,7 +242,7 @@ class AgentPeers:
 
     def _ip(self, proposed: str) -> str:
         """The address by which the controller's network reaches us."""
-        endpoint = self._ticket.endpoint
+        endpoint = self._host.ticket.endpoint
         if not endpoint.startswith("tcp://"):
             return proposed
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
