@@ -81,7 +81,7 @@ class AgentMesh:
         self.memory = CallJournal(spawn.mesh, spawn.name)
         self._host, self._mail, self._loop, self._uplink = host, mail, host.loop, host.uplink
         log_dir = host.log_dir / f"{spawn.name}-{spawn.mesh}"
-        self.worker_pool = WorkerPool(host.loop, self, host.uplink.send, self._tell_if_stopped, host.name, log_dir)
+        self.worker_pool = WorkerPool(self, host, log_dir)
         self._output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
         self._calls: dict[CallKey, _OpenCall] = {}
         self._early_cancels = EarlyCancels()
@@ -355,9 +355,10 @@ class AgentMesh:
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)
             self._forget_rank(worker.rank, wire.DeathCause(self.worker_pool.host, cause, tail, alone))
-        self._tell_if_stopped()
+        self.tell_if_stopped()
 
-    def _tell_if_stopped(self) -> None:
+    def tell_if_stopped(self) -> None:
+        """Say that the mesh has stopped, if it has: a process has gone, or was never forked."""
         if self.worker_pool.ending and not self.workers and not self.worker_pool.leaving:
             self._on_stopped(self.id)
 
@@ -449,7 +450,7 @@ class AgentMesh:
         """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
         self.worker_pool.ending = True
         self._give_up_mail("its mesh was stopped")
-        self._tell_if_stopped()
+        self.tell_if_stopped()
         for worker in self.workers.values():
             worker.calls.end_writing()
         if self.workers or self.worker_pool.leaving:

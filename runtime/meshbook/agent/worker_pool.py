@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.errors import DeviceError
 from meshbook.lifecycle import WorkerEvent, WorkerPhase
 from meshbook.system.devices import count_cores, plan_devices
-from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
@@ -28,30 +28,21 @@ from meshbook.wire.replies import agents_answer
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
+    from meshbook.agent.resources import HostResources
 
 
+@dataclass(eq=False)
 class _Batch:
     """The workers of one `Spawn`."""
 
-    def __init__(self, spawn: wire.Spawn) -> None:
-        self.spawn = spawn
-        self.workers: list[AgentWorker] = []
-        self.reported = False
+    spawn: wire.Spawn
+    workers: list[AgentWorker] = field(default_factory=list)
 
 
 class WorkerPool:
     """Owned by `meshbook.agent.mesh.AgentMesh`, which reads ``workers``."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        owner: AgentMesh,
-        report: Callable[[wire.FromHost], None],
-        on_gone: Callable[[], None],
-        host: str,
-        log_dir: Path,
-    ) -> None:
-        """on_gone: called when workers that were to be forked were not."""
+    def __init__(self, owner: AgentMesh, host: HostResources, log_dir: Path) -> None:
         self.workers: dict[int, AgentWorker] = {}
         """By what messages call them: their rank, most often."""
         self.leaving: dict[AgentWorker, int] = {}
@@ -60,8 +51,8 @@ class WorkerPool:
         """Of everyone who has a rank here, the dead included."""
         self.ending = False
         """The mesh is being stopped: whoever comes up now is not wanted any more."""
-        self._loop, self._owner, self._report, self._on_gone, self.host = loop, owner, report, on_gone, host
-        self._log_dir = log_dir
+        self._owner, self._log_dir = owner, log_dir
+        self._loop, self._report, self.host = host.loop, host.uplink.send, host.name
         self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
         self._batches: list[_Batch] = []
         self._replaced = 0
@@ -167,7 +158,7 @@ class WorkerPool:
             retry()
             return
         self._report(wire.SpawnFailed(batch.spawn.mesh, reason, request=batch.spawn.request))
-        self._on_gone()
+        self._owner.tell_if_stopped()
 
     def report_ready(self) -> None:
         """Tell of the batches whose workers have all answered by now."""
