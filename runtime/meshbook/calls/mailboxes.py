@@ -52,12 +52,15 @@ class Mailboxes:
     def __init__(self) -> None:
         self._open: dict[int, Mailbox] = {}
         self._closed: OrderedDict[int, str] = OrderedDict()
-        self.not_yet: Callable[[int], Mailbox | None] = lambda id: None
-        """Asked for a mailbox that has never been open: who takes what comes too early, if anybody."""
+        self._rest: Mailbox | None = None
 
     def open(self, id: int, handler: Handler, on_cancel: Callable[[wire.Call, bool], None] | None = None) -> None:
         """Hand calls to mailbox ``id`` (not 0) to ``handler`` from now on; see `Handler` and `Mailbox`."""
         self._open[id] = Mailbox(handler, on_cancel)
+
+    def open_rest(self, handler: Handler) -> None:
+        """Hand calls to ``handler`` that are for mailboxes which have never been open: they may have come too early."""
+        self._rest = Mailbox(handler)
 
     def close(self, id: int, why: str = "") -> None:
         """Refuse what comes from now on; calls that were handed out are still the handler's to answer. Idempotent.
@@ -77,7 +80,7 @@ class Mailboxes:
         """Raises: MailboxClosed if there is none. rank: ours, for the error."""
         mailbox = self._open.get(id)
         if mailbox is None and id not in self._closed:
-            mailbox = self.not_yet(id)
+            mailbox = self._rest
         if mailbox is None:
             raise MailboxClosed(rank, id, self._closed.get(id, ""))
         return mailbox

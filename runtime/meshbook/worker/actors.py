@@ -19,7 +19,7 @@ from meshbook.actor.ports import Port
 from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH, Place
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import LoadArgs, Mailbox, Mailboxes, ReplyTo
+from meshbook.calls.mailboxes import LoadArgs, Mailboxes, ReplyTo
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.own_faults import tell
 from meshbook.errors import Failure, MailboxClosed, MeshError
@@ -63,7 +63,7 @@ class ActorRegistry:
         self._early: dict[int, list[tuple[wire.Call, LoadArgs, ReplyTo]]] = {}
         """What has come for actors that are not there yet, by mailbox."""
         mailboxes.open(ACTORS, self._spawn, self._cancel_spawn)
-        mailboxes.not_yet = lambda mailbox: Mailbox(self._keep_early)
+        mailboxes.open_rest(self._keep_early)
 
     def after_fork(self) -> None:
         """In a forked child: the lock may be that of a thread which it lacks."""
