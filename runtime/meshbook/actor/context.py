@@ -80,7 +80,7 @@ class ActorInstance(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Context:
-    """What `context` returns."""
+    """What `context` returns: who is asked, for whom, and by which call."""
 
     actor_instance: ActorInstance
     find_message_rank: Callable[[], Point]

@@ -1,1 +1,1 @@
-"""pdb and debugpy on ranks, and the person's end of both."""
+"""pdb and debugpy on ranks; the person's end of both is of `meshbook.mesh`."""

@@ -138,7 +138,7 @@ def _check_bootstrap(bootstrap: object) -> None:
 
 
 def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object]) -> None:
-    """Raises: SpawnError, TimeoutError."""
+    """Run it in every process. Raises: SpawnError, TimeoutError."""
     try:
         procs.execute(bootstrap).get(SPAWN_TIMEOUT_S)
     except CallFailed as error:

@@ -121,7 +121,7 @@ def without(extent: Extent, dead: Collection[int]) -> dict[str, int]:
 
 
 def check_steps(extent: Extent, steps: Mapping[str, int], verb: str) -> None:
-    """Raises: UnknownAxisError, UsageError."""
+    """Refuse steps along no axis, or of less than one. Raises: UnknownAxisError, UsageError."""
     example = advice().change.format(verb=verb, sizes=f"{next(iter(extent.names), 'gpus')}=1")
     if not steps:
         raise UsageError(f"say along which axis, and by how much: {example}")
