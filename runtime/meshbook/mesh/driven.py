@@ -70,7 +70,6 @@ class DrivenSessions:
         return HostMesh(controller, hosts, Region.of(extent))
 
     def this_host(self) -> HostMesh:
-        """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
         with self._lock:
             if self._this_host is None:
                 self._this_host = self.start_hosts({}, LocalLauncher(), serves_all=True)
@@ -78,14 +77,7 @@ class DrivenSessions:
                 self._this_host.replace_lost()
             return self._this_host
 
-    def attach(self, session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
-        """Drive a session that another process has left, or died in: its meshes with their state, its open calls.
-
-        session: one of `sessions`, its id, or the name of one of its meshes. Hosts that do not answer within
-        ``timeout_s`` count as lost. When this process has no meshes of its own yet, later spawns join the session.
-        Raises: SessionInUse if a living process drives it, AttachError if it has ended or cannot be reached.
-        """
-        saved = find_session(session)
+    def attach(self, saved: SavedSession, timeout_s: float) -> Attachment:
         with self._lock:
             attachment = attach_session(saved, timeout_s, self.front_end, _open_router)
             controller = attachment.controller
@@ -126,7 +118,9 @@ _driven = DrivenSessions()
 at_fork(in_child=_driven.forget_in_child)
 
 
-this_host, attach = _driven.this_host, _driven.attach
+def this_host() -> HostMesh:  # a function, no bound method: programs send it to ranks
+    """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
+    return _driven.this_host()
 
 
 def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
@@ -167,6 +161,16 @@ def shutdown(timeout_s: float = 5.0) -> None:
     """
     for controller in _driven.take_all():
         controller.close(timeout_s)
+
+
+def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
+    """Drive a session that another process has left, or died in: its meshes with their state, its open calls.
+
+    session: one of `sessions`, its id, or the name of one of its meshes. Hosts that do not answer within ``timeout_s``
+    count as lost. When this process has no meshes of its own yet, later spawns join the session.
+    Raises: SessionInUse if a living process drives it, AttachError if it has ended or cannot be reached.
+    """
+    return _driven.attach(find_session(session), timeout_s)
 
 
 def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S) -> list[str]:

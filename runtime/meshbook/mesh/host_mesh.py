@@ -90,7 +90,7 @@ class HostMesh(MeshView):
         procs = ProcMesh(self._controller, mesh)
         try:
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
-            (procs.form_group() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
+            (procs.rebuild_groups() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
             if bootstrap is not None:
                 _run_bootstrap(procs, bootstrap)
         except BaseException as error:

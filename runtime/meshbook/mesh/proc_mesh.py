@@ -231,10 +231,6 @@ class ProcMesh(MeshView):
         self._mesh.axes = self.sizes
         return self._call("set_axes", (tuple(self.sizes), tuple(self.sizes.values())), what="the axes")
 
-    def form_group(self) -> Future[ValueMesh[None]]:
-        """Form the default process group of the whole mesh and prove it with a collective."""
-        return self._controller.form_groups(self._mesh)
-
     def abort_groups(self, reason: str) -> None:
         """Free all ranks of the mesh that wait in collectives: they raise GroupAborted. Does not wait.
 
@@ -247,7 +243,10 @@ class ProcMesh(MeshView):
         return self._call("prove_group", (), what="the proof of the process groups")
 
     def rebuild_groups(self) -> Future[ValueMesh[None]]:
-        """Form the process groups again, in place: DeviceMeshes, DTensors and modules made before work on."""
+        """Form the default process group of the whole mesh and prove it with a collective.
+
+        Groups that are there are formed again, in place: DeviceMeshes, DTensors and modules made before work on.
+        """
         return self._controller.form_groups(self._mesh)
 
     def prepare_group(self) -> Future[ValueMesh[None]]:

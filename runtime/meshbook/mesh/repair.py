@@ -232,7 +232,7 @@ class Repair:
     def join(self) -> None:
         """Have all ranks form the groups, or meet; they take up the axes that they had."""
         mesh, procs = self._mesh, self._procs
-        future = procs.form_group() if mesh.grouped else procs.prepare_group()
+        future = procs.rebuild_groups() if mesh.grouped else procs.prepare_group()
         assert isinstance(future, CallFuture)
         try:
             self._wait_for_ranks(future)
