@@ -41,18 +41,18 @@ class NotebookTerminal:
         self._shell, self._output = shell, output
 
     def show(self, texts: Mapping[int, str]) -> None:
-        """See `meshbook.mesh.prompt.Terminal`."""
+        """Show each text under its rank."""
         for rank, text in texts.items():
             self._output.receive(StreamText(rank, "stdout", text, 0))
         self._output.drain()
 
     def say(self, text: str) -> None:
-        """See `meshbook.mesh.prompt.Terminal`."""
+        """Show words of the prompt itself."""
         self._output.note(text, "stdout")
         self._output.drain()
 
     def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
-        """See `meshbook.mesh.prompt.Terminal`."""
+        """Read a line; None if it was given up."""
         self._output.drain()
         kernel = kernel_of(self._shell)
         if kernel is None:
@@ -125,10 +125,10 @@ class CallPromptHandler:
         self._session = session
 
     def refusal(self) -> str:
-        """See `meshbook.mesh.console.PromptHandler`."""
+        """Return why nobody could answer a prompt; empty where somebody can."""
         return why_no_prompt(self._session.shell)
 
     def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
-        """See `meshbook.mesh.console.PromptHandler`."""
+        """Have the person type in the cell that waits for the call; whether ranks are left stopped."""
         output = self._session.part(CallOutput).output(procs)
         return DebugPrompt(procs, NotebookTerminal(self._session.shell, output), choose).attend(is_over)

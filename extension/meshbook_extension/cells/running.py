@@ -293,7 +293,7 @@ class Jobs:
         self._next = max(self._next, number)
 
     def all(self) -> list[Job]:
-        """Every job, oldest first."""
+        """Return every job, oldest first."""
         return list(self._jobs.values())
 
     def running(self) -> list[Job]:

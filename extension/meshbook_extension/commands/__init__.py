@@ -49,13 +49,13 @@ def on_ranks(
 
 
 def load_all() -> None:
-    """Fill the table."""
+    """Import the modules that fill the table."""
     for name in MODULES:
         importlib.import_module(f"{__name__}.{name}")
 
 
 def dispatch(session: Session, line: str) -> None:
-    """Run one ``%mesh`` line.
+    """Run the line of one ``%mesh``.
 
     Raises: UsageError for what is no command, and what the command raises.
     """

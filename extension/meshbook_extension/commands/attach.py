@@ -115,7 +115,7 @@ def names_of(saved: SavedSession) -> list[str]:
 
 
 def owner_of(saved: SavedSession) -> str:
-    """``train.ipynb (process 4711)``"""
+    """Return who has a session: ``train.ipynb (process 4711)``."""
     notebook_state = decode(saved.recall(KEY))
     notebook = describe_notebook(notebook_state.notebook) if notebook_state else ""
     return f"{notebook} (process {saved.owner_pid})" if notebook else f"process {saved.owner_pid}"

@@ -1,4 +1,4 @@
-"""Spawn, list, use, stop."""
+"""The meshes of a notebook: spawn, list, use, stop."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
     examples=("%mesh use trainers", "%mesh use main --out procs"),
 )
 def use(session: Session, arguments: Arguments) -> None:
-    """Switch meshes."""
+    """Make another mesh the current one."""
     from meshbook.mesh.proc_mesh import ProcMesh
 
     (name,) = arguments.words

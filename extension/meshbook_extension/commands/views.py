@@ -48,7 +48,7 @@ def name_slice(session: Session, arguments: Arguments) -> None:
     notes="The size of one new axis may be left out. Slices that have a name stay as they are.",
 )
 def split(session: Session, arguments: Arguments) -> None:
-    """``gpus=dp,tp tp=2``"""
+    """Give the mesh the axes that the pairs make of one."""
     axes: dict[str, Sequence[str] | int] = {
         axis: int(text) if text.isdigit() else tuple(text.split(",")) for axis, text in arguments.pairs.items()
     }
@@ -64,7 +64,7 @@ def split(session: Session, arguments: Arguments) -> None:
     examples=("%mesh rename hosts=dp", "%mesh rename hosts=dp gpus=tp"),
 )
 def rename(session: Session, arguments: Arguments) -> None:
-    """``hosts=dp``"""
+    """Give the mesh the new names of its axes."""
     if not arguments.pairs:
         raise arguments.grammar.refuse("say which axis, and its new name.")
     if RANK in arguments.pairs.values():

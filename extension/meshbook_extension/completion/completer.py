@@ -26,20 +26,12 @@ NAMES_MAX = 2000
 _LOG = logging.getLogger(__name__)
 
 
-class CompletionMatch(NamedTuple):
-    """One completion; ``signature`` where it is known."""
-
-    text: str
-    kind: str
-    signature: str = ""
-
-
 class Found(NamedTuple):
     """What may stand in place of ``cell[start:end]``."""
 
     start: int
     end: int
-    matches: list[CompletionMatch]
+    matches: list[Word]
 
 
 class Completer:
@@ -95,7 +87,7 @@ class Completer:
         found = None if view is None else self._living.complete(view, place.code, place.cursor)
         if found is None:
             return None
-        matches = [CompletionMatch(*item) for item in found.items]
+        matches = [Word(*item) for item in found.items]
         return Found(found.start + place.start, found.end + place.start, matches)
 
     def _complete_line(self, line: MagicLine, cursor: int) -> Found | None:
@@ -110,7 +102,7 @@ class Completer:
         live = self._complete_code(code) if code is not None else None
         if live is None or not live.matches:
             return _found(following, cursor) if following.words else live
-        own = [CompletionMatch(*word) for word in following.words] if live.start == cursor - following.replaced else []
+        own = following.words if live.start == cursor - following.replaced else []
         return live._replace(matches=[*own, *live.matches])
 
     def _expression(self, line: MagicLine) -> RankCode | None:
@@ -140,7 +132,7 @@ class Completer:
 
 @dataclasses.dataclass
 class _Names:
-    """What `meshbook_extension.completion.grammar.Known` asks for."""
+    """The session's and the ranks' names, as `meshbook_extension.completion.grammar.Known` asks for them."""
 
     session: Session
     living: LivingRanks
@@ -197,8 +189,7 @@ def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:
 
 
 def _found(following: Follow, cursor: int) -> Found:
-    matches = [CompletionMatch(*word) for word in following.words]
-    return Found(cursor - following.replaced, cursor, matches)
+    return Found(cursor - following.replaced, cursor, following.words)
 
 
 _NOTHING_KNOWN = Grammar(name="", summary="", examples=("",))

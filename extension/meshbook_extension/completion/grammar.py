@@ -89,10 +89,12 @@ AXIS = "AXIS"
 
 
 class Word(NamedTuple):
-    """One thing that may follow, and its kind, as IPython calls kinds."""
+    """One thing that may stand there; ``signature`` where it is known."""
 
     text: str
     kind: str
+    """As IPython calls kinds."""
+    signature: str = ""
 
 
 class Follow(NamedTuple):

@@ -41,7 +41,7 @@ class Option:
 
     @property
     def usage(self) -> str:
-        """``--timeout S``, ``--group rank|equal|none``."""
+        """Return how help writes it: ``--timeout S``, ``--group rank|equal|none``."""
         return " ".join(filter(None, [self.name, "|".join(self.choices) or self.metavar]))
 
     def convert(self, text: str) -> OptionValue:
@@ -65,7 +65,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What one command accepts.
+    """A grammar says what one command accepts.
 
     name: as typed, ``%mesh spawn`` or ``%%mesh``.
     words: how the help writes the plain words: ``NAME``, ``[NAME]`` for one that may be left out, ``NAME [NAME ...]``.

@@ -43,7 +43,7 @@ class UnknownTargetAxis(UnknownAxisError):
 
 
 def parse_selector(axis: str, text: str, size: int) -> int | slice | list[int]:
-    """Read one ``axis=text``.
+    """Read the selection of one axis, ``axis=text``.
 
     size: of the axis, to count from its end and to expand ranges.
     Returns: an int for a lone index (the axis is dropped), a slice, or a list of distinct indices in order.

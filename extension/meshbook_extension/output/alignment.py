@@ -67,7 +67,7 @@ class _Queue:
         self.era = self.count = 0
 
     def look(self) -> None:
-        """Find `front` anew."""
+        """Find anew what stands in `front`."""
         first = [lane[0] for lane in self.lanes.values() if lane]
         if len(first) > 1:
             first.sort(key=_number)

@@ -42,7 +42,7 @@ class FailureView:
         return self._due_at is not None and self._due_at <= now
 
     def show(self, sink: CellSink) -> None:
-        """Write what waits."""
+        """Write the failures that wait, equal ones once."""
         groups = group_failures(self._waiting)
         self._waiting, self._due_at = [], None
         unnamed: list[int] = []

@@ -24,7 +24,7 @@ class Text(NamedTuple):
 
 
 def label(ranks: Iterable[int]) -> str:
-    """``[0-3]``"""
+    """Return the ranks as lines begin: ``[0-3]``."""
     return f"[{format_ranks(ranks)}]"
 
 
@@ -81,7 +81,7 @@ def join_runs(texts: Sequence[Text], most: int = MANY_RUNS) -> list[Text]:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 rank``, ``8 ranks``"""
+    """Return a number with its noun: ``1 rank``, ``8 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -64,7 +64,7 @@ class HealthWidget(anywidget.AnyWidget):
         self.on_msg(lambda _widget, content, _buffers: self.on_message(content))
 
     def refresh(self, snapshot: Snapshot) -> None:
-        """Show ``snapshot``."""
+        """Show ``snapshot`` in all views."""
         self._snapshot = snapshot
         self._history.add(snapshot)
         layout = snapshot.layout()

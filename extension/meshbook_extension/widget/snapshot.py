@@ -61,7 +61,7 @@ def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
 
 @dataclass(frozen=True)
 class CellNow:
-    """A cell that runs."""
+    """A cell that runs, with its progress."""
 
     what: str
     seconds: float
@@ -95,7 +95,7 @@ class Snapshot:
 
     @property
     def memory_mb(self) -> list[int]:
-        """Resident memory per rank."""
+        """The resident memory of each rank."""
         return [round(one.rss_bytes / MB) for one in self.statuses]
 
     @property
@@ -186,7 +186,7 @@ class History:
         self._charts: dict[str, deque[Spread]] = {name: deque(maxlen=POINTS) for name in names}
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add one tick."""
+        """Take in one more tick."""
         columns = {
             "memory_mb": [mb for mb in snapshot.memory_mb if mb],
             "moved_kb_s": snapshot.moved_kb_s,

@@ -25,7 +25,7 @@ WORTH_BYTES = 1_000_000
 
 
 def status_text(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus]) -> str:
-    """What a terminal shows."""
+    """Return what a terminal shows of the mesh."""
     hosts = len(procs.hosts if len(procs) == len(procs.base()) else {one.host for one in statuses})
     return f"{describe_mesh(session, procs, hosts)}\n{rank_table(statuses)}"
 

@@ -47,7 +47,7 @@ class OfflineQuota:
         self._output_bytes = self._result_bytes = 0
 
     def end(self) -> None:
-        """Somebody listens again."""
+        """Somebody listens again from now on."""
         self.listening = True
 
     def output(self, size_bytes: int) -> bool:
@@ -79,7 +79,7 @@ class OutputPump:
             self._loop.call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
-        """Send what was printed."""
+        """Send what all ranks have printed."""
         self._is_due = False
         if not self._quota.listening:
             return  # it waits, and what is too much is counted and cut

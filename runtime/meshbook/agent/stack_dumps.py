@@ -41,7 +41,7 @@ ADVICE = "py-spy reads it from outside; on that host: pip install 'meshbook[stac
 
 
 class OutsideStacks:
-    """Answers one `wire.AskStacks`."""
+    """The stacks of workers from outside, for one question of the controller."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class OutsideStacks:
 
 
 class _Spy:
-    """One run of py-spy."""
+    """A process of py-spy that reads one worker."""
 
     def __init__(self, loop: EventLoop, program: str, pid: int, native: bool, on_end: Callable[[_Spy], None]) -> None:
         """Raises: OSError if it cannot be started."""
@@ -172,7 +172,7 @@ class _Spy:
 
 
 def _explain(text: str) -> str:
-    """Why py-spy found nothing."""
+    """Return why py-spy has found nothing."""
     said = " ".join(text.split())[:200]
     if "ermission" in said:
         return (
