@@ -10,7 +10,7 @@ from meshbook_extension.commands import on_ranks
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.output.labels import label
+from meshbook_extension.output.labels import columns, label
 
 if TYPE_CHECKING:
     from meshbook.shell.postmortem_memory import Freed
@@ -89,8 +89,7 @@ def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
         ]
         for error in errors
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([*(f"{c:{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows)
+    return "\n".join(columns(rows))
 
 
 def in_full(error: LoggedError) -> str:

@@ -115,3 +115,10 @@ def format_duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
     return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
+
+
+def columns(rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
+    """Return a line for each row, all columns of equal width; ``sides`` has ``>`` for those that stand right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{side}{width}" for side, width in zip(sides.ljust(len(widths), "<"), widths, strict=True)]
+    return ["  ".join(f"{cell:{form}}" for cell, form in zip(row, forms, strict=True)).rstrip() for row in rows]

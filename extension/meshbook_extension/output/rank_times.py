@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from meshbook.formatting import format_some_ranks
-from meshbook_extension.output.labels import format_seconds, label
+from meshbook_extension.output.labels import columns, format_seconds, label
 
 ROWS = 16
 """More ranks than this are grouped."""
@@ -122,11 +122,13 @@ def rows_of(times: Sequence[RankTime]) -> list[tuple[RankTime, str]]:
 
 def _bars(rows: Sequence[tuple[RankTime, str]], longest_s: float) -> list[str]:
     digits = max(len(str(time.rank)) for time, _ in rows)
-    width = max(len(format_seconds(time.total_s)) for time, _ in rows)
-    return [
-        f"rank {time.rank:{digits}}  {format_seconds(time.total_s):>{width}}  {_bar(time, longest_s):{WIDTH}}  {note}"
-        for time, note in rows
-    ]
+    return columns(
+        [
+            (f"rank {time.rank:{digits}}", format_seconds(time.total_s), f"{_bar(time, longest_s):{WIDTH}}", note)
+            for time, note in rows
+        ],
+        "<>",
+    )
 
 
 def _bar(time: RankTime, longest_s: float) -> str:
@@ -157,12 +159,13 @@ def _histogram(times: Sequence[RankTime]) -> list[str]:
     found = bins(times)
     most = max(len(each.ranks) for each in found)
     spans = [f"{format_seconds(each.low_s).rpartition(' ')[0]}-{format_seconds(each.high_s)}" for each in found]
-    width = max(map(len, spans))
-    digits = len(str(most))
-    return [
-        f"{span:>{width}}  {len(each.ranks):{digits}}  {_count_bar(len(each.ranks), most):{WIDTH}}  {few_ranks(each)}"
-        for span, each in zip(spans, found, strict=True)
-    ]
+    return columns(
+        [
+            (span, str(len(each.ranks)), f"{_count_bar(len(each.ranks), most):{WIDTH}}", few_ranks(each))
+            for span, each in zip(spans, found, strict=True)
+        ],
+        ">>",
+    )
 
 
 def _count_bar(count: int, most: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshbook.formatting import format_bytes, format_ranks, format_sizes
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.output.labels import count, format_seconds
+from meshbook_extension.output.labels import columns, count, format_seconds
 from meshbook_extension.widget.snapshot import IDLE, MB, NAMES, Snapshot
 
 if TYPE_CHECKING:
@@ -82,11 +82,7 @@ def _summaries(statuses: Sequence[RankStatus]) -> list[list[str]]:
 def _table(head: list[str], rows: list[list[str]]) -> str:
     """Columns of equal width; those without content are left out."""
     kept = [index for index in range(len(head)) if any(row[index] for row in rows)]
-    table = [[row[index] for index in kept] for row in [head, *rows]]
-    widths = [max(len(row[column]) for row in table) for column in range(len(kept))]
-    return "\n".join(
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-    )
+    return "\n".join(columns([[row[index] for index in kept] for row in [head, *rows]]))
 
 
 _TABLE = "border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums"
