@@ -13,7 +13,13 @@ from typing import TypeVar
 from meshbook.errors import LocalProtocolError
 
 
-class MeshPhase(enum.Enum):
+class _TableEnum(enum.Enum):
+    """Members are found by identity: that of an enumeration is a hash of names, computed in Python."""
+
+    __hash__ = object.__hash__
+
+
+class MeshPhase(_TableEnum):
     """A mesh of processes, seen from its controller."""
 
     STARTING = "starting"  # hosts have been asked for workers
@@ -23,7 +29,7 @@ class MeshPhase(enum.Enum):
     STOPPED = "stopped"  # no process is left
 
 
-class MeshEvent(enum.Enum):
+class MeshEvent(_TableEnum):
     STARTED = "all workers answered"
     REPAIR = "repair"
     REPAIRED = "repair ended"  # well or not: who is dead is told apart
@@ -47,7 +53,7 @@ MESH_NEXT: Mapping[tuple[MeshPhase, MeshEvent], MeshPhase] = {
 }
 
 
-class WorkerPhase(enum.Enum):
+class WorkerPhase(_TableEnum):
     """A worker, seen from its host agent."""
 
     FORKING = "forking"  # the template has been asked
@@ -57,7 +63,7 @@ class WorkerPhase(enum.Enum):
     DEAD = "dead"  # its pidfd says so, and it was reaped
 
 
-class WorkerEvent(enum.Enum):
+class WorkerEvent(_TableEnum):
     FORKED = "forked"
     BEGUN = "said who it is"
     DISMISSED = "told to leave"
@@ -80,7 +86,7 @@ WORKER_NEXT: Mapping[tuple[WorkerPhase, WorkerEvent], WorkerPhase] = {
 }
 
 
-class GroupPhase(enum.Enum):
+class GroupPhase(_TableEnum):
     """The process groups of a mesh, seen from its controller."""
 
     NONE = "none"  # the controller has formed none; cells may have made their own
@@ -91,7 +97,7 @@ class GroupPhase(enum.Enum):
     DRAINING = "draining"  # the same, and they are formed again when the actors that were freed have come back
 
 
-class GroupEvent(enum.Enum):
+class GroupEvent(_TableEnum):
     FOUND = "ranks have some"
     MISSED = "ranks have none"
     FORM = "form"
@@ -129,7 +135,7 @@ GROUP_NEXT: Mapping[tuple[GroupPhase, GroupEvent], GroupPhase] = {
 }
 
 
-class GroupDoubt(enum.Enum):
+class GroupDoubt(_TableEnum):
     """Why process groups that are formed may be of no use, seen from their controller."""
 
     NONE = "none"  # as far as is known the members of each are equally far
@@ -138,7 +144,7 @@ class GroupDoubt(enum.Enum):
     UNANSWERED = "unanswered"  # a call has completed though ranks did not answer: they are asked on and on
 
 
-class DoubtEvent(enum.Enum):
+class DoubtEvent(_TableEnum):
     TOLD = "a rank tells of it"
     UNANSWERED = "nobody knows in time"
     COMPARED = "compared"
@@ -160,7 +166,7 @@ DOUBT_NEXT: Mapping[tuple[GroupDoubt, DoubtEvent], GroupDoubt] = {
 }
 
 
-class CallPhase(enum.Enum):
+class CallPhase(_TableEnum):
     """A call, seen from who made it."""
 
     OPEN = "open"  # some rank has not answered
@@ -168,7 +174,7 @@ class CallPhase(enum.Enum):
     CLOSED = "closed"  # its outcome is told: nothing that comes for it is of use
 
 
-class CallEvent(enum.Enum):
+class CallEvent(_TableEnum):
     ANSWERED = "all answered"
     SETTLED = "outcome told"
     GIVEN_UP = "given up"  # the mesh ends, or the call cannot be sent

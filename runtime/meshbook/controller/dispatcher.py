@@ -80,7 +80,7 @@ class Dispatcher:
         self.room = threading.Event()
         """Cleared while so much waits for slow hosts that new calls should wait too."""
         self.room.set()
-        self._rests_until = 0.0
+        self._rests_until = self._due_at = 0.0
         """Timers wait until then, since one of them has met a fault of ours."""
         self._reattach: Reattach | None = None
         """What hosts report of a former controller, until all have."""
@@ -150,16 +150,16 @@ class Dispatcher:
         mesh = self.meshes.get(call.mesh)
         return mesh is not None and self.groups_of(mesh).watch(call)
 
-    @property
-    def next_deadline(self) -> float:
-        """When `expire` wants to be called, on the monotonic clock; infinity if never."""
+    def plan(self) -> float:
+        """Return when `expire` has something to do, on the monotonic clock; infinity if never."""
         due = min([self.calls.next_deadline(), *(recovery.due for recovery in self._recoveries.values())])
-        return max(due, self._rests_until)
+        self._due_at = max(due, self._rests_until)
+        return self._due_at
 
     def expire(self) -> None:
-        """Do what is due by now."""
+        """Do what is due by now, as far as it was planned: what has changed since is for the next turn."""
         now = time.monotonic()
-        if now < self._rests_until:
+        if now < self._due_at:
             return
         well = attempt(self.calls.expire, "failing calls")
         for recovery in list(self._recoveries.values()):

@@ -82,7 +82,7 @@ class IoThread:
     def _sleep(self, timeout_s: float | None) -> None:
         inbox = self._inbox
         inbox.is_asleep = True  # from here on `submit` wakes us
-        next_at = min(self._tick_at, self._ack_at, self._dispatcher.next_deadline)
+        next_at = min(self._tick_at, self._ack_at, self._dispatcher.plan())
         left = max(0.0, next_at - time.monotonic())
         self._socket.poll(inbox.wake_fd, 0 if inbox.asked else left if timeout_s is None else min(left, timeout_s))
         inbox.is_asleep = False
