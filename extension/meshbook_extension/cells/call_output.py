@@ -6,9 +6,8 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget
-from meshbook_extension.cells.output import CellOutput
-from meshbook_extension.output.line_merging import grouping_for
-from meshbook_extension.output.publisher import parent_of, sink_for
+from meshbook_extension.cells.output import CellOutput, open_output
+from meshbook_extension.output.publisher import parent_of
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -64,15 +63,7 @@ class CallOutput:
         return self._of_mesh[procs.id]
 
     def _make(self, procs: ProcMesh) -> _MeshOutput:
-        whole = procs.base()
-        output = CellOutput(
-            _NEVER_DONE,
-            sink_for(self._session.shell),
-            grouping_for("equal", whole.ranks),
-            self._session.publisher,
-            whole.log_paths,
-            whole.name,
-        )
+        output = open_output(self._session, procs.base(), ranks=_NEVER_DONE)
 
         def receive(event: OutputEvent) -> None:
             if not (isinstance(event, DisplayData) and event.is_result):  # the call returns it

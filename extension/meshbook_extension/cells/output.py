@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,9 +19,13 @@ from meshbook.formatting import name_ranks
 from meshbook_extension.output.budget import Budget
 from meshbook_extension.output.failures import INTERRUPT, FailureView
 from meshbook_extension.output.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
-from meshbook_extension.output.line_merging import Grouping, LinePiece
+from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import join_bars
-from meshbook_extension.output.publisher import CellSink, Publisher
+from meshbook_extension.output.publisher import CellSink, Publisher, sink_for
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook_extension.notebook.session import Session
 
 TEXT_INTERVAL_S = 0.1
 BARS_INTERVAL_S = 0.25
@@ -340,3 +345,16 @@ class CellOutput:
         for piece in last:
             self._texts += self._labeller.write(piece)
         self._end_line()
+
+
+def open_output(
+    session: Session, procs: ProcMesh, *, group: str = "equal", ranks: Collection[int] | None = None
+) -> CellOutput:
+    """Return what shows output of ``procs`` where that of the notebook's running cell goes now.
+
+    ranks: when these have ended the cell has; all of ``procs``, if they are not given.
+    """
+    sink, grouping = sink_for(session.shell), grouping_for(group, procs.ranks)
+    return CellOutput(
+        procs.ranks if ranks is None else ranks, sink, grouping, session.publisher, procs.log_paths, procs.name
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshbook.errors import CallError, CallFailed, MeshError, UsageError
 from meshbook.formatting import name_ranks
 from meshbook_extension.cells.hang_watch import HangWatch
-from meshbook_extension.cells.output import CellOutput
+from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, verdict
@@ -20,7 +20,6 @@ from meshbook_extension.notebook.session import Session, check_identifier
 from meshbook_extension.notebook.setup_cells import Setup
 from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.output.labels import format_seconds
-from meshbook_extension.output.line_merging import grouping_for
 from meshbook_extension.output.publisher import parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of
 
@@ -155,14 +154,7 @@ def start(
     profile: CellProfile | None = None,
 ) -> RunningCell:
     """Send the cell to the ranks; its output goes where the magic's own would go now."""
-    output = CellOutput(
-        procs.ranks,
-        sink_for(session.shell),
-        grouping_for(group, procs.ranks),
-        session.publisher,
-        procs.log_paths,
-        procs.name,
-    )
+    output = open_output(session, procs, group=group)
     run: CellRun = procs.start_cell(
         code,
         cell_number=cell_number,

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 from meshbook.calls.output import StreamText
 from meshbook.formatting import format_bytes, name_ranks
-from meshbook_extension.cells.output import CellOutput
+from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import on_ranks
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.waiting import pause
 from meshbook_extension.output.labels import format_duration, label, parse_duration
-from meshbook_extension.output.line_merging import grouping_for
-from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
     from meshbook.controller.logs import LogFollower
@@ -84,14 +82,7 @@ class _Following:
         self._begun: dict[int, str] = {}
         """The line of a rank that has not ended, where lines are chosen."""
         self._skipped: dict[int, int] = {}
-        self._output = CellOutput(
-            NOBODY,
-            sink_for(session.shell),
-            grouping_for("equal", procs.ranks),
-            session.publisher,
-            procs.log_paths,
-            procs.name,
-        )
+        self._output = open_output(session, procs, ranks=NOBODY)
 
     def show(self, duration_s: float | None) -> None:
         """Show what comes until the time is over, the person interrupts, or the cell is full."""

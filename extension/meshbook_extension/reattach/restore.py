@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
 from meshbook.formatting import format_ranks, format_sizes, group_ranks, name_ranks
-from meshbook_extension.cells.output import CellOutput
+from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
 from meshbook_extension.notebook.session import NamedSlice, Session
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.line_merging import grouping_for
-from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import KEY, NotebookState, decode
 
 if TYPE_CHECKING:
@@ -107,15 +105,7 @@ def _describe_stopped(mesh: ProcMesh) -> list[str]:
 def _cell_of(session: Session, call: ResumedCall, mesh: ProcMesh) -> RunningCell:
     """A cell that has not listened yet to what the call prints."""
     procs = mesh.arrange({"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
-    output = CellOutput(
-        call.ranks,
-        sink_for(session.shell),
-        grouping_for("equal", call.ranks),
-        session.publisher,
-        mesh.log_paths,
-        mesh.name,
-    )
-    return RunningCell(procs, call, output, call.what)
+    return RunningCell(procs, call, open_output(session, procs), call.what)
 
 
 def _make_job(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_state: NotebookState) -> Job:
