@@ -58,7 +58,7 @@ def test_faults_of_actors_that_nobody_waits_for_are_among_the_errors_and_in_the_
     empty_notebook.run("%mesh use loaders")
     session = empty_notebook.shell._meshbook_session
     (shown,) = MeshSource(session, session.meshes["loaders"]).snapshot().errors
-    assert (shown.what, shown.ranks, shown.text) == ("actors.load", "0,1", "ValueError: bad shard")
+    assert (shown.what, shown.ranks, shown.headline) == ("actors.load", (0, 1), "ValueError: bad shard")
     empty_notebook.run("%mesh stop loaders")
 
 
