@@ -9,22 +9,25 @@ mesh.slice(gpus=0).pull("x").get()
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING
 
 from meshbook import errors
 from meshbook._version import __version__
-from meshbook.concurrency.future import Future
-from meshbook.errors import MeshError
-from meshbook.launchers.base import Launcher
-from meshbook.launchers.local import LocalLauncher
-from meshbook.mesh.attach import Attachment
-from meshbook.mesh.driven import attach, detach, heal_mesh, recall, remember, shutdown, start_hosts, this_host
-from meshbook.mesh.host_mesh import HostMesh
-from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.listing import SavedSession, sessions
-from meshbook.shape.members import Extent, Point
-from meshbook.shape.ndslice import NDSlice, Shape, Slice
-from meshbook.shape.value_mesh import ValueMesh
+
+if TYPE_CHECKING:
+    from meshbook.concurrency.future import Future
+    from meshbook.errors import MeshError
+    from meshbook.launchers.base import Launcher
+    from meshbook.launchers.local import LocalLauncher
+    from meshbook.mesh.attach import Attachment
+    from meshbook.mesh.driven import attach, detach, heal_mesh, recall, remember, shutdown, start_hosts, this_host
+    from meshbook.mesh.host_mesh import HostMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape.members import Extent, Point
+    from meshbook.shape.ndslice import NDSlice, Shape, Slice
+    from meshbook.shape.value_mesh import ValueMesh
 
 __all__ = [
     "Attachment",
@@ -55,7 +58,44 @@ __all__ = [
 ]
 
 
-def load_ipython_extension(ipython: Any) -> None:
+_FOUND_IN = {
+    "concurrency.future": ("Future",),
+    "errors": ("MeshError",),
+    "launchers.base": ("Launcher",),
+    "launchers.local": ("LocalLauncher",),
+    "mesh.attach": ("Attachment",),
+    "mesh.driven": (
+        "attach", "detach", "heal_mesh", "recall", "remember", "shutdown", "start_hosts", "this_host",
+    ),
+    "mesh.host_mesh": ("HostMesh",),
+    "mesh.proc_mesh": ("ProcMesh",),
+    "shape.members": ("Extent", "Point"),
+    "shape.ndslice": ("NDSlice", "Shape", "Slice"),
+    "shape.value_mesh": ("ValueMesh",),
+}  # fmt: skip
+"""Fetched when asked for: agents and workers, which import this package first, need nothing that drives meshes."""
+
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _FOUND_IN.items() for name in names}
+
+
+_FACES = ("actor", "mesh", "shape", "wire")
+"""Packages that ``import meshbook`` is enough for."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _FACES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_FACES})
+
+
+def load_ipython_extension(ipython: object) -> None:
     """``%load_ext meshbook``: hand over to the notebook extension, which is found by its entry point."""
     from importlib.metadata import entry_points
 

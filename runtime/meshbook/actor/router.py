@@ -136,8 +136,13 @@ _made_in = 0
 
 
 def set_own_router(own: Callable[[], Router], *, takes_all: bool = False) -> None:
-    """The router by which this process makes ports. takes_all: all references speak through it, as on a rank."""
+    """The router by which this process makes ports. takes_all: all references speak through it, as on a rank.
+
+    A rank keeps its own: `meshbook.mesh` may be imported there at any time.
+    """
     global _own, _takes_all, _made_in
+    if _takes_all and not takes_all:
+        return
     _own, _takes_all, _made_in = own, takes_all, forks.generation
 
 
