@@ -286,6 +286,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
 def _settle(dispatcher: Dispatcher, sock: ControllerSocket, host_id: str) -> HostState:
     """A host that nobody has wronged yet, with a mesh on it, and a call that waits for it."""
     host = HostState(host_id, 1, _NoProcess(), sock, dispatcher.on_whole, shares_environment=True)
+    host.hello = wire.Hello(wire.PROTOCOL_VERSION, host_id, "fuzz", "elsewhere", 0, 0, 1)
     dispatcher.hosts = {host_id: host}
     dispatcher.meshes = {
         1: MeshState(1, "mesh", Extent.of({"gpus": 2}), [host, host], WorkerSpec("cpu", (), b"/", (), {}))

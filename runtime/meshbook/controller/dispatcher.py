@@ -56,6 +56,9 @@ MAX_BACKLOG = 50_000
 """Messages that may wait for slow hosts before new calls wait too."""
 
 
+MAX_EARLY = 10_000
+"""Messages that are kept of a host that has not said hello."""
+
 FAULT_REST_S = 0.1
 
 
@@ -174,6 +177,10 @@ class Dispatcher:
         host = self.hosts.get(host_id)
         if host is None or host.lost:
             return
+        if host.hello is None and lane != "urgent":
+            if len(host.early) < MAX_EARLY:  # what is beyond is not acknowledged, so it comes again
+                host.early.append((lane, frames))
+            return
         try:
             if (message := host.receive(lane, frames)) is not None:
                 for each in unbatch(message[0]):
@@ -290,6 +297,9 @@ class Dispatcher:
         for mesh in self.meshes.values():
             self._tell_moves(host, mesh)
         host.ready.set_result(host)
+        early, host.early = host.early, []
+        for lane, frames in early:
+            self.on_frames(host.id, lane, frames)
 
     def renumber(
         self, mesh: MeshState, check: Callable[[Collection[int]], object], renumbering: Renumbering, grace_s: float

@@ -11,6 +11,7 @@ from meshbook.launchers.base import LaunchedHost
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.host_link import HostLink
+from meshbook.wire.lanes import LaneName
 from meshbook.wire.transport import ControllerSocket
 
 SUSPECT_S = 3.0
@@ -44,6 +45,8 @@ class HostState(HostLink):
         self._successor: HostState | None = None
         self.ready: Future[HostState] = Future()
         self.hello: wire.Hello | None = None
+        self.early: list[tuple[LaneName, list[bytes]]] = []
+        """What has come before `hello`, which tells how to read it: each lane connects by itself."""
         self.answered = self.heard
         """When its machine was last known to be there, while it is silent."""
 
