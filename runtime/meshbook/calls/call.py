@@ -435,10 +435,10 @@ class CallFuture(RequestFuture[T], Generic[T]):
         started = time.monotonic()
         if timeout is None or timeout > WAIT_NOTE_S:
             started += self._drive(WAIT_NOTE_S)
-            if not self.done() and (note := describe_wait(self._control, self.call, only_stuck=True)):
+            if not self._final and (note := describe_wait(self._control, self.call, only_stuck=True)):
                 print(f"{note}\n  {self.call.what} waits for that; an interrupt drops it", file=sys.stderr)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-        if not self.done():
+        if not self._final:
             started += self._drive(left)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
@@ -449,14 +449,14 @@ class CallFuture(RequestFuture[T], Generic[T]):
         while True:
             left = None if until is None else max(0.0, until + at_prompts_s - time.monotonic())
             self._control.drive(self._done_or_stopped, left)
-            if self.done() or not self._control.wants_person(self.call):
+            if self._final or not self._control.wants_person(self.call):
                 return at_prompts_s
             opened = time.monotonic()
             self._control.attend(self.call)
             at_prompts_s += time.monotonic() - opened
 
     def _done_or_stopped(self) -> bool:
-        return self.done() or self._control.wants_person(self.call)
+        return bool(self._final) or self._control.wants_person(self.call)
 
     def end_on_ranks(self, timeout_s: float) -> None:
         """Interrupt the ranks that are still at it, whatever the outcome was, and wait until none is."""

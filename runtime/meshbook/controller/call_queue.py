@@ -56,9 +56,14 @@ class CallQueue:
         else:
             transmit()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing queues."""
+        return not self._queued
+
     def holds(self, call: OpenCall) -> bool:
         """Return whether the call queues here."""
-        return any(queued.call is call for queued in self._queued)
+        return bool(self._queued) and any(queued.call is call for queued in self._queued)
 
     def drop(self, call: OpenCall) -> bool:
         """Its end was asked for; whether it queued here, and has now been dropped on all of its ranks."""

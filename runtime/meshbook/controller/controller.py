@@ -446,5 +446,6 @@ class Controller:
 
     def wait_for_room(self) -> None:
         """Wait while too much waits for slow hosts."""
-        while not self._dispatcher.room.wait(timeout=1.0):
+        room = self._dispatcher.room
+        while not (room.is_set() or room.wait(timeout=1.0)):
             pass

@@ -58,6 +58,9 @@ class _Forming:
         """Ranks that have not come."""
 
 
+_UNSOUND = (GroupPhase.ABORTED, GroupPhase.DRAINING, GroupPhase.FORMING)
+
+
 class GroupFormer:
     """What is known of the groups, and the attempt to form them that is under way."""
 
@@ -96,7 +99,7 @@ class GroupFormer:
     @property
     def is_sound(self) -> bool:
         """Whether they can be used, or there are none."""
-        return not self.is_aborted and self.phase is not GroupPhase.FORMING
+        return self.phase not in _UNSOUND
 
     @property
     def is_partial(self) -> bool:

@@ -121,6 +121,11 @@ class StuckWatch:
 
     # ---- what may not be sent yet -----------------------------------------------------------------------------------
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no failure is being dealt with, so that nothing must wait."""
+        return not (self._failing or self._ended or self._uneven) and self.former.is_sound
+
     def must_wait(self, new: Unsent) -> bool:
         """Whether a call or message may not be sent yet."""
         if new.mailbox:
