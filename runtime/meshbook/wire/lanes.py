@@ -48,6 +48,8 @@ class Lane(ABC):
         """Send nothing, but keep it: nobody listens."""
         self.answered = -math.inf
         """When the machine of the other end was last known to be there, as `look` has found it."""
+        self.may_read = False
+        """Something may have come since `readable` was asked."""
         self._on_newer = on_newer
 
     @abstractmethod

@@ -171,7 +171,8 @@ class UnixLane(Lane):
         self._watch: Watch | None = None
         self._connection: MessageSocket | None = None
         self._received: deque[list[bytes]] = deque()
-        self._may_read = False
+        self._has_more = False
+        """Whether the socket may have something that was not read."""
         self._is_closed = False
         self._retry_s = _RETRY_S
         self._dial()
@@ -184,14 +185,15 @@ class UnixLane(Lane):
             self._watch_connection()
 
     def readable(self) -> bool:
-        """As `Lane.readable`: takes in what the socket has, as far as it is one turn's."""
-        if not self._received and self._may_read and self._connection is not None:
+        """As `Lane.readable`: reads until a message is whole, or nothing is left, of which no edge would tell again."""
+        while not self._received and self._has_more and self._connection is not None:
             try:
                 self._received.extend(self._connection.receive())
-                self._may_read = self._connection.has_more
+                self._has_more = self._connection.has_more
             except (OSError, EOFError, PeerProtocolError):
                 self._lose()
-        return bool(self._received)
+        self.may_read = bool(self._received)
+        return self.may_read
 
     def frames(self) -> Iterator[list[bytes]]:
         while self.readable():
@@ -247,7 +249,7 @@ class UnixLane(Lane):
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
 
     def _on_edge(self) -> None:
-        self._may_read = True
+        self._has_more = self.may_read = True
 
     def _on_writable(self) -> None:
         assert self._connection is not None
@@ -270,7 +272,7 @@ class UnixLane(Lane):
         if self._connection is not None:
             self._connection.close()
         self._watch = self._connection = None
-        self._may_read = False
+        self._has_more = False
 
 
 def open_connection(sock: socket.socket) -> MessageSocket:

@@ -121,7 +121,7 @@ class Uplink:
         while again:
             again = False
             for name, lane in self._lanes.items():
-                if lane.readable() and not (name == "calls" and choked()):
+                if lane.may_read and lane.readable() and not (name == "calls" and choked()):
                     busy = again = True
                     for header, payload in lane.receive():
                         self._owner.on_heard()

@@ -222,8 +222,7 @@ class ZmqLane(Lane):
         self._watch: Watch | None = None
         self._fd = -1
         self._is_connected = False
-        self._may_read = True
-        """Something may have come: the descriptor has told of it, or the socket was used since the last look."""
+        self.may_read = True
         try:
             self._dial(ticket, lane)
         except zmq.ZMQError as error:
@@ -246,7 +245,7 @@ class ZmqLane(Lane):
         self._loop, self._watch = loop, loop.watch(int(self._sock.fd), self._on_edge)
 
     def _on_edge(self) -> None:
-        self._may_read = True
+        self.may_read = True
 
     def look(self) -> None:
         while self._monitor is not None and self._monitor.poll(0):
@@ -264,10 +263,10 @@ class ZmqLane(Lane):
         return self._is_connected and time.monotonic() - self.answered < ANSWER_S
 
     def readable(self) -> bool:
-        if not self._may_read:
+        if not self.may_read:
             return False
         is_readable = bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)
-        self._may_read = is_readable or self._watch is None
+        self.may_read = is_readable or self._watch is None
         return is_readable
 
     def frames(self) -> Iterator[list[bytes]]:
@@ -275,7 +274,7 @@ class ZmqLane(Lane):
             yield _receive(self._sock)
 
     def transmit(self, frames: Sequence[Buffer]) -> bool:
-        self._may_read = True
+        self.may_read = True
         try:
             _send(self._sock, frames)
         except zmq.Again:

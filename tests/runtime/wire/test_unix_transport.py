@@ -164,6 +164,23 @@ def test_large_messages_cross_both_ways_while_nobody_waits(side: Side) -> None:
         lane.close()
 
 
+def test_a_message_that_takes_several_reads_is_read_at_one_edge(side: Side) -> None:
+    """Nothing else comes that would tell of the rest."""
+    loop, big = EventLoop(), bytes(200_000)
+    lanes = Dialer().dial(side.ticket(), lambda epoch: None)
+    for lane in lanes.values():
+        lane.watch(loop)
+    lanes["calls"].beat()
+    assert side.serve(lambda: bool(side.received))
+    side.sock.send("host", "calls", Link(1).send(b"head", [big]))
+    while not lanes["calls"].may_read:
+        loop.run_once()
+    assert list(lanes["calls"].receive()) == [(b"head", [big])]
+    assert not lanes["calls"].may_read
+    for lane in lanes.values():
+        lane.close()
+
+
 def test_a_lane_finds_a_controller_that_listens_later(tmp_path: Path) -> None:
     public, secret = new_keys()
     ticket = Ticket("host", f"{SCHEME}{tmp_path / 'control'}", "", public, secret, "", 1, 5.0)
