@@ -71,7 +71,9 @@ class ControllerSocket:
         return sum(server.rejected for server in (self._unix, self._zmq) if server is not None)
 
     def watch_door(self) -> None:
-        """Open the TCP port while hosts are expected there, and shut it while none is; once a second is enough."""
+        """Once a second: open the TCP port while hosts are expected there, and shut it while none is."""
+        if self._unix is not None:
+            self._unix.look_again()
         if self._zmq is not None:
             self._zmq.watch_door()
 

@@ -108,11 +108,17 @@ class UnixServer:
         """Whether a host is connected."""
         return (host_id, "urgent") in self._lanes
 
+    def look_again(self) -> None:
+        """Once a second: let in who could not be let in for want of descriptors."""
+        self._epoll.modify(self._listener, select.EPOLLIN)
+
     def revoke(self, host_id: str) -> None:
-        """Close the lanes of a host."""
-        for (id, _), connection in list(self._lanes.items()):
+        """Have no more to do with a host; what was sent to it before still goes out."""
+        for (id, lane), connection in list(self._lanes.items()):
             if id == host_id:
-                self._drop(connection.fd)
+                del self._lanes[id, lane]
+                if not connection.unsent_bytes:
+                    self._drop(connection.fd)
 
     def close(self, linger_s: float) -> None:
         """Close everything; what cannot be sent within ``linger_s`` is dropped."""
@@ -131,6 +137,9 @@ class UnixServer:
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
+                return
+            except OSError:  # no descriptor is left: whoever dials waits for `look_again`
+                self._epoll.modify(self._listener, 0)
                 return
             if peer_user(sock) != os.geteuid():
                 self.rejected += 1

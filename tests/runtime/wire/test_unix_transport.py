@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,25 @@ def test_nobody_else_is_let_in(side: Side, lie: str) -> None:
     assert side.sock.rejected == 1
     assert side.received == []
     connection.close()
+
+
+def test_without_descriptors_a_host_waits_and_nobody_spins(side: Side) -> None:
+    ticket = side.ticket()
+    sock = socket.socket(socket.AF_UNIX)
+    free, (soft, hard) = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        sock.connect(str(side.path))
+        sock.sendall(pack([routing_id(ticket.public_key, "calls"), ticket.secret_key.encode()]) + pack([b"hello"]))
+        began = time.process_time()
+        assert not side.serve(lambda: bool(side.received), 1.0)
+        assert time.process_time() - began < 0.5
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    side.sock.watch_door()
+    assert side.serve(lambda: bool(side.received))
+    sock.close()
 
 
 def test_a_host_that_dials_again_takes_its_own_place(side: Side) -> None:
