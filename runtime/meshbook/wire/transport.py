@@ -9,6 +9,7 @@ thread.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 from collections.abc import Callable, Iterator, Sequence
@@ -49,11 +50,13 @@ class ControllerSocket:
     def bind(self, address: str) -> str:
         """Listen at ``unix:PATH`` and at ``tcp://IP:PORT``, once each, ``*`` for any port; return what to dial.
 
-        Raises: OSError if the system has no sockets for it.
+        Raises: OSError if the system has no sockets for it, and for other addresses.
         """
         if address.startswith(SCHEME):
             self._unix = UnixServer(address.removeprefix(SCHEME), self._epoll, self._identify)
             return address
+        if not address.startswith("tcp://"):  # as earlier versions have saved it
+            raise OSError(errno.EPROTONOSUPPORT, "no address that this version listens at")
         self._zmq = ZmqServer(address, (self.public_key, self._secret), self._keys, self._far_hosts)
         for fd in self._zmq.descriptors:
             self._epoll.register(fd, select.EPOLLIN)
