@@ -57,7 +57,7 @@ MAX_BACKLOG = 50_000
 
 
 MAX_EARLY = 10_000
-"""Messages that are kept of a host that has not said hello."""
+"""Messages that are kept of a host of a former controller that has not said hello to us."""
 
 FAULT_REST_S = 0.1
 
@@ -177,7 +177,7 @@ class Dispatcher:
         host = self.hosts.get(host_id)
         if host is None or host.lost:
             return
-        if host.hello is None and lane != "urgent":
+        if host.is_found and host.hello is None and lane != "urgent":
             if len(host.early) < MAX_EARLY:  # what is beyond is not acknowledged, so it comes again
                 host.early.append((lane, frames))
             return
