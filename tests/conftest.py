@@ -1,5 +1,7 @@
 """What a test module leaves behind fails that module: processes, threads, file descriptors, memory files.
 
+What hangs is ended, with every stack shown.
+
 Anything that outlives a module on purpose is a session fixture: those that a module asks for are made before its
 first snapshot. Processes that have lost their parent (a killed kernel's agents, say) are not among our children any
 more; a test hands them to ``watch``, and they are held to the same rule.
@@ -8,6 +10,7 @@ more; a test hands them to ``watch``, and they are held to the same rule.
 from __future__ import annotations
 
 import collections
+import faulthandler
 import gc
 import os
 import re
@@ -21,6 +24,7 @@ from typing import Any
 
 import psutil
 import pytest
+import pytest_timeout
 
 os.environ.setdefault("MESHBOOK_LEASE_S", "5")
 """Agents whose controller a test kills end soon; tests of what outlives a controller say how long."""
@@ -33,6 +37,49 @@ PATIENCE_S = 10.0
 
 LASTING_THREADS = re.compile(r"IPythonHistorySavingThread|pydevd|_TaskRunner")
 """Threads of libraries that live as long as the process, whichever test starts them."""
+
+TIMEOUT = pytest.StashKey[pytest_timeout.Settings]()
+STDERR = pytest.StashKey[int]()
+GRACE_S = 60.0
+"""After a phase of a test should have failed by its timeout, until this process is given up."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # which is captured later
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> None:
+    item.stash[TIMEOUT] = settings
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Bound this phase and the next ones, each anew.
+
+    pytest-timeout forgets a test that has failed: neither its teardown nor its reruns have a limit, and fixtures of the
+    module may be in that teardown. And its alarm is a Python exception, which a wait in C or an ``except`` can swallow;
+    then the worker is given up, and xdist goes on with another.
+    """
+    if (settings := item.stash.get(TIMEOUT, None)) is None:
+        return (yield)
+    item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
+    faulthandler.dump_traceback_later(settings.timeout + GRACE_S, file=item.config.stash[STDERR], exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        item.config.hook.pytest_timeout_cancel_timer(item=item)
+
+
+pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Bound what is left of a process that has run tests: its plugins, its threads and the interpreter's exit."""
+    if session.items:
+        faulthandler.dump_traceback_later(2 * GRACE_S, file=session.config.stash[STDERR], exit=True)
 
 
 @dataclass(frozen=True)
