@@ -24,17 +24,18 @@ class EarlyCancels:
     """Cancels of calls that this host does not know (yet)."""
 
     def __init__(self) -> None:
-        self._targets: OrderedDict[int, wire.Target] = OrderedDict()
+        self.targets: OrderedDict[int, wire.Target] = OrderedDict()
+        """By call."""
 
     def add(self, cancel: wire.Cancel) -> None:
-        self._targets[cancel.call] = (*self._targets.pop(cancel.call, ()), *cancel.target)
-        if len(self._targets) > KEPT:
-            self._targets.popitem(last=False)
+        self.targets[cancel.call] = (*self.targets.pop(cancel.call, ()), *cancel.target)
+        if len(self.targets) > KEPT:
+            self.targets.popitem(last=False)
 
     def take(self, call: int, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` for which ``call``, which has come now, was cancelled."""
-        target = self._targets.pop(call, None) if self._targets else None
-        return {rank for rank in ranks if target is not None and wire.target_has(target, rank)}
+        target = self.targets.pop(call, ())
+        return {rank for rank in ranks if wire.target_has(target, rank)}
 
 
 def find_held(

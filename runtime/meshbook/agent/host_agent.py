@@ -107,20 +107,20 @@ class HostAgent:
         return self._exit_code
 
     def _serve(self) -> None:
-        try:
-            self._uplink.receive(self._choked)  # ZeroMQ's descriptors tell edges only, so look before every sleep
-            while self._uplink.flush():  # what has come by then may be told of no more
-                self._uplink.receive(self._choked)
-        except PeerProtocolError as error:
-            self._refuse("", 0, error)
-            self._loop.call_later(0.0, lambda: None)
-        peers = self._mail.peers
-        if peers.active and peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
-            self._loop.call_later(0.0, lambda: None)  # look once more before the next sleep
-        if self._segment_refs.sent:
-            self._segment_refs.settle()
-        self._mail.settle()
-        self._loop.run_once()
+        uplink, loop, mail, segment_refs = self._uplink, self._loop, self._mail, self._segment_refs
+        while self._exit_code is None:  # on the path of every call, so who has nothing to do is not called
+            try:
+                uplink.serve(self._choked if loop.unwritten else None)
+            except PeerProtocolError as error:
+                self._refuse("", 0, error)
+                loop.call_later(0.0, lambda: None)
+            if mail.peers.active and mail.peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
+                loop.call_later(0.0, lambda: None)  # look once more before the next sleep
+            if segment_refs.sent:
+                segment_refs.settle()
+            if mail.held_by_uplink:
+                mail.settle()
+            loop.run_once()
 
     def _greet(self) -> None:
         self._uplink.send_urgent(
@@ -143,12 +143,6 @@ class HostAgent:
             self._uplink.send_urgent(wire.SegmentFree(owner_pid, segment))
 
     # ---- controller ---------------------------------------------------------------------------------------------
-
-    def on_heard(self) -> None:
-        """The controller has spoken (`meshbook.wire.uplink.UplinkOwner`)."""
-        self._uplink.silence.end()
-        if not self._quota.listening:
-            self._resume()
 
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
         """Act on a message; whoever waits for an answer to one that cannot be read learns that there will be none."""
@@ -189,7 +183,8 @@ class HostAgent:
     def _dispatch(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
             case wire.Call():
-                if not self._uplink.bulk_in.hold_back(message, payload):
+                bulk_in = self._uplink.bulk_in
+                if (message.bulk is None and not bulk_in.queue) or not bulk_in.hold_back(message, payload):
                     self._on_call(message, payload)
             case wire.Replies():
                 if not self._uplink.bulk_in.hold_back(message, payload):
@@ -347,7 +342,7 @@ class HostAgent:
 
     def _pause(self) -> None:
         """Nobody listens: keep what there is to say."""
-        self._uplink.pause()
+        self._uplink.pause(self._resume)
         if self._welcome is not None and self._welcome.machine == machine_id() and not self._lease.runs:
             self._mail.controller.lose(_LEFT)
         self._quota.begin()

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
+import msgspec
+
 from meshbook.formatting import format_bytes
 from meshbook.shape.generations import Moves
 from meshbook.wire import messages as wire
-from meshbook.wire.replies import split_replies
 
 KEPT_ENDED_CALLS = 256
 KEPT_REPLY_BYTES = 1 << 20
@@ -22,20 +23,21 @@ KEPT_BYTES = 16 << 20
 LABEL_CHARS = 80
 
 
-class RememberedCall:
+class RememberedCall(msgspec.Struct):
     """A call that came to this host."""
 
-    __slots__ = ("id", "label", "mailbox", "output", "replies", "size_bytes", "target", "waiting")
-
-    def __init__(self, call: wire.Call, waiting: set[int]) -> None:
-        self.id, self.label, self.target, self.output = call.id, call.label[:LABEL_CHARS], call.target, call.output
-        self.mailbox = call.mailbox
-        self.waiting = waiting
-        """The ranks here that have not answered; kept up to date by its owner."""
-        self.replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
-        self.size_bytes = 0
+    id: int
+    label: str
+    target: wire.Target
+    output: int
+    mailbox: int
+    waiting: set[int]
+    """The ranks here that have not answered; kept up to date by its owner."""
+    replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
+    size_bytes: int = 0
 
     def keep(self, reply: wire.RankReply, frames: Sequence[bytes]) -> None:
+        """Note an answer that is sent."""
         size = len(reply.inline) + sum(map(len, frames))
         if reply.bulk is None and size <= KEPT_REPLY_BYTES:
             self.size_bytes += size
@@ -95,17 +97,12 @@ class CallJournal:
         """A worker ended without being told to."""
         self._lost[exited.rank] = (exited, wire.WorkerStarted(exited.rank, exited.pid, device, log_path))
 
-    def on_call(self, call: wire.Call, waiting: set[int]) -> None:
-        """A call has come; ``waiting`` shrinks as ranks answer."""
-        self._open[call.id] = RememberedCall(call, waiting)
-
-    def on_replies(self, replies: wire.Replies, frames: Sequence[bytes]) -> None:
-        """Note answers that are sent."""
-        call = self._open.get(replies.id)
-        if call is None:
-            return
-        for reply, part in split_replies(replies, frames):
-            call.keep(reply, part)
+    def on_call(self, call: wire.Call, waiting: set[int]) -> RememberedCall:
+        """A call has come; ``waiting`` shrinks as ranks answer. Returns: what notes its answers."""
+        remembered = self._open[call.id] = RememberedCall(
+            call.id, call.label[:LABEL_CHARS], call.target, call.output, call.mailbox, waiting
+        )
+        return remembered
 
     def on_ended(self, id: int) -> None:
         """Every rank here has answered, or is gone."""

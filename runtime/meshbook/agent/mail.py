@@ -49,7 +49,7 @@ class AgentMail:
         self.peers = AgentPeers(self, host, is_there)
         self._held: dict[AgentWorker, tuple[wire.MailHold, set[AgentWorker]]] = {}
         """Workers that read too slowly, with those who wait for it, and what they were told."""
-        self._held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
+        self.held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
         """Who waits for room on an uplink, and what they were told."""
 
     def call(self, sender: AgentWorker, mesh_id: int, call: wire.Call, payload: Sequence[Buffer]) -> None:
@@ -172,14 +172,14 @@ class AgentMail:
                     sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
 
     def _hold_if_full(self, uplink: Uplink, sender: AgentWorker, hold: wire.MailHold) -> None:
-        if uplink.is_full and sender not in (waiting := self._held_by_uplink.setdefault(uplink, {})):
+        if uplink.is_full and sender not in (waiting := self.held_by_uplink.setdefault(uplink, {})):
             waiting[sender] = hold
             sender.urgent.send([wire.encode(hold)])
 
     def settle(self) -> None:
         """Once per turn of the agent's loop: let go on those for whom there is room again."""
-        for uplink in [uplink for uplink in self._held_by_uplink if not uplink.is_full]:
-            for sender, hold in self._held_by_uplink.pop(uplink).items():
+        for uplink in [uplink for uplink in self.held_by_uplink if not uplink.is_full]:
+            for sender, hold in self.held_by_uplink.pop(uplink).items():
                 if not sender.has_ended:
                     sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
 

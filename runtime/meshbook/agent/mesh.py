@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeAlias
 
+import msgspec
 from typing_extensions import assert_never
 
 from meshbook.agent.cancels import EarlyCancels, wake_stopped
-from meshbook.agent.journal import CallJournal
+from meshbook.agent.journal import CallJournal, RememberedCall
 from meshbook.agent.logs import read_on
 from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import ShownDisplay
@@ -31,7 +32,7 @@ from meshbook.lifecycle import WorkerEvent
 from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, log_tail
 from meshbook.system.processes import is_ending, process_state
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import Buffer
+from meshbook.wire.frames import Buffer, pack
 from meshbook.wire.replies import agents_answer, dropped_replies, explain_failure, failed_replies, lost_reply
 
 COMBINE_S = 0.002
@@ -44,8 +45,10 @@ CallKey: TypeAlias = int | tuple[wire.Origin, int]
 """The id of the controller's call, or whose call it is and its id."""
 
 
-@dataclass(slots=True)
-class _OpenCall:
+_rank_of = attrgetter("rank")
+
+
+class _OpenCall(msgspec.Struct):
     """A call whose answers are being collected on this host."""
 
     waiting: set[int]
@@ -55,10 +58,12 @@ class _OpenCall:
     is_mail: bool = False
     answer: MailAnswer | None = None
     """None: they go to the controller."""
+    memory: RememberedCall | None = None
+    """Notes the answers that the next controller may want."""
     names: dict[int, int] | None = None
     """What the caller calls the ranks, where that is something else."""
-    replies: list[wire.RankReply] = field(default_factory=list)
-    frames: list[bytes] = field(default_factory=list)
+    replies: list[wire.RankReply] = []
+    frames: list[bytes] = []
 
     def name_of(self, rank: int) -> int:
         """What the caller calls a rank."""
@@ -110,32 +115,32 @@ class AgentMesh:
         self, call: wire.Call, payload: Sequence[Buffer], answer: MailAnswer | None = None
     ) -> Sequence[AgentWorker]:
         """Pass a call on to its members here, and return them. answer: for a worker's call."""
-        found = members = [worker for worker in self.workers.values() if wire.target_has(call.target, worker.rank)]
+        found = members = self.worker_pool.members(call.target)
         if call.reply and members:
             members = self._expect_replies(call, members, answer)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
-        frames = [wire.encode(call), *payload]
+        data = pack([wire.encode(call), *payload])
         for worker in members:
             if call.mailbox:
-                worker.send_mail(frames)
+                worker.send_packed_mail(data)
             else:
-                worker.calls.send(frames)
+                worker.calls.send_packed(data)
         return found
 
     def _expect_replies(
-        self, call: wire.Call, members: list[AgentWorker], answer: MailAnswer | None
-    ) -> list[AgentWorker]:
+        self, call: wire.Call, members: tuple[AgentWorker, ...], answer: MailAnswer | None
+    ) -> tuple[AgentWorker, ...]:
         """Note an open call; returns the members on which it was not cancelled before it came."""
-        ranks = {worker.rank for worker in members}
-        opened = _OpenCall(ranks, call.output != 0, is_mail=call.mailbox != 0, answer=answer)
-        self._calls[_key(call.origin, call.id)] = opened
+        ranks = set(map(_rank_of, members))
+        opened = _OpenCall(ranks, prints=call.output != 0, is_mail=call.mailbox != 0, answer=answer)
+        self._calls[call.id if call.origin is None else (call.origin, call.id)] = opened
         if answer is not None:
             return members
-        self.memory.on_call(call, ranks)
-        if dropped := self._early_cancels.take(call.id, ranks):
-            members = [worker for worker in members if worker.rank not in dropped]
-            self._answer_dropped(call.id, dropped)
+        opened.memory = self.memory.on_call(call, ranks)
+        if self._early_cancels.targets and (dropped := self._early_cancels.take(call.id, ranks)):
+            members = tuple(worker for worker in members if worker.rank not in dropped)
+            self._answer_dropped(call.id, opened, dropped)
         return members
 
     def refuse(self, call: wire.Call, error: MeshError) -> None:
@@ -147,7 +152,7 @@ class AgentMesh:
 
     def answer(self, query: wire.Query) -> None:
         """Answer a question for the members here, or have their control threads answer it."""
-        members = [worker for worker in self.workers.values() if wire.target_has(query.target, worker.rank)]
+        members = self.worker_pool.members(query.target)
         answer = functools.partial(self._answer_query, query.id)
         match query.asked:
             case wire.AskRank():
@@ -176,7 +181,7 @@ class AgentMesh:
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
-        call = self._calls.get(_key(cancel.origin, cancel.call))
+        call = self._calls.get(cancel.call if cancel.origin is None else (cancel.origin, cancel.call))
         if call is None:
             if cancel.origin is None:  # else it came behind its call, which has ended
                 self._early_cancels.add(cancel)
@@ -196,15 +201,15 @@ class AgentMesh:
 
     def abort_groups(self, abort: wire.AbortGroups) -> None:
         """Pass it on to its members here."""
-        for worker in self.workers.values():
-            if wire.target_has(abort.target, worker.rank):
-                worker.urgent.send([wire.encode(abort)])
+        for worker in self.worker_pool.members(abort.target):
+            worker.urgent.send([wire.encode(abort)])
 
-    def _answer_dropped(self, id: int, ranks: set[int]) -> None:
-        call = self._calls[id]
+    def _answer_dropped(self, id: int, call: _OpenCall, ranks: set[int]) -> None:
         call.waiting -= ranks
         replies = dropped_replies(id, ranks)
-        self.memory.on_replies(replies, [])
+        if call.memory is not None:
+            for reply in replies.replies:
+                call.memory.keep(reply, ())
         self._uplink.send(replies)
         if not call.waiting:
             del self._calls[id]
@@ -258,9 +263,9 @@ class AgentMesh:
                 self.worker_pool.report_ready()
 
     def _on_reply(self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]) -> None:
-        key = _key(reply.origin, reply.id)
+        key = reply.id if reply.origin is None else (reply.origin, reply.id)
         call = self._calls.get(key)
-        if call is None or worker in self.worker_pool.leaving or worker.rank not in call.waiting:
+        if call is None or worker.rank not in call.waiting or worker in self.worker_pool.leaving:
             if reply.segment is not None:
                 worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
             return
@@ -269,6 +274,8 @@ class AgentMesh:
             worker.output.renew()
         if call.answer is None:
             answer, payload = self._pass_on(worker, reply, payload)
+            if call.memory is not None:
+                call.memory.keep(answer, payload)
         else:
             answer = wire.RankReply(
                 call.name_of(worker.rank), reply.status, len(payload), reply.duration_s, reply.segment, None,
@@ -287,8 +294,10 @@ class AgentMesh:
         self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]
     ) -> tuple[wire.RankReply, list[bytes]]:
         """The worker's answer as the controller gets it, and its frames."""
-        size = sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
-        if not self._host.quota.result(size):
+        quota = self._host.quota
+        if not quota.listening and not quota.result(
+            size := sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
+        ):
             if reply.segment is not None:
                 self.to_worker(worker.rank, wire.SegmentFree(worker.pid, reply.segment.segment))
             why = f"its value ({format_bytes(size)}) was not kept: results made while nobody listened were too large"
@@ -332,9 +341,8 @@ class AgentMesh:
             if call.answer is not None:
                 call.answer(replies, frames)
             else:
-                self.memory.on_replies(replies, frames)
                 self._uplink.send(replies, frames)
-        if not call.waiting and origin is None:
+        if not call.waiting and call.memory is not None:
             self.memory.on_ended(id)
 
     def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
@@ -455,7 +463,3 @@ class AgentMesh:
             worker.calls.end_writing()
         if self.workers or self.worker_pool.leaving:
             self._loop.call_later(grace_s, self.worker_pool.kill_all)
-
-
-def _key(origin: wire.Origin | None, id: int) -> CallKey:
-    return id if origin is None else (origin, id)

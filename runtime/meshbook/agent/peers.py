@@ -73,15 +73,11 @@ class PeerClient:
         """Send and receive what there is; whether there was anything."""
         if self.lost:
             return False
-        busy = self._uplink.flush()
         try:
-            return self._uplink.receive() or busy
+            return self._uplink.serve()
         except (*wire.MALFORMED, PeerProtocolError) as error:
             self.lost = f"it sent something impossible: {error}"
             return True
-
-    def on_heard(self) -> None:
-        self._uplink.silence.end()
 
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
         match wire.decode_to_host(header):
@@ -136,6 +132,8 @@ class AgentPeers:
         self._waiting: dict[int, deque[WaitingCall]] = {}
         """Calls to meshes of which it is not known where they live."""
         self._port: PeerServer | None = None
+        self.active = False
+        """Whether there has been any to serve."""
 
     # ---- calls of our workers -----------------------------------------------------------------------------------
 
@@ -225,6 +223,7 @@ class AgentPeers:
                 self._lose(peer.host, f"this host's agent cannot connect to it: {error}", peer.name)
                 return
             self._clients[peer.host] = client
+            self.active = True
             self._lost.pop(peer.host, None)
         elif peer.host not in self._clients:
             self._lost[peer.host] = wire.DeathCause(peer.name, "the way to its host was lost; call again", "")
@@ -234,6 +233,7 @@ class AgentPeers:
         try:
             if self._port is None:
                 self._port = PeerServer(self._host, self._ip(message.ip), self._mail)
+                self.active = True
             self._port.admit(message.host, message.key, message.epoch)
         except OSError as error:
             self._send(wire.PeerAddress(message.host, "", f"its agent cannot listen: {explain(error)}"))
@@ -271,11 +271,6 @@ class AgentPeers:
             self._clients.pop(host).close(death)
 
     # ---- the agent's loop ---------------------------------------------------------------------------------------
-
-    @property
-    def active(self) -> bool:
-        """Whether there is any to serve."""
-        return bool(self._clients) or self._port is not None
 
     def serve(self, *, choked: bool) -> bool:
         """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""

@@ -19,7 +19,7 @@ from meshbook.system.exits import describe_end, reap
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import Buffer, MessageSocket
+from meshbook.wire.frames import Buffer, MessageSocket, pack
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
@@ -56,10 +56,14 @@ class WorkerLane:
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Send a message, now or as soon as the worker reads."""
+        self.send_packed(pack(frames))
+
+    def send_packed(self, data: bytes) -> None:
+        """The same with a message as `pack` makes it, for whoever sends it to several workers."""
         if self._watch is None:
             return
         try:
-            if not self._messages.send(frames):
+            if not self._messages.send(data):
                 self._loop.want_writable(self._watch, True)
         except OSError:
             pass  # the worker is gone; its pidfd tells the story
@@ -94,7 +98,12 @@ class WorkerLane:
             return False
         try:
             for frames in self._messages.receive(self._read_bytes):
-                self._hand_over(frames)
+                try:
+                    self._on_message(frames)
+                except (*wire.MALFORMED, PeerProtocolError):
+                    raise
+                except Exception as error:
+                    tell(error, "a message of a worker")  # it costs this message, not the worker
         except (OSError, EOFError):
             self.close()
             return False
@@ -103,14 +112,6 @@ class WorkerLane:
             self._on_nonsense(error)
             return False
         return self._messages.has_more
-
-    def _hand_over(self, frames: list[bytes]) -> None:
-        try:
-            self._on_message(frames)
-        except (*wire.MALFORMED, PeerProtocolError):
-            raise
-        except Exception as error:
-            tell(error, "a message of a worker")  # it costs this message, not the worker
 
     def _on_writable(self) -> None:
         assert self._watch is not None
@@ -183,10 +184,14 @@ class AgentWorker:
 
     def send_mail(self, frames: Sequence[Buffer]) -> None:
         """Send a message that does not wait for the worker's main thread."""
+        self.send_packed_mail(pack(frames))
+
+    def send_packed_mail(self, data: bytes) -> None:
+        """The same with a message as `pack` makes it."""
         if not self._reads_mail:
             self._reads_mail = True
             self.urgent.send([wire.encode(wire.OpenMail())])
-        self.mail.send(frames)
+        self.mail.send_packed(data)
 
     @property
     def has_ended(self) -> bool:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from meshbook.agent.resources import HostResources
 
 
+KEPT_TARGETS = 256
+
+
 @dataclass(eq=False)
 class _Batch:
     """The workers of one `Spawn`."""
@@ -45,6 +48,8 @@ class WorkerPool:
     def __init__(self, owner: AgentMesh, host: HostResources, log_dir: Path) -> None:
         self.workers: dict[int, AgentWorker] = {}
         """By what messages call them: their rank, most often."""
+        self._members: dict[wire.Target, tuple[AgentWorker, ...]] = {}
+        """By target, of ``workers`` as they are now."""
         self.leaving: dict[AgentWorker, int] = {}
         """Workers that were told to leave, with the question by which they were."""
         self.logs: dict[int, Path] = {}
@@ -56,6 +61,15 @@ class WorkerPool:
         self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
         self._batches: list[_Batch] = []
         self._replaced = 0
+
+    def members(self, target: wire.Target) -> tuple[AgentWorker, ...]:
+        """The workers that ``target`` names; looked for once, until workers come or go."""
+        if (found := self._members.get(target)) is None:
+            if len(self._members) >= KEPT_TARGETS:
+                self._members.clear()
+            found = tuple(worker for worker in self.workers.values() if wire.target_has(target, worker.rank))
+            self._members[target] = found
+        return found
 
     # ---- start --------------------------------------------------------------------------------------------------
 
@@ -105,6 +119,7 @@ class WorkerPool:
         worker = AgentWorker(self._loop, self._owner, known_as, device, self._marker, log, time.monotonic())
         worker.slot = slot
         self.workers[known_as] = worker
+        self._members.clear()
         return worker
 
     def _begin(
@@ -151,8 +166,6 @@ class WorkerPool:
             self._batches.remove(batch)
         for worker in batch.workers:
             worker.close()
-            if self.workers.get(worker.rank) is worker:
-                del self.workers[worker.rank]
             self.left(worker)
         if retry is not None and wanted and not self.ending:
             retry()
@@ -184,6 +197,7 @@ class WorkerPool:
     def retire(self, id: int, retire: wire.Retire) -> list[AgentWorker]:
         """Tell workers to leave, and return them. Question ``id`` is answered when the last one has gone."""
         workers = [self.workers.pop(rank) for rank in retire.ranks if rank in self.workers]
+        self._members.clear()
         for worker in workers:
             worker.advance(WorkerEvent.DISMISSED)
             self.leaving[worker] = id
@@ -204,6 +218,7 @@ class WorkerPool:
         """A process has ended: whether it was told to. The last one of a `Retire` answers it."""
         if self.workers.get(worker.rank) is worker:
             del self.workers[worker.rank]
+            self._members.clear()
         id = self.leaving.pop(worker, None)
         if id is not None and id not in self.leaving.values():
             self._report(agents_answer(id, {}))
@@ -235,6 +250,7 @@ class WorkerPool:
                 continue  # it has just ended, and the controller will hear of it
             self.workers[seat.rank] = worker
             worker.rank = seat.rank
+            self._members.clear()
             worker.output.log.path = self.logs[seat.rank]
             place = _place_of(seat, renumber.arrangement, len(renumber.moves))
             worker.identity = msgspec.structs.replace(worker.identity, **place)

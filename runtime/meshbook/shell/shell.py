@@ -109,7 +109,8 @@ class RankShell:
         """In the template: everything that ranks can share."""
         self.debugger = RankDebugger()
         self.last_error: KeptError | None = None
-        self._is_untidy = False
+        self.is_untidy = False
+        """There is something for `tidy` to free."""
         self._ipython = create_shell(self._run_on_loop, self.debugger)
         atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
         self._interrupts = 0
@@ -272,15 +273,14 @@ class RankShell:
         """
         if self.last_error is not None:
             let_go_of_last_error(self._ipython)
-            self._is_untidy = True
+            self.is_untidy = True
         keep_for_postmortem(error)
         self.last_error = KeptError(error, time.monotonic(), call)
 
     def tidy(self) -> None:
         """Between calls: free what `keep_error` has let go of."""
-        if self._is_untidy:
-            self._is_untidy = False
-            gc.collect()  # what drew the traceback left cycles around the frames
+        self.is_untidy = False
+        gc.collect()  # what drew the traceback left cycles around the frames
 
     @property
     def output_here(self) -> int:
@@ -295,7 +295,8 @@ class RankShell:
     def flush_text(self) -> None:
         """Write out what Python and C code have printed, partial lines included. May be called on any thread."""
         for stream in self._streams:
-            stream.flush()
+            if stream.partial:
+                stream.flush()
         flush_c_streams()
 
     def mark_text(self, mark: bytes) -> None:

@@ -135,7 +135,7 @@ class RankStream(io.TextIOBase):
         self._stream = name
         self._fd = fd
         self._attribution = attribution
-        self._partial: dict[tuple[int, int] | int, str] = {}
+        self.partial: dict[tuple[int, int] | int, str] = {}
         """Unfinished lines by thread, or (late cell, thread)."""
         self._pipe = RankPipe(fd)
         self.mark, self.reopen = self._pipe.mark, self._pipe.reopen
@@ -150,18 +150,18 @@ class RankStream(io.TextIOBase):
         late = None if is_known else self._attribution.late_cell()
         thread = get_ident()
         key = thread if late is None else (late, thread)
-        line = self._partial.pop(key, "") + text
+        line = self.partial.pop(key, "") + text
         if "\n" in text or "\r" in text or len(line) > PARTIAL_LINE_MAX:
             self._emit(late, line)
         elif line:
-            self._partial[key] = line
+            self.partial[key] = line
         return len(text)
 
     def flush(self, thread: int = 0) -> None:
         """Write out what threads have begun; only what ``thread`` has, if one is given."""
-        for key in list(self._partial):
+        for key in list(self.partial):
             late, of = key if isinstance(key, tuple) else (None, key)
-            if thread in (0, of) and (line := self._partial.pop(key, "")):
+            if thread in (0, of) and (line := self.partial.pop(key, "")):
                 self._emit(late, line)
 
     def _emit(self, late: int | None, text: str) -> None:
@@ -179,7 +179,7 @@ class RankStream(io.TextIOBase):
     def after_fork(self) -> None:
         """In a forked child: what waits is the parent's to write."""
         self._pipe.after_fork()
-        self._partial.clear()
+        self.partial.clear()
 
     def fileno(self) -> int:
         return self._fd

@@ -37,6 +37,8 @@ class EventLoop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._watches: dict[int, Watch] = {}
+        self.unwritten: set[Watch] = set()
+        """Those that want to be told when they can be written."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -59,7 +61,12 @@ class EventLoop:
 
     def want_writable(self, watch: Watch, wanted: bool) -> None:
         """Start or stop calling the watch's ``on_writable``."""
-        watch.mask = watch.mask | select.EPOLLOUT if wanted else watch.mask & ~select.EPOLLOUT
+        if wanted:
+            watch.mask |= select.EPOLLOUT
+            self.unwritten.add(watch)
+        else:
+            watch.mask &= ~select.EPOLLOUT
+            self.unwritten.discard(watch)
         if watch.active and not watch.resting:
             self._epoll.modify(watch.fd, watch.mask)
 
@@ -68,6 +75,7 @@ class EventLoop:
         if watch.active:
             watch.active = False
             del self._watches[watch.fd]
+            self.unwritten.discard(watch)
             if not watch.resting:
                 self._epoll.unregister(watch.fd)
 
@@ -78,8 +86,11 @@ class EventLoop:
     def run_once(self) -> None:
         """Wait for the next event or timer and serve what is due. What a callback raises is told as a fault of ours."""
         timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-        watches = self._watches
-        for watch, mask in [(watches[fd], mask) for fd, mask in self._epoll.poll(timeout) if fd in watches]:
+        ready: list[tuple[Watch, int]] = []  # all of them first: a descriptor may be another's before its turn
+        for fd, mask in self._epoll.poll(timeout):
+            if (found := self._watches.get(fd)) is not None:
+                ready.append((found, mask))
+        for watch, mask in ready:
             try:
                 if watch.active and mask & ~select.EPOLLOUT:
                     watch.on_readable()

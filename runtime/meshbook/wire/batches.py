@@ -13,7 +13,8 @@ from meshbook.wire.frames import Buffer, FrameReader, pack
 
 MAX_BATCH_BYTES = 1 << 15
 
-_MARK = b"\xc1"
+BATCH_MARK = b"\xc1"
+"""What the header of a batch begins with."""
 
 
 class Batch:
@@ -21,7 +22,8 @@ class Batch:
 
     def __init__(self, send: Callable[[bytes, Sequence[Buffer]], None]) -> None:
         self._send = send
-        self._headers: list[bytes] = []
+        self.headers: list[bytes] = []
+        """What waits for `flush`."""
         self._size_bytes = 0
 
     def add(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
@@ -33,17 +35,17 @@ class Batch:
             self.flush()
             self._send(header, payload)
             return
-        self._headers.append(header)
+        self.headers.append(header)
         self._size_bytes += len(header)
         if self._size_bytes > MAX_BATCH_BYTES:
             self.flush()
 
     def flush(self) -> bool:
         """Send what has been collected; whether that was anything."""
-        if not self._headers:
+        if not self.headers:
             return False
-        headers, self._headers, self._size_bytes = self._headers, [], 0
-        self._send(headers[0] if len(headers) == 1 else _MARK + pack(headers), ())
+        headers, self.headers, self._size_bytes = self.headers, [], 0
+        self._send(headers[0] if len(headers) == 1 else BATCH_MARK + pack(headers), ())
         return True
 
 
@@ -52,7 +54,7 @@ def unbatch(header: bytes) -> Sequence[bytes]:
 
     Raises: PeerProtocolError if a batch claims an impossible size.
     """
-    if not header.startswith(_MARK):
+    if not header.startswith(BATCH_MARK):
         return (header,)
     batches = list(FrameReader().feed(header[1:]))
     if len(batches) != 1:

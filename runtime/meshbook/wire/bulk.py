@@ -126,7 +126,8 @@ class BulkReceiver:
     def __init__(self, on_whole: Callable[[NamesPayload, list[bytes]], None]) -> None:
         """on_whole: called with each message that was held back, in their order, once its payload is whole."""
         self._on_whole = on_whole
-        self._held: deque[tuple[NamesPayload, list[bytes]]] = deque()
+        self.queue: deque[tuple[NamesPayload, list[bytes]]] = deque()
+        """The messages that are held back."""
         self._parts: dict[int, bytearray] = {}
         self._whole: dict[int, bytearray] = {}
         self._unwanted: set[int] = set()
@@ -153,7 +154,7 @@ class BulkReceiver:
 
     def hold_back(self, message: NamesPayload, frames: list[bytes]) -> bool:
         """Keep a message while its payload, or that of an earlier one, is still on its way; True when kept."""
-        if not self._held:  # it is on the path of every call, so no function takes part
+        if not self.queue:  # it is on the path of every call, so no function takes part
             if isinstance(message, wire.Call):
                 is_whole = message.bulk is None or message.bulk[0] in self._whole
             elif isinstance(message, wire.Replies):
@@ -162,23 +163,23 @@ class BulkReceiver:
                 is_whole = True
             if is_whole:
                 return False
-        self._held.append((message, frames))
+        self.queue.append((message, frames))
         return True
 
     @property
     def held(self) -> list[NamesPayload]:
         """The messages that are held back."""
-        return [message for message, _ in self._held]
+        return [message for message, _ in self.queue]
 
     def drop(self, call: wire.Call) -> None:
         """Forget a call that is held back, and its payload; pass on what waited only for that."""
-        self._held = deque(each for each in self._held if each[0] is not call)
+        self.queue = deque(each for each in self.queue if each[0] is not call)
         if call.bulk is not None:
             self.discard(call.bulk[0])
         self._pass_on()
 
     def _pass_on(self) -> None:
-        held, self._held = self._held, deque()
+        held, self.queue = self.queue, deque()
         for message, frames in held:
             if not self.hold_back(message, frames):
                 self._on_whole(message, frames)
@@ -199,7 +200,7 @@ class BulkReceiver:
 
     def clear(self) -> None:
         """Another sender begins: forget what this one has sent."""
-        self._held.clear()
+        self.queue.clear()
         self._parts.clear()
         self._whole.clear()
         self._unwanted.clear()

@@ -34,7 +34,7 @@ def pack(frames: Sequence[Buffer]) -> bytes:
 
     Raises: MessageTooLarge.
     """
-    sizes = [len(frame) for frame in frames]
+    sizes = list(map(len, frames))
     data = b"".join((struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes), *frames))
     if len(data) > MAX_FRAME_BYTES:  # together they may
         check_sizes(sizes)
@@ -58,21 +58,20 @@ class FrameReader:
 
         Raises: PeerProtocolError if the stream claims an impossible size, here or where that message would come.
         """
-        if not self._buffer and (found := _find(data)) is not None and found[0] == len(data):
-            return (_cut(data, found[1]),)  # most often it is one message
+        if not self._buffer and (found := _cut(data)) is not None and found[1] == len(data):
+            return (found[0],)  # most often it is one message
         self._buffer += data
         return self._take_all()
 
     def _take_all(self) -> Iterator[list[bytes]]:
-        while (found := _find(self._buffer)) is not None:
-            end, sizes = found
-            frames = _cut(self._buffer, sizes)
+        while (found := _cut(self._buffer)) is not None:
+            frames, end = found
             del self._buffer[:end]
             yield frames
 
 
-def _find(data: Buffer) -> tuple[int, tuple[int, ...]] | None:
-    """Where the first message ends, with the sizes of its frames; None while it is not whole."""
+def _cut(data: Buffer) -> tuple[list[bytes], int] | None:
+    """The frames of the first message, and where it ends; None while it is not whole."""
     if len(data) < 4:
         return None
     (count,) = _U32.unpack_from(data)
@@ -85,17 +84,14 @@ def _find(data: Buffer) -> tuple[int, tuple[int, ...]] | None:
     end = head + sum(sizes)
     if end > MAX_MESSAGE_BYTES:
         raise PeerProtocolError(f"a message claims {end} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
-    return (end, sizes) if len(data) >= end else None
-
-
-def _cut(data: Buffer, sizes: tuple[int, ...]) -> list[bytes]:
-    position = 4 + 4 * len(sizes)
+    if len(data) < end:
+        return None
     frames = []
     with memoryview(data) as view:
         for size in sizes:
-            frames.append(bytes(view[position : position + size]))
-            position += size
-    return frames
+            frames.append(bytes(view[head : head + size]))
+            head += size
+    return frames, end
 
 
 class FrameSocket:
@@ -103,6 +99,8 @@ class FrameSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._arrivals = select.poll()
+        self._arrivals.register(sock, select.POLLIN)
         self._reader = FrameReader()
         self._ready: list[list[bytes]] = []
 
@@ -117,6 +115,7 @@ class FrameSocket:
     def receive(self) -> list[bytes] | None:
         """Wait for the next message; None when the other end has closed."""
         while not self._ready:
+            self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
             data = self._sock.recv(1 << 16)
             if not data:
                 return None
@@ -153,9 +152,11 @@ class MessageSocket:
         self.has_more = False
         """Whether the last `receive` may have left something."""
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        """Send a message; whether nothing waits for the other end to read, else call `flush` when there is room."""
-        data = pack(frames)
+    def send(self, data: bytes) -> bool:
+        """Send a message as `pack` makes it; whether nothing waits for the other end to read.
+
+        Else call `flush` when there is room.
+        """
         if self._unsent:
             sent = 0
         else:

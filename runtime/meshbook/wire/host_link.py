@@ -80,14 +80,15 @@ class HostLink:
         """Take frames from the wire: the message they carry, if it is new and next in order."""
         self.heard = time.monotonic()
         link = self._links[lane]
-        if (epoch := epoch_of(frames)) > link.epoch:
+        message = link.receive(frames)
+        if message is None and (epoch := epoch_of(frames)) > link.epoch:
             self.usurper = epoch
-        return link.receive(frames)
+        return message
 
     def acknowledge(self, lane: LaneName) -> None:
         """Send what the link owes the peer, and what its acknowledgements have made room for."""
         link = self._links[lane]
-        for frames in link.pending():
+        for frames in link.pending() if link.due else ():
             self._sock.send(self.id, lane, frames)
         if lane == "bulk":
             self._bulk_out.pump()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from meshbook.system.event_loop import EventLoop
@@ -49,20 +49,16 @@ class Lane(ABC):
         self.answered = -math.inf
         """When the machine of the other end was last known to be there, as `look` has found it."""
         self.may_read = False
-        """Something may have come since `readable` was asked."""
+        """Something may have come that was not taken; look before every sleep, since descriptors tell edges only."""
         self._on_newer = on_newer
 
     @abstractmethod
     def watch(self, loop: EventLoop) -> None:
-        """Have ``loop`` wake when something comes, which is then `readable`; until `close`."""
+        """Have ``loop`` wake when something comes, and note that it `may_read`; until `close`."""
 
     @abstractmethod
-    def readable(self) -> bool:
-        """Whether `receive` may find something; to be asked before every sleep, since descriptors tell edges only."""
-
-    @abstractmethod
-    def frames(self) -> Iterator[list[bytes]]:
-        """Each message that has come, as it came."""
+    def take(self) -> list[bytes] | None:
+        """Return the next message that has come, as it came; None if there is none."""
 
     @abstractmethod
     def transmit(self, frames: Sequence[Buffer]) -> bool:
@@ -81,17 +77,27 @@ class Lane(ABC):
         """Whether, at the last look, a connection stood, by which the machine of the other end has answered lately."""
         return False
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield (header, payload) of each new message, in order, once."""
-        for frames in self.frames():
-            epoch = epoch_of(frames)
-            if epoch > self.link.epoch:
-                self._on_newer(epoch)
-            elif 0 < epoch < self.link.epoch:
-                self.beat()  # so that the former controller learns that it is the former
-            if (message := self.link.receive(frames)) is not None:
-                yield message
-        self._send_all(self.link.pending())
+    def receive(self, deliver: Callable[[bytes, list[bytes]], None]) -> bool:
+        """Hand over header and payload of each new message, in order, once; whether anything has come."""
+        found = False
+        while self.may_read and (frames := self.take()) is not None:
+            found = True
+            message = self.link.receive(frames)
+            if message is None and (epoch := epoch_of(frames)) != self.link.epoch:
+                message = self._receive_other(epoch, frames)
+            if message is not None:
+                deliver(*message)
+        if self.link.due:
+            self._send_all(self.link.pending())
+        return found
+
+    def _receive_other(self, epoch: int, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
+        """Another controller than ours has spoken: begin anew with one that is newer, and take its message."""
+        if epoch < self.link.epoch:
+            self.beat()  # so that the former controller learns that it is the former
+            return None
+        self._on_newer(epoch)
+        return self.link.receive(frames)
 
     def restart(self, epoch: int) -> list[tuple[bytes, list[Buffer]]]:
         """Speak with the controller of ``epoch`` from now on; returns what the former one has not acknowledged."""

@@ -64,7 +64,7 @@ class Link:
 
     __slots__ = (
         "_acked", "_ask_due", "_asked", "_owed", "_owed_bytes", "_patience", "_received", "_replay_due",
-        "_sent", "_unacked", "epoch", "ignored", "max_unacked_bytes", "unacked_bytes",
+        "_sent", "_unacked", "due", "epoch", "ignored", "max_unacked_bytes", "unacked_bytes",
     )  # fmt: skip
 
     def __init__(self, epoch: int, max_unacked_bytes: int = MAX_UNACKED_BYTES) -> None:
@@ -74,6 +74,8 @@ class Link:
         """What is kept for a replay, `MESSAGE_COST_BYTES` for each message included."""
         self.ignored = 0
         """Frames of another epoch, repetitions, and messages after a gap."""
+        self.due = False
+        """`pending` may have something to send."""
         self._unacked: deque[tuple[list[Buffer], int]] = deque()  # messages _acked + 1 .. _sent, with their cost
         self._sent = 0
         self._acked = 0
@@ -112,7 +114,7 @@ class Link:
     def receive(self, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
         """Take what came from the peer; return (header, payload) if it is the next message, else None.
 
-        Afterwards `pending` may have something to send.
+        Afterwards something may be `due`.
         Raises: PeerProtocolError for frames that no `Link` makes.
         """
         if not frames or len(frames[0]) < _SIZE:
@@ -121,8 +123,12 @@ class Link:
         if epoch != self.epoch:
             self.ignored += 1
             return None
-        if ack > self._acked:
-            self._forget(ack)
+        if ack > self._acked:  # drop what the peer has
+            if ack > self._sent:
+                raise PeerProtocolError(f"message {ack} is acknowledged, but only {self._sent} were sent")
+            for _ in range(ack - self._acked):
+                self.unacked_bytes -= self._unacked.popleft()[1]
+            self._acked = ack
         if kind != MESSAGE:
             self._note(kind, seq, frames)
             return None
@@ -134,10 +140,13 @@ class Link:
         payload = frames[1:]
         for frame in payload:
             self._owed_bytes += len(frame)
+        if self._owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES:
+            self.due = True
         return frames[0][_SIZE:], payload
 
     def pending(self) -> list[list[Buffer]]:
         """Return what must be sent now: a replay, a question for one, an acknowledgement; each once."""
+        self.due = False
         if not (
             self._ask_due or self._replay_due or self._owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES
         ):
@@ -171,20 +180,12 @@ class Link:
         self._owed = self._owed_bytes = 0
         return [_pack(kind, self.epoch, self._sent, self._received)]
 
-    def _forget(self, ack: int) -> None:
-        """Drop what the peer has."""
-        if ack > self._sent:
-            raise PeerProtocolError(f"message {ack} is acknowledged, but only {self._sent} were sent")
-        for _ in range(ack - self._acked):
-            self.unacked_bytes -= self._unacked.popleft()[1]
-        self._acked = ack
-
     def _note(self, kind: int, seq: int, frames: list[bytes]) -> None:
         """Act on a message that is not a user's: ``seq`` were sent by the peer."""
         if kind not in (ACK, BEAT, REPLAY) or len(frames) > 1 or len(frames[0]) > _SIZE:
             raise PeerProtocolError(f"a link message of unknown kind {kind} or with content that it cannot have")
         if kind == REPLAY and self._unacked:
-            self._replay_due = True
+            self._replay_due = self.due = True
         if seq <= self._received:
             return
         if self._asked != self._received:
@@ -202,8 +203,10 @@ class Link:
             if seq == 0:
                 raise PeerProtocolError("a message with number 0; they count from 1")
             self._owed += 1  # the peer may not know that we have it
+            self.due = True
         elif self._asked != self._received:
             self._ask(patience=1)
 
     def _ask(self, patience: int) -> None:
-        self._asked, self._patience, self._ask_due = self._received, patience, True
+        self._asked, self._patience = self._received, patience
+        self._ask_due = self.due = True

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from meshbook.errors import PeerProtocolError
 from meshbook.system.event_loop import EventLoop, Watch
-from meshbook.wire.frames import Buffer, MessageSocket
+from meshbook.wire.frames import Buffer, MessageSocket, pack
 from meshbook.wire.lanes import Lane, LaneName, routing_id
 from meshbook.wire.ticket import Ticket
 
@@ -98,7 +98,7 @@ class UnixServer:
         if (connection := self._lanes.get(place)) is None:
             return False
         try:
-            if not connection.send(frames):
+            if not connection.send(pack(frames)):
                 self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
         except OSError:
             self._drop(connection.fd)  # its host dials again, and the link replays
@@ -193,26 +193,24 @@ class UnixLane(Lane):
         else:
             self._watch_connection()
 
-    def readable(self) -> bool:
-        """As `Lane.readable`: reads until a message is whole, or nothing is left, of which no edge would tell again."""
-        while not self._received and self._has_more and self._connection is not None:
+    def take(self) -> list[bytes] | None:
+        """As `Lane.take`: reads until a message is whole, or nothing is left, of which no edge would tell again."""
+        received = self._received
+        while not received and self._has_more and self._connection is not None:
             try:
-                self._received.extend(self._connection.receive())
+                received.extend(self._connection.receive())
                 self._has_more = self._connection.has_more
             except (OSError, EOFError, PeerProtocolError):
                 self._lose()
-        self.may_read = bool(self._received)
-        return self.may_read
-
-    def frames(self) -> Iterator[list[bytes]]:
-        while self.readable():
-            yield self._received.popleft()
+        frames = received.popleft() if received else None
+        self.may_read = self._has_more or bool(received)
+        return frames
 
     def transmit(self, frames: Sequence[Buffer]) -> bool:
         if self._connection is None:
             return False
         try:
-            if not self._connection.send(frames) and self._loop is not None and self._watch is not None:
+            if not self._connection.send(pack(frames)) and self._loop is not None and self._watch is not None:
                 self._loop.want_writable(self._watch, True)
         except OSError:
             self._lose()
@@ -236,7 +234,7 @@ class UnixLane(Lane):
             if peer_user(sock) != os.geteuid():
                 raise PermissionError(f"{self._path} is served by another user")
             self._connection = open_connection(sock)
-            self._connection.send(self._hello)
+            self._connection.send(pack(self._hello))
         except OSError:
             self._connection = None
             sock.close()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
-from meshbook.wire.batches import Batch, unbatch
+from meshbook.wire.batches import BATCH_MARK, Batch, unbatch
 from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
 from meshbook.wire.frames import Buffer
 from meshbook.wire.ticket import Ticket
@@ -52,9 +52,6 @@ class PeerSilence:
 class UplinkOwner(Protocol):
     """What the user of an `Uplink` is told."""
 
-    def on_heard(self) -> None:
-        """Something new has come, and is handed over next."""
-
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
         """A message has come."""
 
@@ -83,6 +80,7 @@ class Uplink:
         for lane in self._lanes.values():
             lane.watch(loop)
         self._calls, bulk = self._lanes["calls"], self._lanes["bulk"]
+        self._on_heard: Callable[[], None] | None = None
         self._outbox = Batch(self._calls.send)
         self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
 
@@ -100,7 +98,7 @@ class Uplink:
 
     def flush(self) -> bool:
         """Send what waits, as far as there is room; whether that was anything."""
-        return self._outbox.flush() or (bool(self._bulk_out.queue) and self._bulk_out.pump())
+        return self._outbox.flush() or self._bulk_out.pump()
 
     @property
     def unacked_bytes(self) -> int:
@@ -112,22 +110,32 @@ class Uplink:
         """Whether so much is on its way that workers should send no more."""
         return self._calls.link.unacked_bytes > FULL_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
 
-    def receive(self, choked: Callable[[], bool] = lambda: False) -> bool:
-        """Hand over all that has come; whether that was anything. choked: whether to leave the lane of calls for later.
+    def serve(self, choked: Callable[[], bool] | None = None) -> bool:
+        """Hand over what has come and send what waits, until there is neither; whether there was anything.
 
-        Raises: PeerProtocolError for frames that no peer sends; the rest is there still.
+        Both go on together: what is sent may have swallowed the word that something has come. choked: whether to leave
+        the lane of calls for later. Raises: PeerProtocolError for frames that no peer sends; the rest is there still.
         """
-        busy, again = False, True
-        while again:
-            again = False
-            for name, lane in self._lanes.items():
-                if lane.may_read and lane.readable() and not (name == "calls" and choked()):
-                    busy = again = True
-                    for header, payload in lane.receive():
-                        self._owner.on_heard()
-                        for each in unbatch(header):
-                            self._owner.on_message(each, payload)
-        return busy
+        busy = False
+        while True:
+            found = False
+            for lane in self._lanes.values():
+                if lane.may_read and not (choked is not None and lane is self._calls and choked()):
+                    found = lane.receive(self._hear) or found
+            if not found and (self._outbox.headers or self._bulk_out.queue):
+                found = self.flush()
+            if not found:
+                return busy
+            busy = True
+
+    def _hear(self, header: bytes, payload: list[bytes]) -> None:
+        """Something new has come."""
+        self.silence.heard = time.monotonic()
+        if self._on_heard is not None:
+            resumed, self._on_heard = self._on_heard, None
+            resumed()
+        for each in unbatch(header) if header.startswith(BATCH_MARK) else (header,):
+            self._owner.on_message(each, payload)
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -156,8 +164,9 @@ class Uplink:
         for lane in self._lanes.values():
             lane.beat()
 
-    def pause(self) -> None:
-        """Send nothing, but keep it: nobody listens."""
+    def pause(self, on_heard: Callable[[], None]) -> None:
+        """Send nothing, but keep it: nobody listens. on_heard: called when the peer speaks again, to `resume`."""
+        self._on_heard = on_heard
         self._outbox.flush()
         for lane in self._lanes.values():
             lane.paused = True
@@ -176,6 +185,7 @@ class Uplink:
         self._outbox.flush()
         kept = {name: lane.restart(epoch) for name, lane in self._lanes.items()}
         self.bulk_in.clear()
+        self._on_heard = None
         self.silence.end()
         return [*kept["calls"]], [*kept["bulk"], *self._bulk_out.take_unsent()]
 

@@ -262,16 +262,10 @@ class ZmqLane(Lane):
     def is_answered(self) -> bool:
         return self._is_connected and time.monotonic() - self.answered < ANSWER_S
 
-    def readable(self) -> bool:
-        if not self.may_read:
-            return False
+    def take(self) -> list[bytes] | None:
         is_readable = bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)
         self.may_read = is_readable or self._watch is None
-        return is_readable
-
-    def frames(self) -> Iterator[list[bytes]]:
-        while self.readable():
-            yield _receive(self._sock)
+        return _receive(self._sock) if is_readable else None
 
     def transmit(self, frames: Sequence[Buffer]) -> bool:
         self.may_read = True

@@ -61,7 +61,8 @@ class RankPayloads:
 
     def load(self, call: wire.Call, frames: Sequence[bytes], where: str) -> CallArguments:
         """The sender's arguments. where: this process in words. Raises: LoadError, MeshError."""
-        args: CallArguments = loads(frames[0] if frames else call.inline, self.map(call.segment), where=where)
+        buffers = () if call.segment is None else self.map(call.segment)
+        args: CallArguments = loads(frames[0] if frames else call.inline, buffers, where=where)
         return args
 
     def map(self, segment: wire.SegmentRef | None) -> Sequence[Bytes]:

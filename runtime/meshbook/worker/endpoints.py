@@ -109,7 +109,8 @@ def invoke(
     value = function(*args, **kwargs)
     if hasattr(type(value), "__await__") and isinstance(value, Coroutine):  # which takes longer
         value = worker.shell.run_coroutine(value)
-    return _ok(value, what=f"the result of {getattr(function, '__name__', 'the function')}")
+    what = f"the result of {getattr(function, '__name__', 'the function')}"
+    return Outcome(wire.OK, value, has_value=True, what=what)
 
 
 def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Outcome:

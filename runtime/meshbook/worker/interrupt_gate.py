@@ -61,7 +61,8 @@ class InterruptGate:
         self._meant = 0
         self._meant_at = self._insist_until = self._again_at = 0.0
         self._target = 0
-        self._held_back = False
+        self.has_held_back = False
+        """An interrupt has come inside the `shield`."""
         self._sent_at = 0.0
         self._handler: _Handler = None
         """What user code wants called in this call; None: nothing else than ours."""
@@ -132,19 +133,16 @@ class InterruptGate:
 
     # ---- main thread --------------------------------------------------------------------------------------------
 
-    def open(self, call: int) -> None:
-        """User code of ``call`` runs from here."""
-        self._held_back, self.raised, self._handler = False, 0, None
+    def open(self, call: int) -> bool:
+        """User code of ``call`` runs from here; False if it was interrupted before that."""
+        self.has_held_back, self.raised, self._handler = False, 0, None
         self._running = call
+        return self._meant != call
 
     @property
     def is_open(self) -> bool:
         """Whether user code runs on the main thread."""
         return self._running != 0
-
-    def is_meant(self, call: int) -> bool:
-        """Whether an interrupt of ``call`` has come before it was opened."""
-        return self._meant == call
 
     def close(self) -> None:
         """No user code runs any more: nothing is raised, once this has returned."""
@@ -154,7 +152,8 @@ class InterruptGate:
                 self.take_signal()
             except KeyboardInterrupt:  # it came at the last moment
                 continue
-        self._caught.end()
+        if self._caught.watching:
+            self._caught.end()
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         while self._visits:
@@ -164,13 +163,14 @@ class InterruptGate:
             return  # else user code has sent it, and waits for its handler
         self._target = 0
         if self.shield.depth:
-            self._held_back = True
+            self.has_held_back = True
             return
         self._raise(frame)
 
-    def _raise_held_back(self) -> None:
-        if self._held_back and self._running:
-            self._held_back = False
+    def raise_held_back(self) -> None:
+        """At the end of the shield: raise now what has come inside it."""
+        if self._running:
+            self.has_held_back = False
             self._raise(None)
 
     def _raise(self, frame: FrameType | None) -> None:
@@ -242,8 +242,8 @@ class _Shield:
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == self._main:
             self.depth -= 1
-            if not self.depth:
-                self._gate._raise_held_back()
+            if not self.depth and self._gate.has_held_back:
+                self._gate.raise_held_back()
         elif (gate := gate_of_this_thread()) is not None:
             gate.__exit__()
 

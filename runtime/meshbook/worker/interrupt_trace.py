@@ -27,13 +27,13 @@ class SwallowedInterrupts:
     """Watches the main thread from a KeyboardInterrupt on. All calls come on that thread."""
 
     def __init__(self) -> None:
-        self._watching = False
+        self.watching = False
 
     def begin(self, frame: FrameType | None) -> None:
         """Watch ``frame`` and its callers; a KeyboardInterrupt is raised there next."""
-        if self._watching or sys.gettrace() is not None:
+        if self.watching or sys.gettrace() is not None:
             return
-        self._watching = True
+        self.watching = True
         while frame is not None:
             if is_users_code(frame.f_code):
                 frame.f_trace = self._on_event
@@ -43,13 +43,13 @@ class SwallowedInterrupts:
 
     def end(self) -> None:
         """Stop watching the main thread's frames."""
-        if self._watching:
-            self._watching = False
+        if self.watching:
+            self.watching = False
             if sys.gettrace() is _trace_no_new_frames:
                 sys.settrace(None)
 
     def _on_event(self, frame: FrameType, event: str, arg: object) -> TraceFunction | None:
-        if not self._watching:
+        if not self.watching:
             return None
         if event == "line":
             handled, self._handled = self._handled, _handles_interrupt(frame)

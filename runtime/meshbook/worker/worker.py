@@ -197,7 +197,8 @@ class Worker:
     def _run_call(self, call: wire.Call, frames: list[bytes]) -> None:
         if not self._start(call):
             return
-        self._mark_output(call.output)
+        if call.output != self._output:
+            self._mark_output(call.output)
         started, waited_s = time.monotonic(), self.groups.waited_s(self.main_thread)
         try:
             answer = self._answer(call, frames)
@@ -212,7 +213,8 @@ class Worker:
         self._was_long = duration_s > LONG_CALL_S
         self._reply(call.id, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s)
         del answer
-        self.shell.tidy()
+        if self.shell.is_untidy:
+            self.shell.tidy()
 
     def _start(self, call: wire.Call) -> bool:
         """Whether the call is to run; when it was dropped, let go of its payload."""
@@ -237,9 +239,9 @@ class Worker:
     def _answer(self, call: wire.Call, frames: list[bytes]) -> Outcome:
         self.shell.debugger.refusal = call.no_prompt
         try:
-            self.gate.open(call.id)
+            is_wanted = self.gate.open(call.id)
             try:
-                if self.gate.is_meant(call.id):
+                if not is_wanted:
                     raise KeyboardInterrupt
                 args, kwargs = self._payloads.load(call, frames, self._name)
                 return CALLS[call.endpoint](self, call, *args, **kwargs)
@@ -265,9 +267,8 @@ class Worker:
 
     def _mark_output(self, output: int) -> None:
         """Tell the agent, in the pipes themselves, that what follows belongs to ``output``."""
-        if output != self._output:
-            self._output = output
-            self.shell.mark_text(self._marker + b"%d\n" % output)
+        self._output = output
+        self.shell.mark_text(self._marker + b"%d\n" % output)
 
     def display(
         self,

@@ -74,7 +74,7 @@ def is_shut(connection: MessageSocket) -> bool:
 def test_a_host_with_its_key_is_heard_and_answered(side: Side) -> None:
     ticket = side.ticket()
     connection = dial(side, routing_id(ticket.public_key, "calls"), ticket.secret_key.encode())
-    connection.send([b"hello", b"payload"])
+    connection.send(pack([b"hello", b"payload"]))
     assert side.serve(lambda: bool(side.received))
     assert side.received == [("host", "calls", [b"hello", b"payload"])]
     side.sock.send("host", "calls", [b"answer"])
@@ -129,10 +129,10 @@ def test_a_host_that_dials_again_takes_its_own_place(side: Side) -> None:
     ticket = side.ticket()
     first = [routing_id(ticket.public_key, "calls"), ticket.secret_key.encode()]
     former = dial(side, *first)
-    former.send([b"1"])
+    former.send(pack([b"1"]))
     assert side.serve(lambda: len(side.received) == 1)
     latter = dial(side, *first)
-    latter.send([b"2"])
+    latter.send(pack([b"2"]))
     assert side.serve(lambda: len(side.received) == 2)
     side.sock.send("host", "calls", [b"answer"])
     assert list(latter.receive()) == [[b"answer"]]
@@ -150,7 +150,7 @@ def test_a_broken_stream_costs_its_connection_only(side: Side) -> None:
     broken = MessageSocket(sock)
     assert side.serve(lambda: is_shut(broken))
     good = dial(side, *first)
-    good.send([b"hello"])
+    good.send(pack([b"hello"]))
     assert side.serve(lambda: bool(side.received))
     broken.close()
     good.close()
@@ -173,7 +173,7 @@ def test_large_messages_cross_both_ways_while_nobody_waits(side: Side) -> None:
     def is_done() -> bool:
         loop.call_later(0.0, lambda: None)
         loop.run_once()
-        got.extend(lanes["calls"].receive())
+        lanes["calls"].receive(lambda header, payload: got.append((header, payload)))
         return len(got) == 3 and len(side.received) >= 3
 
     assert side.serve(is_done)
@@ -195,7 +195,9 @@ def test_a_message_that_takes_several_reads_is_read_at_one_edge(side: Side) -> N
     side.sock.send("host", "calls", Link(1).send(b"head", [big]))
     while not lanes["calls"].may_read:
         loop.run_once()
-    assert list(lanes["calls"].receive()) == [(b"head", [big])]
+    got = []
+    lanes["calls"].receive(lambda header, payload: got.append((header, payload)))
+    assert got == [(b"head", [big])]
     assert not lanes["calls"].may_read
     for lane in lanes.values():
         lane.close()
