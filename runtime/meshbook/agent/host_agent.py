@@ -110,7 +110,7 @@ class HostAgent:
         uplink, loop, mail, segment_refs = self._uplink, self._loop, self._mail, self._segment_refs
         while self._exit_code is None:  # on the path of every call, so who has nothing to do is not called
             try:
-                uplink.serve(self._choked if loop.unwritten else None)
+                uplink.serve(self._choked)
             except PeerProtocolError as error:
                 self._refuse("", 0, error)
                 loop.call_later(0.0, lambda: None)

@@ -110,17 +110,18 @@ class Uplink:
         """Whether so much is on its way that workers should send no more."""
         return self._calls.link.unacked_bytes > FULL_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
 
-    def serve(self, choked: Callable[[], bool] | None = None) -> bool:
+    def serve(self, choked: Callable[[], bool] = lambda: False) -> bool:
         """Hand over what has come and send what waits, until there is neither; whether there was anything.
 
         Both go on together: what is sent may have swallowed the word that something has come. choked: whether to leave
-        the lane of calls for later. Raises: PeerProtocolError for frames that no peer sends; the rest is there still.
+        the lane of calls for later; asked while something of our loop waits to be written.
+        Raises: PeerProtocolError for frames that no peer sends; the rest is there still.
         """
         busy = False
         while True:
             found = False
             for lane in self._lanes.values():
-                if lane.may_read and not (choked is not None and lane is self._calls and choked()):
+                if lane.may_read and not (lane is self._calls and self._loop.unwritten and choked()):
                     found = lane.receive(self._hear) or found
             if not found and (self._outbox.headers or self._bulk_out.queue):
                 found = self.flush()

@@ -29,7 +29,7 @@ from meshbook.launchers.base import LaunchedHost
 from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.admission import MAX_PER_ADDRESS
-from meshbook.wire.batches import _MARK
+from meshbook.wire.batches import BATCH_MARK
 from meshbook.wire.lanes import LaneName, routing_id
 from meshbook.wire.link import _HEAD, ACK, BEAT, MESSAGE, Link
 from meshbook.wire.ticket import Ticket
@@ -283,8 +283,8 @@ def _lies(mesh: int, call: int) -> dict[str, list[bytes]]:
         "a beat with content": [_message(1, 1, wire.Heartbeat(), kind=BEAT)],
         "no message": [_message(1, 1, None)],
         "garbage": [_message(1, 1, None) + os.urandom(64)],
-        "a batch of 4 GB": [_message(1, 1, None) + _MARK + b"\x01\x00\x00\x00\xff\xff\xff\xff"],
-        "a batch that is cut": [_message(1, 1, None) + _MARK + b"\x01\x00\x00\x00\x10\x00\x00\x00"],
+        "a batch of 4 GB": [_message(1, 1, None) + BATCH_MARK + b"\x01\x00\x00\x00\xff\xff\xff\xff"],
+        "a batch that is cut": [_message(1, 1, None) + BATCH_MARK + b"\x01\x00\x00\x00\x10\x00\x00\x00"],
         "a display without content": [_message(1, 1, wire.DisplayData(0, 1, False, False))],
         "bulk without data": [_message(1, 1, wire.Bulk(1, 10, 0, True))],
         "bulk of 1 EB": [_message(1, 1, wire.Bulk(1, 1 << 60, 0, False)), b"x"],
