@@ -108,12 +108,24 @@ class ThreadGate:
                     self.running = 0
                     if self._is_due:
                         _nothing()  # what was not raised yet is raised here
-                    _set_async_exc(ctypes.c_ulong(self._thread), None)
+                        self._forget_raised()
                     is_late = is_late or self._held_back
                     self._is_due = self._held_back = False
                 return is_late
             except KeyboardInterrupt:  # it came at the last moment
                 is_late = True
+
+    def _forget_raised(self) -> None:
+        """Raise what is due here after all, under another name.
+
+        Python can also be told that nothing is due; but 3.11 goes on looking for it then, at every call and jump, and
+        never gets past a call once a debugger or profiler traces it.
+        """
+        try:
+            _set_async_exc(ctypes.c_ulong(self._thread), ctypes.py_object(_Forgotten))
+            _nothing()
+        except _Forgotten:
+            pass
 
     def __enter__(self) -> None:
         with self._lock:
@@ -167,6 +179,10 @@ def interruptible(
             step, given = coroutine.send, (yield yielded)
         except BaseException as error:
             step, given = coroutine.throw, error
+
+
+class _Forgotten(BaseException):
+    """In the place of an interrupt that is not to be raised any more."""
 
 
 def _nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import subprocess
 import sys
 import threading
 import time
@@ -177,3 +178,45 @@ def test_an_interrupt_that_comes_as_a_step_ends_is_raised_in_the_next() -> None:
         gate._raise()
     thread.join(20)
     assert ended == ["interrupted"]
+
+
+TRACED = """
+import sys, threading
+from meshbook.concurrency.thread_interrupts import ThreadGate
+
+def run():
+    gate = ThreadGate()
+    gates.append(gate)
+    for serial in range(1, 200):
+        try:
+            gate.open(serial)
+            is_open.set()
+            for _ in range(2000):
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            gate.close()
+    gate.end()
+
+gates, is_open = [], threading.Event()
+thread = threading.Thread(target=run)
+thread.start()
+is_open.wait()
+while thread.is_alive():
+    gates[0].interrupt(gates[0].running)
+calls = 0
+def count(*event):
+    global calls
+    calls += 1
+sys.setprofile(count)
+(lambda: 0)()
+sys.setprofile(None)
+print(calls)
+"""
+
+
+def test_a_debugger_or_profiler_gets_past_the_interrupts_that_were() -> None:
+    """In a process of its own: where it does not, no alarm is heard."""
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=100)
+    assert int(done.stdout) >= 2, done.stderr
