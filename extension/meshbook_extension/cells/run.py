@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import time
 from typing import TYPE_CHECKING
 
@@ -210,8 +208,7 @@ def partial_result(procs: ProcMesh, error: CallError) -> ValueMesh[object] | Non
     ranks = [rank for rank in procs.ranks if rank in partial]
     if not ranks:
         return None
-    loaders = [functools.partial(operator.getitem, partial, rank) for rank in ranks]
-    return ValueMesh.lazy(procs.select(ranks).members, loaders)
+    return ValueMesh.lazy(procs.select(ranks).members, partial.__getitem__)
 
 
 def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:

@@ -223,6 +223,11 @@ class OpenCall:
         return bool(self.failures or self.lost)
 
     @property
+    def is_troubled(self) -> bool:
+        """Whether its ranks may have left anything uneven."""
+        return bool(self.failures or self.lost or self.freed or self.cancelled)
+
+    @property
     def is_told(self) -> bool:
         """Whether the outcome is told; with the first failure already, where the call is to fail fast."""
         return self.phase is CallPhase.CLOSED or self._future.done()
@@ -239,8 +244,7 @@ class OpenCall:
             stopped = [freed._replace(ename="KeyboardInterrupt", evalue="", exception=None) for freed in self.freed]
             self._fail(CallFailed(stopped, partial=self.results), groups)
         else:
-            loaders = [_loader(self.results, rank) for rank in self.members.ranks()]
-            self._future.set_result(ValueMesh.lazy(self.members, loaders))
+            self._future.set_result(ValueMesh.lazy(self.members, self.results.__getitem__))
 
     def _fail(self, error: CallError, groups: str) -> None:
         if self.failures or self.lost:
@@ -291,10 +295,6 @@ def _some(failure: Failure) -> str:
     return f"a collective ({failure.where})" if failure.where else "a collective"
 
 
-def _loader(results: Results, rank: int) -> Callable[[], object]:
-    return lambda: results[rank]
-
-
 def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
     if reply.status == wire.GONE:
         return Failure(reply.rank, "", "ResultLost", reply.inline.decode(errors="replace"), (), "")
@@ -328,7 +328,7 @@ class RequestFuture(Future[T], Generic[T]):
         """
         self._timeout_s = timeout
         try:
-            if not self.done():
+            if not self._final:
                 timeout = self._serve(timeout)
             return super().get(timeout)
         except CallInterrupted:

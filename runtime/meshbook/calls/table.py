@@ -7,8 +7,8 @@ import math
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -74,19 +74,22 @@ class OpenQuestion(Generic[TAnswer]):
         return bool(self.ranks or self.hosts)
 
 
+class CallWatcher(Protocol):
+    """Who looks after the calls of a mesh."""
+
+    def watch(self, call: OpenCall) -> bool:
+        """A rank has answered, or was lost; True when a call that has ended everywhere is to wait for `complete`."""
+
+    def on_told(self, call: OpenCall, rank: int, encoded: bytes) -> None:
+        """Take what came with an answer of the rank's process groups, before `watch`."""
+
+
 class CallTable:
     """Routes answers and output by id."""
 
-    def __init__(
-        self,
-        watch: Callable[[OpenCall], bool] = lambda call: False,
-        on_told: Callable[[OpenCall, int, bytes], None] = lambda call, rank, told: None,
-    ) -> None:
-        """watch: told of each answer to a call; True when a call that has ended everywhere is to wait for `complete`.
-
-        on_told: handed what came with an answer of the rank's process groups, before ``watch``.
-        """
-        self._watch, self._on_told = watch, on_told
+    def __init__(self, watchers: Mapping[int, CallWatcher]) -> None:
+        """watchers: by mesh; the calls of other meshes are over when all ranks have answered."""
+        self._watchers = watchers
         self.default_listener: OutputListener = ConsoleOutput()
         """Gets what belongs to no cell."""
         self._calls: dict[int, OpenCall] = {}
@@ -153,21 +156,22 @@ class CallTable:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def answer(self, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[object]]) -> None:
-        """Hand out combined replies. ``buffers``: the large buffers of each, which go where the call is not open."""
-        if (call := self._calls.get(message.id)) is None:
-            return
+    def answer(
+        self, call: OpenCall, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[object]]
+    ) -> None:
+        """Hand out combined replies to an open call. ``buffers``: the large buffers of each."""
         for (reply, mine), large in zip(split_replies(message, frames), buffers, strict=True):
             if reply.rank not in call.waiting:
                 continue  # it was not asked, or has answered, or was taken for dead meanwhile
             call.answer(reply, mine, large)
-            if reply.groups:
-                self._on_told(call, reply.rank, reply.groups)
+            if reply.groups and (watcher := self._watchers.get(call.mesh)) is not None:
+                watcher.on_told(call, reply.rank, reply.groups)
         self.settle_if_done(call)
 
     def settle_if_done(self, call: OpenCall) -> None:
         """Complete the call's future as soon as its policy allows; forget the call when all have answered."""
-        later = self._watch(call)
+        watcher = self._watchers.get(call.mesh)
+        later = watcher is not None and watcher.watch(call)
         if not call.waiting:
             if not later:
                 self.complete(call)

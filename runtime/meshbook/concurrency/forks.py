@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 
@@ -22,6 +23,9 @@ from meshbook.errors import UsageError
 
 generation = 0
 """How many forks lie between this process and the one that has imported us."""
+
+main_thread = threading.main_thread().ident
+"""Names the thread that runs signal handlers: what `threading.get_ident` returns there."""
 
 _pids = [os.getpid()]
 """The processes of those generations; the last is this one."""
@@ -65,8 +69,9 @@ def _run(actions: list[Callable[[], object]]) -> None:
 
 
 def _be_another() -> None:
-    global generation
+    global generation, main_thread
     generation += 1
+    main_thread = threading.get_ident()
     _pids.append(os.getpid())
     _run(_in_child)
 

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshbook.concurrency import forks
 from meshbook.concurrency.thread_interrupts import WaitingLock, waiting_lock
@@ -32,11 +32,8 @@ U = TypeVar("U")
 _log = logging.getLogger(__name__)
 
 
-class _Outcome(NamedTuple):
-    value: Any
-    error: BaseException | None
-    traceback: TracebackType | None
-    """That of ``error`` when it was set; each raise starts from it."""
+_Outcome: TypeAlias = tuple[Any, "BaseException | None", "TracebackType | None"]
+"""The value or the error; and the traceback of that when it was set, from which each raise starts."""
 
 
 class Future(Generic[T]):
@@ -71,11 +68,11 @@ class Future(Generic[T]):
 
     def set_result(self, value: T) -> bool:
         """Complete with ``value``; False, and nothing happens, if there is an outcome already."""
-        return self._finish(_Outcome(value, None, None))
+        return self._finish((value, None, None))
 
     def set_exception(self, error: BaseException) -> bool:
         """Complete with ``error``; False, and nothing happens, if there is an outcome already."""
-        return self._finish(_Outcome(None, error, error.__traceback__))
+        return self._finish((None, error, error.__traceback__))
 
     # ---- for whoever wants it ------------------------------------------------------------------------------
 
@@ -90,14 +87,13 @@ class Future(Generic[T]):
         TimeoutError (the work goes on); KeyboardInterrupt at once, on the main thread; UsageError in a process that was
         forked before there was an outcome, since there will be none.
         """
-        outcome = self._final.get(0) or self._wait(timeout)
-        error = outcome.error
+        value, error, traceback = self._final.get(0) or self._wait(timeout)
         if error is None:
-            return outcome.value  # type: ignore[no-any-return]
+            return value  # type: ignore[no-any-return]
         try:
-            raise error.with_traceback(outcome.traceback)
+            raise error.with_traceback(traceback)
         finally:
-            del self, outcome, error  # else the traceback of the error would keep the future, and it the error
+            del self, error, traceback  # else the traceback of the error would keep the future, and it the error
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result, as `get` does."""
@@ -105,7 +101,7 @@ class Future(Generic[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as `get` does; return the error, or None if there is a result."""
-        return (self._final.get(0) or self._wait(timeout)).error
+        return (self._final.get(0) or self._wait(timeout))[1]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as `get` does; whether there is an outcome."""
@@ -163,11 +159,11 @@ class Future(Generic[T]):
 
         def follow(done: Future[T]) -> None:
             outcome = done._final[0]
-            if outcome.error is not None:
+            if outcome[1] is not None:
                 following._finish(outcome)
                 return
             try:
-                following.set_result(function(outcome.value))
+                following.set_result(function(outcome[0]))
             except BaseException as error:
                 following.set_exception(error)
 
@@ -193,7 +189,8 @@ class Future(Generic[T]):
         outcome = self._final.get(0)
         if outcome is None:
             return "<Future: waiting; .get() gives the result>"
-        return f"<Future: {'done' if outcome.error is None else f'failed with {type(outcome.error).__name__}'}>"
+        error = outcome[1]
+        return f"<Future: {'done' if error is None else f'failed with {type(error).__name__}'}>"
 
     # ---- within --------------------------------------------------------------------------------------------
 

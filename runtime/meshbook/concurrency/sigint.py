@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import TypeAlias
 
+from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 
 _plain_signals: ModuleType = vars(signal)["_signal"]
@@ -50,7 +51,7 @@ class SigintScope:
         Only the main thread runs handlers. One that is no function of Python's could not be put back, and raises
         nothing in our midst.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != forks.main_thread:
             return False
         signals = _signals()
         handler = signals.getsignal(_SIGINT)

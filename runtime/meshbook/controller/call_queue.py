@@ -42,7 +42,7 @@ class CallQueue:
 
     def __init__(self, must_wait: Callable[[Unsent], bool], patience_s: tuple[float, ...]) -> None:
         self._must_wait, self._patience_s = must_wait, patience_s
-        self._queued: list[Unsent] = []
+        self.queued: list[Unsent] = []
         self._wake_at = math.inf
 
     def send(
@@ -50,27 +50,22 @@ class CallQueue:
     ) -> None:
         """Have ``transmit`` send it, now or when it may be."""
         new = Unsent(mailbox, members, transmit, call, time.monotonic())
-        if self._is_blocked(new, self._queued):
-            self._queued.append(new)
+        if self._is_blocked(new, self.queued):
+            self.queued.append(new)
             self.wake(new.since + self._patience_s[0])
         else:
             transmit()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing queues."""
-        return not self._queued
-
     def holds(self, call: OpenCall) -> bool:
         """Return whether the call queues here."""
-        return bool(self._queued) and any(queued.call is call for queued in self._queued)
+        return bool(self.queued) and any(queued.call is call for queued in self.queued)
 
     def drop(self, call: OpenCall) -> bool:
         """Its end was asked for; whether it queued here, and has now been dropped on all of its ranks."""
-        left = [queued for queued in self._queued if queued.call is not call]
-        if len(left) == len(self._queued):
+        left = [queued for queued in self.queued if queued.call is not call]
+        if len(left) == len(self.queued):
             return False
-        self._queued = left
+        self.queued = left
         call.drop()
         return True
 
@@ -81,25 +76,25 @@ class CallQueue:
     @property
     def due(self) -> float:
         """When `release` wants to be called, though nothing has happened."""
-        return self._wake_at if self._queued else math.inf
+        return self._wake_at if self.queued else math.inf
 
     def release(self) -> None:
         """Send what need not queue any more, in the order in which it came."""
-        if not self._queued:
+        if not self.queued:
             return
-        queued, self._queued = self._queued, []
+        queued, self.queued = self.queued, []
         for each in queued:
-            if self._is_blocked(each, self._queued):
-                self._queued.append(each)
+            if self._is_blocked(each, self.queued):
+                self.queued.append(each)
             elif each.ranks:
                 attempt(each.transmit, "what had queued")  # others queue behind it
         now = time.monotonic()
-        times = [each.since + patience_s for each in self._queued for patience_s in self._patience_s]
+        times = [each.since + patience_s for each in self.queued for patience_s in self._patience_s]
         self._wake_at = min((at for at in (*times, self._wake_at) if at > now), default=math.inf)
 
     def clear(self) -> None:
         """The mesh ends."""
-        self._queued.clear()
+        self.queued.clear()
 
     def _is_blocked(self, new: Unsent, before: list[Unsent]) -> bool:
         return any(new.goes_after(other) for other in before) or self._must_wait(new)

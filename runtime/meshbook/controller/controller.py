@@ -24,13 +24,13 @@ from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reac
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.own_faults import attempt
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
 from meshbook.controller.io_thread import IoThread
 from meshbook.controller.io_turns import TurnQueue
-from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
+from meshbook.controller.mesh_state import MeshState, Renumbering
+from meshbook.controller.outgoing_call import OutgoingCall
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import Questions, look
 from meshbook.controller.reattach import Reattach
@@ -89,6 +89,8 @@ class Controller:
         self._dispatcher = Dispatcher(self._inbox, self.next_id, self._socket.key_of, folder.peer_ip)
         self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
         self._io = IoThread(self._inbox, self._socket, self._dispatcher)
+        self.drive = self._io.turn.drive
+        """Serve the sockets while the main thread waits (`meshbook.controller.io_turns.SocketTurn.drive`)."""
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -203,6 +205,7 @@ class Controller:
 
         def ask() -> None:
             self._dispatcher.meshes[mesh.id] = mesh
+            self._dispatcher.groups_of(mesh)  # looks after its calls
             mesh.ask_for(pending_workers)
 
         self.submit(ask, pending_workers.give_up)
@@ -217,8 +220,9 @@ class Controller:
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         mesh.check_usable()
-        generation, what, members = mesh.generation, str(request.what)[:WHAT_MAX_CHARS], request.members
-        self.wait_for_room()
+        what, members = str(request.what)[:WHAT_MAX_CHARS], request.members
+        if self._dispatcher.is_full:
+            self.wait_for_room()
         future: CallFuture[Any] = CallFuture(self, functools.partial(
             OpenCall, self.next_id(), mesh.id, what, members, fail_fast=request.fail_fast, on_reply=request.on_reply,
             mailbox=request.mailbox, beside=request.beside, output=output.id if output else 0,
@@ -233,38 +237,11 @@ class Controller:
             inline=inline, label=what if request.reply else "", mailbox=request.mailbox,
             reply=request.reply, no_prompt=self.front_end.refusal(),
         )  # fmt: skip
-
-        def send() -> None:
-            if mesh.generation != generation:
-                call.give_up(stale_view(mesh))
-                return
-            recovery = self._dispatcher.groups_of(mesh)
-            if not request.reply:
-                recovery.send(request.mailbox, members, lambda: transmit_later(reachable()))
-            elif (hosts := self._dispatcher.open(mesh, call, output)) is not None:
-                recovery.send(request.mailbox, members, lambda: transmit_later(hosts), call)
-
-        def reachable() -> list[HostState]:  # it may have queued until the mesh ends
-            return [] if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED) else list(mesh.by_host(members.ranks()))
-
-        def transmit(hosts: list[HostState]) -> None:
-            if mesh.generation != generation:  # it queued while ranks got other numbers
-                self._dispatcher.calls.disown(call)
-                call.give_up(stale_view(mesh))
-                return
-            self._dispatcher.send_payload(hosts, message, payload, segment)
-
-        def transmit_later(hosts: list[HostState]) -> None:  # in the midst of something else, if it has queued
-            attempt(lambda: transmit(hosts), what, fail)
-
-        def fail(error: Exception) -> None:
-            self._dispatcher.calls.disown(call)
-            call.give_up(error)
-
-        segment = self.write_payload(buffers)
+        segment = self.write_payload(buffers) if buffers else None
         if segment is not None:
             call.when_ended(functools.partial(self._dispatcher.payloads.drop, segment))  # unless it was sent
-        self.submit(send, fail if request.reply else None)
+        outgoing = OutgoingCall(self._dispatcher, mesh, request, call, output, message, payload, segment)
+        self.submit(outgoing.send, outgoing.fail if request.reply else None)
         if not request.reply:
             future.set_result(None)
         return future
@@ -299,10 +276,6 @@ class Controller:
             mesh.tell(wire.Cancel(mesh.id, id, meant.encode(), insist))
 
         self.submit(send)
-
-    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Serve the sockets while the main thread waits (`meshbook.controller.io_turns`)."""
-        self._io.turn.drive(done, timeout_s)
 
     def wants_person(self, call: OpenCall) -> bool:
         """Whether a rank of the call is stopped at a prompt that this thread, the main one, could open."""
@@ -446,6 +419,5 @@ class Controller:
 
     def wait_for_room(self) -> None:
         """Wait while too much waits for slow hosts."""
-        room = self._dispatcher.room
-        while not (room.is_set() or room.wait(timeout=1.0)):
-            pass
+        while self._dispatcher.is_full:
+            self._dispatcher.room.wait(timeout=1.0)

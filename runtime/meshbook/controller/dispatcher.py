@@ -42,7 +42,6 @@ from meshbook.errors import (
     SpawnError,
     WorkerLost,
 )
-from meshbook.groups.agreements import decode_told
 from meshbook.lifecycle import MeshPhase
 from meshbook.sessions.folder import SavedMesh
 from meshbook.system.processes import machine_id, start_time
@@ -73,16 +72,16 @@ class Dispatcher:
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}
         self.meshes: dict[int, MeshState] = {}
-        self.calls = CallTable(self._watch, self._on_told)
         self._recoveries: dict[int, GroupRecovery] = {}
+        self.calls = CallTable(self._recoveries)
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)
         self.on_worker_lost: list[Callable[[MeshState, WorkerLost], None]] = []
         """Told of every worker that ends without being told to."""
+        self.is_full = False
+        """So much waits for slow hosts that new calls should wait too, for ``room``."""
         self.room = threading.Event()
-        """Cleared while so much waits for slow hosts that new calls should wait too."""
-        self.room.set()
         self._rests_until = self._due_at = 0.0
         """Timers wait until then, since one of them has met a fault of ours."""
         self._reattach: Reattach | None = None
@@ -145,17 +144,11 @@ class Dispatcher:
             self._recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
         return self._recoveries[mesh.id]
 
-    def _on_told(self, call: OpenCall, rank: int, told: bytes) -> None:
-        if (mesh := self.meshes.get(call.mesh)) is not None:
-            self.groups_of(mesh).on_told(call, rank, decode_told(told))
-
-    def _watch(self, call: OpenCall) -> bool:
-        mesh = self.meshes.get(call.mesh)
-        return mesh is not None and self.groups_of(mesh).watch(call)
-
     def plan(self) -> float:
         """Return when `expire` has something to do, on the monotonic clock; infinity if never."""
-        due = min([self.calls.next_deadline(), *(recovery.due for recovery in self._recoveries.values())])
+        due = self.calls.next_deadline()
+        for recovery in self._recoveries.values():
+            due = min(due, recovery.due)
         self._due_at = max(due, self._rests_until)
         return self._due_at
 
@@ -193,11 +186,11 @@ class Dispatcher:
             self.lose(host, f"it sent something impossible: {error}")
         except Exception as error:
             tell(error, f"what host {host.name} has acknowledged")
-        if not self.room.is_set() and host.backlog < MAX_BACKLOG // 2:
+        if self.is_full and host.backlog < MAX_BACKLOG // 2:
+            self.is_full = False
             self.room.set()
 
     def _on_message(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
-        check(host, message, self.meshes)
         try:
             self._dispatch(host, message, payload)
         except (*wire.MALFORMED, PeerProtocolError):
@@ -206,8 +199,13 @@ class Dispatcher:
             tell(error, f"a message of host {host.name}")  # it costs this message, not the meshes, nor the host
 
     def _dispatch(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
+        if isinstance(message, wire.Replies):  # the path of every call
+            if not host.bulk_in.hold_back(message, payload):
+                self._on_replies(host, message, payload)
+            return
+        check(host, message, self.meshes)
         match message:
-            case wire.Replies() | wire.Call() | wire.Cancel():
+            case wire.Call() | wire.Cancel():
                 if not host.bulk_in.hold_back(message, payload):
                     self.on_whole(host, message, payload)
             case wire.AskPeers():
@@ -238,6 +236,8 @@ class Dispatcher:
             case wire.Hosted():
                 if self._reattach is not None:
                     self._reattach.on_hosted(host, message)
+                    for mesh in self.meshes.values():
+                        self.groups_of(mesh)  # looks after its calls
             case wire.Hello():
                 self._on_hello(host, message)
             case wire.MeshReady():
@@ -335,11 +335,15 @@ class Dispatcher:
     def _on_replies(self, host: HostState, message: wire.Replies, frames: list[bytes]) -> None:
         check_replies(host, message, frames)
         call = self.calls.find(message.id)
-        if call is None:
-            self.calls.answer_question(host.id, message, frames)
-        elif (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
+        if call is not None and (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
             check_ranks(host, mesh, [reply.rank for reply in message.replies])
-        self.calls.answer(message, frames, [self.payloads.receive(host, reply) for reply in message.replies])
+        buffers = [
+            self.payloads.receive(host, reply) if reply.bulk or reply.segment else () for reply in message.replies
+        ]  # also where nobody waits for them: that gives them back
+        if call is not None:
+            self.calls.answer(call, message, frames, buffers)
+        else:
+            self.calls.answer_question(host.id, message, frames)
 
     def _to_store(self, mesh: MeshState, message: wire.StoreRequest | wire.DropClient | wire.DropKeys) -> None:
         mesh.store_host.send_urgent(message)
@@ -386,23 +390,19 @@ class Dispatcher:
             call.give_up(stale_view(mesh))
             return None
         self.calls.open(call, output)
-        addressed = {mesh.host_of(rank).id for rank in call.waiting} if len(mesh.hosts) > 1 else None
-        for rank in call.waiting & mesh.lost.keys():  # ended between the caller's check and now
+        lost = call.waiting & mesh.lost.keys()
+        for rank in lost:  # ended between the caller's check and now
             call.lose(mesh.lost[rank])
-        self.calls.settle_if_done(call)
-        return [host for host in mesh.hosts if not host.lost and (addressed is None or host.id in addressed)]
+        if lost or not call.waiting:
+            self.calls.settle_if_done(call)
+        return mesh.hosts if len(mesh.hosts) == 1 else list(mesh.by_host(call.waiting))
 
-    def send_payload(
-        self,
-        hosts: Sequence[HostState],
-        message: wire.Call,
-        payload: Sequence[bytes],
-        segment: wire.SegmentRef | None,
-    ) -> None:
-        """Send a call and its payload to ``hosts``; note when too much waits for one of them."""
-        self.payloads.send(hosts, message, payload, segment)
-        if any(host.backlog > MAX_BACKLOG for host in hosts):
-            self.room.clear()
+    def note_backlog(self, hosts: Iterable[HostState]) -> None:
+        """Note when too much waits for one of ``hosts``."""
+        for host in hosts:
+            if host.backlog > MAX_BACKLOG:
+                self.is_full = True
+                self.room.clear()
 
     # ---- loss and end -------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ class _Forming:
         """Ranks that have not come."""
 
 
-_UNSOUND = (GroupPhase.ABORTED, GroupPhase.DRAINING, GroupPhase.FORMING)
+UNSOUND = (GroupPhase.ABORTED, GroupPhase.DRAINING, GroupPhase.FORMING)
+"""While they cannot be used."""
 
 
 class GroupFormer:
@@ -99,7 +100,7 @@ class GroupFormer:
     @property
     def is_sound(self) -> bool:
         """Whether they can be used, or there are none."""
-        return self.phase not in _UNSOUND
+        return self.phase not in UNSOUND
 
     @property
     def is_partial(self) -> bool:

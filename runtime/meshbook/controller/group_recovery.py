@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection
 from meshbook.calls.call import OpenCall
 from meshbook.calls.table import CallTable
 from meshbook.controller.call_queue import CallQueue
+from meshbook.controller.group_former import UNSOUND
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.stuck_watch import BACK_S, DEADLINE_S, SETTLE_S, StuckWatch
 from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
-from meshbook.groups.agreements import Agreements, Told
+from meshbook.groups.agreements import Agreements, decode_told
 from meshbook.lifecycle import DoubtEvent
 from meshbook.shape.members import Members
 
@@ -45,7 +46,7 @@ class GroupRecovery:
         self, mailbox: int, members: Members, transmit: Callable[[], object], call: OpenCall | None = None
     ) -> None:
         """Have ``transmit`` send a new call, or a message that nobody answers, now or when it meets no failed one."""
-        if self._watch.is_quiet and self._queue.is_empty:  # the path of nearly all calls
+        if self._watch.begin(call) and not self._queue.queued:  # the path of nearly all calls
             transmit()
         else:
             self._queue.send(mailbox, members, transmit, call)
@@ -62,8 +63,9 @@ class GroupRecovery:
             self._queue.release()
         return dropped
 
-    def on_told(self, call: OpenCall, rank: int, told: Told) -> None:
+    def on_told(self, call: OpenCall, rank: int, encoded: bytes) -> None:
         """Take in what came with an answer of ``rank`` about its groups."""
+        told = decode_told(encoded)
         self.agreements.compare(rank, told)
         if told.broken:
             self._former.note(DoubtEvent.TOLD)
@@ -75,6 +77,8 @@ class GroupRecovery:
 
     def watch(self, call: OpenCall) -> bool:
         """A rank has answered, or was lost; True when a call that has ended everywhere completes later."""
+        if not (call.waiting or self._queue.queued) and self._watch.has_ended_well(call):
+            return False
         if self._former.is_own(call):
             self._former.watch(call)
             return False
@@ -87,7 +91,10 @@ class GroupRecovery:
     @property
     def due(self) -> float:
         """When `expire` wants to be called."""
-        return min(self._watch.due, self._former.due, self._queue.due)
+        due = self._watch.due
+        if self._queue.queued or self._former.phase in UNSOUND:
+            due = min(due, self._former.due, self._queue.due)
+        return due
 
     def expire(self, now: float) -> None:
         """Do what is due."""

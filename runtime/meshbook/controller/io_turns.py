@@ -96,16 +96,15 @@ class SocketTurn:
 
         On any other thread, or when the main thread has the turn already, nothing happens: wait as usual.
         """
-        if self._driving or threading.current_thread() is not threading.main_thread():
+        if self._driving or threading.get_ident() != forks.main_thread:
             return
         self._interrupted = False
-        if not self._scope.open():
-            self._drive(done, timeout_s)
-            return
+        is_open = self._scope.open()
         try:
             self._drive(done, timeout_s)
         finally:
-            self._scope.close()
+            if is_open:
+                self._scope.close()
             if self._interrupted and self._scope.before is not None:
                 self._interrupted = False
                 self._scope.before(signal.SIGINT, None)
@@ -114,13 +113,17 @@ class SocketTurn:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._driving = True
         try:
-            self._wake()
-            with self._turn:
+            if not self._turn.acquire(blocking=False):
+                self._wake()
+                self._turn.acquire()
+            try:
                 while not done() and not self._interrupted:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         break
                     self._go_on(left)
+            finally:
+                self._turn.release()
         finally:
             self._rest_until = time.monotonic() + REST_S
             self._driving = False

@@ -61,11 +61,12 @@ class Payloads:
         segment: wire.SegmentRef | None,
     ) -> None:
         """Send a call and its payload to every host in the way that the host can take it."""
-        hosts = [host for host in hosts if not host.lost]
         if segment is None:
             for host in hosts:
-                host.send(message, payload)
+                if not host.lost:
+                    host.send(message, payload)
             return
+        hosts = [host for host in hosts if not host.lost]
         shared, views = self._lend(segment, hosts)
         for host in hosts:
             if host in shared:

@@ -42,7 +42,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.output import Notice
 from meshbook.calls.table import CallTable
 from meshbook.controller.call_queue import CallQueue, Unsent
-from meshbook.controller.group_former import GroupFormer, cause_of
+from meshbook.controller.group_former import UNSOUND, GroupFormer, cause_of
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.progress_poll import ALL, FIRST_LOOK_S, RECENT, SELDOM_LOOK_S, ProgressPoll, ProgressSnapshot
 from meshbook.controller.uneven_calls import LongCalls, describe_uneven, place_and_absent
@@ -121,10 +121,11 @@ class StuckWatch:
 
     # ---- what may not be sent yet -----------------------------------------------------------------------------------
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no failure is being dealt with, so that nothing must wait."""
-        return not (self._failing or self._ended or self._uneven) and self.former.is_sound
+    def begin(self, call: OpenCall | None) -> bool:
+        """Watch a new call, if it is one; whether no failure is being dealt with, so that nothing must wait."""
+        if call is not None:
+            self._long.suspect(call)
+        return not (self._failing or self._ended or self._uneven or self.former.phase in UNSOUND)
 
     def must_wait(self, new: Unsent) -> bool:
         """Whether a call or message may not be sent yet."""
@@ -165,8 +166,17 @@ class StuckWatch:
         """The calls to which it matters what came with an answer to ``call``: forming tells what others have torn."""
         return [ended.call for ended in self._ended.values()] if self.former.is_forming(call) else [call]
 
+    def has_ended_well(self, call: OpenCall) -> bool:
+        """Forget a call that has ended everywhere as most do; False where `watch` is to look at it."""
+        if self._failing or self._ended or self._uneven or self._stuck or self._agreements.doubted:
+            return False
+        if call.is_troubled or self.former.phase in UNSOUND or self.former.doubt is not GroupDoubt.NONE:
+            return False
+        self._long.forget(call)
+        return True
+
     def watch(self, call: OpenCall) -> bool:
-        """A call is opened, a rank has answered it or was lost, or somebody wants its end.
+        """A rank has answered a call or was lost, or somebody wants its end.
 
         Returns: whether a call that has ended everywhere completes later.
         """
@@ -257,7 +267,10 @@ class StuckWatch:
     @property
     def due(self) -> float:
         """When `expire` wants to be called."""
-        return min((self._poll.due_with(self._long.due), *(ended.deadline for ended in self._ended.values())))
+        due = self._poll.due_with(self._long.due)
+        for ended in self._ended.values():
+            due = min(due, ended.deadline)
+        return due
 
     def expire(self, now: float) -> None:
         """Do what is due."""

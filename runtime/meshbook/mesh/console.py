@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from meshbook.calls.call import OpenCall
+from meshbook.concurrency import forks
 from meshbook.controller.controller import Controller, OutputSource
 from meshbook.controller.mesh_state import MeshState
 from meshbook.errors import LeftStopped
@@ -46,7 +47,7 @@ class ConsolePromptHandler:
     """The `PromptHandler` of scripts that run in a terminal."""
 
     def refusal(self) -> str:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != forks.main_thread:
             return "the call was not made by the main thread, which could ask at the terminal"
         has_terminal = sys.stdin is not None and sys.stdin.isatty()
         return "" if has_terminal else "the program that made the call has no terminal"

@@ -53,11 +53,16 @@ class Piece(NamedTuple):
 
     def ranks(self) -> Iterator[int]:
         """Every member's base rank, in C order."""
-        steps = [[i * stride for i in range(size)] for size, stride in zip(self.sizes, self.strides, strict=True)]
-        if not steps:
-            yield self.offset
-            return
-        *outer, inner = steps
+        if math.prod(self.sizes) == 1:  # each call to one rank asks
+            return iter((self.offset,))
+        if len(self.sizes) == 1 and (step := self.strides[0]):
+            return iter(range(self.offset, self.offset + self.sizes[0] * step, step))
+        return self._ranks()
+
+    def _ranks(self) -> Iterator[int]:
+        *outer, inner = (
+            [i * stride for i in range(size)] for size, stride in zip(self.sizes, self.strides, strict=True)
+        )
         for moves in product(*outer):
             start = self.offset + sum(moves)
             for step in inner:

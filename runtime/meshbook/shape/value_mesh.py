@@ -62,13 +62,12 @@ class ValueMesh(MeshView, Generic[T]):
         return Shape.of(self._members)
 
     @classmethod
-    def lazy(cls, members: Members, loaders: Iterable[Callable[[], T]]) -> ValueMesh[T]:
-        """Make each value by calling its loader when it is first looked at, once for all views of it.
+    def lazy(cls, members: Members, load: Callable[[int], T]) -> ValueMesh[T]:
+        """Make the value of each rank by ``load(rank)`` when it is first looked at, once for all views of it.
 
-        What a loader raises is raised by whoever looks; the next look tries again.
+        What that raises is raised by whoever looks; the next look tries again.
         """
-        lazy: Iterable[Any] = (_Lazy(loader) for loader in loaders)
-        return cls(members, lazy)
+        return _made(members, [_Lazy(load, rank) for rank in members.ranks()])
 
     def item(self, **coordinates: int) -> T:
         """The value at the given coordinates, one for each axis.
@@ -137,27 +136,32 @@ class ValueMesh(MeshView, Generic[T]):
         return "\n".join(lines)
 
     def _part(self, members: Members) -> ValueMesh[T]:
-        part: ValueMesh[T] = ValueMesh.__new__(ValueMesh)
-        part._members = members
-        part._values = [self._values[self._members.point(rank).rank] for rank in members.ranks()]
-        return part
+        return _made(members, [self._values[self._members.point(rank).rank] for rank in members.ranks()])
+
+
+def _made(members: Members, values: list[T | _Lazy[T]]) -> ValueMesh[T]:
+    """Of as many values as there are members."""
+    made: ValueMesh[T] = ValueMesh.__new__(ValueMesh)
+    made._members, made._values = members, values
+    return made
 
 
 class _Lazy(Generic[T]):
     """A value that is made when it is first looked at."""
 
-    __slots__ = ("_loader", "_lock", "_value")
+    __slots__ = ("_load", "_lock", "_rank", "_value")
 
-    def __init__(self, loader: Callable[[], T]) -> None:
-        self._loader: Callable[[], T] | None = loader
+    def __init__(self, load: Callable[[int], T], rank: int) -> None:
+        self._load: Callable[[int], T] | None = load
+        self._rank = rank
         self._lock = threading.Lock()
         self._value: T
 
     def load(self) -> T:
         with self._lock:
-            if self._loader is not None:
-                self._value = self._loader()
-                self._loader = None
+            if self._load is not None:
+                self._value = self._load(self._rank)
+                self._load = None
             return self._value
 
 

@@ -111,9 +111,6 @@ def loads(head: Buffer, buffers: Sequence[Any] = (), *, where: str = "this proce
 class _QuickPickler(pickle.Pickler):
     out_of_band: OutOfBand
 
-    def reducer_override(self, obj: object) -> Any:
-        return self.out_of_band.reduce(obj)
-
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     out_of_band: OutOfBand
@@ -182,6 +179,8 @@ def _pickle_with(kind: type[_QuickPickler] | type[_ByValuePickler], obj: object,
     sink = io.BytesIO() if room == NO_LIMIT else _BoundedSink(out_of_band)
     pickler = kind(sink, 5, buffer_callback=out_of_band.take)
     pickler.out_of_band = out_of_band
+    if isinstance(pickler, _QuickPickler):
+        vars(pickler)["reducer_override"] = out_of_band.reduce  # without a method of ours in between
     pickler.dump(obj)
     return Pickled(sink.getvalue(), out_of_band.buffers)
 

@@ -41,8 +41,7 @@ class OutOfBand:
         loaded = sys.modules.get("torch")
         self._tensor_type: type[torch.Tensor] | tuple[()] = getattr(loaded, "Tensor", ())
         self._array_type: object = getattr(sys.modules.get("numpy"), "ndarray", None)
-        names = ("UntypedStorage", "TypedStorage")
-        self._storage_types = tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
+        self._storage_types = (getattr(loaded, "UntypedStorage", None), getattr(loaded, "TypedStorage", None))
         self._spans = {}
         return self._spans
 
@@ -79,7 +78,7 @@ class OutOfBand:
             self.need(obj.nbytes)
             if obj.nbytes >= MIN_BYTES and not obj.flags.forc and not obj.dtype.hasobject:
                 return obj.copy(order="C").__reduce_ex__(5)
-        elif self.room != NO_LIMIT and isinstance(obj, self._storage_types):
+        elif self.room != NO_LIMIT and type(obj) in self._storage_types:
             self.need(obj.nbytes())
         return NotImplemented
 

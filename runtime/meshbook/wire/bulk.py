@@ -158,7 +158,9 @@ class BulkReceiver:
             if isinstance(message, wire.Call):
                 is_whole = message.bulk is None or message.bulk[0] in self._whole
             elif isinstance(message, wire.Replies):
-                is_whole = all(reply.bulk is None or reply.bulk[0] in self._whole for reply in message.replies)
+                is_whole = True
+                for reply in message.replies:
+                    is_whole = is_whole and (reply.bulk is None or reply.bulk[0] in self._whole)
             else:
                 is_whole = True
             if is_whole:

@@ -39,7 +39,7 @@ class MailCalls:
 
     def __init__(self, channel: AgentChannel, payloads: RankPayloads) -> None:
         self._channel, self._payloads = channel, payloads
-        self._table = CallTable()
+        self._table = CallTable({})
         self._ids = itertools.count((os.getpid() << 32) + 1)  # never those of a process that had our rank
         self._room = threading.Condition()
         self._held: frozenset[tuple[int, int]] = frozenset()
@@ -105,7 +105,9 @@ class MailCalls:
 
     def on_replies(self, message: wire.Replies, frames: Sequence[bytes]) -> None:
         """Take answers that have come for calls of ours."""
-        self._table.answer(message, frames, [self._buffers(reply) for reply in message.replies])
+        buffers = [self._buffers(reply) for reply in message.replies]  # also where nobody waits: that gives them back
+        if (call := self._table.find(message.id)) is not None:
+            self._table.answer(call, message, frames, buffers)
 
     def _buffers(self, reply: wire.RankReply) -> Sequence[object]:
         try:
