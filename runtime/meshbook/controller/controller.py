@@ -162,7 +162,7 @@ class Controller:
             for host in self.hosts:
                 if not host.lost:
                     host.knock()  # what has come has come; what comes now is for the next controller
-            self._io.end_serving(linger_ms=200)
+            self._io.end_serving()
 
         if timeout_s > 0:
             self.ask(say)
@@ -419,5 +419,5 @@ class Controller:
 
     def wait_for_room(self) -> None:
         """Wait while too much waits for slow hosts."""
-        while self._dispatcher.is_full:
+        while self._dispatcher.is_full and not self._inbox.is_closed:
             self._dispatcher.room.wait(timeout=1.0)

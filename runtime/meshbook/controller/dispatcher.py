@@ -186,7 +186,12 @@ class Dispatcher:
             self.lose(host, f"it sent something impossible: {error}")
         except Exception as error:
             tell(error, f"what host {host.name} has acknowledged")
-        if self.is_full and host.backlog < MAX_BACKLOG // 2:
+        if self.is_full:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Let new calls come again, unless much waits for a slow host still."""
+        if all(host.backlog < MAX_BACKLOG // 2 for host in self.hosts.values()):
             self.is_full = False
             self.room.set()
 
@@ -459,6 +464,7 @@ class Dispatcher:
         if host.lost:
             return
         host.lose(reason)
+        self._make_room()
         self.calls.lose_host(host.id)
         host.ready.set_exception(HostLost(host.name, reason))
         self.peer_directory.lose(host)

@@ -20,14 +20,15 @@ from meshbook.wire.transport import ControllerSocket
 ACK_IDLE_S = 0.02
 """When nothing has come for so long, what has come is acknowledged."""
 
+LINGER_MS = 500
+"""How long, at the end, what was sent may take to go out: an agent that misses its goodbye waits for its lease."""
+
 
 class IoThread:
     """Of one controller. It owns ``sock``, and closes it."""
 
     def __init__(self, inbox: TurnQueue, sock: ControllerSocket, dispatcher: Dispatcher) -> None:
         self._inbox, self._socket, self._dispatcher = inbox, sock, dispatcher
-        self._linger_ms = 0
-        """How long to wait, at the end, for what is still to be sent."""
         self._tick_at = 0.0
         self._heard: set[str] = set()
         """Hosts to which we may owe acknowledgements."""
@@ -36,13 +37,13 @@ class IoThread:
         self._thread = hidden_thread(self._run, "meshbook.io")
         self._thread.start()
 
-    def end_serving(self, linger_ms: int = 0) -> None:
-        """Serve no more after this turn; what is still to be sent has ``linger_ms``."""
-        self._inbox.is_closed, self._linger_ms = True, linger_ms
+    def end_serving(self) -> None:
+        """Serve no more after this turn."""
+        self._inbox.is_closed = True
 
     def close(self) -> None:
         """End the thread, once."""
-        self._inbox.is_closed = True
+        self.end_serving()
         os.eventfd_write(self._inbox.wake_fd, 1)
         self._thread.join(timeout=5)
         os.close(self._inbox.wake_fd)
@@ -52,7 +53,7 @@ class IoThread:
         try:
             self.turn.serve_until(lambda: self._inbox.is_closed)
         finally:
-            self._socket.close(self._linger_ms)
+            self._socket.close(LINGER_MS)
 
     def _serve(self, timeout_s: float | None) -> None:
         """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""

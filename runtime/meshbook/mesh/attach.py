@@ -28,6 +28,9 @@ OWN_TIMEOUT_S = 2.0
 KNOCK_S = 0.03
 """How often agents are told that we are there, until they have answered."""
 
+LEARN_S = 1.0
+"""How long ranks may take to learn the words of this front end, before the next call reaches them."""
+
 
 @dataclass
 class Attachment:
@@ -117,7 +120,8 @@ def attach_session(
         raise
     attachment = Attachment(session.id, controller)
     for mesh in reattach.meshes.values():
-        controller.questions.tell(mesh, range(mesh.extent.nelements), ask_rank("learn_advice", *advice()))
+        ranks = range(mesh.extent.nelements)
+        controller.questions.gather(mesh, ranks, ask_rank("learn_advice", *advice()), object, LEARN_S)
         attachment.meshes.append(ProcMesh(controller, mesh))
     attachment.calls += reattach.calls
     attachment.lost_hosts = [f"{host.name}: {host.lost}" for host in controller.hosts if host.lost]

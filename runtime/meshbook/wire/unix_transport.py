@@ -74,14 +74,14 @@ class UnixServer:
             return False
         connection, place = known
         try:
-            if events & select.EPOLLOUT and connection.flush():
-                self._epoll.modify(fd, select.EPOLLIN)
             if events & ~select.EPOLLOUT:
                 for frames in connection.receive():
                     if place is None:
                         place = self._greet(fd, connection, frames)
                     else:
                         self._received.append((place, frames))
+            if events & (select.EPOLLOUT | select.EPOLLHUP) == select.EPOLLOUT and connection.flush():
+                self._epoll.modify(fd, select.EPOLLIN)
         except (OSError, EOFError, PeerProtocolError):
             self._drop(fd)
         return True
@@ -101,7 +101,7 @@ class UnixServer:
             if not connection.send(pack(frames)):
                 self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
         except OSError:
-            self._drop(connection.fd)  # its host dials again, and the link replays
+            pass  # `serve` reads its last words and its end; its host dials again, and the link replays
         return True
 
     def has(self, host_id: str) -> bool:
@@ -213,7 +213,7 @@ class UnixLane(Lane):
             if not self._connection.send(pack(frames)) and self._loop is not None and self._watch is not None:
                 self._loop.want_writable(self._watch, True)
         except OSError:
-            self._lose()
+            self._hear_out()
             return False
         return True
 
@@ -266,7 +266,19 @@ class UnixLane(Lane):
             if self._connection.flush():
                 self._loop.want_writable(self._watch, False)
         except OSError:
-            self._lose()
+            self._hear_out()
+
+    def _hear_out(self) -> None:
+        """The other end reads no more: take in its last words, which may be a goodbye, and dial again."""
+        assert self._connection is not None
+        self._has_more = self.may_read = True
+        try:
+            while self._has_more:
+                self._received.extend(self._connection.receive())
+                self._has_more = self._connection.has_more
+        except (OSError, EOFError, PeerProtocolError):
+            pass
+        self._lose()
 
     def _lose(self) -> None:
         """The connection has broken: dial again."""

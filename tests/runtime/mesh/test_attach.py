@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from controllers import Driver, Zygote
+from patience import wait_until
 
 import meshbook
 from meshbook import SavedSession, sessions
@@ -122,17 +123,20 @@ def test_killed_in_the_midst_of_calls_twenty_times_each_result_comes_once(zygote
 
 
 WORK = """
-import time
+import pathlib, time
 for step in range(40):
+    while step == 20 and not pathlib.Path({folder!r}, "detached").exists():
+        time.sleep(0.02)
     t = torch.ones(1); dist.all_reduce(t); print("step", step, int(t)); time.sleep(0.02)
 n = step
+pathlib.Path({folder!r}, f"ended-{{rank}}").touch()
 n
 """
 
 
-def test_collectives_output_and_results_go_on_while_detached(zygote: Zygote, watch: Watch) -> None:
+def test_collectives_output_and_results_go_on_while_detached(zygote: Zygote, watch: Watch, tmp_path: Path) -> None:
     code = f"""
-run = mesh.start_cell({WORK!r}, on_output=lambda event: say("event", event))
+run = mesh.start_cell({WORK.format(folder=str(tmp_path))!r}, on_output=lambda event: say("event", event))
 later = mesh.execute(lambda: 7)
 wait()
 detach(lease_s=90)
@@ -155,7 +159,8 @@ mesh.stop()
     told = f'mesh "kept" was detached. Attach it again: meshbook.attach("{session.id}").'
     assert [driver.expect("error"), driver.expect("error")] == [told, told]
     driver.wait()
-    time.sleep(1.0)
+    (tmp_path / "detached").touch()
+    wait_until(lambda: len(list(tmp_path.glob("ended-*"))) == 2, 60)
     assert all(process.is_running() for process in family)
     before = [line for line in driver.heard if line.startswith("event StreamText(rank=0")]
     driver = zygote.start(

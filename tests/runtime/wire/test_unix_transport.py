@@ -203,6 +203,35 @@ def test_a_message_that_takes_several_reads_is_read_at_one_edge(side: Side) -> N
         lane.close()
 
 
+def test_the_last_words_of_an_end_that_has_closed_are_heard_by_who_was_speaking(side: Side) -> None:
+    """A goodbye, say: the other end sends it, closes, and has us among those to whom nobody listens."""
+    lanes = Dialer().dial(side.ticket(), lambda epoch: None)
+    for lane in lanes.values():
+        lane.watch(EventLoop())
+    lanes["calls"].beat()
+    assert side.serve(lambda: bool(side.received))
+    side.sock.send("host", "calls", Link(1).send(b"goodbye"))
+    side.sock.revoke("host")
+    lanes["calls"].send(b"so long")
+    got = []
+    lanes["calls"].receive(lambda header, payload: got.append(header))
+    assert got == [b"goodbye"]
+    for lane in lanes.values():
+        lane.close()
+
+
+def test_the_last_words_of_a_host_are_heard_though_it_reads_no_more(side: Side) -> None:
+    ticket = side.ticket()
+    connection = dial(side, routing_id(ticket.public_key, "calls"), ticket.secret_key.encode())
+    connection.send(pack([b"hello"]))
+    assert side.serve(lambda: bool(side.received))
+    connection.send(pack([b"last words"]))
+    connection.close()
+    side.sock.send("host", "calls", [b"a heartbeat"])
+    assert side.serve(lambda: len(side.received) == 2)
+    assert side.received[1] == ("host", "calls", [b"last words"])
+
+
 def test_a_lane_finds_a_controller_that_listens_later(tmp_path: Path) -> None:
     public, secret = new_keys()
     ticket = Ticket("host", f"{SCHEME}{tmp_path / 'control'}", "", public, secret, "", 1, 5.0)
