@@ -19,13 +19,12 @@ from meshbook.system.exits import describe_end, reap
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import Buffer, MessageSocket, pack
+from meshbook.wire.frames import READ_BYTES, Buffer, MessageSocket, pack
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
 
 PIPE_BYTES = 1 << 20
-_READ_BYTES = 1 << 18
 FULL_LOG_S = 0.02
 """So often it is looked whether the disk has caught up with a rank."""
 _MAIL_BYTES = 1 << 15
@@ -43,7 +42,7 @@ class WorkerLane:
         on_nonsense: Callable[[Exception], None],
         on_sent: Callable[[], None] = lambda: None,
         *,
-        read_bytes: int = _READ_BYTES,
+        read_bytes: int = READ_BYTES,
     ) -> None:
         """on_sent: called when what had to wait for the worker has been sent, or never will be.
 
@@ -223,7 +222,7 @@ class AgentWorker:
     def _open_mail(self) -> WorkerLane:
         return self._open_lane(lambda: self._owner.on_mail_sent(self), _MAIL_BYTES)
 
-    def _open_lane(self, on_sent: Callable[[], None] = lambda: None, read_bytes: int = _READ_BYTES) -> WorkerLane:
+    def _open_lane(self, on_sent: Callable[[], None] = lambda: None, read_bytes: int = READ_BYTES) -> WorkerLane:
         ours, theirs = socket.socketpair()
         self._theirs.append(theirs)
         lane = WorkerLane(self._loop, ours, self._on_frames, self._on_nonsense, on_sent, read_bytes=read_bytes)
@@ -250,14 +249,14 @@ class AgentWorker:
         fd = self._pipes[stream].fd
         while True:
             try:
-                data = os.read(fd, _READ_BYTES)
+                data = os.read(fd, READ_BYTES)
             except BlockingIOError:
                 return
             if not data:
                 self._close_pipe(stream)
                 return
             self.output.feed(stream, data, time.monotonic())
-            if len(data) < _READ_BYTES:
+            if len(data) < READ_BYTES:
                 return
 
     def _close_pipe(self, stream: str) -> None:

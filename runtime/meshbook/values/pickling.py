@@ -37,8 +37,9 @@ from meshbook.wire.frames import Buffer
 if TYPE_CHECKING:
     from typing_extensions import Buffer as ReadableBuffer
 
-HEAD_MAX_BYTES = 1 << 20
-"""Heads travel as one frame, whose size peers limit; what is larger goes where the large buffers go."""
+HEAD_MAX_BYTES = 3 << 16
+"""Heads travel as one frame; what is larger goes where the large buffers go. It is copied once there, not at each hop,
+and a Unix socket holds 208 KiB: for more, writer and reader wait for each other in turns."""
 
 SEARCH_MAX_S = 2.0
 """How long a failed `dumps` looks for the part that cannot travel."""

@@ -23,6 +23,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 MAX_FRAME_BYTES = (64 << 20) - (1 << 10)
 """Of one frame, on socketpairs as on links, whose sockets take a little more: what a worker can send, its agent can."""
 
+READ_BYTES = 1 << 18
+"""What is taken in at a time: all that a Unix socket of Linux holds, unless it was given more room."""
+
 MAX_FRAMES = 4096
 MAX_MESSAGE_BYTES = 1 << 31
 
@@ -116,7 +119,7 @@ class FrameSocket:
         """Wait for the next message; None when the other end has closed."""
         while not self._ready:
             self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
-            data = self._sock.recv(1 << 16)
+            data = self._sock.recv(READ_BYTES)
             if not data:
                 return None
             self._ready = list(self._reader.feed(data))
@@ -192,7 +195,7 @@ class MessageSocket:
         while not self.flush() and (left := deadline - time.monotonic()) > 0:
             poll.poll(left * 1000)
 
-    def receive(self, size: int = 1 << 16) -> Iterable[list[bytes]]:
+    def receive(self, size: int = READ_BYTES) -> Iterable[list[bytes]]:
         """Take in at most ``size`` bytes; each message that they complete.
 
         Raises: EOFError at the end of the stream; PeerProtocolError, see `FrameReader.feed`.

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +28,10 @@ AGENT_MAX = 49
 RANK_MAX = 38
 """On the rank's main thread; measured: 36.4."""
 
-WAKE_UPS_MAX = 4.5
-"""Of all threads of controller, agent and rank; measured: 2.9-3.6. Each of the three waits for the one before it, the
-agent twice: 4, less what is there already when it is asked for. The rest are timers, so a slow machine has more."""
+WAKE_UPS_MAX, TIMERS_PER_S = 4.0, 1000
+"""Of all threads of controller, agent and rank: per call, and besides in each second. Each of the three waits for the
+one before it, the agent twice, less what is there already when it is asked for; measured: 2.9-3.8 in all. A busy
+machine has more of what comes with time: gloo's thread looks 100 times a second, the resting I/O thread 200 times."""
 
 
 class Counter:
@@ -133,10 +135,11 @@ def test_a_call_wakes_few_threads(mesh4: ProcMesh) -> None:
     processes = [os.getpid(), _agent_of(mesh4), rank]
     for _ in range(20):
         one.execute(abs, -1).get(30)
-    before = _sleeps(processes)
+    before, started = _sleeps(processes), time.monotonic()
     for _ in range(3 * CALLS):
         one.execute(abs, -1).get(30)
-    assert (_sleeps(processes) - before) / (3 * CALLS) < WAKE_UPS_MAX
+    most = WAKE_UPS_MAX * 3 * CALLS + TIMERS_PER_S * (time.monotonic() - started)
+    assert _sleeps(processes) - before < most
 
 
 def _agent_of(mesh: ProcMesh) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.system.event_loop import EventLoop
-from meshbook.wire.frames import MessageSocket, pack
+from meshbook.wire.frames import READ_BYTES, MessageSocket, pack
 from meshbook.wire.lanes import routing_id
 from meshbook.wire.link import Link
 from meshbook.wire.ticket import Ticket
@@ -186,7 +186,7 @@ def test_large_messages_cross_both_ways_while_nobody_waits(side: Side) -> None:
 
 def test_a_message_that_takes_several_reads_is_read_at_one_edge(side: Side) -> None:
     """Nothing else comes that would tell of the rest."""
-    loop, big = EventLoop(), bytes(200_000)
+    loop, big = EventLoop(), bytes(3 * READ_BYTES)
     lanes = Dialer().dial(side.ticket(), lambda epoch: None)
     for lane in lanes.values():
         lane.watch(loop)
