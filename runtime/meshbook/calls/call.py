@@ -223,11 +223,6 @@ class OpenCall:
         return bool(self.failures or self.lost)
 
     @property
-    def is_troubled(self) -> bool:
-        """Whether its ranks may have left anything uneven."""
-        return bool(self.failures or self.lost or self.freed or self.cancelled)
-
-    @property
     def is_told(self) -> bool:
         """Whether the outcome is told; with the first failure already, where the call is to fail fast."""
         return self.phase is CallPhase.CLOSED or self._future.done()
@@ -431,7 +426,8 @@ class CallFuture(RequestFuture[T], Generic[T]):
 
     def _serve(self, timeout: float | None) -> float | None:
         """Serve the sockets while waiting."""
-        forks.refuse_inherited(self._generation)
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
         started = time.monotonic()
         if timeout is None or timeout > WAIT_NOTE_S:
             started += self._drive(WAIT_NOTE_S)

@@ -45,6 +45,7 @@ from meshbook.errors import (
 from meshbook.lifecycle import MeshPhase
 from meshbook.sessions.folder import SavedMesh
 from meshbook.system.processes import machine_id, start_time
+from meshbook.values import lent_memory
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import unbatch
 from meshbook.wire.bulk import NamesPayload
@@ -125,6 +126,7 @@ class Dispatcher:
             if not host.lost:
                 attempt(functools.partial(self._tick_host, host), f"the heartbeat of host {host.name}")
         self.payloads.settle_lost()
+        lent_memory.settle()
 
     def _tick_host(self, host: HostState) -> None:
         if host.hello is not None:
@@ -191,7 +193,7 @@ class Dispatcher:
 
     def _make_room(self) -> None:
         """Let new calls come again, unless much waits for a slow host still."""
-        if all(host.backlog < MAX_BACKLOG // 2 for host in self.hosts.values()):
+        if all(len(host.backlog) < MAX_BACKLOG // 2 for host in self.hosts.values()):
             self.is_full = False
             self.room.set()
 
@@ -405,7 +407,7 @@ class Dispatcher:
     def note_backlog(self, hosts: Iterable[HostState]) -> None:
         """Note when too much waits for one of ``hosts``."""
         for host in hosts:
-            if host.backlog > MAX_BACKLOG:
+            if len(host.backlog) > MAX_BACKLOG:
                 self.is_full = True
                 self.room.clear()
 

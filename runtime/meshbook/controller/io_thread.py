@@ -97,4 +97,6 @@ class IoThread:
             action, fail = self._inbox.asked.popleft()
             attempt(action, "something that was asked of the thread of the hosts", fail)
         self._dispatcher.flush()
-        self._dispatcher.payloads.tell_freed()
+        payloads = self._dispatcher.payloads
+        if payloads.freed or payloads.gone:
+            payloads.tell_freed()

@@ -18,7 +18,6 @@ import msgspec
 from meshbook.calls.answer import Unavailable
 from meshbook.controller.host_state import HostState
 from meshbook.errors import MeshError, PeerProtocolError
-from meshbook.values import lent_memory
 from meshbook.values.segments import SegmentPool, map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
@@ -37,9 +36,9 @@ class Payloads:
         self._pool = SegmentPool()
         self._unsent: set[int] = set()
         self._lent: dict[int, set[Holder]] = {}
-        self._gone: deque[int] = deque()
+        self.gone: deque[int] = deque()
         """Segments of which all pieces have arrived, or never will."""
-        self._freed: deque[tuple[HostState, int, int]] = deque()
+        self.freed: deque[tuple[HostState, int, int]] = deque()
 
     def write(self, buffers: Sequence[Buffer]) -> wire.SegmentRef:
         """Copy buffers into a segment. Somebody must `send` or `drop` it."""
@@ -92,7 +91,7 @@ class Payloads:
 
     def _note_gone(self, segment: int) -> None:
         """Runs wherever the last view dies."""
-        self._gone.append(segment)
+        self.gone.append(segment)
         self._wake()
 
     def on_free(self, host: HostState, segment: int) -> None:
@@ -156,18 +155,17 @@ class Payloads:
         pid = reply.segment.pid
 
         def freed(segment: int) -> None:  # runs wherever the collector runs: it may only leave a note
-            self._freed.append((host, pid, segment))
+            self.freed.append((host, pid, segment))
             self._wake()
 
         return map_segment(reply.segment, freed)
 
     def tell_freed(self) -> None:
         """Tell the workers whose segments have died here; take back those of ours that have arrived."""
-        lent_memory.settle()
-        while self._gone:
-            self._end(self._gone.popleft(), _PIECES)
-        while self._freed:
-            host, pid, segment = self._freed.popleft()
+        while self.gone:
+            self._end(self.gone.popleft(), _PIECES)
+        while self.freed:
+            host, pid, segment = self.freed.popleft()
             if not host.lost:
                 host.send_urgent(wire.SegmentFree(pid, segment))
 

@@ -170,9 +170,11 @@ class StuckWatch:
         """Forget a call that has ended everywhere as most do; False where `watch` is to look at it."""
         if self._failing or self._ended or self._uneven or self._stuck or self._agreements.doubted:
             return False
-        if call.is_troubled or self.former.phase in UNSOUND or self.former.doubt is not GroupDoubt.NONE:
+        if call.failures or call.lost or call.freed or call.cancelled:
             return False
-        self._long.forget(call)
+        if self.former.phase in UNSOUND or self.former.doubt is not GroupDoubt.NONE:
+            return False
+        self._long.calls.pop(call.id, None)
         return True
 
     def watch(self, call: OpenCall) -> bool:
@@ -187,7 +189,7 @@ class StuckWatch:
             return False
         self._failing.pop(call.id, None)
         self._stuck.pop(call.id, None)
-        self._long.forget(call)
+        self._long.calls.pop(call.id, None)
         return self._watch_ended_actors(call) if call.mailbox else self._watch_ended_cell(call)
 
     def _watch_failing(self, call: OpenCall) -> None:

@@ -28,40 +28,36 @@ class LongCalls:
     """The open calls of one mesh, with when to ask their ranks: less and less often."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[OpenCall, float, float]] = {}
-        """With the time of the next question, and the pause before it."""
+        self.calls: dict[int, tuple[OpenCall, float, float]] = {}
+        """By id, with the time of the next question, and the pause before it."""
         self.due = math.inf
         """When the ranks should be asked; may be too early, see `is_due`."""
 
     def suspect(self, call: OpenCall) -> None:
         """Ranks of the call may wait in vain from now on; again is no news."""
-        if call.id not in self._calls:
+        if call.id not in self.calls:
             now = time.monotonic()
-            self._calls[call.id] = (call, now + TELL_S, TELL_S)
+            self.calls[call.id] = (call, now + TELL_S, TELL_S)
             self.due = min(self.due, now + TELL_S)
-
-    def forget(self, call: OpenCall) -> None:
-        """The call has ended."""
-        self._calls.pop(call.id, None)
 
     def silence(self, call: OpenCall) -> None:
         """What there is to be said of it has been said."""
-        self._calls[call.id] = (call, math.inf, math.inf)
+        self.calls[call.id] = (call, math.inf, math.inf)
 
     def postpone(self, now: float) -> list[OpenCall]:
         """The calls for which the ranks are asked now, and again after a longer while."""
-        found = [call for call, due, _ in self._calls.values() if due <= now]
+        found = [call for call, due, _ in self.calls.values() if due <= now]
         for call in found:
-            pause_s = min(2 * self._calls[call.id][2], SELDOM_S)
-            self._calls[call.id] = (call, now + pause_s, pause_s)
-        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+            pause_s = min(2 * self.calls[call.id][2], SELDOM_S)
+            self.calls[call.id] = (call, now + pause_s, pause_s)
+        self.due = min((due for _, due, _ in self.calls.values()), default=math.inf)
         return found
 
     def is_due(self, now: float) -> bool:
         """Whether the ranks should be asked now."""
         if self.due > now:
             return False
-        self.due = min((due for _, due, _ in self._calls.values()), default=math.inf)
+        self.due = min((due for _, due, _ in self.calls.values()), default=math.inf)
         return self.due <= now
 
 

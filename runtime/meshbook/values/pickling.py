@@ -45,6 +45,7 @@ SEARCH_MAX_S = 2.0
 """How long a failed `dumps` looks for the part that cannot travel."""
 
 _MODULE_IN_ERROR = re.compile(r"^Can't get attribute .* on <module '([\w.]+)'")
+_PLAIN_PARTS = 16
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -62,7 +63,7 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
     roots: names of parts of ``obj`` to start that path from instead, such as the arguments of a call.
     Raises: SerializationError naming the part that cannot travel.
     """
-    if _is_plain(obj, 2):
+    if _is_plain(obj):
         return _lighten(Pickled(pickle.dumps(obj, 5), []))
     try:
         return _lighten(_pickle(obj, NO_LIMIT))
@@ -141,16 +142,18 @@ class _DeadlineSink:
             raise TimeoutError
 
 
-def _is_plain(obj: Any, depth: int) -> bool:
+def _is_plain(obj: object) -> bool:
     """Whether ``obj`` is so small and simple that any pickler does it; looks at a few items only."""
-    kind = type(obj)
-    if kind in _ATOMS:
-        return True
-    if kind not in (tuple, list, dict) or len(obj) > 8 or not depth:
-        return False
-    for item in (*obj, *obj.values()) if kind is dict else obj:
-        if type(item) not in _ATOMS and not _is_plain(item, depth - 1):  # all() is slower
+    parts: list[Any] = [obj]  # grows as it is walked
+    for part in parts:
+        kind = type(part)
+        if kind in _ATOMS:
+            continue
+        if kind not in (tuple, list, dict) or len(parts) + len(part) > _PLAIN_PARTS:
             return False
+        parts += part
+        if kind is dict:
+            parts += part.values()
     return True
 
 

@@ -41,16 +41,15 @@ class HostLink:
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
         self._outbox = Batch(self._send_or_wait)
-        self._backlog: deque[Sent] = deque()
+        self.flush = self._outbox.flush
+        """Let go what `send` has collected."""
+        self.backlog: deque[Sent] = deque()
+        """Messages that wait for the host to acknowledge earlier ones."""
         self._bulk_out = BulkSender(lambda: self._links["bulk"], functools.partial(self._transmit, "bulk"))
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane of calls, when `flush` is called; waits in our backlog while the host is slow."""
         self._outbox.add(wire.encode(message), payload)
-
-    def flush(self) -> None:
-        """Let go what `send` has collected."""
-        self._outbox.flush()
 
     def send_urgent(self, message: wire.ToHost) -> None:
         """Send on the lane that never waits behind payloads."""
@@ -67,14 +66,9 @@ class HostLink:
     def lose(self, reason: str) -> None:
         """It is lost: nothing is sent to it any more, and nothing kept for it."""
         self.lost = reason
-        self._backlog.clear()
+        self.backlog.clear()
         self._bulk_out.clear()
         self._links = {lane: Link(link.epoch) for lane, link in self._links.items()}
-
-    @property
-    def backlog(self) -> int:
-        """Messages that wait for the host to acknowledge earlier ones."""
-        return len(self._backlog)
 
     def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
         """Take frames from the wire: the message they carry, if it is new and next in order."""
@@ -92,8 +86,8 @@ class HostLink:
             self._sock.send(self.id, lane, frames)
         if lane == "bulk":
             self._bulk_out.pump()
-        while lane == "calls" and self._backlog and not link.full:
-            self._transmit(lane, *self._backlog.popleft())
+        while lane == "calls" and self.backlog and not link.full:
+            self._transmit(lane, *self.backlog.popleft())
 
     def acknowledge_rest(self) -> None:
         """Send the acknowledgements that could wait: if we end now, the next controller shall not hear it all again."""
@@ -114,13 +108,13 @@ class HostLink:
     @property
     def has_all(self) -> bool:
         """Whether the host has acknowledged all that we have sent."""
-        waits = self._backlog or self._bulk_out.waiting_bytes
+        waits = self.backlog or self._bulk_out.waiting_bytes
         return not waits and all(link.unacked_bytes == 0 for link in self._links.values())
 
     def _send_or_wait(self, header: bytes, payload: Sequence[Buffer]) -> None:
-        if self._backlog or self._links["calls"].full:
+        if self.backlog or self._links["calls"].full:
             check_message(header, payload)
-            self._backlog.append((header, payload))
+            self.backlog.append((header, payload))
         else:
             self._transmit("calls", header, payload)
 
