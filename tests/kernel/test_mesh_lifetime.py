@@ -16,7 +16,7 @@ SPAWN = "from meshbook import this_host; procs = this_host().spawn_procs(per_hos
 SLEEP_ON_RANKS = (
     "import time\nfuture = procs.run('import time; time.sleep(600)')\nprint('started', flush=True)\nfuture.get()"
 )
-LEASE_S = 15
+GONE_S = 30
 """Within this time after a ``kill -9`` of the kernel, agents and workers have ended by themselves."""
 
 
@@ -63,15 +63,19 @@ def test_shutdown_stops_the_mesh_in_time(start_kernel: StartKernel, watch: Watch
     if state == "busy":
         kernel.start(SLEEP_ON_RANKS)
         kernel.wait_for_text("started")
+    kernel.manager.shutdown_wait_time = 15.0  # a busy machine may need more than Jupyter's 5 s
     process = kernel.manager.provisioner.process
     asked_at = time.monotonic()
     kernel.manager.shutdown_kernel()
     assert process.returncode == 0, "the kernel did not end by itself"
-    assert time.monotonic() - asked_at < 4
-    assert not all_gone(family, timeout_s=1)
+    assert time.monotonic() - asked_at < 20  # of the 600 that the cell has
+    assert not all_gone(family, timeout_s=5)
 
 
-def test_restart_in_a_busy_cell_leaves_the_mesh_to_the_new_kernel(start_kernel: StartKernel, watch: Watch) -> None:
+def test_restart_in_a_busy_cell_leaves_the_mesh_to_the_new_kernel(
+    start_kernel: StartKernel, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHBOOK_LEASE_S", "60")  # a busy machine may take long to start a kernel
     kernel = start_kernel()
     family = with_mesh(kernel)
     watch(family)
@@ -93,7 +97,7 @@ def test_kernel_killed_with_a_busy_mesh_leaves_no_process(start_kernel: StartKer
     kernel.start(SLEEP_ON_RANKS)
     kernel.wait_for_text("started")
     kernel.process.kill()
-    assert not all_gone(family, timeout_s=LEASE_S)
+    assert not all_gone(family, timeout_s=GONE_S)
 
 
 def test_interrupt_reaches_the_ranks_and_keeps_everything(start_kernel: StartKernel) -> None:

@@ -1,8 +1,9 @@
 """SIGINT while something of ours must not be torn: one scope, that others build on.
 
 `SigintScope` puts a handler in the place of the one before it, and gives the place back. With it the main thread serves
-sockets (`meshbook.controller.io_turns`) and awaits (`meshbook.concurrency.asyncio_interrupts`); and in `noticed`, while
-we deal with one interrupt, further presses are counted and wake whoever waits in `InterruptCounter.wait`.
+sockets (`meshbook.controller.io_turns`) and awaits (`meshbook.concurrency.asyncio_interrupts`). In `held_back`
+something short is finished, and in `noticed`, while we deal with one interrupt, further presses are counted and wake
+whoever waits in `InterruptCounter.wait`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,21 @@ class SigintScope:
         signals = _signals()
         if signals.getsignal(_SIGINT) == self._on_press:
             signals.signal(_SIGINT, self.before)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """A press inside of the block is raised after it: what the block makes has an owner by then."""
+    pressed: list[int] = []
+    scope = SigintScope(lambda signum, frame: pressed.append(signum))
+    opened = scope.open()
+    try:
+        yield
+    finally:
+        if opened:
+            scope.close()
+        if pressed and scope.before is not None:
+            scope.before(signal.SIGINT, None)
 
 
 class InterruptCounter:

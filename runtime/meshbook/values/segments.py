@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from meshbook.concurrency import forks
+from meshbook.concurrency.sigint import held_back
 from meshbook.errors import LocalProtocolError, MeshError
 from meshbook.formatting import format_bytes
 from meshbook.system.descriptors import open_above
@@ -170,7 +171,7 @@ class SegmentPool:
 
     def _take(self, size_bytes: int) -> tuple[int, _Segment]:
         assert os.getpid() == self._pid, "a pool belongs to the process that made it"
-        with self._lock:
+        with self._lock, held_back():  # an interrupt in between would leave memory that belongs to nobody
             if self._closed:
                 raise LocalProtocolError("this pool of shared memory was closed")
             segment = self._take_idle(size_bytes) or _Segment(_capacity_for(size_bytes))

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from meshbook.concurrency.sigint import SigintScope, noticed
+from meshbook.concurrency.sigint import SigintScope, held_back, noticed
 
 
 def test_a_press_goes_to_the_open_scope_and_the_handler_before_comes_back() -> None:
@@ -54,6 +54,16 @@ def test_only_the_main_thread_and_only_where_python_handles_it() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert opened == [False, False]
+
+
+def test_what_is_made_has_an_owner_before_an_interrupt_is_raised() -> None:
+    made: list[int] = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        for number in range(1000):
+            made.append(number)
+    assert len(made) == 1000
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_presses_that_are_noticed_are_counted_and_end_a_wait() -> None:

@@ -179,14 +179,14 @@ def every_kind_of_collective(me: Rank) -> Any:
 def missing_rank(me: Rank) -> Any:
     if me.rank == 2:
         return ""
-    return raised(lambda: me.form(timeout_s=0.5))
+    return raised(lambda: me.form(timeout_s=2.0))
 
 
 def rank_lost_before_the_proof(me: Rank) -> Any:
     if me.rank == 1:
         me.groups.prepare(me.rpc, me.place(), epoch=0)
         return ""
-    error = raised(lambda: me.form(timeout_s=0.5))
+    error = raised(lambda: me.form(timeout_s=2.0))
     return error if not me.groups.formed else "a group was left"
 
 

@@ -65,7 +65,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
 def test_a_rank_lost_before_the_proof_fails_the_others_in_time(ranks: Ranks) -> None:
     errors = ranks.run("rank_lost_before_the_proof")
     assert all("the process group did not form" in errors[rank] for rank in (0, 2, 3)), errors
-    assert any("first collective took more than 0.5 s" in error for error in errors), errors
+    assert any("first collective took more than 2 s" in error for error in errors), errors
 
 
 def test_forming_can_be_interrupted_and_done_again(ranks: Ranks) -> None:

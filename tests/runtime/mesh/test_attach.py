@@ -20,6 +20,7 @@ from patience import wait_until
 
 import meshbook
 from meshbook import SavedSession, sessions
+from meshbook.mesh.driven import ATTACH_TIMEOUT_S
 from meshbook.sessions import lock
 
 pytestmark = pytest.mark.timeout(300)
@@ -116,7 +117,7 @@ def test_killed_in_the_midst_of_calls_twenty_times_each_result_comes_once(zygote
     counts = [line for line in texts.splitlines() if line.startswith("count")]
     assert counts == [f"count {number}" for number in range(1, 21)]
     assert driver.expect("state") == "[(20, 40), (20, 41)]"
-    assert statistics.median(took) < 2
+    assert statistics.median(took) < 5
     driver.wait()
     assert _gone(family, 10)
     assert sessions() == []
@@ -282,7 +283,7 @@ say("new", kept.meshes[0].run("g = dist.new_group(); t = torch.ones(1); dist.all
 wait()
 """
     )
-    assert float(driver.expect("took")) < 5
+    assert float(driver.expect("took")) < ATTACH_TIMEOUT_S  # nobody was waited for in vain
     assert driver.expect("big") == "[(300000, 0.0), (300000, 1.0)]"
     assert driver.expect("quick").startswith("[5]")
     driver.expect("new")

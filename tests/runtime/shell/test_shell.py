@@ -24,7 +24,7 @@ import pytest
 
 from meshbook.shell.shell import CellOutcome
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Ran(NamedTuple):
