@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.concurrency import patches
 from meshbook.groups.factory import GroupFactory
+from meshbook.worker.worker import _keep_operators
 
 ROOT = Path(__file__).parents[2]
 MINE = ("meshbook", "meshbook_extension", "meshbook_kernel")
@@ -247,3 +249,28 @@ def _owner(target: ast.expr) -> str | None:
                 owner = owner.value
             return owner.id if isinstance(owner, ast.Name) else None
     return None
+
+
+class _Kept:
+    """Something with a finalizer of its own."""
+
+
+def test_the_operators_of_pytorch_are_found_among_the_finalizers() -> None:
+    """Ranks end 30 ms sooner without them; nothing else is kept from its end."""
+    kept = _Kept()
+    own = weakref.finalize(kept, print)
+    registry = vars(weakref.finalize)["_registry"]
+
+    def operators() -> list[Any]:
+        return [each for each in registry if each.atexit and each.peek()[1].__module__ == "torch.library"]
+
+    found = operators()
+    try:
+        assert found
+        _keep_operators()
+        assert own.atexit
+        assert not operators()
+    finally:
+        own.detach()
+        for each in found:
+            each.atexit = True
