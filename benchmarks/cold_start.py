@@ -1,22 +1,33 @@
-"""Spawn one mesh from nothing and print the seconds it took: run by `spawn.py` in a fresh interpreter.
+"""Spawn one mesh from nothing and print what it took, as JSON: run by `spawn.py` in a fresh interpreter.
 
-`python -m benchmarks.cold_start STARTED RANKS`; STARTED is the parent's monotonic clock before it started us.
+`python -m benchmarks.cold_start STARTED HOSTS RANKS`, with ranks of each host; STARTED is the parent's monotonic
+clock before it started us.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import sys
 import time
 
-from benchmarks.subject import TIMEOUT_S, mesh, no_op
+from benchmarks.processes import descendants, memory
+from benchmarks.subject import TIMEOUT_S, no_op
+from meshbook import LocalLauncher, shutdown, start_hosts, this_host
 
 
-def main(started_s: float, ranks: int) -> None:
-    """Print the seconds until every rank has answered a call."""
-    with mesh(ranks) as procs:
+def main(started_s: float, hosts: int, ranks: int) -> None:
+    """Print the seconds until every rank has answered a call, CPU seconds of all other processes, and their PSS."""
+    where = this_host() if hosts == 1 else start_hosts({"hosts": hosts}, LocalLauncher())
+    with where.spawn_procs({"gpus": ranks}, device="cpu") as procs:
         no_op(procs).get(TIMEOUT_S)
-        print(time.monotonic() - started_s)
+        took_s = time.monotonic() - started_s
+        pss_mb = sum(memory(pid).pss_mb for pid in descendants(os.getpid()))
+    shutdown()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(json.dumps([took_s, used.ru_utime + used.ru_stime, pss_mb]))
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

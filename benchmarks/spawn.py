@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks import floors
-from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
+from benchmarks.figures import Figure, Goal, Settings, Unit, side_by_side, timed
 from benchmarks.processes import memory
 from benchmarks.stats import Summary, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op, pids
@@ -18,7 +19,8 @@ from benchmarks.subject import TIMEOUT_S, mesh, no_op, pids
 QUESTION = (
     "Spawn until every rank has answered a call, process group formed: from a fresh interpreter (floor: "
     "one import of torch), and with the template warm (floor: fork of a process that has torch). Memory "
-    "of idle ranks; stop."
+    "of idle ranks; stop. Several hosts on this machine from nothing, two ranks each: also CPU time of all but the "
+    "controller until they have ended again, and their memory."
 )
 SIZES = (2, 4, 8, 16, 32, 64)
 WARM_GOALS_S = {8: 0.4, 64: 2.5}
@@ -37,6 +39,8 @@ class Weights(NamedTuple):
 def run(settings: Settings) -> Iterator[Figure]:
     """Cold once per size of interest, then each size warm."""
     yield from _cold(8, settings.count(7))
+    for hosts in (2, 4):
+        yield from _cold_hosts(hosts, settings)
     with mesh(2):
         pass  # the host agent and its template stay; other ranks would share pages with those that are weighed
     with floors.Forks() as forks:
@@ -50,7 +54,7 @@ def _cold(ranks: int, count: int) -> Iterator[Figure]:
     """A fresh process to ready, in turns with a fresh process that imports torch."""
     samples: dict[str, list[float]] = {"import torch": [], "meshbook": []}
     for turn in range(count + 1):
-        took = {"import torch": floors.import_torch(), "meshbook": _spawn_in_fresh_process(ranks)}
+        took = {"import torch": floors.import_torch(), "meshbook": _spawn_in_fresh_process(1, ranks)[0]}
         if turn:  # the first pair fills the page cache
             for name, seconds in took.items():
                 samples[name].append(seconds)
@@ -59,10 +63,28 @@ def _cold(ranks: int, count: int) -> Iterator[Figure]:
     )
 
 
-def _spawn_in_fresh_process(ranks: int) -> float:
-    command = [sys.executable, "-m", "benchmarks.cold_start", str(time.monotonic()), str(ranks)]
+def _cold_hosts(hosts: int, settings: Settings) -> Iterator[Figure]:
+    """Several hosts on this machine from nothing, two ranks each; in turns with the other checkout."""
+    pythons = {"before": settings.before / ".venv/bin/python"} if settings.before else {}
+    turns = [
+        {
+            name: _spawn_in_fresh_process(hosts, 2, str(path))
+            for name, path in {**pythons, "meshbook": sys.executable}.items()
+        }
+        for _ in range(settings.count(5) + 1)
+    ][1:]
+    units: tuple[tuple[str, Unit], ...] = (("cold", "s"), ("cold, CPU time", "s"), ("cold, PSS of all", "MB"))
+    for column, (what, unit) in enumerate(units):
+        samples = {name: [turn[name][column] for turn in turns] for name in turns[0]}
+        for name, values in samples.items():
+            yield Figure("spawn", what, f"{hosts} hosts", name, unit, summarise(values))
+
+
+def _spawn_in_fresh_process(hosts: int, ranks: int, python: str = sys.executable) -> list[float]:
+    command = [python, "-m", "benchmarks.cold_start", str(time.monotonic()), str(hosts), str(ranks)]
     done = subprocess.run(command, cwd=floors.ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S)
-    return float(done.stdout)
+    took: list[float] = json.loads(done.stdout)
+    return took
 
 
 def _warm(ranks: int, forks: floors.Forks, count: int) -> Iterator[Figure]:

@@ -32,6 +32,7 @@ from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.spawns import Spawns
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError
+from meshbook.launchers.templates import StartedTemplate
 from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices
@@ -69,7 +70,7 @@ _LEFT = wire.DeathCause("", "the process that controls the mesh has ended, or ha
 class HostAgent:
     """The meshes of this host, and the uplink to their controller."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, template: StartedTemplate | None) -> None:
         self._ticket = ticket
         self._name = socket.gethostname()
         self._loop = EventLoop()
@@ -88,7 +89,7 @@ class HostAgent:
         )
         self._quota = self._resources.quota
         self._mail = AgentMail(self._resources, self._meshes, lambda: self._lease.runs or self._lease.is_heard)
-        self._spawns = Spawns(self._loop, self._mesh_of, self._uplink.send)
+        self._spawns = Spawns(self._loop, self._mesh_of, self._uplink.send, template)
         self._ending: int | None = None
         """With which code the agent exits when its last mesh has ended."""
         self._exit_code: int | None = None
@@ -383,13 +384,16 @@ class HostAgent:
             mesh.stop(GOODBYE_GRACE_S)
 
 
-def main() -> None:
-    """Entry point of ``python -m meshbook.agent.host_agent``; the ticket is one line on stdin."""
+def main(template: StartedTemplate | None = None) -> None:
+    """Entry point of ``python -m meshbook.agent.host_agent``; the ticket is one line on stdin.
+
+    template: from which we were forked ourselves (`meshbook.worker.host_template`), or a copy of it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(all_threads=False)
     ticket = decode_ticket(_read_line(0))
     adopt_orphans()
-    agent = HostAgent(ticket)
+    agent = HostAgent(ticket, template)
     signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
     code = agent.run()
     if ticket.session:

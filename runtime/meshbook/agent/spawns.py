@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.template import TemplateProcess
+from meshbook.launchers.templates import StartedTemplate
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_strays
@@ -14,16 +15,20 @@ from meshbook.wire import messages as wire
 
 
 class Spawns:
-    """Those of one agent. mesh_of: the mesh of a request, made where there is none. report: to the controller."""
+    """Those of one agent.
+
+    mesh_of: the mesh of a request, made where there is none. report: to the controller. inherited: the first template.
+    """
 
     def __init__(
         self,
         loop: EventLoop,
         mesh_of: Callable[[wire.Spawn], AgentMesh],
         report: Callable[[wire.FromHost], None],
+        inherited: StartedTemplate | None,
     ) -> None:
         self._loop, self._mesh_of, self._report = loop, mesh_of, report
-        self._standard = TemplateProcess.start(loop)
+        self._standard = TemplateProcess.start(loop, inherited)
         self._special: dict[tuple[str, ...], TemplateProcess] = {}
         """By the modules that they have imported besides."""
         self._waiting: list[wire.Spawn] = []

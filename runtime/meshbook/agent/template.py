@@ -7,27 +7,18 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from meshbook.launchers.templates import StartedTemplate, exec_template
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import last_words
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import describe_exit, kill_session
 from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol
-
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # read at import: any other value starts threads that do not survive a fork
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch.cuda.is_available() calls cuInit and poisons every fork
-    "TORCH_GLOO_LAZY_INIT": "1",
-}
 
 REAP_S = 0.5
 """So long the agent waits for a template that was killed; in uninterruptible sleep it does not end."""
@@ -46,10 +37,9 @@ class _ForkRequest(NamedTuple):
 class TemplateOutput:
     """What a template and its forks write: passed on to our own log, and the last of it kept."""
 
-    def __init__(self, loop: EventLoop) -> None:
-        self._loop = loop
-        self._fd, self.theirs = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._fd, False)
+    def __init__(self, loop: EventLoop, fd: int) -> None:
+        self._loop, self._fd = loop, fd
+        os.set_blocking(fd, False)
         self._kept = b""
         self._watch = loop.watch(self._fd, self._read)
 
@@ -97,35 +87,14 @@ class TemplateProcess:
         self._forks: deque[_ForkRequest] = deque()
 
     @classmethod
-    def start(cls, loop: EventLoop) -> TemplateProcess:
-        """Start one with the standard modules, in an interpreter of its own.
+    def start(cls, loop: EventLoop, inherited: StartedTemplate | None = None) -> TemplateProcess:
+        """Speak to a template with the standard modules: the one that came with us, or one that is started now.
 
         Raises: OSError if the system has no process or no descriptors for it.
         """
-        ours, theirs = _socket_pair()
-        voice = None
-        try:
-            voice = TemplateOutput(loop)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "meshbook.worker.template", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=voice.theirs,
-                stderr=voice.theirs,
-                env={**os.environ, **_ENVIRONMENT},
-            )
-        except OSError:
-            ours.close()
-            if voice is not None:
-                voice.close()
-            raise
-        finally:
-            theirs.close()
-            if voice is not None:
-                os.close(voice.theirs)
-        template = cls(loop, ours, voice)
-        template.pid = process.pid
-        process.returncode = 0  # it is reaped by us, like the others
+        started = exec_template() if inherited is None else inherited
+        template = cls(loop, started.sock, TemplateOutput(loop, started.output))
+        template.pid = started.pid
         return template
 
     def fork_template(self, preload: tuple[str, ...], sys_path: tuple[bytes, ...]) -> TemplateProcess:
@@ -133,7 +102,7 @@ class TemplateProcess:
 
         Raises: OSError if the system has no descriptors for it.
         """
-        ours, theirs = _socket_pair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forked = TemplateProcess(self._loop, ours, self._voice)
 
         def ask() -> None:
@@ -247,7 +216,3 @@ class TemplateProcess:
     def _serve_waiting(self) -> None:
         while self._waiting:
             self._waiting.popleft()()
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -35,4 +35,4 @@ class Launcher(Protocol):
     """Whether working folder, sys.path and environment of the controller make sense on its hosts."""
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        """Start one agent per ticket; does not wait for them. Raises: SpawnError."""
+        """Start one agent per ticket; does not wait until they dial in. Raises: OSError, SpawnError."""

@@ -6,16 +6,20 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.templates import UNSEEN, HostFork, HostTemplate, surroundings
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.process_ends import end_process
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
 from meshbook.wire.ticket import Ticket, encode_ticket
+
+_AGENT = "meshbook.agent.host_agent"
 
 
 class LocalLauncher:
@@ -32,36 +36,80 @@ class LocalLauncher:
         self._shares_memory = not separate_hosts
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        """Start the agents; each reads its ticket from stdin and watches that pipe for our end."""
+        """Start the agents; each reads its ticket from stdin and watches that pipe for our end.
+
+        Several are forked from one template, and wait for what it imports; so is another one while that template runs.
+        """
         hosts: list[LaunchedHost] = []
-        for ticket in tickets:
-            log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
-            hosts.append(_start(msgspec.structs.replace(ticket, shares_memory=self._shares_memory), log))
+        with _launching:
+            template = _template_for(tickets)
+            for ticket in tickets:
+                ticket = msgspec.structs.replace(ticket, shares_memory=self._shares_memory)
+                hosts.append(_start(ticket, Path(ticket.log_dir) / f"agent-{ticket.host_id}.log", template))
         return hosts
 
 
-def _start(ticket: Ticket, log: Path) -> LocalHost:
+_launching = threading.Lock()
+_template: HostTemplate | None = None
+
+
+def _template_for(tickets: list[Ticket]) -> HostTemplate | None:
+    """What hosts are forked from; None where each is better started by itself."""
+    global _template
+    try:
+        if _template is not None and not _template.has_ended and _template.inherited == surroundings():
+            return _template
+        if len(tickets) > 1:
+            _template = HostTemplate(_AGENT, Path(tickets[0].log_dir) / "template.log")
+            return _template
+    except OSError:
+        pass  # who starts the agents one by one says what is wrong
+    return None
+
+
+def _start(ticket: Ticket, log: Path, template: HostTemplate | None) -> LocalHost:
     _reap()
+    environment = {} if ticket.shares_memory else {MEMORY_VARIABLE: ticket.host_id}
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "meshbook.agent.host_agent"],
-            stdin=subprocess.PIPE,
-            stdout=errors,
-            stderr=errors,
-            start_new_session=True,
-            env=None if ticket.shares_memory else {**os.environ, MEMORY_VARIABLE: ticket.host_id},
-        )
-    assert process.stdin is not None
+        process, stdin = (template and _fork(template, errors, environment)) or _exec(errors, environment)
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and `LocalHost.failure` says why
-        process.stdin.write(encode_ticket(ticket) + b"\n")
-        process.stdin.flush()
-    return LocalHost(process, process.stdin, log)
+        stdin.write(encode_ticket(ticket) + b"\n")
+        stdin.flush()
+    return LocalHost(process, stdin, log)
+
+
+def _fork(template: HostTemplate, log: IO[bytes], environment: dict[str, str]) -> tuple[HostFork, IO[bytes]] | None:
+    """Fork an agent; None if the template cannot. Raises: OSError if the system has no descriptors for it."""
+    theirs, ours = os.pipe2(os.O_CLOEXEC)
+    try:
+        return template.fork(theirs, log.fileno(), environment), os.fdopen(ours, "wb")
+    except BaseException as error:
+        os.close(ours)
+        if not isinstance(error, OSError):
+            raise
+        return None
+    finally:
+        os.close(theirs)
+
+
+def _exec(log: IO[bytes], environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start an agent in an interpreter of its own. Raises: OSError."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", _AGENT],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stdin is not None
+    return process, process.stdin
 
 
 class LocalHost:
-    """A host agent that is our child."""
+    """A host agent that is our child, or our template's."""
 
-    def __init__(self, process: subprocess.Popen[bytes], lifeline: IO[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | HostFork, lifeline: IO[bytes], log: Path) -> None:
         self._process, self._lifeline, self._log = process, lifeline, log
         self.pid, self.started = process.pid, start_time(process.pid) or 0
 
@@ -71,7 +119,8 @@ class LocalHost:
         if status is None:
             return None
         said = last_words(log_tail(self._log, CRASH_REPORT_LINES), 3).splitlines()
-        return ": ".join([f"the host agent ended ({describe_exit(status)})", *(line.strip() for line in said)])
+        how = "" if status == UNSEEN else f" ({describe_exit(status)})"
+        return ": ".join([f"the host agent ended{how}", *(line.strip() for line in said)])
 
     def close(self, timeout_s: float) -> None:
         """Close the lifeline, wait, then kill; idempotent."""
@@ -85,7 +134,10 @@ class LocalHost:
     def release(self) -> None:
         """Close the lifeline. It stays our child until it ends, and is reaped when another one is started."""
         self._lifeline.close()
-        _released.append(self._process)
+        if isinstance(self._process, HostFork):
+            self._process.disown()
+        else:
+            _released.append(self._process)
 
 
 class FoundHost:

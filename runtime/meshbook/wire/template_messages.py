@@ -1,4 +1,4 @@
-"""What the host agent and the template process say to each other. Pure."""
+"""What templates and those who have workers or hosts forked from them say to each other. Pure."""
 
 from __future__ import annotations
 
@@ -48,6 +48,28 @@ class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
     reason: str
 
 
+class ForkHost(msgspec.Struct, tag="host", frozen=True):
+    """Fork a host agent with more of an environment; its stdin and its log follow in one packet."""
+
+    environment: dict[str, str]
+
+
+class ReapHost(msgspec.Struct, tag="reap", frozen=True):
+    """A host agent has ended: how?"""
+
+    pid: int
+
+
+class HostForked(msgspec.Struct, tag="hosted", frozen=True):
+    pid: int
+
+
+class HostReaped(msgspec.Struct, tag="reaped", frozen=True):
+    """With its exit code, or its signal as a negative number."""
+
+    status: int
+
+
 Request = ForkWorkers | ForkTemplate
 
 
@@ -58,3 +80,15 @@ decode_request = msgspec.msgpack.Decoder(Request).decode
 
 
 decode_answer = msgspec.msgpack.Decoder(TemplateAnswer).decode
+
+
+HostRequest = ForkHost | ReapHost
+
+
+HostAnswer = TemplateReady | HostForked | HostReaped | ForkFailed
+
+
+decode_host_request = msgspec.msgpack.Decoder(HostRequest).decode
+
+
+decode_host_answer = msgspec.msgpack.Decoder(HostAnswer).decode

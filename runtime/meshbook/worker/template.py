@@ -28,7 +28,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import die_with_parent, is_group, kill_session, start_time, thread_count
@@ -76,14 +76,28 @@ class _Fork(NamedTuple):
 
 def main(fd: int) -> None:
     """Import, say ready, and serve fork requests until the agent closes the socket; then end what it left."""
-    sock = socket.socket(fileno=fd)
     started = time.perf_counter()
+    serve(socket.socket(fileno=fd), preload(STANDARD_PRELOAD), started)
+
+
+def preload(modules: Sequence[str]) -> RankShell:
+    """Import what forks of this process share, and build their shell."""
     faulthandler.enable(all_threads=False)  # workers inherit it: a crash in native code says where Python was
     gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
-    shell = _preload(STANDARD_PRELOAD)
+    for module in modules:
+        importlib.import_module(module)
+    from meshbook.groups.rank_groups import warm
+    from meshbook.shell.shell import RankShell
+
+    warm()
+    return RankShell()
+
+
+def serve(sock: socket.socket, shell: RankShell, started: float) -> NoReturn:
+    """Be the template of the agent at the other end of ``sock``."""
     while True:
         gc.freeze()  # keeps the collector of the children away from our objects, else it would copy their pages
-        sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, _why_not_to_fork())))
+        sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, why_not_to_fork())))
         flock = SpawnedWorkers()
         child = _serve(sock, flock)
         if child is None:
@@ -101,16 +115,6 @@ def main(fd: int) -> None:
         _preload_or_explain(sock, child.kind)
 
 
-def _preload(modules: Sequence[str]) -> RankShell:
-    for module in modules:
-        importlib.import_module(module)
-    from meshbook.groups.rank_groups import warm
-    from meshbook.shell.shell import RankShell
-
-    warm()
-    return RankShell()
-
-
 def _preload_or_explain(sock: socket.socket, modules: str) -> None:
     """Import the user's modules in a fresh template; a failing import is told to the agent, and ends us."""
     try:
@@ -121,7 +125,8 @@ def _preload_or_explain(sock: socket.socket, modules: str) -> None:
         os._exit(1)
 
 
-def _why_not_to_fork() -> str:
+def why_not_to_fork() -> str:
+    """What keeps forks of this process from being sound; empty if nothing does."""
     if (threads := thread_count()) != 1:
         return f"a preloaded module started {threads - 1} thread{'' if threads == 2 else 's'}"
     torch = sys.modules.get("torch")
@@ -179,7 +184,7 @@ def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
     batch_pid = os.getpid()
     for done in range(count):
         try:
-            descriptors = _receive_descriptors(sock)
+            descriptors = receive_descriptors(sock)
             pid = os.fork()
         except OSError as error:
             _give_up(sock, request, error, taken=done + 1)
@@ -205,7 +210,7 @@ def _give_up(sock: socket.socket, request: Request, error: OSError, taken: int =
     count = request.count if isinstance(request, ForkWorkers) else 1
     for _ in range(count - taken):
         with contextlib.suppress(OSError):
-            for descriptor in _receive_descriptors(sock):
+            for descriptor in receive_descriptors(sock):
                 os.close(descriptor)
     if isinstance(request, ForkWorkers):  # a template that is not forked says so by the end of its socket
         sock.send(wire.encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
@@ -221,7 +226,7 @@ def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
     die_with_parent(agent_pid)
 
 
-def _receive_descriptors(sock: socket.socket) -> list[int]:
+def receive_descriptors(sock: socket.socket) -> list[int]:
     """Raises: OSError when this process may not open so many files."""
     _, ancillary, flags, _ = sock.recvmsg(_PACKET_BYTES, socket.CMSG_SPACE(4 * FDS_PER_WORKER))
     descriptors = array.array("i")

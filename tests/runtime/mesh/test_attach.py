@@ -261,14 +261,14 @@ def work():
 first = mesh.evaluate("work()")
 quick = mesh.slice(hosts=1).execute(lambda: 5)
 time.sleep(0.3)
-say("running")
+say("running", [host.hello.pid for host in mesh._mesh.hosts])
 time.sleep(60)
 """
 
 
 def test_hosts_over_tcp_are_found_again_and_share_their_store(zygote: Zygote, watch: Watch) -> None:
     driver = zygote.start(ON_HOSTS)
-    driver.expect("running")
+    agents = driver.expect_json("running")
     family = driver.family()
     watch(family)
     driver.kill()
@@ -288,13 +288,10 @@ wait()
     assert driver.expect("quick").startswith("[5]")
     driver.expect("new")
     driver.kill()
-    agents = [
-        process for process in family if process.is_running() and "meshbook.agent.host_agent" in process.cmdline()
-    ]
-    agents[1].kill()
+    os.kill(agents[1], signal.SIGKILL)
     attachment = meshbook.attach("kept")
     assert [line.partition(": ")[2] for line in attachment.lost_hosts] == [
-        f"the host agent (process {agents[1].pid}) has ended"
+        f"the host agent (process {agents[1]}) has ended"
     ]
     mesh = attachment.mesh("kept")
     assert [status.state for status in mesh.status()].count("dead") == 1

@@ -1,0 +1,222 @@
+"""Template processes: how one is started, and one from which several host agents of this machine are forked.
+
+    controller ──exec──> template of hosts ──fork──> agent ──fork──> its own template ──fork──> workers
+                                │                      '── ...
+                                '── stays the agents' parent, and tells how they ended
+
+Workers must be children of their agent, which reaps and outlives them, so agents cannot share one template to fork
+workers from. They share its image instead: torch is imported once, and a host costs two forks. Hosts depend on each
+other no more than those that were started one by one: each has its own template, which nobody else asks for anything,
+and the template of hosts may end without them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meshbook.system.process_ends import open_end
+from meshbook.system.processes import is_same_process, start_time
+from meshbook.wire import messages as wire
+from meshbook.wire import template_messages as protocol
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # read at import: any other value starts threads that do not survive a fork
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch.cuda.is_available() calls cuInit and poisons every fork
+    "TORCH_GLOO_LAZY_INIT": "1",
+}
+
+IMPORT_S = 60.0
+"""How long a template of hosts may take to import; after that each host makes its own, and tells what is wrong."""
+
+FORK_S, REAP_S = 5.0, 2.0
+"""How long a ready template may take to fork an agent, and to say how one ended, which the I/O thread waits for."""
+
+UNSEEN = 256
+"""Stands for the exit code of a process whose parent has ended before it could be asked."""
+
+_INHERITED = (
+    "Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "Cap", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed",
+)  # fmt: skip
+"""Lines of proc(5)'s status."""
+
+
+class StartedTemplate(NamedTuple):
+    """A template that was started: its process, our end of its socket, and a pipe with what it writes."""
+
+    pid: int
+    sock: socket.socket
+    output: int
+
+
+def exec_template() -> StartedTemplate:
+    """Start a template of workers in an interpreter of its own. It is the caller's to reap. Raises: OSError."""
+    output, theirs = os.pipe2(os.O_CLOEXEC)
+    try:
+        process, sock = _exec(["meshbook.worker.template"], theirs)
+    except OSError:
+        os.close(output)
+        raise
+    finally:
+        os.close(theirs)
+    process.returncode = 0  # else its destructor would reap it
+    return StartedTemplate(process.pid, sock, output)
+
+
+def _exec(
+    module: Sequence[str], output: int, own_session: bool = False
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a module whose last argument is its socket. Raises: OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=own_session,
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        except OSError:
+            ours.close()
+            raise
+    return process, ours
+
+
+def surroundings() -> object:
+    """What a process that this thread starts inherits, to be compared. Raises: OSError where that cannot be read."""
+    here = Path("/proc/thread-self")
+    own = [line for line in (here / "status").read_text().splitlines() if line.startswith(_INHERITED)]
+    files = [(here / name).read_text() for name in ("limits", "cgroup")]
+    namespaces = [os.readlink(here / "ns" / name) for name in ("net", "mnt", "pid", "ipc", "uts", "user")]
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    return os.getpid(), sys.executable, dict(os.environ), os.getcwd(), nice, own, files, namespaces
+
+
+class HostTemplate:
+    """A template of hosts, used by any thread. It ends with the last of its hosts that is ours still."""
+
+    def __init__(self, agent: str, log: Path) -> None:
+        """Start importing. agent: the module whose ``main`` is an agent. Raises: OSError."""
+        self.inherited = surroundings()
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
+            self._process, self._sock = _exec(
+                ["meshbook.worker.host_template", agent], output.fileno(), own_session=True
+            )
+        self._lock = threading.Lock()
+        self._hosts: set[int] = set()
+        self._ready = False
+
+    def fork(self, stdin: int, log: int, environment: dict[str, str]) -> HostFork:
+        """Fork an agent; the descriptors stay the caller's. Raises: OSError; then the template has ended."""
+        with self._lock:
+            try:
+                if not self._ready:
+                    said = self._receive(IMPORT_S)
+                    if not isinstance(said, protocol.TemplateReady) or said.problem:
+                        raise OSError(f"it must not be forked: {said}")
+                    self._ready = True
+                self._sock.send(wire.encode(protocol.ForkHost(environment)))
+                self._sock.sendmsg([b"fds"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, log]))])
+                forked = self._receive(FORK_S)
+                if not isinstance(forked, protocol.HostForked):
+                    raise OSError(f"it did not fork: {forked}")
+            except BaseException:
+                self._end()
+                raise
+            self._hosts.add(forked.pid)
+            return HostFork(self, forked.pid)
+
+    def reap(self, pid: int) -> int:
+        """Return how an agent that has ended did so, `UNSEEN` if that is not known."""
+        with self._lock:
+            try:
+                self._sock.send(wire.encode(protocol.ReapHost(pid)))
+                said = self._receive(REAP_S)
+            except OSError:
+                self._end()
+                said = None
+            self._forget(pid)
+            return said.status if isinstance(said, protocol.HostReaped) else UNSEEN
+
+    def disown(self, pid: int) -> None:
+        """Care no more for an agent, which goes on."""
+        with self._lock:
+            self._forget(pid)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def _receive(self, timeout_s: float) -> protocol.HostAnswer:
+        """Raises: OSError."""
+        self._sock.settimeout(timeout_s)
+        data = self._sock.recv(1 << 16)
+        if not data:
+            raise OSError("the template of hosts has ended")
+        answer: protocol.HostAnswer = protocol.decode_host_answer(data)
+        return answer
+
+    def _forget(self, pid: int) -> None:
+        self._hosts.discard(pid)
+        if not self._hosts:
+            self._end()
+
+    def _end(self) -> None:
+        """It holds nothing that could be lost."""
+        self._process.kill()
+        self._process.wait()
+        self._sock.close()
+
+
+class HostFork:
+    """A host agent that was forked from a template: as much of `subprocess.Popen` as its owner uses."""
+
+    def __init__(self, template: HostTemplate, pid: int) -> None:
+        self.pid = pid
+        self._template, self._started = template, start_time(pid) or 0
+        self._status: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Return its exit code, a signal as a negative number, or `UNSEEN`; None while it runs."""
+        with self._lock:
+            if self._status is None and not is_same_process(self.pid, self._started):
+                self._status = self._template.reap(self.pid)
+            return self._status
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Raises: subprocess.TimeoutExpired."""
+        with contextlib.suppress(ProcessLookupError), contextlib.ExitStack() as stack:
+            end = open_end(self.pid)
+            stack.callback(os.close, end)
+            if self.poll() is None:  # else the number may be another's
+                poll = select.poll()
+                poll.register(end, select.POLLIN)
+                poll.poll(None if timeout_s is None else timeout_s * 1000)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired(["host agent"], timeout_s or 0.0)
+        return status
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def disown(self) -> None:
+        """Let it go on without us."""
+        self._template.disown(self.pid)
