@@ -16,6 +16,7 @@ from meshbook import HostMesh, LocalLauncher, ProcMesh, attach, errors, shutdown
 from meshbook.launchers import local
 from meshbook.launchers.templates import HostTemplate
 from meshbook.system.processes import process_state
+from meshbook.wire.ticket import Ticket
 from tests.support.controllers import Zygote, alone
 
 PROGRAM = "meshbook.worker.host_template"
@@ -182,6 +183,41 @@ def test_without_a_template_that_imports_each_host_says_what_is_wrong(
         _spawn(hosts)
     hosts.stop()
     assert local._template is not None and local._template.has_ended
+
+
+def test_a_template_of_hosts_that_does_not_answer_is_ended_and_the_host_started_without_it(clean_end: None) -> None:
+    with _hosts(2) as hosts, _spawn(hosts) as mesh:
+        shared = _shared()
+        shared.suspend()
+        with _hosts(1) as more, _spawn(more) as other:
+            assert _agents(more)[0].ppid() == os.getpid()
+            assert other.run("rank").get(30).values() == [0, 1]
+        assert not shared.is_running()
+        assert mesh.run("rank").get(30).values() == [0, 1, 2, 3]
+
+
+def test_an_interrupt_while_hosts_wait_for_imports_leaves_nothing(
+    clean_end: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutdown()
+    template_of = local._template_for
+
+    def interrupted(tickets: list[Ticket]) -> HostTemplate | None:
+        template = template_of(tickets)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        return template
+
+    monkeypatch.setattr(local, "_template_for", interrupted)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start_hosts({"hosts": 2}, LocalLauncher())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    monkeypatch.undo()
+    assert local._template is not None and local._template.has_ended
+    with _hosts(2) as hosts, _spawn(hosts) as mesh:
+        assert mesh.run("rank").get(30).values() == [0, 1, 2, 3]
 
 
 def test_no_secret_is_seen_in_what_was_forked(hosts: HostMesh) -> None:
