@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import wait_until
 
 from meshbook.errors import PeerProtocolError
 from meshbook.wire.frames import FrameReader, FrameSocket, pack
@@ -42,3 +47,38 @@ def test_a_socket_gives_messages_and_then_its_end() -> None:
     sender.close()
     assert receiver.receive() is None
     receiver.close()
+
+
+def test_whoever_waits_for_a_message_sleeps_on_when_the_other_end_reads() -> None:
+    """A `recv` that blocks wakes then, looks, and sleeps again."""
+    ours, theirs = socket.socketpair()
+    waiting = FrameSocket(theirs)
+
+    def send_and_wait() -> None:
+        waiting.send([b"answer"])
+        waiting.receive()
+
+    thread = threading.Thread(target=send_and_wait)
+    thread.start()
+    status = Path(f"/proc/self/task/{thread.native_id}/status")
+    try:
+        wait_until(lambda: "sleeping" in status.read_text() and _is_stable(status))
+        before = _sleeps(status)
+        assert ours.recv(1000) == pack([b"answer"])
+        time.sleep(0.1)
+        assert _sleeps(status) == before
+    finally:
+        ours.close()
+        thread.join()
+        waiting.close()
+
+
+def _is_stable(status: Path) -> bool:
+    before = _sleeps(status)
+    time.sleep(0.05)
+    return _sleeps(status) == before
+
+
+def _sleeps(status: Path) -> int:
+    """How often the thread has waited for something."""
+    return int(re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status.read_text(), re.M)[0])
