@@ -82,6 +82,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         faulthandler.dump_traceback_later(2 * GRACE_S, file=session.config.stash[STDERR], exit=True)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A worker of xdist has told all and waits for the others, for minutes maybe; then xdist ends it."""
+    if hasattr(config, "workerinput"):
+        faulthandler.cancel_dump_traceback_later()
+
+
 @dataclass(frozen=True)
 class Held:
     """What this process holds at one moment."""
