@@ -71,10 +71,13 @@ class SigintScope:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """A press inside of the block is raised after it: what the block makes has an owner by then."""
+    """A press inside of the block is raised after it: what the block makes has an owner by then.
+
+    Not on ranks: there SIGINT is a message, which whoever takes it must act on (`meshbook.worker.interrupt_gate`).
+    """
     pressed: list[int] = []
     scope = SigintScope(lambda signum, frame: pressed.append(signum))
-    opened = scope.open()
+    opened = _signals() is _plain_signals and scope.open()
     try:
         yield
     finally:

@@ -66,6 +66,16 @@ def test_what_is_made_has_an_owner_before_an_interrupt_is_raised() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_interrupt_of_a_rank_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = signal.signal
+    monkeypatch.setattr(signal, "signal", lambda number, handler: plain(number, handler))
+    made: list[int] = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        made.append(1)
+    assert made == []
+
+
 def test_presses_that_are_noticed_are_counted_and_end_a_wait() -> None:
     with noticed() as counter:
         signal.raise_signal(signal.SIGINT)

@@ -38,6 +38,7 @@ class LocalDesk:
 
     def close(self) -> None:
         self._boxes.close(self.mailbox, "this port was closed")
+        self.cancelled.set()  # whoever waits for it goes home, also after a failure
         self._queue.put(None)
         self._thread.join()
 
