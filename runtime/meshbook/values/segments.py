@@ -171,11 +171,13 @@ class SegmentPool:
 
     def _take(self, size_bytes: int) -> tuple[int, _Segment]:
         assert os.getpid() == self._pid, "a pool belongs to the process that made it"
-        with self._lock, held_back():  # an interrupt in between would leave memory that belongs to nobody
+        with self._lock:
             if self._closed:
                 raise LocalProtocolError("this pool of shared memory was closed")
-            segment = self._take_idle(size_bytes) or _Segment(_capacity_for(size_bytes))
             number = next(_numbers)
+            if (segment := self._take_idle(size_bytes)) is None:
+                with held_back():  # an interrupt in between would leave memory that belongs to nobody
+                    segment = self._in_use[number] = _Segment(_capacity_for(size_bytes))
             self._in_use[number] = segment
         self._settle()
         return number, segment
