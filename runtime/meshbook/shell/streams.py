@@ -137,6 +137,9 @@ class RankStream(io.TextIOBase):
         self._attribution = attribution
         self.partial: dict[tuple[int, int] | int, str] = {}
         """Unfinished lines by thread, or (late cell, thread)."""
+        self._flushing = threading.RLock()  # a signal handler may print in the midst of it
+        self._is_flushing = False
+        """Set before a line is taken from ``partial``, so whoever finds its own taken sees who writes it."""
         self._pipe = RankPipe(fd)
         self.mark, self.reopen = self._pipe.mark, self._pipe.reopen
 
@@ -151,6 +154,9 @@ class RankStream(io.TextIOBase):
         thread = get_ident()
         key = thread if late is None else (late, thread)
         line = self.partial.pop(key, "") + text
+        if self._is_flushing:
+            with self._flushing:
+                pass  # what this thread has begun is being written by another: it comes first
         if "\n" in text or "\r" in text or len(line) > PARTIAL_LINE_MAX:
             self._emit(late, line)
         elif line:
@@ -159,10 +165,15 @@ class RankStream(io.TextIOBase):
 
     def flush(self, thread: int = 0) -> None:
         """Write out what threads have begun; only what ``thread`` has, if one is given."""
-        for key in list(self.partial):
-            late, of = key if isinstance(key, tuple) else (None, key)
-            if thread in (0, of) and (line := self.partial.pop(key, "")):
-                self._emit(late, line)
+        with self._flushing:
+            self._is_flushing = True
+            try:
+                for key in list(self.partial):
+                    late, of = key if isinstance(key, tuple) else (None, key)
+                    if thread in (0, of) and (line := self.partial.pop(key, "")):
+                        self._emit(late, line)
+            finally:
+                self._is_flushing = False
 
     def _emit(self, late: int | None, text: str) -> None:
         if late is None:
@@ -180,6 +191,7 @@ class RankStream(io.TextIOBase):
         """In a forked child: what waits is the parent's to write."""
         self._pipe.after_fork()
         self.partial.clear()
+        self._flushing, self._is_flushing = threading.RLock(), False
 
     def fileno(self) -> int:
         return self._fd
