@@ -7,7 +7,6 @@ Only hosts that the controller has named are let in, by their keys.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -66,7 +65,7 @@ class PeerServer:
             host.flush()
         self._sock.look()
         busy = False
-        for host_id, lane, frames in () if choked else itertools.islice(self._sock.receive(), TURN_MESSAGES):
+        for host_id, lane, frames in () if choked else self._sock.receive(TURN_MESSAGES):
             busy = True
             if (caller := self._callers.get(host_id)) is None:
                 continue

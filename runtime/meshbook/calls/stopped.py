@@ -36,7 +36,8 @@ class StoppedRanks:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._stopped_ranks: dict[int, Stop] = {}
+        self.stops: dict[int, Stop] = {}
+        """By rank."""
         self._numbers: dict[int, int] = {}
         self._texts: dict[int, str] = {}
         self._held_since: float | None = None
@@ -52,17 +53,17 @@ class StoppedRanks:
             if at.number <= self._numbers.get(rank, 0):
                 return None
             self._numbers[rank] = at.number
-            is_news = at.place and rank not in self._stopped_ranks and rank not in self.stepping
+            is_news = at.place and rank not in self.stops and rank not in self.stepping
             before = "" if is_news else self._texts.get(rank, "")  # nobody has read it, and nobody will
             self._texts[rank] = (before + at.text)[-LEFT_MAX_CHARS:]
             new = None
             if not at.place:
-                self._stopped_ranks.pop(rank, None)
+                self.stops.pop(rank, None)
                 self.left.discard(rank)
-            elif (stop := self._stopped_ranks.get(rank)) is not None:
+            elif (stop := self.stops.get(rank)) is not None:
                 stop.at = at
             else:
-                new = self._stopped_ranks[rank] = Stop(rank, at, output)
+                new = self.stops[rank] = Stop(rank, at, output)
                 new.seen = rank in self.stepping
             self._changed_now()
             return new
@@ -70,7 +71,7 @@ class StoppedRanks:
     def lose(self, rank: int) -> None:
         """The rank has ended, or is another's from now on."""
         with self._changed:
-            self._stopped_ranks.pop(rank, None)
+            self.stops.pop(rank, None)
             self._numbers.pop(rank, None)
             self._texts.pop(rank, None)
             self.left.discard(rank)
@@ -84,23 +85,23 @@ class StoppedRanks:
 
     def _changed_now(self) -> None:
         now = time.monotonic()
-        if self._stopped_ranks and self._held_since is None:
+        if self.stops and self._held_since is None:
             self._held_since = now
-        elif not self._stopped_ranks and self._held_since is not None:
+        elif not self.stops and self._held_since is not None:
             self._held_s += now - self._held_since
             self._held_since = None
         self._changed.notify_all()
 
     def __bool__(self) -> bool:
         """Whether any rank is stopped."""
-        return bool(self._stopped_ranks)
+        return bool(self.stops)
 
     def of(self, ranks: Collection[int]) -> dict[int, Stop]:
         """Those of ``ranks`` that are stopped."""
-        if not self._stopped_ranks:
+        if not self.stops:
             return {}
         wanted = frozenset(ranks)
-        return {rank: stop for rank, stop in sorted(self._stopped_ranks.items()) if rank in wanted}
+        return {rank: stop for rank, stop in sorted(self.stops.items()) if rank in wanted}
 
     def number(self, rank: int) -> int:
         """Of the last prompt that the rank told of."""

@@ -40,6 +40,7 @@ class SigintScope:
         self._on_press = on_press
         self.before: SigintHandler | None = None
         """The handler that was there when it was opened last."""
+        self._signals = _plain_signals
 
     @property
     def is_in_place(self) -> bool:
@@ -54,7 +55,7 @@ class SigintScope:
         """
         if threading.get_ident() != forks.main_thread:
             return False
-        signals = _signals()
+        signals = self._signals = _signals()
         handler = signals.getsignal(_SIGINT)
         if not callable(handler):
             return False
@@ -64,7 +65,7 @@ class SigintScope:
 
     def close(self) -> None:
         """Give the place back, unless somebody else has taken it since."""
-        signals = _signals()
+        signals = self._signals
         if signals.getsignal(_SIGINT) == self._on_press:
             signals.signal(_SIGINT, self.before)
 

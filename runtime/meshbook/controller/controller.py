@@ -77,7 +77,8 @@ class Controller:
         """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
         self.folder, self.epoch, self.front_end = folder, folder.state.epoch, front_end
         self._generation = forks.generation
-        self._ids = itertools.count(((self.epoch - 1) << 32) + 1)
+        self.next_id: Callable[[], int] = itertools.count(((self.epoch - 1) << 32) + 1).__next__
+        """A number that this controller never uses twice."""
         self._socket = ControllerSocket((folder.state.public_key, folder.state.secret_key))
         try:
             self._inbox = TurnQueue()
@@ -195,10 +196,6 @@ class Controller:
         """Those that have not ended, in the order in which they were made."""
         return sorted(self._dispatcher.meshes.copy().values(), key=lambda mesh: mesh.id)
 
-    def next_id(self) -> int:
-        """A number that this controller never uses twice."""
-        return next(self._ids)
-
     def recruit(self, mesh: MeshState) -> PendingWorkers:
         """Have the hosts of a new mesh start its workers."""
         pending_workers = PendingWorkers(self.next_id(), mesh.seats_of(range(mesh.extent.nelements)))
@@ -280,7 +277,7 @@ class Controller:
     def wants_person(self, call: OpenCall) -> bool:
         """Whether a rank of the call is stopped at a prompt that this thread, the main one, could open."""
         mesh = self._dispatcher.meshes.get(call.mesh)
-        if mesh is None or not mesh.stopped_ranks:
+        if mesh is None or not mesh.stopped_ranks.stops:  # on the path of every call
             return False
         stopped = mesh.stopped_ranks.of(call.waiting).keys() - mesh.stopped_ranks.left
         return bool(stopped) and threading.current_thread() is threading.main_thread()

@@ -47,7 +47,7 @@ from meshbook.sessions.folder import SavedMesh
 from meshbook.system.processes import machine_id, start_time
 from meshbook.values import lent_memory
 from meshbook.wire import messages as wire
-from meshbook.wire.batches import unbatch
+from meshbook.wire.batches import BATCH_MARK, unbatch
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import only_frame
 from meshbook.wire.lanes import LaneName
@@ -83,7 +83,9 @@ class Dispatcher:
         self.is_full = False
         """So much waits for slow hosts that new calls should wait too, for ``room``."""
         self.room = threading.Event()
-        self._rests_until = self._due_at = 0.0
+        self.due_at = 0.0
+        """When `expire` has something to do, as far as `plan` knew."""
+        self._rests_until = 0.0
         """Timers wait until then, since one of them has met a fault of ours."""
         self._reattach: Reattach | None = None
         """What hosts report of a former controller, until all have."""
@@ -103,7 +105,8 @@ class Dispatcher:
 
     def flush(self) -> None:
         """Let go what was sent to hosts in this turn."""
-        self.peer_directory.settle()
+        if self.peer_directory.told:
+            self.peer_directory.settle()
         for host in self.hosts.values():
             try:
                 host.flush()
@@ -151,14 +154,11 @@ class Dispatcher:
         due = self.calls.next_deadline()
         for recovery in self._recoveries.values():
             due = min(due, recovery.due)
-        self._due_at = max(due, self._rests_until)
-        return self._due_at
+        self.due_at = max(due, self._rests_until)
+        return self.due_at
 
-    def expire(self) -> None:
+    def expire(self, now: float) -> None:
         """Do what is due by now, as far as it was planned: what has changed since is for the next turn."""
-        now = time.monotonic()
-        if now < self._due_at:
-            return
         well = attempt(self.calls.expire, "failing calls")
         for recovery in list(self._recoveries.values()):
             if recovery.due <= now:
@@ -178,8 +178,9 @@ class Dispatcher:
             return
         try:
             if (message := host.receive(lane, frames)) is not None:
-                for each in unbatch(message[0]):
-                    self._on_message(host, wire.decode_from_host(each), message[1])
+                header, payload = message
+                for each in unbatch(header) if header.startswith(BATCH_MARK) else (header,):
+                    self._on_message(host, wire.decode_from_host(each), payload)
             host.acknowledge(lane)
             if host.usurper:
                 self.lose(host, "another controller has taken over its meshes; what runs there is that one's now")

@@ -61,8 +61,6 @@ class IoThread:
         if self._inbox.is_closed:
             return
         self._sleep(timeout_s)
-        if self._socket.has_ended():
-            self._tick_at = 0.0
         heard = self._heard
         for host_id, lane, frames in self._socket.receive():
             self._dispatcher.on_frames(host_id, lane, frames)
@@ -74,9 +72,11 @@ class IoThread:
             self._dispatcher.acknowledge(heard)
             heard.clear()
             self._ack_at = math.inf
-        self._dispatcher.expire()
-        if time.monotonic() >= self._tick_at:
-            self._tick_at = time.monotonic() + HEARTBEAT_S
+        now = time.monotonic()
+        if now >= self._dispatcher.due_at:
+            self._dispatcher.expire(now)
+        if now >= self._tick_at:
+            self._tick_at = now + HEARTBEAT_S
             self._dispatcher.tick()
             self._socket.watch_door()
 
@@ -85,7 +85,9 @@ class IoThread:
         inbox.is_asleep = True  # from here on `submit` wakes us
         next_at = min(self._tick_at, self._ack_at, self._dispatcher.plan())
         left = max(0.0, next_at - time.monotonic())
-        self._socket.poll(inbox.wake_fd, 0 if inbox.asked else left if timeout_s is None else min(left, timeout_s))
+        wait_s = 0 if inbox.asked else left if timeout_s is None else min(left, timeout_s)
+        if self._socket.poll(inbox.wake_fd, wait_s):
+            self._tick_at = 0.0  # a host's process has ended: the heartbeat finds out which
         inbox.is_asleep = False
         try:
             os.eventfd_read(inbox.wake_fd)

@@ -56,7 +56,8 @@ class TurnQueue:
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         self.asked.append((action, fail))
-        self.wake()
+        if self.is_asleep:
+            self.wake()
 
     def ask(self, action: Callable[[], T]) -> T:
         """Have the I/O thread run ``action`` and return its result."""

@@ -29,7 +29,7 @@ class PeerDirectory:
         ip: Callable[[], str],
     ) -> None:
         self._hosts, self._meshes, self._key_of, self._ip = hosts, meshes, key_of, ip
-        self._told: dict[tuple[str, int], object] = {}
+        self.told: dict[tuple[str, int], object] = {}
         """(host, mesh) that was asked for, to the placement that the host knows."""
         self.met: dict[tuple[str, str], wire.Meeting] = {}
         """(who calls, who is called) to how; without an endpoint while that is being opened."""
@@ -40,7 +40,7 @@ class PeerDirectory:
             self.met.pop((host.id, broken), None)
         for known in ask.known:  # from a former controller's time
             self.met.setdefault((host.id, known), wire.Meeting("known", 0))
-        self._told[host.id, ask.mesh] = None
+        self.told[host.id, ask.mesh] = None
         self.settle()
 
     def on_port(self, host: HostState, port: wire.PeerAddress) -> None:
@@ -51,16 +51,16 @@ class PeerDirectory:
 
     def settle(self) -> None:
         """Tell what can be told by now; cheap when there is nothing new."""
-        for (host_id, mesh_id), told in list(self._told.items()):
+        for (host_id, mesh_id), told in list(self.told.items()):
             mesh = self._meshes.get(mesh_id)
             host = self._hosts.get(host_id)
             if host is None or host.lost:
-                del self._told[host_id, mesh_id]
+                del self.told[host_id, mesh_id]
             elif mesh is None:
-                del self._told[host_id, mesh_id]
+                del self.told[host_id, mesh_id]
                 host.send_urgent(wire.Peers(mesh_id, ()))
             elif told is not mesh.placement and mesh.is_whole and self._open(host, mesh):
-                self._told[host_id, mesh_id] = mesh.placement
+                self.told[host_id, mesh_id] = mesh.placement
                 peers = tuple(self._peer(host, other, mesh) for other in mesh.hosts if other is not host)
                 host.send_urgent(wire.Peers(mesh_id, peers))
 

@@ -69,10 +69,12 @@ class ProgressPoll:
         on_complete: Callable[[ProgressSnapshot], None],
     ) -> None:
         self._mesh, self._calls, self._next_id, self._on_complete = mesh, calls, next_id, on_complete
-        self._look: ProgressSnapshot | None = None
+        self.look: ProgressSnapshot | None = None
+        """What has come of the question that is open."""
         self._question: OpenQuestion[Collectives] | None = None
         self._answer_s = ANSWER_S
-        self._look_at = math.inf
+        self.look_at = math.inf
+        """When to ask the next one."""
         self._pause_s = FIRST_LOOK_S
         self._odd: list[Odd] = []
 
@@ -81,19 +83,15 @@ class ProgressPoll:
     @property
     def busy(self) -> bool:
         """Return whether answers are awaited."""
-        return self._look is not None
-
-    def due_with(self, other: float) -> float:
-        """When to ask, for what is due at ``other`` too; or when to go on without the answers that have not come."""
-        return self._look.until if self._look is not None else min(self._look_at, other)
+        return self.look is not None
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to `ask`."""
-        return self._look is None and self._look_at <= now
+        return self.look is None and self.look_at <= now
 
     def look_in(self, pause_s: float) -> None:
         """Have the ranks asked after ``pause_s`` at the latest."""
-        self._look_at = min(self._look_at, time.monotonic() + pause_s)
+        self.look_at = min(self.look_at, time.monotonic() + pause_s)
 
     def look_soon(self, pause_s: float = FIRST_LOOK_S) -> None:
         """Something has failed: have them asked after ``pause_s``, then less and less often."""
@@ -107,7 +105,7 @@ class ProgressPoll:
 
     def rest(self) -> None:
         """They need not be asked."""
-        self._look_at = math.inf
+        self.look_at = math.inf
 
     # ---- the question -----------------------------------------------------------------------------------------------
 
@@ -118,7 +116,7 @@ class ProgressPoll:
         alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()
         ended = {call.id: frozenset(call.members.ranks()) - call.waiting for call in calls}
         idle = alive.difference(*(call.waiting for call in calls if not call.mailbox))
-        look = self._look = ProgressSnapshot(
+        look = self.look = ProgressSnapshot(
             self._next_id(), time.monotonic() + self._answer_s, ended, idle, alive, {}, recent
         )
         question = OpenQuestion(look.id, mesh.id, Collectives, self._answer_s, partial(self._on_answers, look))
@@ -135,12 +133,12 @@ class ProgressPoll:
         self.rest()
         if self._question is not None:
             self._calls.forget(self._question)
-            self._look = self._question = None
+            self.look = self._question = None
 
     def _on_answers(self, look: ProgressSnapshot, question: OpenQuestion[Collectives]) -> None:
-        if look is not self._look:
+        if look is not self.look:
             return  # asked again meanwhile
-        self._look = self._question = None
+        self.look = self._question = None
         look.answers.update(question.told)
         self._answer_s = min(2 * self._answer_s, PATIENCE_S) if look.missing(self._mesh.lost) else ANSWER_S
         self._on_complete(look)

@@ -269,7 +269,8 @@ class StuckWatch:
     @property
     def due(self) -> float:
         """When `expire` wants to be called."""
-        due = self._poll.due_with(self._long.due)
+        look = self._poll.look
+        due = min(self._poll.look_at, self._long.due) if look is None else look.until
         for ended in self._ended.values():
             due = min(due, ended.deadline)
         return due

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import reprlib
 import threading
@@ -67,7 +68,7 @@ class ValueMesh(MeshView, Generic[T]):
 
         What that raises is raised by whoever looks; the next look tries again.
         """
-        return _made(members, [_Lazy(load, rank) for rank in members.ranks()])
+        return _made(members, list(map(functools.partial(_Lazy, load), members.ranks())))
 
     def item(self, **coordinates: int) -> T:
         """The value at the given coordinates, one for each axis.

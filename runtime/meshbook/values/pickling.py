@@ -64,13 +64,17 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
     Raises: SerializationError naming the part that cannot travel.
     """
     if _is_plain(obj):
-        return _lighten(Pickled(pickle.dumps(obj, 5), []))
-    try:
-        return _lighten(_pickle(obj, NO_LIMIT))
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _explain(obj, what, roots or {}, error) from error
+        pickled = Pickled(pickle.dumps(obj, 5), [])
+    else:
+        try:
+            pickled = _pickle(obj, NO_LIMIT)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise _explain(obj, what, roots or {}, error) from error
+    if len(pickled.head) > HEAD_MAX_BYTES:
+        return Pickled(b"", [memoryview(pickled.head), *pickled.buffers])
+    return pickled
 
 
 def dumps_bounded(obj: object, max_bytes: int) -> Pickled | None:
@@ -155,13 +159,6 @@ def _is_plain(obj: object) -> bool:
         if kind is dict:
             parts += part.values()
     return True
-
-
-def _lighten(pickled: Pickled) -> Pickled:
-    """Move a heavy head to the buffers; an empty one says so."""
-    if len(pickled.head) <= HEAD_MAX_BYTES:
-        return pickled
-    return Pickled(b"", [memoryview(pickled.head), *pickled.buffers])
 
 
 def _pickle(obj: object, room: int) -> Pickled:

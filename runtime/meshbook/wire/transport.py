@@ -10,9 +10,10 @@ thread.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import select
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -45,7 +46,6 @@ class ControllerSocket:
         self._zmq: ZmqServer | None = None
         self._ends: set[int] = set()
         """Of processes whose end `poll` waits for (`meshbook.system.process_ends`)."""
-        self._ended = False
 
     def bind(self, address: str) -> str:
         """Listen at ``unix:PATH`` and at ``tcp://IP:PORT``, once each, ``*`` for any port; return what to dial.
@@ -113,8 +113,12 @@ class ControllerSocket:
         """Hosts that are not connected by a Unix socket."""
         return [id for id in self._keys if self._unix is None or not self._unix.has(id)]
 
-    def poll(self, wake_fd: int, timeout_s: float | None) -> None:
-        """Wait until a message, a byte at ``wake_fd`` or the timeout is there; let hosts in meanwhile."""
+    def poll(self, wake_fd: int, timeout_s: float | None) -> bool:
+        """Wait until a message, a byte at ``wake_fd`` or the timeout is there; let hosts in meanwhile.
+
+        Returns: whether a process of `watch_end` has ended since the last time.
+        """
+        ended = False
         if wake_fd != self._wake_fd:
             self._wake_fd = wake_fd
             self._epoll.register(wake_fd, select.EPOLLIN)
@@ -125,9 +129,10 @@ class ControllerSocket:
                 continue
             if fd in self._ends:
                 self._forget_end(fd)
-                self._ended = True
+                ended = True
         if self._zmq is not None:
             self._zmq.look()
+        return ended
 
     @property
     def fd(self) -> int:
@@ -147,7 +152,7 @@ class ControllerSocket:
         return self._keys.get(host_id, "")
 
     def watch_end(self, pid: int) -> None:
-        """Have `poll` return when the process ends, which `has_ended` then tells, once."""
+        """Have `poll` return when the process ends, and tell it, once."""
         try:
             fd = open_end(pid)
         except OSError:  # no descriptor is left, or it is gone already: who looks at it regularly finds out
@@ -155,22 +160,19 @@ class ControllerSocket:
         self._ends.add(fd)
         self._epoll.register(fd, select.EPOLLIN)
 
-    def has_ended(self) -> bool:
-        """Whether one of the processes has ended since this was last asked."""
-        ended, self._ended = self._ended, False
-        return ended
-
     def _forget_end(self, fd: int) -> None:
         self._epoll.unregister(fd)
         self._ends.discard(fd)
         os.close(fd)
 
-    def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
-        """Yield (host id, lane, link frames) for each message that is there."""
+    def receive(self, most: int | None = None) -> list[tuple[str, LaneName, list[bytes]]]:
+        """Take (host id, lane, link frames) of each message that is there; of other machines' at most so many."""
+        received: list[tuple[str, LaneName, list[bytes]]] = []
         if self._unix is not None:
-            yield from self._unix.receive()
+            received, self._unix.received = self._unix.received, received
         if self._zmq is not None:
-            yield from self._zmq.receive()
+            received += itertools.islice(self._zmq.receive(), most)
+        return received
 
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
         """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from meshbook.errors import PeerProtocolError
@@ -45,6 +45,8 @@ class UnixServer:
 
     def __init__(self, path: str, epoll: select.epoll, identify: Callable[[list[bytes]], HostLane | None]) -> None:
         self._epoll, self._identify = epoll, identify
+        self.received: list[tuple[str, LaneName, list[bytes]]] = []
+        """(host id, lane, link frames) of each message that has come; whoever takes them empties it."""
         try:
             os.unlink(path)  # of the controller before us: the session's lock is ours
         except FileNotFoundError:
@@ -61,7 +63,6 @@ class UnixServer:
         self._connections: dict[int, tuple[MessageSocket, HostLane | None]] = {}
         """By descriptor; strangers that have not said who they are without a place."""
         self._lanes: dict[HostLane, MessageSocket] = {}
-        self._received: deque[tuple[HostLane, list[bytes]]] = deque()
         self.rejected = 0
         """Connections that were not let in."""
 
@@ -79,19 +80,12 @@ class UnixServer:
                     if place is None:
                         place = self._greet(fd, connection, frames)
                     else:
-                        self._received.append((place, frames))
+                        self.received.append((*place, frames))
             if events & (select.EPOLLOUT | select.EPOLLHUP) == select.EPOLLOUT and connection.flush():
                 self._epoll.modify(fd, select.EPOLLIN)
         except (OSError, EOFError, PeerProtocolError):
             self._drop(fd)
         return True
-
-    def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
-        """Yield (host id, lane, link frames) for each message that has come."""
-        received = self._received
-        while received:
-            (host_id, lane), frames = received.popleft()
-            yield host_id, lane, frames
 
     def send(self, place: HostLane, frames: Sequence[Buffer]) -> bool:
         """Send frames to a lane, as soon as its host reads; False if it is none of ours."""
