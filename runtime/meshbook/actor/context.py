@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError
@@ -78,8 +79,7 @@ class ActorInstance(NamedTuple):
         return f"{self.mesh_name}.{self.name}[{self.rank.rank}]" if self.mesh_name else self.name
 
 
-@dataclass(eq=False, repr=False)
-class Context:
+class Context(msgspec.Struct, eq=False):
     """What `context` returns: who is asked, for whom, and by which call."""
 
     actor_instance: ActorInstance
@@ -94,15 +94,15 @@ class Context:
     """That of the message; see `wire.Call`."""
     on_wait: Callable[[int], None] | None = None
     """Told of each call that the message waits for; None where the actor takes other messages meanwhile."""
-    waits: set[int] = field(default_factory=set)
+    waits: set[int] = set()
     """Calls, by their names in chains, that the message waits for without a limit."""
     interrupted: bool = False
     """Whether the sender of the message wants its end."""
 
     @contextlib.contextmanager
-    def waiting_for(self, name: int, timeout_s: float | None) -> Iterator[None]:
-        """Around a wait for a call. name: in chains."""
-        if not name or timeout_s is not None or self.on_wait is None:
+    def waiting_for(self, name: int) -> Iterator[None]:
+        """Around a wait for a call that has no limit. name: in chains, 0 for a call that is in none."""
+        if not name or self.on_wait is None:
             yield
             return
         self.waits.add(name)

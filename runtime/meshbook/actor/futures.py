@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from meshbook.actor.context import context
 from meshbook.actor.errors import ActorError, ActorLostError, ActorStoppedError, ProcsStoppedError, SupervisionError
 from meshbook.actor.router import Answers, Values
-from meshbook.concurrency.future import Future
+from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.errors import CallFailed, Failure, MailboxClosed, MeshDetachedError, MeshStoppedError, WorkerLost
 from meshbook.shape.value_mesh import ValueMesh
 
@@ -44,13 +44,12 @@ def _restarted(closed: list[Failure]) -> tuple[int, ...]:
     return tuple(sorted(failure.rank for failure in closed))
 
 
-class ActorFuture(Future[T], Generic[T]):
+class ActorFuture(MappedFuture[Values, T], Generic[T]):
     """The outcome of a call, made of its `RequestFuture` by ``make``, on the thread that asks for it."""
 
     def __init__(self, source: Answers, make: Callable[[Values], T], actor: str, endpoint: str) -> None:
-        super().__init__(on_cancel=source.cancel)
-        self._source, self._make, self._names = source, make, (actor, endpoint)
-        source.add_done_callback(lambda _: self.set_result(None))  # type: ignore[arg-type]  # a wake-up only
+        super().__init__(source, make)
+        self._call, self._names = source, (actor, endpoint)
 
     def get(self, timeout: float | None = None) -> T:
         """Wait for all actors that were called.
@@ -59,25 +58,27 @@ class ActorFuture(Future[T], Generic[T]):
         ranks; CallInterrupted if the person interrupts, and then the endpoint is interrupted where it runs.
         """
         try:
-            with context().waiting_for(self._source.name_in_chain, timeout):
-                return self._make(self._source.get(timeout))
+            if timeout is not None or not self._call.name_in_chain:  # as the notebook's calls
+                return super().get(timeout)
+            with context().waiting_for(self._call.name_in_chain):
+                return super().get()
         except (CallFailed, WorkerLost, MeshStoppedError) as error:
             told = translate(error, *self._names)
             raise told from told.__cause__
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        with context().waiting_for(self._source.name_in_chain, timeout):
-            error = self._source.exception(timeout)
+        with context().waiting_for(self._call.name_in_chain if timeout is None else 0):
+            error = super().exception(timeout)
         return None if error is None else translate(error, *self._names)
 
-    def __await__(self) -> Generator[object, object, T]:
+    def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the running asyncio loop; an interrupt reaches the actors, as with `get`."""
         try:
-            with context().waiting_for(self._source.name_in_chain, None):
-                return self._make((yield from self._source.__await__()))
+            with context().waiting_for(self._call.name_in_chain):
+                return (yield from super().__await__())
         except asyncio.CancelledError:
             if context().interrupted:  # who has called us does not want it any more
-                self._source.cancel()
+                self.cancel()
             raise
         except (CallFailed, WorkerLost, MeshStoppedError) as error:
             told = translate(error, *self._names)

@@ -163,7 +163,7 @@ def is_rank() -> bool:
 
 def current_router() -> Router:
     """The process's own. Raises: UsageError in a process that belongs to no session, or was forked by a rank."""
-    if _takes_all:
+    if _takes_all and _made_in != forks.generation:
         forks.refuse_inherited(_made_in)
     if _own is None:
         raise UsageError("this process is neither a rank of a mesh nor the one that drives meshes; spawn a mesh first.")
@@ -172,9 +172,10 @@ def current_router() -> Router:
 
 def router_for(session: str) -> Router:
     """Where references of ``session`` go through. Raises: UsageError if it is not ours."""
-    if session in _routers:
-        router, made_in = _routers[session]
-        forks.refuse_inherited(made_in)
+    if (found := _routers.get(session)) is not None:
+        router, made_in = found
+        if made_in != forks.generation:
+            forks.refuse_inherited(made_in)
         return router
     if _own is not None and (_takes_all or not session):
         return current_router()

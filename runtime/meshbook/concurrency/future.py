@@ -158,12 +158,8 @@ class Future(Generic[T]):
         following: Future[U] = Future(on_cancel=self.cancel, on_timeout=self._on_timeout)
 
         def follow(done: Future[T]) -> None:
-            outcome = done._final[0]
-            if outcome[1] is not None:
-                following._finish(outcome)
-                return
             try:
-                following.set_result(function(outcome[0]))
+                following.set_result(function(done.get(0)))
             except BaseException as error:
                 following.set_exception(error)
 
@@ -239,12 +235,13 @@ def _discard(queue: deque[U], item: U) -> None:
 
 
 class MappedFuture(Future[U], Generic[T, U]):
-    """``function`` of another future's result, computed by the thread that asks for it (unpickling belongs there)."""
+    """``function`` of another future's result, computed by the thread that asks for it (unpickling belongs there).
+
+    It has no outcome of its own: all questions are for the source.
+    """
 
     def __init__(self, source: Future[T], function: Callable[[T], U]) -> None:
-        super().__init__(on_cancel=source.cancel)
-        self._source, self._function = source, function
-        source.add_done_callback(lambda _: self.set_result(None))  # type: ignore[arg-type]  # a wake-up only
+        self._source, self._function, self._on_timeout = source, function, source._on_timeout
 
     def get(self, timeout: float | None = None) -> U:
         """Wait for the source, then compute. Raises: what the source or the function raises."""
@@ -253,6 +250,24 @@ class MappedFuture(Future[U], Generic[T, U]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The source's error, if it has one."""
         return self._source.exception(timeout)
+
+    def done(self) -> bool:
+        return self._source.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._source.wait(timeout)
+
+    def cancel(self) -> bool:
+        return self._source.cancel()
+
+    def add_done_callback(self, callback: Callable[[Future[U]], object]) -> None:
+        self._source.add_done_callback(lambda _: callback(self))
+
+    def __await__(self) -> Generator[object, None, U]:
+        return self._function((yield from self._source.__await__()))
+
+    def __repr__(self) -> str:
+        return repr(self._source)
 
 
 def join_futures(futures: Sequence[Future[T]]) -> Future[list[T]]:

@@ -31,18 +31,18 @@ STEP_S = 0.05
 """How long a wait may not notice an interrupt."""
 
 _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
-_gates: dict[int, ThreadGate] = {}
+GATES: dict[int, ThreadGate] = {}
 """The gates of this process, by their threads."""
 
 
 def gate_of_this_thread() -> ThreadGate | None:
     """The gate of the calling thread, if it has one."""
-    return _gates.get(threading.get_ident())
+    return GATES.get(threading.get_ident())
 
 
 def task_of_this_thread() -> int:
     """What runs between `ThreadGate.open` and `close`; 0 in threads without a gate."""
-    gate = _gates.get(threading.get_ident())
+    gate = GATES.get(threading.get_ident())
     return gate.running if gate is not None else 0
 
 
@@ -62,12 +62,12 @@ class ThreadGate:
         self._held_back = False
         self.meant = 0
         """The last call that was interrupted."""
-        _gates[self._thread] = self
+        GATES[self._thread] = self
         _make_waits_interruptible()
 
     def end(self) -> None:
         """Note that the thread ends."""
-        _gates.pop(self._thread, None)
+        GATES.pop(self._thread, None)
 
     # ---- any other thread ---------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ _sleep = time.sleep
 
 
 def _sleep_in_steps(seconds: float) -> None:
-    if threading.get_ident() not in _gates:
+    if threading.get_ident() not in GATES:
         return _sleep(seconds)
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > STEP_S:
@@ -239,14 +239,14 @@ WaitingLock: TypeAlias = "threading.Lock | _SteppedLock"
 def waiting_lock() -> WaitingLock:
     """A lock to wait with: one that notices interrupts, in threads that have a gate."""
     lock = _allocate_lock()
-    return _SteppedLock(lock) if threading.get_ident() in _gates else lock
+    return _SteppedLock(lock) if threading.get_ident() in GATES else lock
 
 
 def _forget_threads() -> None:
     """In a forked child: interrupts are signals there, and a gate's lock may be held by a thread that it lacks."""
-    for gate in _gates.values():
+    for gate in GATES.values():
         gate._lock = threading.Lock()
-    _gates.clear()
+    GATES.clear()
 
 
 at_fork(in_child=_forget_threads)

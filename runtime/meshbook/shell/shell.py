@@ -21,9 +21,8 @@ import importlib.util
 import os
 import select
 import sys
-import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from meshbook.concurrency.patches import patch
@@ -36,7 +35,7 @@ from meshbook.shell.display import MimeBundle
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
-from meshbook.shell.streams import Attribution, flush_c_streams, install_streams, unheard
+from meshbook.shell.streams import Attribution, OutputBeside, flush_c_streams, install_streams, unheard
 from meshbook.shell.tqdm import plain_progress_bars
 from meshbook.system.descriptors import FIRST, fill, open_above
 
@@ -252,19 +251,9 @@ class RankShell:
         """Inside the block ``cell_id`` is the running cell: its text goes to the pipes, that of others is late."""
         return self._attribution.cell(cell_id)
 
-    @contextlib.contextmanager
-    def output_beside(self, cell_id: int) -> Iterator[None]:
-        """The same on another thread than the main one, or in a task: whatever cell runs, what is printed is late text.
-
-        All of it has been written at the end.
-        """
-        with self._attribution.beside(cell_id):
-            try:
-                yield
-            finally:
-                for stream in self._streams:
-                    stream.flush(threading.get_ident())
-                    stream.reopen()
+    def output_beside(self, cell_id: int) -> OutputBeside:
+        """The same on another thread than the main one, or in a task."""
+        return OutputBeside(self._streams, cell_id)
 
     def keep_error(self, error: BaseException, call: int) -> None:
         """Keep the exception for a post-mortem, until the next one; those that ``call`` raised elsewhere belong to it.

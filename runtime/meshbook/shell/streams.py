@@ -15,7 +15,7 @@ import ctypes
 import io
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import wraps
 from threading import get_ident
@@ -74,18 +74,6 @@ class Attribution:
             yield
         finally:
             self.running = outer
-            _cell_of_context.reset(token)
-
-    @contextlib.contextmanager
-    def beside(self, cell_id: int) -> Iterator[None]:
-        """What the calling thread or task starts inside the block belongs to ``cell_id``, whatever cell runs.
-
-        All of its text is late text, also while a call of the same output runs: so it keeps its order.
-        """
-        token = _cell_of_context.set(-cell_id)
-        try:
-            yield
-        finally:
             _cell_of_context.reset(token)
 
     def origin(self) -> int | None:
@@ -165,6 +153,8 @@ class RankStream(io.TextIOBase):
 
     def flush(self, thread: int = 0) -> None:
         """Write out what threads have begun; only what ``thread`` has, if one is given."""
+        if thread and not self.partial and not self._is_flushing:
+            return  # it has begun nothing, or that is written
         with self._flushing:
             self._is_flushing = True
             try:
@@ -245,6 +235,30 @@ def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
     at_fork(in_child=after_fork)
     _line_buffer_c_stdout()
     return streams
+
+
+class OutputBeside:
+    """What the calling thread or task starts inside the block belongs to ``cell_id``, whatever cell runs.
+
+    All of its text is late text, also while a call of the same output runs: so it keeps its order. All of it has been
+    written at the end.
+    """
+
+    __slots__ = ("_cell_id", "_streams", "_token")
+
+    def __init__(self, streams: Iterable[RankStream], cell_id: int) -> None:
+        self._streams, self._cell_id = streams, cell_id
+
+    def __enter__(self) -> None:
+        self._token = _cell_of_context.set(-self._cell_id)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for stream in self._streams:
+                stream.flush(threading.get_ident())
+                stream.reopen()
+        finally:
+            _cell_of_context.reset(self._token)
 
 
 def flush_c_streams() -> None:

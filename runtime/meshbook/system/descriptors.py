@@ -67,7 +67,11 @@ def fill(fd: int, source: int) -> bool:
 
     In one step, so that nothing that is opened meanwhile is replaced.
     """
-    got = fcntl.fcntl(source, fcntl.F_DUPFD, fd)
+    try:
+        fcntl.fcntl(fd, fcntl.F_GETFD)
+        return False
+    except OSError:  # it is closed
+        got = fcntl.fcntl(source, fcntl.F_DUPFD, fd)
     if got != fd:
         os.close(got)
     return got == fd

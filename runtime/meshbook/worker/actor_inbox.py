@@ -6,23 +6,23 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
 from meshbook.wire import messages as wire
 
 
-class InboxMessage(NamedTuple):
+class InboxMessage(msgspec.Struct, eq=False):
     """A call on its way to an actor. serial: never used twice in a process."""
 
     serial: int
     call: wire.Call
     load: LoadArgs
     reply: ReplyTo
-    came_at: float
 
 
 _Item: TypeAlias = "InboxMessage | None"
@@ -45,7 +45,7 @@ class Inbox:
         """Append a message that has come."""
         with self._lock:
             self._serial += 1
-            message = InboxMessage(self._serial, call, load, reply, time.monotonic())
+            message = InboxMessage(self._serial, call, load, reply)
             self._waiting[message.serial] = message
             self._pass_on(message)
 

@@ -81,6 +81,8 @@ class ActorRunner:
         """What runs beside other messages."""
         self._declared: dict[str, object] = {}
         """What the class has under the names of endpoints, as it is declared there."""
+        self._port: Port[MeshFailure]
+        self._port_of: wire.Identity | None = None
         self._promised: dict[int, tuple[InboxMessage, ResponsePort[object]]] = {}
         """Messages whose answer is to come on their response port, by serial."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -361,7 +363,7 @@ class ActorRunner:
         before = self._enter(message, view)
         try:
             value = getattr(self._actor, call.endpoint)(*args, **kwargs)
-            if inspect.isawaitable(value):
+            if value is not None and inspect.isawaitable(value):
                 value = await self._value_of(value)
             if answers_later:
                 return None
@@ -397,11 +399,16 @@ class ActorRunner:
         instance, call = self._instance, message.call
         assert instance is not None
         point: Callable[[], Point] = functools.partial(point_of, self._registry.worker.identity.rank, call, view)
-        on_wait = None if self._is_concurrent(message) else self._refuse_circular
-        port = self._registry.port_to(self.mailbox)
-        context = Context(instance, point, port, self.belongings, call.endpoint, call.chain, on_wait)
+        on_wait = None if self._loop is not None and self._is_concurrent(message) else self._refuse_circular
+        context = Context(instance, point, self._own_port(), self.belongings, call.endpoint, call.chain, on_wait)
         self.current[message.serial].context = context
         return current_context.set(context)
+
+    def _own_port(self) -> Port[MeshFailure]:
+        """Where the actor is told of failures; a new one when its rank has another number."""
+        if self._port_of is not (identity := self._registry.worker.identity):
+            self._port, self._port_of = self._registry.port_to(self.mailbox), identity
+        return self._port
 
     async def _supervise(self, message: InboxMessage) -> Outcome:
         """Ask the actor to deal with a failure of what it has spawned; else its owner is told."""

@@ -59,10 +59,12 @@ class RankPayloads:
         """The large buffers of what this process sends."""
         self._freed: deque[tuple[int, int]] = deque()
 
-    def load(self, call: wire.Call, frames: Sequence[bytes], where: str) -> CallArguments:
-        """The sender's arguments. where: this process in words. Raises: LoadError, MeshError."""
+    def load(self, call: wire.Call, frames: Sequence[bytes], here: wire.Identity) -> CallArguments:
+        """The sender's arguments. Raises: LoadError, MeshError."""
         buffers = () if call.segment is None else self.map(call.segment)
-        args: CallArguments = loads(frames[0] if frames else call.inline, buffers, where=where)
+        args: CallArguments = loads(
+            frames[0] if frames else call.inline, buffers, where=f"rank {here.rank} on {here.host}"
+        )
         return args
 
     def map(self, segment: wire.SegmentRef | None) -> Sequence[Bytes]:

@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from meshbook.concurrency.patches import patch, unpatch
 from meshbook.concurrency.sigint import SigintHandler
-from meshbook.concurrency.thread_interrupts import gate_of_this_thread
+from meshbook.concurrency.thread_interrupts import GATES
 from meshbook.shell.commands import OURS
 from meshbook.system.processes import descendants, start_time
 from meshbook.worker.interrupt_trace import SwallowedInterrupts
@@ -236,7 +236,7 @@ class _Shield:
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
             self.depth += 1
-        elif (gate := gate_of_this_thread()) is not None:
+        elif (gate := GATES.get(threading.get_ident())) is not None:
             gate.__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -244,7 +244,7 @@ class _Shield:
             self.depth -= 1
             if not self.depth and self._gate.has_held_back:
                 self._gate.raise_held_back()
-        elif (gate := gate_of_this_thread()) is not None:
+        elif (gate := GATES.get(threading.get_ident())) is not None:
             gate.__exit__()
 
 

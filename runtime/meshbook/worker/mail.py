@@ -195,9 +195,9 @@ class WorkerMail:
         here = self._identity()
         incoming = IncomingCall(
             call,
-            lambda: self._payloads.load(call, frames, f"rank {here.rank} on {here.host}"),
-            lambda: self._payloads.discard(call),
-            lambda answer, duration_s: self._reply(call, answer, duration_s),
+            partial(self._payloads.load, call, frames, here),
+            partial(self._payloads.discard, call),
+            partial(self._reply, call),
         )
         self._on_call(call)
         self._incoming.deliver(incoming, here.rank, here.host)
@@ -212,7 +212,8 @@ class WorkerMail:
 
     def _reply(self, call: wire.Call, answer: Outcome, duration_s: float) -> None:
         """On any thread: send an answer."""
-        forks.refuse_inherited(self._generation)
+        if self._generation != forks.generation:
+            forks.refuse_inherited(self._generation)
         self._incoming.open.pop((call.origin, call.id), None)
         groups = self._tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
         status, payload, inline, segment = pack(answer, self._payloads.pool.write, self._payloads.describe)

@@ -118,7 +118,6 @@ class Worker:
         self.identity = identity = begin.identity
         self._marker = begin.marker
         self.gpu, self.kept = GpuGauge(identity.device), HeldMemoryGauge()
-        self._name = f"rank {identity.rank} on {identity.host}"
         self.gate.keep_signal()
         forks.at_fork(in_child=self._leave_to_parent)
         _enter_environment(begin)
@@ -174,7 +173,6 @@ class Worker:
         if torch.get_num_threads() == self.identity.threads:  # else the user has chosen
             torch.set_num_threads(now.threads)
         self.identity = now
-        self._name = f"rank {now.rank} on {now.host}"
         self.shell.become(now.rank)
         self.shell.define(self._names())
 
@@ -244,7 +242,7 @@ class Worker:
             try:
                 if not is_wanted:
                     raise KeyboardInterrupt
-                args, kwargs = self._payloads.load(call, frames, self._name)
+                args, kwargs = self._payloads.load(call, frames, self.identity)
                 return CALLS[call.endpoint](self, call, *args, **kwargs)
             finally:
                 self.gate.close()
