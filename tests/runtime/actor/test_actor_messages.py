@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import signal
 import threading
+from collections.abc import Callable
+from itertools import product
 
 import pytest
 from actor_classes import Caller, Counter, Delegate, Parent, PingPong, Relay, Sleeper, mark_process
@@ -13,7 +17,8 @@ from patience import wait_until
 
 import meshbook.actor
 from meshbook import ProcMesh, this_host
-from meshbook.actor import ActorError, Channel, MeshFailure, get_or_spawn_controller, send
+from meshbook.actor import ActorError, ArgumentsError, Channel, MeshFailure, get_or_spawn_controller, send
+from meshbook.actor.classes import EndpointInfo, params_of
 from meshbook.calls.output import OutputTarget
 from meshbook.errors import CallInterrupted
 from meshbook.mesh.driven import set_output_source
@@ -228,3 +233,26 @@ def test_an_actor_on_one_host_is_told_of_deaths_on_another(mesh2x2: ProcMesh) ->
     children.slice(gpus=1).die.broadcast()
     wait_until(lambda: parent.reports.call_one().get(20) == ["children (3,) children"])
     assert children.slice(gpus=0).add.call_one(1).get(20) == 6
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda: None,
+        lambda a, b=1: None,
+        lambda a, /, *rest: None,
+        lambda a=1, *, speed: None,
+        lambda a, *, speed=1, **others: None,
+    ],
+    ids=lambda method: str(inspect.signature(method)),
+)
+def test_arguments_are_refused_as_python_would(method: Callable[..., None]) -> None:
+    info = EndpointInfo("step", params=params_of(method, skip=0))
+    for args, kwargs in product(((), (1,), (1, 2), (1, 2, 3)), ({}, {"speed": 1})):
+        try:
+            inspect.signature(method).bind(*args, **kwargs)
+        except TypeError as error:
+            with pytest.raises(ArgumentsError, match=re.escape(str(error))):
+                info.check("cars", args, kwargs)
+        else:
+            info.check("cars", args, kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from meshbook.concurrency.future import Future
+from meshbook.concurrency.future import Future, MappedFuture
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +250,26 @@ def test_then_applies_a_function_or_passes_the_error_on() -> None:
     error = ValueError("bad shard")
     failed.set_exception(error)
     assert after.exception() is error
+
+
+def test_a_mapped_future_is_that_of_its_source() -> None:
+    asked: list[str] = []
+    source: Future[int] = Future(on_cancel=lambda: asked.append("cancel"))
+    mapped = MappedFuture(source, lambda value: value + 1)
+    assert (mapped.done(), mapped.wait(0.01), repr(mapped)) == (False, False, repr(source))
+    assert mapped.cancel()
+    told: list[object] = []
+    mapped.add_done_callback(told.append)
+    following = mapped.then(str)
+    source.set_result(3)
+    assert asked == ["cancel"]
+    assert told == [mapped]
+    assert (mapped.done(), mapped.get(), following.get()) == (True, 4, "4")
+    assert asyncio.run(_awaited(mapped)) == 4
+
+
+async def _awaited(future: Future[int]) -> int:
+    return await future
 
 
 def test_cancel_asks_and_the_work_ends_the_future() -> None:
