@@ -51,7 +51,7 @@ def _raised(procs: ProcMesh, count: int) -> Iterator[Figure]:
             raise AssertionError(f"the failure does not show what the rank raised: {seen.event}")
         known.append(seen.at_s - float(raised[1]))
     size = f"1 of {RANKS} ranks"
-    yield timed("errors", "raise seen", size, "ms", known, goal=Goal("at most", 50))
+    yield timed("errors", "raise seen", size, "ms", known, goal=Goal("at most", 5))
     yield timed("errors", "whole cell", size, "s", ended)
 
 

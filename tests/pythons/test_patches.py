@@ -143,6 +143,25 @@ def check_tqdm() -> None:
     assert callable(original(notebook, "trange")) and callable(original(notebook, "tnrange"))
 
 
+def check_stack_data() -> None:
+    pytest.importorskip("stack_data", reason="IPython 7 draws without it")
+    core = importlib.import_module("stack_data.core")
+    assert parameters(original(importlib.import_module("stack_data"), "style_with_executing_node")) == [
+        "style",
+        "modifier",
+    ]
+    assert parameters(original(core, "_pygmented_with_ranges")) == ["formatter", "code", "ranges"]
+    assert "_pygmented_with_ranges(" in inspect.getsource(core.FrameInfo)
+    assert type(vars(inspect)["modulesbyfile"]) is dict
+
+
+def check_terminal_colours() -> None:
+    formatter = importlib.import_module("pygments.formatters.terminal256").Terminal256Formatter
+    assert parameters(original(formatter, "_setup_styles")) == ["self"]
+    made = formatter()
+    assert made.style_string and {"style", "usebold", "useunderline", "useitalic"} <= set(vars(made))
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "threading.Thread.start": check_thread_start,
     "time.sleep": check_sleep,
@@ -156,6 +175,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "pdb.Pdb.set_trace, interaction": check_pdb,
     "pydevd.start_client": check_start_client,
     "IPython.core.completer.dir2, MATCHES_LIMIT": check_completer,
+    "stack_data.style_with_executing_node, core._pygmented_with_ranges": check_stack_data,
+    "Terminal256Formatter._setup_styles": check_terminal_colours,
     "tqdm.notebook.tqdm, tqdm_notebook, trange, tnrange": check_tqdm,
 }
 """By the first column of the table in docs/design.md."""

@@ -27,6 +27,7 @@ from meshbook.shell.commands import run_command, run_script
 from meshbook.shell.compiler import CellCompiler
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
 from meshbook.shell.failures import describe_briefly, drop_own_frames, forget_last_error, format_error
+from meshbook.shell.quick_tracebacks import quicken_tracebacks
 
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
@@ -97,6 +98,7 @@ class RankIPython(InteractiveShell):
         self.transform_cell("!true\n%time 1\nname?\n")
         formatter: Any = self.display_formatter
         formatter.format([1])
+        quicken_tracebacks()
         self._held = []
         result = self.run_cell("(lambda: 1 / 0)()", silent=True)
         format_error(self, result.error_in_exec)
