@@ -33,6 +33,7 @@ HOSTS = "hosts"
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
         Option("--preload", "modules to import once, before the ranks are forked", str, "MOD,.."),
         Option("--no-group", "form no process group"),
+        Option("--no-torch", "ranks without torch, there sooner and lighter; no process group either"),
         Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),
     ),
     rest="ENGINE OPTIONS",
@@ -61,13 +62,15 @@ def spawn(session: Session, arguments: Arguments) -> None:
         return
     session.check_name_is_free(name)
     began = time.monotonic()
-    grouped = not arguments.flag("--no-group")
+    torch = not arguments.flag("--no-torch")
+    grouped = torch and not arguments.flag("--no-group")
     try:
         procs = _hosts(arguments, hosts).spawn_procs(
             sizes,
             name=name,
             device=arguments.text("--device"),
             preload=preload,
+            torch=torch,
             group=grouped,
             owns_hosts=hosts is not None,
         )

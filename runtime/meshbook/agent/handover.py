@@ -118,6 +118,7 @@ def _describe(mesh: AgentMesh, found: UnackedMessages) -> wire.HostedState:
         lost=memory.lost(found.exits),
         calls=memory.calls(found.replies),
         moves=memory.moves,
+        torch=spawn.torch,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.template import TemplateProcess
-from meshbook.launchers.templates import StartedTemplate
+from meshbook.launchers.templates import WITH_TORCH, StartedTemplate
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_strays
@@ -28,14 +28,18 @@ class Spawns:
         inherited: StartedTemplate | None,
     ) -> None:
         self._loop, self._mesh_of, self._report = loop, mesh_of, report
-        self._standard = TemplateProcess.start(loop, inherited)
-        self._special: dict[tuple[str, ...], TemplateProcess] = {}
+        self._plain: dict[bool, TemplateProcess] = {}
+        """With torch, and without."""
+        self._special: dict[tuple[bool, tuple[str, ...]], TemplateProcess] = {}
         """By the modules that they have imported besides."""
         self._waiting: list[wire.Spawn] = []
+        if inherited is not None:
+            self._plain[inherited.has_torch] = TemplateProcess.start(loop, inherited)
+        self._plain_template(torch=True)
 
     @property
     def _templates(self) -> list[TemplateProcess]:
-        return [self._standard, *self._special.values()]
+        return [*self._plain.values(), *self._special.values()]
 
     @property
     def template_pids(self) -> set[int]:
@@ -57,19 +61,29 @@ class Spawns:
         template.when_ready(lambda: self._fork(spawn, mesh, template, again))
 
     def _template_for(self, spawn: wire.Spawn) -> TemplateProcess:
-        """What its workers are forked from: the standard one if that with its modules must not be forked.
+        """What its workers are forked from: the plain one if that with its modules must not be forked.
 
         One that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
         """
-        template = self._special.get(spawn.preload) if spawn.preload else self._standard
+        template = self._special.get((spawn.torch, spawn.preload))
         if template is not None and not template.failure and not template.problem:
             return template
-        if self._standard.failure:
-            self._standard = TemplateProcess.start(self._loop)
+        plain = self._plain_template(spawn.torch)
         if not spawn.preload or (template is not None and not template.failure):
-            return self._standard
-        forked = self._special[spawn.preload] = self._standard.fork_template(spawn.preload, spawn.sys_path)
+            return plain
+        forked = self._special[spawn.torch, spawn.preload] = plain.fork_template(spawn.preload, spawn.sys_path)
         return forked
+
+    def _plain_template(self, torch: bool) -> TemplateProcess:
+        """Raises: OSError."""
+        template = self._plain.get(torch)
+        if template is None or template.failure:
+            if torch:
+                template = self._plain_template(torch=False).fork_template(WITH_TORCH, ())
+            else:
+                template = TemplateProcess.start(self._loop)
+            self._plain[torch] = template
+        return template
 
     def _fork(self, spawn: wire.Spawn, mesh: AgentMesh, template: TemplateProcess, again: bool) -> None:
         if spawn not in self._waiting:
@@ -77,10 +91,10 @@ class Spawns:
         self._waiting.remove(spawn)
         if template.failure:
             self._fail(spawn, f"the workers' template failed:\n{template.failure}")
-        elif template.problem and template is not self._standard:
-            self.start(spawn, again)  # from the standard one
+        elif template.problem and template not in self._plain.values():
+            self.start(spawn, again)  # from the plain one
         else:
-            in_workers = bool(spawn.preload) and template is self._standard
+            in_workers = bool(spawn.preload) and template in self._plain.values()
             retry = None if again else functools.partial(self.start, spawn, again=True)
             mesh.worker_pool.start(spawn, template, in_workers, retry)
 

@@ -40,11 +40,13 @@ class WorkerSpec(NamedTuple):
     cwd: bytes
     sys_path: tuple[bytes, ...]
     environment: Mapping[bytes, bytes]
+    torch: bool = True
+    """Whether they have it from their first moment."""
 
     @classmethod
-    def here(cls, device: str | None = None, preload: tuple[str, ...] = ()) -> WorkerSpec:
+    def here(cls, device: str | None = None, preload: tuple[str, ...] = (), torch: bool = True) -> WorkerSpec:
         """With the folder, the path and the environment of this process as they are now."""
-        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb))
+        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb), torch)
 
 
 def _search_path() -> tuple[bytes, ...]:
@@ -241,7 +243,7 @@ class MeshState:
     ) -> None:
         """Ask hosts for workers. arrangements: for those that are to be numbered anew; else as the ranks are now."""
         self.pending_workers = pending_workers
-        device, preload, cwd, sys_path, environment = self.recipe
+        device, preload, cwd, sys_path, environment, torch = self.recipe
         for host, seats in pending_workers.seats.items():
             self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
             here = host.shares_environment
@@ -257,6 +259,7 @@ class MeshState:
                     cwd=cwd if here else None,
                     sys_path=sys_path if here else (),
                     environment=dict(environment) if here else {},
+                    torch=torch,
                     generation=self.generation,
                     advice=advice(),
                 )

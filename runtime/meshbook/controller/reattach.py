@@ -105,7 +105,8 @@ class Reattach:
 
     def _make_mesh(self, host: HostState, state: wire.HostedState, saved: SavedMesh) -> MeshState:
         extent = Extent(state.arrangement.axes, state.arrangement.sizes)
-        recipe = WorkerSpec(state.device, state.preload, state.cwd or os.getcwdb(), state.sys_path, dict(os.environb))
+        cwd = state.cwd or os.getcwdb()
+        recipe = WorkerSpec(state.device, state.preload, cwd, state.sys_path, dict(os.environb), state.torch)
         mesh = MeshState(state.mesh, state.name, extent, [host] * extent.nelements, recipe)
         mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
         mesh.host_axes = tuple(saved.host_axes)

@@ -12,6 +12,7 @@ from typing import IO
 
 import msgspec
 
+from meshbook.launchers import templates
 from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.templates import UNSEEN, HostFork, HostTemplate, surroundings
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
@@ -95,7 +96,7 @@ def _fork(template: HostTemplate, log: IO[bytes], environment: dict[str, str]) -
 def _exec(log: IO[bytes], environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Start an agent in an interpreter of its own. Raises: OSError."""
     process = subprocess.Popen(
-        [sys.executable, "-m", _AGENT],
+        [sys.executable, "-m", templates.__name__, _AGENT],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,

@@ -1,5 +1,11 @@
 """Template processes: how one is started, and one from which several host agents of this machine are forked.
 
+    controller ──exec──> agent ──fork, before it imports──> template of workers: IPython and our worker
+                                                                '──fork──> template with torch ──fork──> workers
+
+An agent and its template import side by side. The template that has no torch is there first, and ranks that are to have
+none are forked from it; all others from a fork of it, which imports torch meanwhile. Where several hosts start at once:
+
     controller ──exec──> template of hosts ──fork──> agent ──fork──> its own template ──fork──> workers
                                 │                      '── ...
                                 '── stays the agents' parent, and tells how they ended
@@ -14,6 +20,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -21,9 +28,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import is_same_process, start_time
@@ -37,6 +45,18 @@ _ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch.cuda.is_available() calls cuInit and poisons every fork
     "TORCH_GLOO_LAZY_INIT": "1",
 }
+
+WITH_TORCH = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",
+    "torch.profiler",
+    "meshbook.groups.rank_groups",
+)
+"""What ranks share beyond the first template's: none imports it at its first DTensor, or step of an optimizer."""
 
 IMPORT_S = 60.0
 """How long a template of hosts may take to import; after that each host makes its own, and tells what is wrong."""
@@ -59,6 +79,37 @@ class StartedTemplate(NamedTuple):
     pid: int
     sock: socket.socket
     output: int
+    has_torch: bool = False
+
+
+def be_host(agent: str) -> None:
+    """Be a host agent, in a fresh interpreter. agent: the module whose ``main`` is one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started = fork_template(lambda sock: importlib.import_module("meshbook.worker.template").main(sock), False)
+    importlib.import_module(agent).main(started)
+
+
+def fork_template(be: Callable[[socket.socket], NoReturn], has_torch: bool) -> StartedTemplate:
+    """Fork a template off this process, which ends if that fails. ``be`` one: what runs in it. Raises: OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    output, written = os.pipe2(os.O_CLOEXEC)
+    if (pid := os.fork()) == 0:
+        try:
+            ours.close()
+            null = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((null, 0), (written, 1), (written, 2)):
+                os.dup2(source, target)
+            for each in (null, written, output):
+                os.close(each)
+            os.environ.update(_ENVIRONMENT)
+            be(theirs)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    theirs.close()
+    os.close(written)
+    return StartedTemplate(pid, ours, output, has_torch)
 
 
 def exec_template() -> StartedTemplate:
@@ -220,3 +271,9 @@ class HostFork:
     def disown(self) -> None:
         """Let it go on without us."""
         self._template.disown(self.pid)
+
+
+if __name__ == "__main__":
+    from meshbook.launchers import templates  # the importable module, so that forked code does not live in __main__
+
+    templates.be_host(sys.argv[1])

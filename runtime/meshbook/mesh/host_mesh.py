@@ -58,6 +58,7 @@ class HostMesh(MeshView):
         name: str | None = None,
         device: str | None = None,
         preload: Sequence[str] = (),
+        torch: bool = True,
         group: bool = True,
         owns_hosts: bool = False,
     ) -> ProcMesh:
@@ -67,7 +68,9 @@ class HostMesh(MeshView):
         name: of the mesh, and of the folder of its logs; ``procs`` by default.
         device: ``cpu`` or ``cuda``; by default CUDA where there are devices, one per rank.
         preload: modules to import once, before forking.
-        group: form the default process group and prove it with a collective.
+        torch: processes have it from the start; without it they are there sooner, weigh a third, import it when code
+        asks for it, and have no process groups.
+        group: form the default process group and prove it with a collective; not without torch.
         owns_hosts: the hosts are this mesh's alone, and end with it.
         bootstrap: called first in every process; may be ``async``.
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
@@ -82,15 +85,15 @@ class HostMesh(MeshView):
         if bootstrap is not None:
             _check_bootstrap(bootstrap)
         name = "procs" if name is None else _checked_name(name)
-        recipe = WorkerSpec.here(device, _checked_modules(preload))
+        recipe = WorkerSpec.here(device, _checked_modules(preload), torch)
         hosts = self._await_hosts()
         placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
         mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
-        mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group, self.extent.names
+        mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
         procs = ProcMesh(self._controller, mesh)
         try:
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
-            (procs.rebuild_groups() if group else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
+            (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
             if bootstrap is not None:
                 _run_bootstrap(procs, bootstrap)
         except BaseException as error:

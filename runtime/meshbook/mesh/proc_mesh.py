@@ -23,8 +23,9 @@ from meshbook.controller.logs import LogFollower, read_logs
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.queries import ask_rank, look
 from meshbook.controller.stacks import StackQuestion
-from meshbook.errors import CallInterrupted, LayoutError, MeshError, RankDeath, SerializationError
+from meshbook.errors import CallInterrupted, LayoutError, MeshError, RankDeath, SerializationError, UsageError
 from meshbook.formatting import format_sizes
+from meshbook.groups.absent import WITHOUT_TORCH
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
 from meshbook.mesh.repair import Note, Repair, Repaired
@@ -246,7 +247,10 @@ class ProcMesh(MeshView):
         """Form the default process group of the whole mesh and prove it with a collective.
 
         Groups that are there are formed again, in place: DeviceMeshes, DTensors and modules made before work on.
+        Raises: UsageError if the mesh has no torch.
         """
+        if not self._mesh.recipe.torch:
+            raise UsageError(WITHOUT_TORCH)
         return self._controller.form_groups(self._mesh)
 
     def prepare_group(self) -> Future[ValueMesh[None]]:

@@ -28,6 +28,7 @@ from meshbook.system.os_errors import explain
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from meshbook.groups.absent import NoGroups
     from meshbook.groups.rank_groups import RankGroups
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -84,7 +85,9 @@ _last: _Recording | None = None
 
 
 @contextlib.contextmanager
-def recorded(name: str, groups: RankGroups, shield: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+def recorded(
+    name: str, groups: RankGroups | NoGroups, shield: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
     """Record what this process does inside the block, under ``name``.
 
     shield: holds interrupts back while the profiler starts and stops. Never raises: what went wrong is told by `take`.

@@ -8,6 +8,7 @@ aside, and the last one is told. Nothing here makes a CUDA context.
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -51,10 +52,8 @@ class GpuGauge:
         """The last reading, at most about two askings old; None before the first, and where CUDA is not in use."""
         if not self._device.startswith("cuda"):
             return None
-        import torch  # not at the top: the controller reads `GpuUse` and has no need of torch
-
-        cuda: Any = torch.cuda
-        if not cuda.is_initialized():
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
             return None
         if not self._reading and time.monotonic() - self._read_at > OLD_S:
             self._reading = True

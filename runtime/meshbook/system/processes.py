@@ -36,6 +36,12 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Take `die_with_parent` back."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def may_be_traced() -> None:
     """Let the parent, and what it starts, read this process where Yama restricts that (PR_SET_PTRACER)."""
     _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)

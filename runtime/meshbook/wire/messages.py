@@ -178,6 +178,8 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     cwd: bytes | None
     sys_path: tuple[bytes, ...]
     environment: dict[bytes, bytes]
+    torch: bool = True
+    """Whether the workers have it from their first moment."""
     generation: int = 0
     """Of the numbers of the mesh's ranks."""
     advice: Advice = Advice()
@@ -588,6 +590,7 @@ class HostedState(NamedTuple):
     """The dead whose end the former controller knew; of the others it is told next."""
     calls: tuple[CallState, ...]
     moves: tuple[tuple[int, ...], ...] = ()
+    torch: bool = True
 
 
 class Hosted(_Message, frozen=True, tag="hosted"):

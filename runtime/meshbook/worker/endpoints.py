@@ -19,8 +19,8 @@ from meshbook.calls.answer import Outcome
 from meshbook.calls.rank_state import Reaction, StatusAnswer
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
+from meshbook.groups.absent import NoGroups
 from meshbook.groups.progress import Collectives
-from meshbook.groups.rank_groups import broadcast_value
 from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
@@ -180,6 +180,10 @@ def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequen
 
 def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Outcome:
     """Bind ``name`` everywhere to its value on rank ``src``, by the process group."""
+    if isinstance(worker.groups, NoGroups):
+        worker.groups.require()
+    from meshbook.groups.broadcast import broadcast_value  # which imports torch
+
     broadcast_value(name, worker.shell.namespace, src, worker.groups)
     return _ok()
 

@@ -21,7 +21,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from meshbook.launchers.templates import StartedTemplate
+from meshbook.launchers.templates import WITH_TORCH, fork_template
 from meshbook.shell.shell import RankShell
 from meshbook.system.os_errors import explain
 from meshbook.system.process_ends import has_pidfds
@@ -43,7 +43,7 @@ def main(agent: str, fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock, started = socket.socket(fileno=fd), time.perf_counter()
     launcher = os.pidfd_open(os.getppid()) if has_pidfds() else None
-    shell = template.preload((*template.STANDARD_PRELOAD, agent))
+    shell = template.preload((*template.STANDARD_PRELOAD, *WITH_TORCH, agent))
     gc.freeze()
     sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, template.why_not_to_fork())))
     while data := _next_request(sock, launcher):
@@ -83,20 +83,9 @@ def _be_host(agent: str, shell: RankShell, stdin: int, log: int, environment: di
             os.dup2(source, target)
         os.close(stdin)
         os.close(log)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output, written = os.pipe2(os.O_CLOEXEC)
-        if (pid := os.fork()) == 0:
-            ours.close()
-            null = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((null, 0), (written, 1), (written, 2)):
-                os.dup2(source, target)
-            for each in (null, written, output):
-                os.close(each)
-            template.serve(theirs, shell, time.perf_counter())
-        theirs.close()
-        os.close(written)
+        started = fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), True)
         gc.enable()
-        importlib.import_module(agent).main(StartedTemplate(pid, ours, output))
+        importlib.import_module(agent).main(started)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -31,7 +31,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from meshbook.system.os_errors import explain
-from meshbook.system.processes import die_with_parent, is_group, kill_session, start_time, thread_count
+from meshbook.system.processes import (
+    die_with_parent,
+    is_group,
+    kill_session,
+    outlive_parent,
+    start_time,
+    thread_count,
+)
 from meshbook.wire import messages as wire
 from meshbook.wire.template_messages import (
     FDS_PER_WORKER,
@@ -50,18 +57,10 @@ if TYPE_CHECKING:
 STANDARD_PRELOAD = (
     "numpy",
     "numpy.random",
-    "torch",
-    "torch.distributed",
-    "torch.distributed.tensor",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch._dynamo",
-    "torch.profiler",
     "cloudpickle",
-    "meshbook.groups.rank_groups",
     "meshbook.worker.worker",
 )
-
+"""Of the first template, from which that with torch is forked (`meshbook.launchers.templates.WITH_TORCH`)."""
 
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")
@@ -74,10 +73,10 @@ class _Fork(NamedTuple):
     descriptors: list[int]
 
 
-def main(fd: int) -> None:
+def main(sock: socket.socket) -> NoReturn:
     """Import, say ready, and serve fork requests until the agent closes the socket; then end what it left."""
     started = time.perf_counter()
-    serve(socket.socket(fileno=fd), preload(STANDARD_PRELOAD), started)
+    serve(sock, preload(STANDARD_PRELOAD), started)
 
 
 def preload(modules: Sequence[str]) -> RankShell:
@@ -86,16 +85,16 @@ def preload(modules: Sequence[str]) -> RankShell:
     gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
     for module in modules:
         importlib.import_module(module)
-    from meshbook.groups.rank_groups import warm
     from meshbook.shell.shell import RankShell
 
-    warm()
     return RankShell()
 
 
 def serve(sock: socket.socket, shell: RankShell, started: float) -> NoReturn:
     """Be the template of the agent at the other end of ``sock``."""
     while True:
+        if (groups := sys.modules.get("meshbook.groups.rank_groups")) is not None:
+            groups.warm()
         gc.freeze()  # keeps the collector of the children away from our objects, else it would copy their pages
         sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, why_not_to_fork())))
         flock = SpawnedWorkers()
@@ -113,6 +112,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float) -> NoReturn:
         started = time.perf_counter()
         sock.send(wire.encode(TemplateForked(os.getpid())))
         _preload_or_explain(sock, child.kind)
+        outlive_parent()  # what our workers have left is ended when the agent closes the socket
 
 
 def _preload_or_explain(sock: socket.socket, modules: str) -> None:
@@ -243,4 +243,4 @@ def receive_descriptors(sock: socket.socket) -> list[int]:
 if __name__ == "__main__":
     from meshbook.worker import template  # the importable module, so that forked code does not live in __main__
 
-    template.main(int(sys.argv[1]))
+    template.main(socket.socket(fileno=int(sys.argv[1])))

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -39,8 +40,8 @@ from meshbook.debug.dap_session import DebugSession
 from meshbook.errors import Failure, MessageTooLarge
 from meshbook.errors.advice import set_advice
 from meshbook.formatting import format_bytes
+from meshbook.groups.absent import NO_DISTRIBUTED, NoGroups
 from meshbook.groups.collectives_off import leave_to_parent
-from meshbook.groups.rank_groups import RankGroups
 from meshbook.shape.generations import Moves
 from meshbook.shape.members import Extent
 from meshbook.shell.postmortem_memory import HeldMemoryGauge
@@ -58,6 +59,9 @@ from meshbook.worker.interrupt_gate import InterruptGate, interrupt_children
 from meshbook.worker.mail import WorkerMail
 from meshbook.worker.open_files import write_buffers
 from meshbook.worker.router import WorkerRouter
+
+if TYPE_CHECKING:
+    from meshbook.groups.rank_groups import RankGroups
 
 IDLE_S = 0.5
 """How often the control thread looks after things that nobody tells it."""
@@ -81,7 +85,7 @@ class Worker:
         self.urgent = AgentChannel(urgent_fd, self.gate)
         self.moves: dict[int, Moves] = {}
         """How ranks of meshes got other numbers."""
-        self.groups = RankGroups()
+        self.groups = _groups()
         self.main_thread = threading.get_ident()
         self.current: tuple[int, str, float] | None = None
         """(call, endpoint, monotonic start) while a call runs."""
@@ -168,28 +172,26 @@ class Worker:
 
     def _renumber(self, now: wire.Identity) -> None:
         """Be another rank; the process groups follow when they are formed anew."""
-        import torch
-
-        if torch.get_num_threads() == self.identity.threads:  # else the user has chosen
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_num_threads() == self.identity.threads:  # else the user has chosen
             torch.set_num_threads(now.threads)
         self.identity = now
         self.shell.become(now.rank)
         self.shell.define(self._names())
 
     def _names(self) -> dict[str, object]:
-        import torch
-        import torch.distributed
-
         identity = self.identity
-        return {
+        names = {
             "rank": identity.rank,
             "local_rank": identity.local_rank,
             "world_size": identity.world_size,
             "point": Extent(identity.axes, identity.sizes).point(identity.rank),
-            "device": torch.device(identity.device),
-            "dist": torch.distributed,
-            "torch": torch,
+            "device": identity.device,
+            "dist": NO_DISTRIBUTED,
         }
+        if (torch := sys.modules.get("torch")) is not None:
+            names |= {"device": torch.device(identity.device), "dist": torch.distributed, "torch": torch}
+        return names
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
@@ -433,6 +435,12 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
         os._exit(code)
 
 
+def _groups() -> RankGroups | NoGroups:
+    """Those of torch, if the template that we were forked from has it."""
+    module = sys.modules.get("meshbook.groups.rank_groups")
+    return NoGroups() if module is None else cast("RankGroups", module.RankGroups())
+
+
 def _keep_operators() -> None:
     """Have PyTorch not take back the operators that it has defined: 30 ms of each rank's end, for nobody."""
     registry: dict[weakref.finalize[..., object], object] = getattr(weakref.finalize, "_registry", {})
@@ -451,9 +459,8 @@ def _enter_environment(begin: wire.Begin) -> None:
             print(f"cannot enter the notebook's folder: {error}", file=sys.stderr)
     sys.path[:0] = [path for entry in begin.sys_path if (path := os.fsdecode(entry)) not in sys.path]
     sys.argv = ["meshbook-worker"]
-    import torch
-
-    torch.set_num_threads(begin.identity.threads)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(begin.identity.threads)
     for module in begin.preload:
         __import__(module)
 
@@ -466,8 +473,8 @@ def _by_text(items: Mapping[str, object]) -> dict[str, object]:
 def _seed() -> None:
     """Forks share the template's random state; each rank needs its own."""
     import numpy
-    import torch
 
     random.seed()
     numpy.random.seed()
-    torch.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import re
@@ -17,6 +16,7 @@ import psutil
 import pytest
 from collector import Collector
 from patience import wait_until
+from template_processes import children_of, torch_templates_of
 
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
 from meshbook.errors import RankDeath, describe_deaths
@@ -278,25 +278,14 @@ def _agent_of(mesh: ProcMesh) -> int:
     return hello.pid
 
 
-def _children_of_the_agent(mesh: ProcMesh) -> dict[psutil.Process, list[str]]:
-    """Those that are no ranks of ``mesh``, and what runs in them."""
-    found, workers = {}, _pids(mesh)
-    for child in psutil.Process(_agent_of(mesh)).children():
-        with contextlib.suppress(psutil.Error):  # what has ended is reaped in a moment
-            if child.status() != psutil.STATUS_ZOMBIE and child.pid not in workers:
-                found[child] = child.cmdline()
-    return found
-
-
 def _template_of(mesh: ProcMesh) -> psutil.Process:
-    """The one process beside the ranks; an earlier mesh's may take a moment to end."""
+    """The one that ranks with torch are forked from; an earlier mesh's may take a moment to end."""
     deadline = time.monotonic() + 20
     while True:
-        children = _children_of_the_agent(mesh)
-        templates = [child for child, command in children.items() if "meshbook.worker.template" in command]
+        templates = torch_templates_of(_agent_of(mesh), _pids(mesh))
         if len(templates) == 1:
             return templates[0]
-        assert time.monotonic() < deadline, f"{len(templates)} templates below the agent {_agent_of(mesh)}: {children}"
+        assert time.monotonic() < deadline, f"{templates} are templates below the agent {_agent_of(mesh)}"
         time.sleep(0.01)
 
 
@@ -359,7 +348,7 @@ def test_a_second_template_that_dies_is_one_clear_error(mesh4: ProcMesh) -> None
     def kill_two() -> None:
         time.sleep(0.5)
         first.kill()
-        wait_until(lambda: first not in _children_of_the_agent(mesh4))
+        wait_until(lambda: first not in children_of(_agent_of(mesh4), _pids(mesh4)))
         _template_of(mesh4).kill()
 
     killer = threading.Thread(target=kill_two)

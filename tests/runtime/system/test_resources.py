@@ -16,6 +16,7 @@ import pytest
 import torch
 from collector import Collector
 from patience import wait_until
+from template_processes import torch_templates_of
 
 from meshbook import LocalLauncher, ProcMesh, errors, shutdown, start_hosts, this_host
 
@@ -49,12 +50,8 @@ def _agent_of(mesh: ProcMesh) -> int:
 
 
 def _template_of(mesh: ProcMesh) -> int:
-    workers = {status.pid for status in mesh.status()}
-    children = psutil.Process(_agent_of(mesh)).children()
-    (pid,) = [
-        child.pid for child in children if "meshbook.worker.template" in child.cmdline() and child.pid not in workers
-    ]
-    return pid
+    (template,) = torch_templates_of(_agent_of(mesh), [status.pid for status in mesh.status()])
+    return int(template.pid)
 
 
 # ---- disk ----------------------------------------------------------------------------------------------------------
