@@ -1,7 +1,8 @@
 """Looks after the cells that run: one that is held up says by whom, without being asked.
 
 A thread of its own asks the ranks how far they are, first `FIRST_S` after the cell began, then less and less often. It
-lives while cells run. `HangDetector`, which is pure, decides from looks some seconds apart what is a sign:
+lives while such cells run: most are over before, and cost no thread. `HangDetector`, which is pure, decides from looks
+some seconds apart what is a sign:
 
     held      ranks have waited for `HELD_S` without a break for one that does not come; or all wait for each other
     slow      ranks spend most of their time waiting, and one hardly any: it has more to do, or does it slower
@@ -25,6 +26,7 @@ from meshbook_extension.output.labels import format_seconds
 
 if TYPE_CHECKING:
     from meshbook_extension.cells.running import RunningCell
+    from meshbook_extension.output.publisher import Publisher
 
 HELD_S = 5.0
 CIRCLE_S = 2.0
@@ -189,14 +191,28 @@ class HangWatch:
         self._watched: list[_WatchedCell] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, cell: RunningCell, stop: str = "interrupt") -> None:
-        """Look after a cell until it ends. stop: what ends it."""
+    def add(self, cell: RunningCell, publisher: Publisher, stop: str = "interrupt") -> None:
+        """Look after a cell until it ends. publisher: the clock until there is a thread. stop: what ends it."""
+        watched = _WatchedCell(cell, time.monotonic(), stop)
         with self._changed:
-            self._watched.append(_WatchedCell(cell, time.monotonic(), stop))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="meshbook.watch", daemon=True)
-                self._thread.start()
-        cell.run.future.add_done_callback(lambda _future: self._wake())
+            self._watched.append(watched)
+            self._changed.notify()
+        publisher.schedule(self, watched.due)
+        cell.run.future.add_done_callback(lambda _future: self._forget(watched))
+
+    def pump(self, now: float) -> float | None:
+        """On the publisher's thread: start ours, or return when a cell would want it."""
+        with self._changed:
+            if self._thread is not None or (first := min((each.due for each in self._watched), default=None)) is None:
+                return None
+            if first > now:
+                return first
+            self._thread = threading.Thread(target=self._run, name="meshbook.watch", daemon=True)
+            self._thread.start()
+            return None
+
+    def fail(self, error: Exception) -> None:
+        """Ignore the error: no cell waits for it."""
 
     def close(self) -> None:
         """Look after nothing any more."""
@@ -207,8 +223,11 @@ class HangWatch:
         if thread is not None:
             thread.join(5)
 
-    def _wake(self) -> None:
+    def _forget(self, watched: _WatchedCell) -> None:
+        """Its cell has ended."""
         with self._changed:
+            if watched in self._watched:
+                self._watched.remove(watched)
             self._changed.notify()
 
     # ---- the thread ---------------------------------------------------------------------------------------------

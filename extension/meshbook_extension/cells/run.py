@@ -179,7 +179,7 @@ def wait_for(
     Raises: see `RunningCell.result`; the results of ranks that succeeded are kept.
     """
     session.part(Jobs).foreground.append(cell)
-    session.part(HangWatch).add(cell)
+    session.part(HangWatch).add(cell, session.publisher)
     cell.prompt = CellPrompt(session, cell)
     cell.is_current = lambda: session.current == cell.procs.name
     try:
@@ -225,7 +225,7 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and tell of its end, in the output of its cell."""
-    session.part(HangWatch).add(job.cell, f"%mesh cancel {job.number}")
+    session.part(HangWatch).add(job.cell, session.publisher, f"%mesh cancel {job.number}")
     job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
 
 

@@ -11,6 +11,7 @@ runtime's I/O thread, which brings the output, never waits here.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -55,8 +56,7 @@ class KernelSink:
     def __init__(self, kernel: IPythonKernel, parent: JupyterMessage) -> None:
         self._kernel = kernel
         self._parent = dict(parent)
-        self._bars_id = uuid.uuid4().hex
-        self._has_bars = False
+        self._bars_id = ""
 
     def stream(self, name: str, text: str) -> None:
         self._send("stream", {"name": name, "text": text}, f"stream.{name}")
@@ -70,8 +70,8 @@ class KernelSink:
         self._send("error", {"ename": ename, "evalue": evalue, "traceback": list(traceback)}, "error")
 
     def bars(self, lines: Sequence[str]) -> None:
-        self.display({"text/plain": "\n".join(lines)}, {}, self._bars_id, update=self._has_bars)
-        self._has_bars = True
+        has_bars, self._bars_id = bool(self._bars_id), self._bars_id or uuid.uuid4().hex
+        self.display({"text/plain": "\n".join(lines)}, {}, self._bars_id, update=has_bars)
 
     def _send(self, message: str, content: JupyterMessage, topic: str) -> None:
         kernel = self._kernel
@@ -163,6 +163,8 @@ class Publisher:
         self._due: dict[Scheduled, float] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._wakes_at = 0.0
+        """Until when the thread waits."""
 
     def schedule(self, output: Scheduled, at: float) -> None:
         """Call ``output.pump`` at ``at`` (monotonic clock), or sooner if that was asked for. From any thread."""
@@ -173,7 +175,8 @@ class Publisher:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="meshbook.publish", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            if at < self._wakes_at:
+                self._changed.notify()
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Publish what is there and end the thread. Idempotent."""
@@ -206,5 +209,5 @@ class Publisher:
                     for output in ready:
                         del self._due[output]
                     return ready or None
-                wait_s = min(self._due.values()) - now if self._due else None
-                self._changed.wait(wait_s)
+                self._wakes_at = min(self._due.values(), default=math.inf)
+                self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)

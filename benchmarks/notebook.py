@@ -1,0 +1,67 @@
+"""How long a person waits for a cell that takes no time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from jupyter_core.utils import ensure_event_loop
+
+from benchmarks.figures import Figure, Goal, Settings, timed
+from benchmarks.running_kernel import RunningKernel
+from benchmarks.subject import TIMEOUT_S
+
+QUESTION = (
+    "From Shift-Enter until the kernel is idle again, in a stock ipykernel with the extension: a cell of one line in "
+    "the kernel, and the same on 8 ranks, in turns; and how much more the latter takes."
+)
+RANKS = 8
+CELLS = {"assignment": "x = 1", "print": "print('a line')", "value": "1 + 1"}
+MORE = Goal("at most", 5)
+
+
+class Notebook(RunningKernel):
+    """A stock ipykernel with the extension and a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait_for_ready()
+        self.run("%load_ext meshbook_extension")
+        self.run(f"%mesh spawn gpus={RANKS} --device cpu")
+
+    def run(self, code: str) -> float:
+        """Run a cell; return the seconds from its request until the kernel is idle."""
+        while self.client.iopub_channel.msg_ready():
+            self.client.get_iopub_msg(timeout=0)
+        started = time.perf_counter()
+        request = self.client.execute(code, allow_stdin=False)
+        while not self._is_idle(self.client.get_iopub_msg(timeout=TIMEOUT_S), request):
+            pass
+        took_s = time.perf_counter() - started
+        if (reply := self.reply_to(request))["status"] != "ok":
+            raise RuntimeError(f"{code!r} failed: {reply}")
+        return took_s
+
+    @staticmethod
+    def _is_idle(message: dict[str, dict[str, object]], request: str) -> bool:
+        if message["parent_header"].get("msg_id") != request:
+            return False
+        return message["content"].get("execution_state") == "idle"
+
+
+def run(settings: Settings) -> Iterator[Figure]:
+    """Each kind of cell."""
+    ensure_event_loop()
+    notebook = Notebook()
+    try:
+        for what, code in CELLS.items():
+            plain, mesh = [], []
+            for _ in range(settings.count(200)):
+                plain.append(notebook.run(code))
+                mesh.append(notebook.run(f"%%mesh\n{code}"))
+            size, more = f"{RANKS} ranks", [ours - theirs for ours, theirs in zip(mesh, plain, strict=True)]
+            yield timed("notebook", what, "kernel", "ms", plain, subject="ipykernel")
+            yield timed("notebook", what, size, "ms", mesh)
+            yield timed("notebook", f"{what}: more than in the kernel", size, "ms", more, goal=MORE)
+    finally:
+        notebook.close()
