@@ -48,6 +48,8 @@ class _Writer:
         self._lock = threading.Lock()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._logs = 0
+        self._thread: threading.Thread | None = None
+        """The one that writes, or the last one: it may have something to write still."""
 
     def add_log(self) -> None:
         with self._lock:
@@ -55,7 +57,8 @@ class _Writer:
             if self._logs == 1:
                 self._jobs = queue.SimpleQueue()
                 work = (self._jobs, self.hurry)
-                threading.Thread(target=_work, args=work, name="meshbook.logs", daemon=True).start()
+                self._thread = threading.Thread(target=_work, args=work, name="meshbook.logs", daemon=True)
+                self._thread.start()
 
     def remove_log(self) -> None:
         with self._lock:
@@ -66,6 +69,17 @@ class _Writer:
 
     def do(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
+
+    def settle(self, timeout_s: float) -> None:
+        done = threading.Event()
+        with self._lock:
+            has_ended, thread = not self._logs, self._thread
+            self._jobs.put(done.set)
+        self.hurry.set()
+        if not has_ended:
+            done.wait(timeout_s)
+        elif thread is not None:
+            thread.join(timeout_s)  # nobody takes jobs after the last log's
 
 
 def _work(jobs: _Jobs, hurry: threading.Event) -> None:
@@ -82,10 +96,7 @@ _writer = _Writer()
 
 def settle_logs(timeout_s: float) -> None:
     """Wait until all that was written by now is in the logs."""
-    done = threading.Event()
-    _writer.do(done.set)
-    _writer.hurry.set()
-    done.wait(timeout_s)
+    _writer.settle(timeout_s)
 
 
 class RankLog:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.agent.logs import read_on
+from meshbook.agent.rank_log import RankLog, settle_logs
 from meshbook.controller.logs import LogFollower
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions import folder as session_folder
@@ -121,3 +122,17 @@ def test_logs_that_another_session_removes_meanwhile_are_passed_over(
     monkeypatch.setattr(session_folder, "_size_bytes", remove_all)
     session_folder._trim_logs(tmp_path)
     assert not (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_an_agent_that_ends_waits_for_its_logs_and_no_longer(tmp_path: Path, is_closed: bool) -> None:
+    log = RankLog(tmp_path / "log")
+    log.write(b"the last words\n")
+    if is_closed:
+        log.close()
+    began = time.monotonic()
+    settle_logs(10.0)
+    assert time.monotonic() - began < 5
+    assert (tmp_path / "log").read_bytes() == b"the last words\n"
+    if not is_closed:
+        log.close()
