@@ -127,7 +127,7 @@ def test_logs_that_another_session_removes_meanwhile_are_passed_over(
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_an_agent_that_ends_waits_for_its_logs_and_no_longer(tmp_path: Path, is_closed: bool) -> None:
     log = RankLog(tmp_path / "log")
-    log.write(b"the last words\n")
+    log.write(b"the last words\n", time.monotonic())
     if is_closed:
         log.close()
     began = time.monotonic()
