@@ -30,7 +30,7 @@ from meshbook.errors import MeshError
 from meshbook.formatting import format_bytes
 from meshbook.lifecycle import WorkerEvent
 from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, log_tail
-from meshbook.system.processes import is_ending, process_state
+from meshbook.system.processes import is_ending, process_state, processor_time, some_thread_runs
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer, pack
 from meshbook.wire.replies import agents_answer, dropped_replies, explain_failure, failed_replies, lost_reply
@@ -46,6 +46,11 @@ CallKey: TypeAlias = int | tuple[wire.Origin, int]
 
 
 _rank_of = attrgetter("rank")
+
+
+def _state_of(pid: int) -> wire.ProcessState:
+    state = process_state(pid)
+    return wire.ProcessState("R" if state == "S" and some_thread_runs(pid) else state, processor_time(pid))
 
 
 class _OpenCall(msgspec.Struct):
@@ -161,7 +166,7 @@ class AgentMesh:
                 for worker in members:
                     worker.urgent.send([wire.encode(query)])
             case wire.AskProcesses():
-                answer({worker.rank: process_state(worker.pid) for worker in members if worker.pid})
+                answer({worker.rank: _state_of(worker.pid) for worker in members if worker.pid})
             case wire.AskStacks() as asked:
                 OutsideStacks(self._loop, members, asked, answer).start()
             case wire.ReadLogs() as asked:

@@ -55,7 +55,7 @@ class Unresponsive(NamedTuple):
 def find_silence(state: str | None, lost: WorkerLost | None = None, suspicion: str = "") -> Unresponsive:
     """What keeps the control thread of a rank from answering.
 
-    state: see `meshbook.wire.messages.AskProcesses`; None: not known. suspicion: as
+    state: see `meshbook.wire.messages.ProcessState`; None: not known. suspicion: as
     `meshbook.controller.host_state.HostState` has it.
     """
     if lost is not None:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from meshbook.calls.call import OpenCall
+from meshbook.calls.failing import FailingCall, StateSource
 from meshbook.calls.output import ConsoleOutput, OutputEvent, OutputListener, OutputTarget
 from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
 from meshbook.wire import messages as wire
@@ -23,9 +24,6 @@ KEPT_LISTENERS = 1024
 LOOKED_AT_ONCE = 256
 """So many more are kept before one looks which of them open calls have: that takes a walk over all calls."""
 
-
-FAILURE_GRACE_S = 0.02
-"""A call that fails fast waits so long for other ranks to fail in the same way, so that one error tells of them all."""
 
 NOTHING = wire.encode(None)
 
@@ -74,7 +72,7 @@ class OpenQuestion(Generic[TAnswer]):
         return bool(self.ranks or self.hosts)
 
 
-class CallWatcher(Protocol):
+class CallWatcher(StateSource, Protocol):
     """Who looks after the calls of a mesh."""
 
     def watch(self, call: OpenCall) -> bool:
@@ -93,7 +91,7 @@ class CallTable:
         self.default_listener: OutputListener = ConsoleOutput()
         """Gets what belongs to no cell."""
         self._calls: dict[int, OpenCall] = {}
-        self._failing: dict[int, float] = {}
+        self._failing: dict[int, FailingCall] = {}
         self._questions: dict[int, OpenQuestion[Any]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
         """Those whose last call was opened longest ago come first."""
@@ -176,8 +174,9 @@ class CallTable:
             if not later:
                 self.complete(call)
         elif call.fail_fast and call.failed and not call.is_told:
-            grace_s = 0.0 if call.hurried else FAILURE_GRACE_S
-            self._failing.setdefault(call.id, time.monotonic() + grace_s)
+            if call.id not in self._failing:
+                self._failing[call.id] = FailingCall(call, watcher)
+            self._failing[call.id].on_answer()
 
     def complete(self, call: OpenCall, groups: str = "") -> None:
         """All ranks have answered: hand out the outcome, and forget the call. groups: as `OpenCall.settle`."""
@@ -191,7 +190,7 @@ class CallTable:
 
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""
-        due = min(self._failing.values(), default=math.inf)
+        due = min((failing.due for failing in self._failing.values()), default=math.inf)
         for question in self._questions.values():
             due = min(due, question.until if question.is_open else 0.0)
         return due
@@ -201,7 +200,7 @@ class CallTable:
         now = time.monotonic()
         for question in [each for each in self._questions.values() if each.until <= now or not each.is_open]:
             self.end(question)
-        for id in [id for id, deadline in self._failing.items() if deadline <= now]:
+        for id in [id for id, failing in self._failing.items() if failing.is_ripe(now)]:
             del self._failing[id]
             self._calls[id].settle()
 

@@ -16,16 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.table import CallTable
+from meshbook.calls.failing import OnStates
+from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.controller.call_queue import CallQueue
 from meshbook.controller.group_former import UNSOUND
 from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.queries import put
 from meshbook.controller.stuck_watch import BACK_S, DEADLINE_S, SETTLE_S, StuckWatch
 from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.groups.agreements import Agreements, decode_told
 from meshbook.lifecycle import DoubtEvent
 from meshbook.shape.members import Members
+from meshbook.wire import messages as wire
 
 
 class GroupRecovery:
@@ -34,7 +37,7 @@ class GroupRecovery:
     def __init__(
         self, mesh: MeshState, calls: CallTable, next_id: Callable[[], int], drop_prefix: Callable[[str], None]
     ) -> None:
-        self._mesh, self._calls = mesh, calls
+        self._mesh, self._calls, self._next_id = mesh, calls, next_id
         self.agreements = Agreements()
         self._queue = CallQueue(lambda new: self._watch.must_wait(new), (SETTLE_S, SETTLE_S + BACK_S))
         self._watch = StuckWatch(mesh, calls, self._queue, self.agreements, next_id, drop_prefix)
@@ -85,6 +88,13 @@ class GroupRecovery:
         later = self._watch.watch(call) if not (call.waiting and self._queue.holds(call)) else False
         self._queue.release()
         return later
+
+    def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
+        """Ask the agents which of ``ranks`` run."""
+        question = OpenQuestion(
+            self._next_id(), self._mesh.id, wire.ProcessState, timeout_s, lambda done: on_done(done.told)
+        )
+        put(self._calls, question, self._mesh, self._mesh.by_host(ranks), wire.AskProcesses())
 
     # ---- the clock ------------------------------------------------------------------------------------------------
 

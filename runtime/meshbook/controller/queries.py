@@ -139,5 +139,6 @@ def look(
 
 def explain_silence(questions: Questions, mesh: MeshState, ranks: Sequence[int]) -> dict[int, Unresponsive]:
     """Why the control threads of ``ranks`` do not answer."""
-    states = questions.gather(mesh, ranks, wire.AskProcesses(), str, STATES_TIMEOUT_S) if ranks else {}
+    told = questions.gather(mesh, ranks, wire.AskProcesses(), wire.ProcessState, STATES_TIMEOUT_S) if ranks else {}
+    states = {rank: told.state for rank, told in told.items()}
     return {rank: find_silence(states.get(rank), mesh.lost.get(rank), mesh.host_of(rank).suspicion) for rank in ranks}

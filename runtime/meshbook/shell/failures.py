@@ -21,7 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.errors import Failure
 from meshbook.errors.advice import advice
-from meshbook.shell.quick_tracebacks import know_cells
+from meshbook.shell.quick_tracebacks import know_modules
 from meshbook.source.cells import name_line
 from meshbook.source.location import PACKAGE
 
@@ -90,7 +90,7 @@ def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
             return list(shell.SyntaxTB.structured_traceback(kind, error, entries, tb_offset=0))
         if _holds_group(error):
             return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
-        know_cells(frames)
+        know_modules(frames)
         if frames is None:
             return list(shell.InteractiveTB.get_exception_only(kind, error))
         return list(shell.InteractiveTB.structured_traceback(kind, error, frames, tb_offset=0))

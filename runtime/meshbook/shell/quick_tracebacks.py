@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,6 @@ from pygments.formatters.terminal256 import Terminal256Formatter
 from pygments.lexers.python import PythonLexer
 
 from meshbook.concurrency.patches import patch
-from meshbook.source.cells import is_cell_name
 
 _STYLES = 8
 """Kept, with their colours; a shell uses one."""
@@ -52,12 +52,14 @@ def quicken_tracebacks() -> None:
     patch(Terminal256Formatter, "_setup_styles", _remember_colours(Terminal256Formatter._setup_styles))
 
 
-def know_cells(entry: TracebackType | None) -> None:
-    """Have ``inspect`` find that the frames of cells belong to no other module than ``__main__``, without a search."""
+def know_modules(entry: TracebackType | None) -> None:
+    """Have ``inspect`` find the modules of frames without a search, which is in vain for what cells define."""
     known = vars(inspect)["modulesbyfile"]
     while entry is not None:
-        if is_cell_name(name := entry.tb_frame.f_code.co_filename):
-            known[name] = known[os.path.abspath(name)] = "__main__"
+        name, module = entry.tb_frame.f_code.co_filename, entry.tb_frame.f_globals.get("__name__")
+        if module in sys.modules:
+            known.setdefault(name, module)
+            known.setdefault(os.path.abspath(name), module)
         entry = entry.tb_next
 
 

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import socket
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -88,6 +89,26 @@ def process_state(pid: int) -> str:
     """
     stat = _stat(pid)
     return stat[0].decode() if stat else ""
+
+
+def some_thread_runs(pid: int) -> bool:
+    """Whether a thread of ``pid`` runs, or waits for a processor."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        return any(_stat(int(tid), tasks)[:1] == [b"R"] for tid in os.listdir(tasks))
+    except OSError:
+        return False
+
+
+def processor_time(pid: int) -> float:
+    """Seconds that the threads of ``pid`` have run; 0 where that is not told, or it is gone.
+
+    The clock's number is made as clock_getcpuclockid(3) makes it.
+    """
+    try:
+        return time.clock_gettime(~pid << 3 | 2)
+    except OSError:
+        return 0.0
 
 
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:

@@ -237,11 +237,19 @@ class AskRank(_Message, frozen=True, tag="rank?"):
     """A list in msgpack: plain data, since no pickle is loaded on a control thread."""
 
 
-class AskProcesses(_Message, frozen=True, tag="ps?"):
-    """The process state of each rank as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``.
+class ProcessState(NamedTuple):
+    """Of a rank's process. state: as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``.
 
-    Known also when no thread of a rank can answer.
+    ``R`` also where another thread than the main one runs, or waits for a processor.
     """
+
+    state: str
+    ran_s: float
+    """Processor time of all its threads so far."""
+
+
+class AskProcesses(_Message, frozen=True, tag="ps?"):
+    """The `ProcessState` of each rank; known also when no thread of a rank can answer."""
 
 
 class AskStacks(_Message, frozen=True, tag="stacks?"):

@@ -1,0 +1,120 @@
+"""One error tells of all ranks that fail together, and soon where nobody else can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+
+import pytest
+
+from meshbook import ProcMesh, errors, this_host
+from meshbook.calls.call import OpenCall
+from meshbook.calls.failing import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall, OnStates
+from meshbook.concurrency.future import Future
+from meshbook.shape.members import Region
+from meshbook.wire import messages as wire
+
+RANKS = 4
+
+
+class Agents:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[set[int], OnStates]] = []
+
+    def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
+        self.asked.append((set(ranks), on_done))
+
+
+def failing_call(agents: Agents | None) -> tuple[OpenCall, FailingCall]:
+    call = OpenCall(1, 1, "work", Region.of({"gpus": RANKS}), Future(), fail_fast=True)
+    fail(call, 0)
+    return call, FailingCall(call, agents)
+
+
+def fail(call: OpenCall, rank: int) -> None:
+    call.answer(wire.RankReply(rank, wire.GONE, 0, 0.0, None), (), ())
+
+
+def tell(agents: Agents, **states: tuple[str, float]) -> None:
+    """Answer the last question; keywords: ``r1=("R", 0.5)``."""
+    agents.asked[-1][1]({int(rank[1:]): wire.ProcessState(*state) for rank, state in states.items()})
+
+
+def test_it_is_told_at_once_when_no_other_rank_runs() -> None:
+    agents = Agents()
+    failing = failing_call(agents)[1]
+    now = time.monotonic()
+    assert failing.due <= now and not failing.is_ripe(now)
+    assert [ranks for ranks, _ in agents.asked] == [{1, 2, 3}]
+    assert not failing.is_ripe(time.monotonic() + 0.1)  # one question at a time
+    tell(agents, r1=("S", 1.0), r2=("S", 1.0), r3=("T", 1.0))
+    assert failing.is_ripe(time.monotonic() + 0.002) and len(agents.asked) == 1
+
+
+def test_it_waits_for_ranks_that_run_until_they_have_had_time_to_fail() -> None:
+    agents = Agents()
+    call, failing = failing_call(agents)
+    for ran_s in (1.0, 1.01):
+        assert not failing.is_ripe(time.monotonic() + 0.002)
+        tell(agents, r1=("S", 1.0), r2=("R", ran_s), r3=("S", 1.0))
+    assert not failing.is_ripe(time.monotonic() + 0.002)
+    tell(agents, r1=("S", 1.0), r2=("S", 1.01))  # rank 3 is not known: its host has no time
+    assert not failing.is_ripe(time.monotonic() + 0.002)
+    fail(call, 3)
+    tell(agents, r1=("S", 1.0), r2=("R", 1.0 + FAILS_WITHIN_S))
+    assert failing.is_ripe(time.monotonic() + 0.002) and len(agents.asked) == 4
+
+
+def test_where_nobody_can_be_asked_or_answers_it_does_not_wait_for_ever() -> None:
+    now = time.monotonic()
+    for agents, grace_s in ((None, FAILURE_GRACE_S), (Agents(), LONGEST_GRACE_S)):
+        failing = failing_call(agents)[1]
+        assert not failing.is_ripe(now + grace_s / 2)
+        assert failing.due <= time.monotonic() + grace_s and failing.is_ripe(time.monotonic() + grace_s)
+
+
+# ---- on ranks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[ProcMesh]:
+    with this_host().spawn_procs({"gpus": 8}, group=False) as mesh:
+        yield mesh
+
+
+def raise_on(rank: int, pause_s: float) -> None:
+    import os
+    import time
+
+    if rank in (-1, int(os.environ["RANK"])):
+        raise ValueError(time.monotonic())
+    time.sleep(pause_s)
+
+
+def test_eight_ranks_that_fail_together_are_one_error_on_a_loaded_machine(eight: ProcMesh) -> None:
+    spin = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+    loads = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
+    try:
+        for _ in range(10):
+            with pytest.raises(errors.CallFailed) as failed:
+                eight.execute(raise_on, -1, 0.0).get(30)
+            assert sorted(failure.rank for failure in failed.value.failures) == [*range(8)]
+    finally:
+        for load in loads:
+            load.kill()
+            load.wait()
+
+
+def test_a_failure_is_told_while_the_others_sleep(eight: ProcMesh) -> None:
+    took = []
+    for _ in range(8):
+        with pytest.raises(errors.CallFailed) as failed:
+            eight.execute(raise_on, 3, 0.1).get(30)
+        (failure,) = failed.value.failures
+        took.append(time.monotonic() - float(failure.evalue))
+        eight.execute(int).get(30)
+    assert min(took) < FAILURE_GRACE_S
