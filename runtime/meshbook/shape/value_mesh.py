@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import reprlib
 import threading
@@ -19,6 +18,8 @@ from meshbook.shape.view import MeshView
 T = TypeVar("T")
 U = TypeVar("U")
 
+_making = threading.Lock()
+
 _ROWS = 20
 _ROW_CHARS = 100
 _LABEL_CHARS = 24
@@ -27,7 +28,9 @@ _LABEL_CHARS = 24
 class ValueMesh(MeshView, Generic[T]):
     """Values arranged as the members that gave them. Immutable; iterates as (point, value), in C order."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_load", "_made")
+    _load: Callable[[int], T]
+    """Makes the value of a rank; until `_made` is there."""
 
     def __init__(self, shape: Shape | Members, values: Iterable[T]) -> None:
         """values: one for each member, in C order.
@@ -36,9 +39,9 @@ class ValueMesh(MeshView, Generic[T]):
         """
         members = shape.members if isinstance(shape, Shape) else shape
         super().__init__(members)
-        self._values: list[T | _Lazy[T]] = list(values)
-        if len(self._values) != len(members):
-            raise LayoutError(f"{len(self._values)} values for the {len(members)} members of {members.extent}")
+        self._made: list[T | _Lazy[T]] | None = list(values)
+        if len(self._made) != len(members):
+            raise LayoutError(f"{len(self._made)} values for the {len(members)} members of {members.extent}")
 
     @classmethod
     def from_indexed(cls, shape: Shape | Members, pairs: Iterable[tuple[int, T]]) -> ValueMesh[T]:
@@ -68,7 +71,19 @@ class ValueMesh(MeshView, Generic[T]):
 
         What that raises is raised by whoever looks; the next look tries again.
         """
-        return _made(members, list(map(functools.partial(_Lazy, load), members.ranks())))
+        lazy: ValueMesh[T] = cls.__new__(cls)
+        lazy._members, lazy._made, lazy._load = members, None, load
+        return lazy
+
+    @property
+    def _values(self) -> list[T | _Lazy[T]]:
+        """In C order; a call whose values nobody looks at has none made."""
+        if self._made is None:
+            with _making:
+                if self._made is None:
+                    self._made = [_Lazy(self._load, rank) for rank in self._members.ranks()]
+                    del self._load
+        return self._made
 
     def item(self, **coordinates: int) -> T:
         """The value at the given coordinates, one for each axis.
@@ -137,14 +152,10 @@ class ValueMesh(MeshView, Generic[T]):
         return "\n".join(lines)
 
     def _part(self, members: Members) -> ValueMesh[T]:
-        return _made(members, [self._values[self._members.point(rank).rank] for rank in members.ranks()])
-
-
-def _made(members: Members, values: list[T | _Lazy[T]]) -> ValueMesh[T]:
-    """Of as many values as there are members."""
-    made: ValueMesh[T] = ValueMesh.__new__(ValueMesh)
-    made._members, made._values = members, values
-    return made
+        part: ValueMesh[T] = ValueMesh.__new__(ValueMesh)
+        values = self._values
+        part._members, part._made = members, [values[self._members.point(rank).rank] for rank in members.ranks()]
+        return part
 
 
 class _Lazy(Generic[T]):

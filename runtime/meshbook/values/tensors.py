@@ -37,14 +37,6 @@ class OutOfBand:
         self.buffers: list[memoryview] = []
         self.room = room
 
-    def _begin(self) -> dict[int, list[_Span]]:
-        loaded = sys.modules.get("torch")
-        self._tensor_type: type[torch.Tensor] | tuple[()] = getattr(loaded, "Tensor", ())
-        self._array_type: object = getattr(sys.modules.get("numpy"), "ndarray", None)
-        self._storage_types = (getattr(loaded, "UntypedStorage", None), getattr(loaded, "TypedStorage", None))
-        self._spans = {}
-        return self._spans
-
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """The pickler's buffer_callback: true keeps ``buffer`` in the stream."""
         try:
@@ -71,7 +63,11 @@ class OutOfBand:
     def reduce(self, obj: Any) -> object:
         """The picklers' reducer_override; they call it for all but plain containers, strings and numbers."""
         if self._spans is None:
-            self._begin()
+            loaded = sys.modules.get("torch")
+            self._tensor_type: type[torch.Tensor] | tuple[()] = getattr(loaded, "Tensor", ())
+            self._array_type: object = getattr(sys.modules.get("numpy"), "ndarray", None)
+            self._storage_types = (getattr(loaded, "UntypedStorage", None), getattr(loaded, "TypedStorage", None))
+            self._spans = {}
         if isinstance(obj, self._tensor_type):
             return self._reduce_tensor(obj)
         if type(obj) is self._array_type:
@@ -124,8 +120,8 @@ class OutOfBand:
         start = int(values.storage_offset()) * item
         stop = start + reach * item
         storage = values.untyped_storage()
-        known = self._begin() if self._spans is None else self._spans
-        spans = known.setdefault(storage.data_ptr(), [])
+        assert self._spans is not None
+        spans = self._spans.setdefault(storage.data_ptr(), [])
         for span in spans:
             if span.start <= start and stop <= span.stop and (start - span.start) % item == 0:
                 break
