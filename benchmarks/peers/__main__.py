@@ -51,8 +51,9 @@ def main(argv: list[str] | None = None) -> int:
             if turn.orphans:
                 notes.append(f"{peer.name}, round {number + 1}: left {turn.orphans} processes, ended by us")
     results = comparison.collect(answers)
+    goals = comparison.ACTOR_GOALS if options.actors else comparison.CALL_GOALS
     print(comparison.table(results))
-    print("\n".join(["", *comparison.goals(results)]))
+    print("\n".join(["", *comparison.goals(results, goals)]))
     notes += comparison.problems(answers)
     print("\n".join(["", *notes, f"others used {max(loads):.0%} of the machine at most, measured between runs"]))
     if options.json:

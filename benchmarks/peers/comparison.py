@@ -26,27 +26,31 @@ class Goal(NamedTuple):
     times: float
 
 
-GOALS = (
-    Goal("call one", "monarch", 3),
-    Goal("call 8", "monarch", 4),
+CALL_GOALS = (
+    *(Goal("call one", peer, 3) for peer in ("monarch", "ray")),
+    *(Goal("call 8", peer, 5) for peer in ("monarch", "ray")),
     Goal("pipelined calls", "monarch", 4),
     Goal("pipelined calls", "ray", 10),
     Goal("pipelined calls", "ipyparallel", 10),
     Goal("100 MB to 8", "ray", 1),
     Goal("500 MB to 8", "ray", 1),
     Goal("10 MB from each of 8", "ray", 1),
-    *(
-        Goal(question, "monarch", 1)
-        for question in (
-            "stream 8",
-            "actor to actor",
-            "actor to actor, 2 hosts",
-            "1 MB to one",
-            "1 MB to 8",
-            "100 MB to one",
-            "100 MB to 8",
-        )
-    ),
+)
+ACTOR_GOALS = tuple(
+    Goal(question, peer, times)
+    for question, times in {
+        "call one": 2.5,
+        "call 8": 3.0,
+        "stream 8": 3.0,
+        "pipelined calls": 3.0,
+        "actor to actor": 3.0,
+        "actor to actor, 2 hosts": 2.0,
+        "1 MB to one": 1.0,
+        "1 MB to 8": 1.0,
+        "100 MB to one": 1.0,
+        "100 MB to 8": 1.0,
+    }.items()
+    for peer in ("monarch", "ray")
 )
 
 Results = dict[str, dict[str, Answer]]
@@ -87,10 +91,10 @@ def ratio(ours: Answer | None, theirs: Answer) -> float | None:
     return theirs.summary.median / ours.summary.median
 
 
-def goals(results: Results) -> list[str]:
+def goals(results: Results, wanted: Sequence[Goal]) -> list[str]:
     """Return one line per goal that was measured."""
     lines = []
-    for goal in GOALS:
+    for goal in wanted:
         theirs = results.get(goal.peer, {}).get(goal.question)
         times = ratio(results.get(OURS, {}).get(goal.question), theirs) if theirs else None
         if times is not None:
