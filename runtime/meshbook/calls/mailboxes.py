@@ -51,6 +51,8 @@ class Mailboxes:
 
     def __init__(self) -> None:
         self._open: dict[int, Mailbox] = {}
+        self.numbers = self._open.keys()
+        """Those that are open now."""
         self._closed: OrderedDict[int, str] = OrderedDict()
         self._rest: Mailbox | None = None
 

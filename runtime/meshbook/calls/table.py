@@ -91,6 +91,8 @@ class CallTable:
         self.default_listener: OutputListener = ConsoleOutput()
         """Gets what belongs to no cell."""
         self._calls: dict[int, OpenCall] = {}
+        self.ids = self._calls.keys()
+        """Of the open calls, as they are now."""
         self._failing: dict[int, FailingCall] = {}
         self._questions: dict[int, OpenQuestion[Any]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()

@@ -127,6 +127,11 @@ class ThreadGate:
         except _Forgotten:
             pass
 
+    @property
+    def has_held_back(self) -> bool:
+        """Whether an interrupt has arrived inside of ``with gate:``."""
+        return self._held_back
+
     def __enter__(self) -> None:
         with self._lock:
             if self._is_due:

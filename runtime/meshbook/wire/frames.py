@@ -107,6 +107,14 @@ class FrameSocket:
         self._reader = FrameReader()
         self._ready: list[list[bytes]] = []
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a message waits here that came together with others."""
+        return bool(self._ready)
+
     def wait(self, timeout_s: float) -> bool:
         """Whether a message, or the end, is there within ``timeout_s``."""
         if self._ready:
@@ -115,10 +123,12 @@ class FrameSocket:
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
-    def receive(self) -> list[bytes] | None:
-        """Wait for the next message; None when the other end has closed."""
+    def receive(self, *, is_there: bool = False) -> list[bytes] | None:
+        """Wait for the next message; None when the other end has closed. is_there: some of it has come."""
         while not self._ready:
-            self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
+            if not is_there:
+                self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
+            is_there = False
             data = self._sock.recv(READ_BYTES)
             if not data:
                 return None

@@ -29,9 +29,16 @@ _Item: TypeAlias = "InboxMessage | None"
 
 
 class Inbox:
-    """Filled by the thread of the mail; emptied by the actor's thread, which may wait in Python or in an event loop."""
+    """Filled by whoever reads the mail; emptied by the actor's thread, which may wait in Python or in an event loop.
 
-    def __init__(self) -> None:
+    Where it waits in Python it reads the mail itself, if it may.
+    """
+
+    def __init__(
+        self, lead: Callable[[Callable[[], bool]], object] = lambda waits: None, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        """lead, wake: see `meshbook.worker.mail_turn.MailTurn`."""
+        self._lead, self._wake = lead, wake
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -57,6 +64,7 @@ class Inbox:
     def _pass_on(self, item: _Item) -> None:
         if self._loop is None:
             self._queue.put(item)
+            self._wake()
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the actor has ended
                 self._loop.call_soon_threadsafe(self._sort, item)
@@ -91,7 +99,12 @@ class Inbox:
     async def get(self) -> _Item:
         """Wait for the next, which `begin` takes; None: the actor is to end. Without a loop it blocks the thread."""
         while True:
-            message = self._queue.get() if self._loop_queue is None else await self._loop_queue.get()
+            if self._loop_queue is not None:
+                message = await self._loop_queue.get()
+            else:
+                if self._queue.empty():
+                    self._lead(self._queue.empty)
+                message = self._queue.get()
             if message is None or message.serial in self._waiting:
                 return message
 

@@ -72,7 +72,8 @@ class ActorRunner:
         self.mesh: ActorMesh[object] | None = None
         """All actors that were spawned together with this one."""
         self._registry = registry
-        self._inbox = Inbox()
+        turn = registry.worker.mail.turn
+        self._inbox = Inbox(turn.lead, turn.wake)
         self._actor: object = None
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None

@@ -96,6 +96,7 @@ def debug_open(worker: Worker, id: str) -> DebuggerStart:
         if worker.debug_session is not None:
             worker.debug_session.end("another debugger has taken its place")
             worker.debug_session.join(2 * END_TIMEOUT_S)
+        worker.mail.turn.keep_private()  # it may stop the threads of actors
         try:
             worker.debug_session = DebugSession(id, worker.gate.visit)
         except ImportError as error:

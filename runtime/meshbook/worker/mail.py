@@ -1,8 +1,8 @@
 """The mail of a worker: calls that it makes itself, the same `OpenCall` as on the controller, and a thread of its own
-that hands those of others to mailboxes (`meshbook.calls.mailboxes`). It alone completes futures.
+that hands those of others to mailboxes (`meshbook.calls.mailboxes`). Whoever reads the mail completes futures.
 
-It starts with the first message; before that a process has no such thread. It never runs user code and never waits for
-anything but its socket.
+The thread starts with the first message; before that a process has no such thread. It never runs user code and never
+waits for anything but its socket. An actor that is idle reads in its place (`meshbook.worker.mail_turn`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from meshbook.calls.answer import Outcome, Unavailable, pack
 from meshbook.calls.call import SENT, OpenCall, RequestFuture
@@ -24,11 +24,16 @@ from meshbook.calls.request import CallRequest
 from meshbook.calls.table import CallTable
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import hidden_thread
+from meshbook.concurrency.future import Future
+from meshbook.concurrency.thread_interrupts import STEP_S, gate_of_this_thread
 from meshbook.errors import MeshError
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import place_head
 from meshbook.worker.channel import AgentChannel, RankPayloads
+from meshbook.worker.mail_turn import MailTurn
+
+T = TypeVar("T")
 
 LOOK_S = 0.1
 """Who waits for room looks so often for what else may want the thread."""
@@ -40,12 +45,12 @@ class MailCalls:
     def __init__(self, channel: AgentChannel, payloads: RankPayloads) -> None:
         self._channel, self._payloads = channel, payloads
         self._table = CallTable({})
+        self.ids = self._table.ids
         self._ids = itertools.count((os.getpid() << 32) + 1)  # never those of a process that had our rank
         self._room = threading.Condition()
         self._held: frozenset[tuple[int, int]] = frozenset()
         """(mesh, rank) for which too much waits."""
-        self.reader = 0
-        """The thread that reads the mail: it waits for nobody."""
+        self.turn: MailTurn
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -56,7 +61,7 @@ class MailCalls:
         if not request.reply:
             self._send(next(self._ids), request, output, chain)
             return SENT
-        future: RequestFuture[Any] = RequestFuture(self._cancel, partial(
+        future: MailFuture[Any] = MailFuture(self.turn, self._cancel, partial(
             OpenCall, next(self._ids), request.mesh, request.what, request.members,
             fail_fast=request.fail_fast, on_reply=request.on_reply, mailbox=request.mailbox,
         ))  # fmt: skip
@@ -67,6 +72,8 @@ class MailCalls:
         except BaseException:
             self._table.disown(call)
             raise
+        if request.on_reply is not None or gate_of_this_thread() is None:  # it may wait otherwise than `MailFuture`
+            self.turn.hand_back()
         return future
 
     def _send(self, id: int, request: CallRequest, output: int, chain: tuple[int, ...]) -> None:
@@ -83,7 +90,7 @@ class MailCalls:
 
     def _wait_for_room(self, request: CallRequest) -> None:
         """Wait while too much waits for one of the members. In short steps, in which the thread can be interrupted."""
-        if not self._held or threading.get_ident() == self.reader:
+        if not self._held or threading.get_ident() == self.turn.reader:
             return
         with self._room:
             while any((request.mesh, rank) in self._held for rank in request.members.ranks()):
@@ -101,7 +108,7 @@ class MailCalls:
         if (call := self._table.find(id)) is not None:
             self._channel.send(wire.Cancel(call.mesh, id, call.members.encode(), False))
 
-    # ---- the thread of the mail ---------------------------------------------------------------------------------
+    # ---- whoever reads the mail -----------------------------------------------------------------------------------
 
     def on_replies(self, message: wire.Replies, frames: Sequence[bytes]) -> None:
         """Take answers that have come for calls of ours."""
@@ -117,12 +124,36 @@ class MailCalls:
 
     def expire(self) -> float | None:
         """Do what is due; returns in how many seconds to come again, None when nothing is."""
+        if not self.ids:
+            return None
         if (due := self._table.next_deadline()) == float("inf"):
             return None
         if (left := due - time.monotonic()) > 0:
             return left
         self._table.expire()
         return self.expire()
+
+
+class MailFuture(RequestFuture[T], Generic[T]):
+    """The future of a call that a worker has made: an actor's thread that waits for it reads the mail meanwhile."""
+
+    def __init__(
+        self, turn: MailTurn, cancel: Callable[[int], object], open_call: Callable[[Future[T]], OpenCall]
+    ) -> None:
+        super().__init__(cancel, open_call)
+        self._turn = turn
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if (gate := gate_of_this_thread()) is None:
+            return super().wait(timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+
+        def waits() -> bool:
+            return not (self.done() or gate.has_held_back or (until is not None and time.monotonic() >= until))
+
+        with gate:  # so an interrupt comes when the turn is over
+            self._turn.lead(waits, STEP_S if timeout is None else min(STEP_S, max(timeout, 0.0)))
+        return super().wait(None if until is None else max(0.0, until - time.monotonic()))
 
 
 class WorkerMail:
@@ -147,6 +178,9 @@ class WorkerMail:
         """Called by the control thread."""
         self._incoming = IncomingCalls()
         self.boxes, self.give_up = self._incoming.boxes, self._incoming.give_up
+        self.turn = self._calls.turn = MailTurn(
+            channel, self._read, self._calls.expire, self.boxes.numbers, self._calls.ids
+        )
         self._starting = threading.Lock()
         self._started = False
         self._generation = forks.generation
@@ -169,27 +203,28 @@ class WorkerMail:
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
-        self._calls.reader = threading.get_ident()
-        while True:
-            while (timeout_s := self._calls.expire()) is not None and not self._channel.wait(timeout_s):
-                pass
-            if (received := self._channel.receive()) is None:
-                return
-            message, frames = received
-            try:
-                match message:
-                    case wire.Call():
-                        self._deliver(message, frames)
-                    case wire.Replies():
-                        self._calls.on_replies(message, frames)
-                    case wire.Cancel():
-                        self._incoming.cancel(message)
-                    case other:
-                        raise AssertionError(f"{other!r} does not belong on the mail socket")
-            except BrokenPipeError:
-                return  # the agent is gone: the control thread sees to the rest
-            except Exception:
-                traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
+        self.turn.serve()
+
+    def _read(self) -> bool:
+        """Take the next message; False at the end."""
+        if (received := self._channel.receive(is_there=True)) is None:
+            return False
+        message, frames = received
+        try:
+            match message:
+                case wire.Call():
+                    self._deliver(message, frames)
+                case wire.Replies():
+                    self._calls.on_replies(message, frames)
+                case wire.Cancel():
+                    self._incoming.cancel(message)
+                case other:
+                    raise AssertionError(f"{other!r} does not belong on the mail socket")
+        except BrokenPipeError:
+            return False  # the agent is gone: the control thread sees to the rest
+        except Exception:
+            traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
+        return True
 
     def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
         here = self._identity()

@@ -1,0 +1,171 @@
+"""Whose turn it is to read the mail: that of the mail's own thread, or of an actor's while it has nothing to do.
+
+A wake-up of a thread takes as long as all our work for a message. So an actor that is alone in its process reads the
+mail itself while it waits, for a message or for an answer; the mail's thread stays away until the actor has been busy
+for a moment. The turn is a lock: whoever holds it reads, and hands out what has come, in order.
+
+    idle actor      lead ──> reads, until there is something for it ──> handles that
+    mail's thread   rests ............................................ reads, once that takes longer than REST_S
+
+Nobody's mail waits for an actor's code: with other mailboxes in the process, or others who wait for answers, the mail's
+thread reads, as it does where there is an event loop, or a debugger that may stop the threads of actors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from meshbook.worker.channel import AgentChannel
+
+REST_S = 0.003
+"""The mail's thread takes over when the actor has not come back for so long."""
+
+_LOOK_S = 0.005
+"""How often it looks meanwhile."""
+
+SOLE = 2
+"""The mailboxes of a process with one actor: that of the actor, and the one in which actors are spawned."""
+
+_LOOKS = 10
+"""After so many looks at an actor that has done nothing it sleeps until that one has something to do."""
+
+
+class MailTurn:
+    """handle: takes the next message that has come; False at the end. expire: as `MailCalls.expire`.
+
+    mailboxes: the numbers of those that are open. calls: those of calls that are not answered.
+    """
+
+    def __init__(
+        self,
+        channel: AgentChannel,
+        handle: Callable[[], bool],
+        expire: Callable[[], float | None],
+        mailboxes: Collection[int],
+        calls: Collection[int],
+    ) -> None:
+        self._channel, self._handle, self._expire = channel, handle, expire
+        self._mailboxes, self._calls = mailboxes, calls
+        self.reader = 0
+        """The thread whose turn it is: it waits for nobody."""
+        self._turn, self._claim = threading.Lock(), threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._arrivals = select.poll()
+        self._arrivals.register(channel.frames, select.POLLIN)
+        self._arrivals.register(self._wake_fd, select.POLLIN)
+        self._is_asleep = False
+        """Whether the reader waits for something to come."""
+        self._bell = threading.Event()
+        """Ends a rest of the mail's thread."""
+        self._rest_until = 0.0
+        self._rests_long = False
+        self._leads = self._seen = self._looks = 0
+        self._is_over = self._is_private = False
+
+    # ---- the thread of the mail -----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Read when no actor does, until the end of the stream."""
+        while not self._is_over:
+            if self._is_led():
+                self._rest()
+            else:
+                with self._turn:
+                    self._read(lambda: not self._claim.locked(), None)
+
+    def _is_led(self) -> bool:
+        return self._claim.locked() or time.monotonic() < self._rest_until
+
+    def _rest(self) -> None:
+        self._looks = self._looks + 1 if self._leads == self._seen else 0
+        self._seen = self._leads
+        self._bell.clear()
+        self._rests_long = self._looks > _LOOKS
+        if self._is_led():  # looked at once more: what ends it rings after that
+            self._bell.wait(None if self._rests_long and self._claim.locked() else _LOOK_S)
+        self._rests_long = False
+
+    # ---- an actor's thread ----------------------------------------------------------------------------------------
+
+    def lead(self, waits: Callable[[], bool], step_s: float | None = None) -> None:
+        """Read while the actor ``waits()``, which is asked after each message and `wake`, and every ``step_s``.
+
+        Returns at once where that is for the mail's thread to do.
+        """
+        if self._is_private or self._is_over or len(self._mailboxes) > SOLE:
+            self.hand_back()
+            return
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            if not self._turn.acquire(blocking=False):
+                self.wake()
+                self._turn.acquire()
+            try:
+                self._read(waits, step_s, leads=True)
+            finally:
+                self._turn.release()
+        finally:
+            self._leads += 1
+            stays = len(self._mailboxes) <= SOLE and not (self._calls or self._is_private or self._is_over)
+            self._rest_until = time.monotonic() + REST_S if stays else 0.0
+            self._claim.release()
+            if self._rests_long or not stays:
+                self._bell.set()
+
+    # ---- any thread -----------------------------------------------------------------------------------------------
+
+    def hand_back(self) -> None:
+        """Somebody waits for mail: the mail's thread is not to rest while an actor is busy."""
+        if self._rest_until:
+            self._rest_until = 0.0
+            self._bell.set()
+
+    def keep_private(self) -> None:
+        """From now on only the mail's thread reads; returns when no other does."""
+        self._is_private = True
+        self.wake()
+        with self._claim:
+            self.hand_back()
+
+    def wake(self) -> None:
+        """Have the reader look whether it is to end."""
+        if self._is_asleep:
+            os.eventfd_write(self._wake_fd, 1)
+
+    # ---- whoever has the turn -------------------------------------------------------------------------------------
+
+    def _read(self, waits: Callable[[], bool], step_s: float | None, *, leads: bool = False) -> None:
+        self.reader = threading.get_ident()
+        try:
+            while not self._is_over:
+                self._is_asleep = True  # before we look: what comes after that wakes us
+                if not waits() or (leads and self._is_private):
+                    return
+                if self._wait(step_s):
+                    self._is_asleep = False
+                    self._is_over = not self._handle()
+                    while not self._is_over and self._channel.frames.has_message:  # they have come together
+                        self._is_over = not self._handle()
+        finally:
+            self._is_asleep = False
+            self.reader = 0
+
+    def _wait(self, step_s: float | None) -> bool:
+        """Whether a message is there, now or within ``step_s``."""
+        due_s = self._expire()
+        if due_s is not None:
+            step_s = due_s if step_s is None else min(step_s, due_s)
+        is_there = False
+        for fd, _ in self._arrivals.poll(None if step_s is None else step_s * 1000):
+            if fd == self._wake_fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+            else:
+                is_there = True
+        return is_there
