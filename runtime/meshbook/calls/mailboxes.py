@@ -1,6 +1,6 @@
 """Mailboxes of a process: an actor or a port each. Calls to them never wait for the main thread, nor it for them.
 
-    agent ──mail lane──> thread meshbook.mail ──handler(call, load_args, reply)──> an actor's queue, say
+    agent ──mail lane──> reader of the mail ──handler(call, load_args, reply)──> an actor's queue, say
           <─────────────────── reply(answer), on any thread
 
 The thread hands out calls in the order in which they have come; a handler only takes note and returns. Messages of one
@@ -35,7 +35,7 @@ expects no answer (``call.reply``): it lets go of arguments that nobody has load
 
 
 class Handler(Protocol):
-    """Runs on the thread of the mail and must not block; what it raises becomes the reply."""
+    """Runs on the thread that reads the mail and must not block; what it raises becomes the reply."""
 
     def __call__(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None: ...
 

@@ -1,6 +1,6 @@
 """An actor in its process: a thread that takes one message at a time from its inbox and runs the endpoint.
 
-    thread of the mail ──deliver──> inbox ──> thread of the actor ──reply──> the caller
+    reader of the mail ──deliver──> inbox ──> thread of the actor ──reply──> the caller
                        ──cancel───> drops a message that waits, interrupts the one that runs
 
 All of it is coroutines. A class with an ``async`` endpoint gets an asyncio loop on that thread, where its plain
@@ -60,7 +60,7 @@ class _Handling:
 
 
 class ActorRunner:
-    """One actor; `deliver` and `cancel` are for the thread of the mail, `state` for any."""
+    """One actor; `deliver` and `cancel` are for the reader of the mail (`meshbook.worker.mail_turn`), `state` for any."""
 
     def __init__(self, registry: ActorRegistry, mailbox: int, name: str) -> None:
         self.mailbox, self.name = mailbox, name
@@ -94,7 +94,7 @@ class ActorRunner:
         self.gate: ThreadGate | None = None
         self.thread = threading.Thread(target=self._run, name=f"actor {name}", daemon=True)
 
-    # ---- the thread of the mail ---------------------------------------------------------------------------------
+    # ---- the reader of the mail ---------------------------------------------------------------------------------
 
     def deliver(self, call: wire.Call, load: LoadArgs, reply: ReplyTo) -> None:
         """Take a message; the first one is the class with its arguments."""

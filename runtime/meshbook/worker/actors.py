@@ -1,6 +1,6 @@
 """Where actors of a worker are spawned and looked up: the mailbox `ACTORS`.
 
-A spawn is a call to it whose endpoint is ``<mailbox>:<session>:<name>``, since the thread of the mail unpickles
+A spawn is a call to it whose endpoint is ``<mailbox>:<session>:<name>``, since the reader of the mail unpickles
 nothing. It opens the actor's mailbox at once, so that messages which come behind it find it.
 """
 
@@ -89,7 +89,7 @@ class ActorRegistry:
             runner.thread.ident or 0: (runner.mailbox, tuple(runner.current)) for runner in list(self._runners.values())
         }
 
-    # ---- the thread of the mail ---------------------------------------------------------------------------------
+    # ---- the reader of the mail ---------------------------------------------------------------------------------
 
     def _spawn(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         mailbox, self.session, name = call.endpoint.split(":", 2)

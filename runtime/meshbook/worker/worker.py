@@ -3,7 +3,7 @@
     main thread      receives calls from the agent, one at a time, runs them, replies
     control thread   receives urgent messages: cancel, abort of groups, queries, answers of the store, freed
                      segments; blocks SIGINT
-    mail thread      receives calls to mailboxes, once there are any (`meshbook.worker.mail`)
+    mail thread      receives calls to mailboxes, once there are any (`meshbook.worker.mail`), or has an idle actor do it
 
 Each thread reads its own socket; writers hold that socket's lock. The process ends when the agent closes the call
 socket, and dies with its agent.
@@ -308,7 +308,7 @@ class Worker:
         return self.calls if gate_of_this_thread() is None else self.mail
 
     def _limit_prompts(self, call: wire.Call) -> None:
-        """A call to a mailbox, on the mail's thread: whether somebody is there to answer prompts."""
+        """A call to a mailbox, as it is read: whether somebody is there to answer prompts."""
         if call.origin is None:  # a worker that calls another does not know
             self.shell.debugger.refusal = call.no_prompt
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from patience import wait_until
 
-from meshbook import LocalLauncher, ProcMesh, start_hosts
+from meshbook import LocalLauncher, ProcMesh, start_hosts, this_host
 from meshbook.actor import Actor, endpoint
 
 CALLS = 100
@@ -31,14 +31,14 @@ AGENT_MAX = 49
 RANK_MAX = 38
 """On the rank's main thread; measured: 36.4."""
 
-ACTOR_CONTROLLER_MAX, ACTOR_AGENT_MAX, ACTOR_RANK_MAX = 149, 49, 69
-"""The same of a call to an actor, on all threads of its rank; measured: 137, 46, 63."""
+ACTOR_CONTROLLER_MAX, ACTOR_AGENT_MAX, ACTOR_RANK_MAX = 149, 49, 77
+"""The same of a call to an actor, on all threads of its rank; measured: 135, 46, 70; 63 where it does not read
+the mail itself, which is a wake-up more."""
 
-WAKE_UPS_MAX, ACTOR_WAKE_UPS_MAX, TIMERS_PER_S = 4.0, 5.3, 1000
+WAKE_UPS_MAX, TIMERS_PER_S = 4.0, 1000
 """Of all threads of controller, agent and rank: per call, and besides in each second. Each of the three waits for the
-one before it, the agent twice, less what is there already when it is asked for; measured: 2.9-3.8 in all, and one more
-where an actor's thread gets it from the mail's. A busy machine has more of what comes with time: gloo's thread looks
-100 times a second, the resting I/O thread 200 times."""
+one before it, the agent twice, less what is there already when it is asked for; measured: 2.9-3.8 in all. A busy
+machine has more of what comes with time: gloo's thread looks 100 times a second, the resting I/O thread 200 times."""
 
 
 class Counter:
@@ -186,15 +186,16 @@ def test_a_call_of_an_actor_costs_few_calls_of_python(tmp_path: Path, monkeypatc
 
 def test_a_call_wakes_few_threads(mesh4: ProcMesh) -> None:
     one = mesh4.slice(gpus=0)
-    _assert_wakes_few(mesh4, lambda: one.execute(abs, -1).get(30), WAKE_UPS_MAX)
+    _assert_wakes_few(mesh4, lambda: one.execute(abs, -1).get(30))
 
 
-def test_a_call_of_an_actor_wakes_few_threads(mesh4: ProcMesh) -> None:
-    actor: Any = mesh4.slice(gpus=0).spawn("idle", Idle)
-    _assert_wakes_few(mesh4, lambda: actor.no_op.call_one().get(30), ACTOR_WAKE_UPS_MAX)
+def test_a_call_of_an_actor_wakes_no_more() -> None:
+    with this_host().spawn_procs({"gpus": 1}) as mesh:
+        actor: Any = mesh.spawn("idle", Idle)
+        _assert_wakes_few(mesh, lambda: actor.no_op.call_one().get(30))
 
 
-def _assert_wakes_few(mesh: ProcMesh, call: Callable[[], object], most: float) -> None:
+def _assert_wakes_few(mesh: ProcMesh, call: Callable[[], object]) -> None:
     (rank,) = mesh.slice(gpus=0).execute(os.getpid).get(30).values()
     processes = [os.getpid(), _agent_of(mesh), rank]
     for _ in range(20):
@@ -202,7 +203,7 @@ def _assert_wakes_few(mesh: ProcMesh, call: Callable[[], object], most: float) -
     before, started = _sleeps(processes), time.monotonic()
     for _ in range(3 * CALLS):
         call()
-    assert _sleeps(processes) - before < most * 3 * CALLS + TIMERS_PER_S * (time.monotonic() - started)
+    assert _sleeps(processes) - before < WAKE_UPS_MAX * 3 * CALLS + TIMERS_PER_S * (time.monotonic() - started)
 
 
 def _agent_of(mesh: ProcMesh) -> int:
