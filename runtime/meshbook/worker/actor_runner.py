@@ -60,7 +60,7 @@ class _Handling:
 
 
 class ActorRunner:
-    """One actor; `deliver` and `cancel` are for the reader of the mail (`meshbook.worker.mail_turn`), `state` for any."""
+    """One actor; `deliver` and `cancel` are for whoever reads the mail, `state` for any thread."""
 
     def __init__(self, registry: ActorRegistry, mailbox: int, name: str) -> None:
         self.mailbox, self.name = mailbox, name

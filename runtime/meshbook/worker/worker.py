@@ -3,7 +3,7 @@
     main thread      receives calls from the agent, one at a time, runs them, replies
     control thread   receives urgent messages: cancel, abort of groups, queries, answers of the store, freed
                      segments; blocks SIGINT
-    mail thread      receives calls to mailboxes, once there are any (`meshbook.worker.mail`), or has an idle actor do it
+    mail thread      receives calls to mailboxes, once there are any (`meshbook.worker.mail`); an idle actor may do that
 
 Each thread reads its own socket; writers hold that socket's lock. The process ends when the agent closes the call
 socket, and dies with its agent.
