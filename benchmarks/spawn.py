@@ -18,12 +18,14 @@ from benchmarks.subject import TIMEOUT_S, mesh, no_op, pids
 
 QUESTION = (
     "Spawn until every rank has answered a call, process group formed: from a fresh interpreter (floor: "
-    "one import of torch), and with the template warm (floor: fork of a process that has torch). Memory "
-    "of idle ranks; stop. Several hosts on this machine from nothing, two ranks each: also CPU time of all but the "
-    "controller until they have ended again, and their memory."
+    "one import of torch), without torch too, and with the template warm (floor: fork of a process that has torch). "
+    "Memory of idle ranks; stop. Several hosts on this machine from nothing, two ranks each: also CPU time of all but "
+    "the controller until they have ended again, and their memory."
 )
-SIZES = (2, 4, 8, 16, 32, 64)
-WARM_GOALS_S = {8: 0.4, 64: 2.5}
+SIZES = (2, 4, 8, 16, 32, 64, 256)
+WARM_GOALS_S = {8: 0.4, 64: 0.8, 256: 4.0}
+STOP_GOALS_S = {8: 0.1}
+NO_TORCH_GOAL_S = 0.4
 PSS_GOALS_MB = {8: 30.0, 64: 12.0}
 SETTLE_S = 0.3
 """How long ranks are left alone before their memory is read."""
@@ -39,6 +41,8 @@ class Weights(NamedTuple):
 def run(settings: Settings) -> Iterator[Figure]:
     """Cold once per size of interest, then each size warm."""
     yield from _cold(8, settings.count(7))
+    without = [_spawn_in_fresh_process(1, 8, "no-torch")[0] for _ in range(settings.count(7) + 1)][1:]
+    yield timed("spawn", "cold, no torch", "8 ranks", "s", without, goal=Goal("at most", NO_TORCH_GOAL_S))
     for hosts in (2, 4):
         yield from _cold_hosts(hosts, settings)
     with mesh(2):
@@ -46,7 +50,7 @@ def run(settings: Settings) -> Iterator[Figure]:
     with floors.Forks() as forks:
         for ranks in SIZES:
             if not (settings.quick and ranks > 8):
-                yield from _warm(ranks, forks, settings.count(11 if ranks <= 16 else 5))
+                yield from _warm(ranks, forks, settings.count(11 if ranks <= 16 else 5 if ranks <= 64 else 3))
                 yield from _without_group(ranks, settings.count(5))
 
 
@@ -68,7 +72,7 @@ def _cold_hosts(hosts: int, settings: Settings) -> Iterator[Figure]:
     pythons = {"before": settings.before / ".venv/bin/python"} if settings.before else {}
     turns = [
         {
-            name: _spawn_in_fresh_process(hosts, 2, str(path))
+            name: _spawn_in_fresh_process(hosts, 2, python=str(path))
             for name, path in {**pythons, "meshbook": sys.executable}.items()
         }
         for _ in range(settings.count(5) + 1)
@@ -80,8 +84,8 @@ def _cold_hosts(hosts: int, settings: Settings) -> Iterator[Figure]:
             yield Figure("spawn", what, f"{hosts} hosts", name, unit, summarise(values))
 
 
-def _spawn_in_fresh_process(hosts: int, ranks: int, python: str = sys.executable) -> list[float]:
-    command = [python, "-m", "benchmarks.cold_start", str(time.monotonic()), str(hosts), str(ranks)]
+def _spawn_in_fresh_process(hosts: int, ranks: int, *options: str, python: str = sys.executable) -> list[float]:
+    command = [python, "-m", "benchmarks.cold_start", str(time.monotonic()), str(hosts), str(ranks), *options]
     done = subprocess.run(command, cwd=floors.ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S)
     took: list[float] = json.loads(done.stdout)
     return took
@@ -109,7 +113,8 @@ def _warm(ranks: int, forks: floors.Forks, count: int) -> Iterator[Figure]:
     size = f"{ranks} ranks"
     goals = {"meshbook": Goal("at most", WARM_GOALS_S[ranks])} if ranks in WARM_GOALS_S else {}
     yield from side_by_side("spawn", "warm", size, "s", {"fork": forked, "meshbook": spawned}, goals=goals)
-    yield timed("spawn", "stop", size, "s", stopped)
+    stop_goal = Goal("at most", STOP_GOALS_S[ranks]) if ranks in STOP_GOALS_S else None
+    yield timed("spawn", "stop", size, "s", stopped, goal=stop_goal)
     goal = Goal("at most", PSS_GOALS_MB[ranks]) if ranks in PSS_GOALS_MB else None
     yield _weight("PSS per idle rank", size, "fork", bare.pss_mb, None, None)
     yield _weight("PSS per idle rank", size, "meshbook", ours.pss_mb, bare.pss_mb, goal)

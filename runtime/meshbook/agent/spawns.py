@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -35,7 +36,8 @@ class Spawns:
         self._waiting: list[wire.Spawn] = []
         if inherited is not None:
             self._plain[inherited.has_torch] = TemplateProcess.start(loop, inherited)
-        self._plain_template(torch=True)
+        if True not in self._plain:
+            self._plain_template(torch=False).when_ready(self._expect_torch)
 
     @property
     def _templates(self) -> list[TemplateProcess]:
@@ -73,6 +75,12 @@ class Spawns:
             return plain
         forked = self._special[spawn.torch, spawn.preload] = plain.fork_template(spawn.preload, spawn.sys_path)
         return forked
+
+    def _expect_torch(self) -> None:
+        """The first template is ready: have torch imported before somebody asks, unless who came wants none."""
+        if not self._plain[False].failure and all(spawn.torch for spawn in self._waiting):
+            with contextlib.suppress(OSError):  # who asks is told
+                self._plain_template(torch=True)
 
     def _plain_template(self, torch: bool) -> TemplateProcess:
         """Raises: OSError."""

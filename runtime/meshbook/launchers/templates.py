@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -85,8 +86,11 @@ class StartedTemplate(NamedTuple):
 def be_host(agent: str) -> None:
     """Be a host agent, in a fresh interpreter. agent: the module whose ``main`` is one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # importing makes little garbage
     started = fork_template(lambda sock: importlib.import_module("meshbook.worker.template").main(sock), False)
-    importlib.import_module(agent).main(started)
+    host_agent = importlib.import_module(agent)
+    gc.enable()
+    host_agent.main(started)
 
 
 def fork_template(be: Callable[[socket.socket], NoReturn], has_torch: bool) -> StartedTemplate:
