@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 PIPE_BYTES = 1 << 20
 FULL_LOG_S = 0.02
 """So often it is looked whether the disk has caught up with a rank."""
+TRICKLE_BYTES = 1 << 15
+TRICKLE_S = 0.005
+"""A rank that prints less than that at a time, but all the time, is read so often: else each line wakes the agent."""
 _MAIL_BYTES = 1 << 15
 """A worker can send mail faster than we pass it on: others have their turn after so much."""
 
@@ -146,6 +149,8 @@ class AgentWorker:
         self._loop, self._owner = loop, owner
         self._nonsense = ""
         self._pipes: dict[str, Watch] = {}
+        self._read_at = 0.0
+        """When one of the pipes was read last."""
         self._pipe_ends: list[int] = []
         self._theirs: list[socket.socket] = []
         self._pidfd: Watch | None = None
@@ -237,27 +242,33 @@ class AgentWorker:
         return theirs
 
     def _on_pipe(self, stream: str) -> None:
-        if self.output.log.is_full(time.monotonic()):
+        now = time.monotonic()
+        if self.output.log.is_full(now):
             self._loop.rest(self._pipes[stream], FULL_LOG_S)  # the rank waits for its disk; nobody else does
             return
-        self._read_pipe(stream)
+        is_trickle = now - self._read_at < TRICKLE_S
+        self._read_at = now
+        if self._read_pipe(stream) < TRICKLE_BYTES and is_trickle and stream in self._pipes:
+            self._loop.rest(self._pipes[stream], TRICKLE_S)
         if self.output.waits_for_pipes:
             self.drain()
         self._owner.on_output(self)
 
-    def _read_pipe(self, stream: str) -> None:
-        fd = self._pipes[stream].fd
+    def _read_pipe(self, stream: str) -> int:
+        """Take in all that is there; returns how many bytes that were."""
+        fd, size = self._pipes[stream].fd, 0
         while True:
             try:
                 data = os.read(fd, READ_BYTES)
             except BlockingIOError:
-                return
+                return size
             if not data:
                 self._close_pipe(stream)
-                return
+                return size
             self.output.feed(stream, data, time.monotonic())
+            size += len(data)
             if len(data) < READ_BYTES:
-                return
+                return size
 
     def _close_pipe(self, stream: str) -> None:
         watch = self._pipes.pop(stream)

@@ -146,7 +146,10 @@ class RankStream(io.TextIOBase):
             with self._flushing:
                 pass  # what this thread has begun is being written by another: it comes first
         if "\n" in text or "\r" in text or len(line) > PARTIAL_LINE_MAX:
-            self._emit(late, line)
+            if late is None and self._attribution.last_stream is self:  # as `_emit`, without its calls
+                self._pipe.write(line.encode("utf-8", "backslashreplace"))
+            else:
+                self._emit(late, line)
         elif line:
             self.partial[key] = line
         return len(text)
