@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
-from benchmarks.figures import Figure, Settings
+from benchmarks.figures import Figure, Goal, Settings
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh
 from meshbook import LocalLauncher, ProcMesh, start_hosts
@@ -45,7 +45,8 @@ def _between(where: str, procs: ProcMesh, megabytes: int, rounds: int) -> Iterat
     yield Figure("buffers", "memcpy", f"{megabytes} MB, {where}", "memcpy", "GB/s", floor)
     for what, rate in rates.items():
         ratio = floor.median / rate.median
-        yield Figure("buffers", what, f"{megabytes} MB, {where}", "meshbook", "GB/s", rate, "memcpy", ratio)
+        goal = Goal("x floor", 1.1) if megabytes >= 100 and where == "one host" else None
+        yield Figure("buffers", what, f"{megabytes} MB, {where}", "meshbook", "GB/s", rate, "memcpy", ratio, goal)
 
 
 # ---- on the ranks --------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ RANKS = 8
 KILOBYTES = (16, 64, 150, 256, 1000)
 MEGABYTES = (1, 100, 500)
 PULLED_MB = 10
+CALL_MS = 0.75
+"""A call to 8 ranks, of `benchmarks.calls`."""
 
 
 def run(settings: Settings) -> Iterator[Figure]:
@@ -66,7 +68,7 @@ def _push(megabytes: int, rounds: int, *, tensor: bool) -> Iterator[Figure]:
         held = procs.evaluate("(len(payload), int(payload[0]))").get(TIMEOUT_S)
         if any(value != (len(source), int(source[0])) for value in held.values()):
             raise AssertionError(f"a rank holds something else than what was pushed: {list(held.values())}")
-    goals = {"memcpy": Goal("x floor", 1.5)} if megabytes >= 100 else {}
+    goals = {"memcpy": Goal("x floor", 1.3)} if megabytes >= 100 else {"meshbook": Goal("at most", CALL_MS + 0.5)}
     what = "push tensor" if tensor else "push array"
     yield from side_by_side("payloads", what, f"{megabytes} MB to {RANKS}", "ms", samples, goals=goals)
 
@@ -90,7 +92,7 @@ def _pull(rounds: int) -> Iterator[Figure]:
         samples = interleave(subjects, rounds=rounds, per_round=1, warmup=3)
     gathered = samples.pop("gather")
     size_name = f"{PULLED_MB} MB from each of {RANKS}"
-    goals = {"memcpy": Goal("x floor", 1.5)}
+    goals = {"memcpy": Goal("x floor", 2)}
     yield from side_by_side("payloads", "pull", size_name, "ms", samples, goals=goals)
     both = {"memcpy": samples["memcpy"], "meshbook": gathered}
-    yield from side_by_side("payloads", "gather (joined)", size_name, "ms", both)
+    yield from side_by_side("payloads", "gather (joined)", size_name, "ms", both, goals=goals)

@@ -268,6 +268,8 @@ class AgentMesh:
                 self.worker_pool.report_ready()
 
     def _on_reply(self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]) -> None:
+        for each in reply.freed:  # before the answer goes on, so that the next payload finds its segment free
+            self._host.segment_refs.take_back(worker, each)
         key = reply.id if reply.origin is None else (reply.origin, reply.id)
         call = self._calls.get(key)
         if call is None or worker.rank not in call.waiting or worker in self.worker_pool.leaving:

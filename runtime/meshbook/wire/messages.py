@@ -772,6 +772,8 @@ class Reply(_Message, frozen=True, tag="reply"):
     origin: Origin | None = None
     groups: bytes = b""
     """What is news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller."""
+    freed: tuple[tuple[int, int], ...] = ()
+    """Payloads that it has let go of before, as in `SegmentFree`."""
 
 
 class RankStore(_Message, frozen=True, tag="rstore"):

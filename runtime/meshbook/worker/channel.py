@@ -81,9 +81,16 @@ class RankPayloads:
             self._freed.append((call.segment.pid, call.segment.segment))
             self.tell_freed()
 
-    def tell_freed(self) -> None:
-        """Let the agent know which payloads have died here."""
+    def take_freed(self) -> tuple[tuple[int, int], ...]:
+        """The payloads that have died here and were not told of, for a reply to tell."""
         lent_memory.settle()
+        freed = []
         while self._freed:
             with contextlib.suppress(IndexError):  # several threads come here
-                self._urgent.send(wire.SegmentFree(*self._freed.popleft()))
+                freed.append(self._freed.popleft())
+        return tuple(freed)
+
+    def tell_freed(self) -> None:
+        """Let the agent know of them now."""
+        for each in self.take_freed():
+            self._urgent.send(wire.SegmentFree(*each))

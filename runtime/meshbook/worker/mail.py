@@ -252,7 +252,7 @@ class WorkerMail:
         self._incoming.open.pop((call.origin, call.id), None)
         groups = self._tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
         status, payload, inline, segment = pack(answer, self._payloads.pool.write, self._payloads.describe)
-        self._payloads.tell_freed()  # before the reply, so that the next payload finds its segment free
+        freed = self._payloads.take_freed()
         self._channel.send(
-            wire.Reply(call.id, status, duration_s, segment, inline, origin=call.origin, groups=groups), payload
+            wire.Reply(call.id, status, duration_s, segment, inline, 0.0, call.origin, groups, freed), payload
         )

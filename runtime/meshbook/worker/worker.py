@@ -260,8 +260,8 @@ class Worker:
 
     def _reply(self, call: int, answer: Outcome, duration_s: float, waited_s: float) -> None:
         status, payload, inline, segment = pack(answer, self._payloads.pool.write, self.shell.describe)
-        self._payloads.tell_freed()  # before the reply, so that the next payload finds its segment free
-        message = wire.Reply(call, status, duration_s, segment, inline, waited_s, groups=self.groups.tell())
+        freed = self._payloads.take_freed()
+        message = wire.Reply(call, status, duration_s, segment, inline, waited_s, None, self.groups.tell(), freed)
         self.calls.send(message, payload)
 
     # ---- output: what the shell calls (`meshbook.shell.shell.OutputSink`) --------------------------------------------
