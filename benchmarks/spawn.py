@@ -40,7 +40,7 @@ class Weights(NamedTuple):
 
 def run(settings: Settings) -> Iterator[Figure]:
     """Cold once per size of interest, then each size warm."""
-    yield from _cold(8, settings.count(7))
+    yield from _cold(8, settings)
     without = [_spawn_in_fresh_process(1, 8, "no-torch")[0] for _ in range(settings.count(7) + 1)][1:]
     yield timed("spawn", "cold, no torch", "8 ranks", "s", without, goal=Goal("at most", NO_TORCH_GOAL_S))
     for hosts in (2, 4):
@@ -54,11 +54,12 @@ def run(settings: Settings) -> Iterator[Figure]:
                 yield from _without_group(ranks, settings.count(5))
 
 
-def _cold(ranks: int, count: int) -> Iterator[Figure]:
-    """A fresh process to ready, in turns with a fresh process that imports torch."""
-    samples: dict[str, list[float]] = {"import torch": [], "meshbook": []}
-    for turn in range(count + 1):
-        took = {"import torch": floors.import_torch(), "meshbook": _spawn_in_fresh_process(1, ranks)[0]}
+def _cold(ranks: int, settings: Settings) -> Iterator[Figure]:
+    """A fresh process to ready, in turns with a fresh process that imports torch, and with the other checkout."""
+    samples: dict[str, list[float]] = {"import torch": [], **{name: [] for name in _pythons(settings)}}
+    for turn in range(settings.count(7) + 1):
+        took = {"import torch": floors.import_torch()}
+        took |= {name: _spawn_in_fresh_process(1, ranks, python=path)[0] for name, path in _pythons(settings).items()}
         if turn:  # the first pair fills the page cache
             for name, seconds in took.items():
                 samples[name].append(seconds)
@@ -67,14 +68,16 @@ def _cold(ranks: int, count: int) -> Iterator[Figure]:
     )
 
 
+def _pythons(settings: Settings) -> dict[str, str]:
+    """The interpreters of this checkout, and of the other one."""
+    before = {"before": str(settings.before / ".venv/bin/python")} if settings.before else {}
+    return {**before, "meshbook": sys.executable}
+
+
 def _cold_hosts(hosts: int, settings: Settings) -> Iterator[Figure]:
     """Several hosts on this machine from nothing, two ranks each; in turns with the other checkout."""
-    pythons = {"before": settings.before / ".venv/bin/python"} if settings.before else {}
     turns = [
-        {
-            name: _spawn_in_fresh_process(hosts, 2, python=str(path))
-            for name, path in {**pythons, "meshbook": sys.executable}.items()
-        }
+        {name: _spawn_in_fresh_process(hosts, 2, python=path) for name, path in _pythons(settings).items()}
         for _ in range(settings.count(5) + 1)
     ][1:]
     units: tuple[tuple[str, Unit], ...] = (("cold", "s"), ("cold, CPU time", "s"), ("cold, PSS of all", "MB"))
