@@ -114,6 +114,11 @@ class Alignment:
         """What the rank adds from now on has certainly come after all that is there."""
         self._queue(rank).era += 1
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._holders
+
     def due_at(self, running: Collection[int]) -> float | None:
         """When the next entry has waited long enough; those left out that wait for ranks to end."""
         self._look_again()

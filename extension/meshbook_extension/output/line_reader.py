@@ -190,6 +190,11 @@ class LineReader:
         waiting = (tail.since + REST_S for tail in self._tails.values() if tail.text and not tail.bar)
         return min(waiting, default=None)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all lines have ended."""
+        return not any(tail.text or tail.begun or tail.below for tail in self._tails.values())
+
     def ranks(self) -> list[int]:
         """The ranks with an unfinished line."""
         return sorted({rank for rank, _ in self._tails})

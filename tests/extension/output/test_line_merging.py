@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshbook_extension.output import line_merging
 from meshbook_extension.output.line_merging import WINDOW_S, ByRank, Grouping, LineMerger, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import REST_S
 
@@ -234,6 +238,52 @@ def test_nothing_is_lost_or_reordered_within_a_rank_and_stream(
             got[rank, piece.stream] = got.get((rank, piece.stream), "") + text
     assert {key: text for key, text in got.items() if text} == {key: text for key, text in sent.items() if text}
     assert grouping.take(now + 10) == [] and grouping.due_at() is None
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sets(st.integers(0, 2)),
+            st.sampled_from([*CHUNKS, "err\n", "a bar |\r", "display", "end"]),
+            st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.7]),
+            st.booleans(),
+        ),
+        max_size=40,
+    )
+)
+def test_texts_that_are_compared_as_they_are_give_what_their_lines_give(
+    steps: list[tuple[set[int], str, float, bool]],
+) -> None:
+    quick, plain = LineMerger(range(3)), LineMerger(range(3))
+    now = 0.0
+    for ranks, text, pause, take in steps:
+        now += pause
+        for merger in quick, plain:
+            # what is special is never compared as a whole
+            with patch.object(line_merging, "_SPECIAL", line_merging._SPECIAL if merger is quick else re.compile("")):
+                for rank in ranks:
+                    if text == "end":
+                        merger.end(rank, now)
+                    elif text == "display":
+                        merger.feed_display(rank, text, text, now)
+                    else:
+                        merger.feed(rank, "stderr" if text == "err\n" else "stdout", text, now)
+        if take:
+            assert quick.take(now) == plain.take(now)
+            _check_due(quick, now)
+    assert quick.close(now) == plain.close(now)
+
+
+def test_equal_texts_of_all_ranks_are_not_aligned() -> None:
+    merger = LineMerger(range(2))
+    text = "".join(f"line {number}\n" for number in range(100))
+    merger.feed(0, "stdout", text, 0.0)
+    merger.feed(1, "stdout", text[:-3], 0.0)
+    with patch.object(merger._alignment, "add", side_effect=AssertionError):
+        assert shown(merger.take(0.0)) == [((0, 1), f"line {number}\n") for number in range(99)]
+        merger.feed(1, "stdout", text[-3:], 0.1)
+        assert shown(merger.take(0.1)) == [((0, 1), "line 99\n")]
+    assert merger.due_at() is None
 
 
 def _check_due(grouping: Grouping, now: float) -> None:
