@@ -109,11 +109,11 @@ class LineMerger(Grouping):
         self._equal: list[LinePiece] = []
 
     def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
-        is_plain = stream == "stdout" and rank in self._running and not _SPECIAL.search(text)
-        if is_plain and self._place.get(rank, 0) == place:
-            if self._whole or (self._alignment.is_empty and self._reader.is_empty):
-                self._whole.setdefault(rank, deque()).append((now, text))
-                return
+        is_plain = stream == "stdout" and self._place.get(rank, 0) == place and not _SPECIAL.search(text)
+        is_next = self._whole or (self._alignment.is_empty and self._reader.is_empty)
+        if is_plain and is_next and rank in self._running:
+            self._whole.setdefault(rank, deque()).append((now, text))
+            return
         self._align_whole()
         if self._place.get(rank, 0) != place:
             self._place[rank] = place
