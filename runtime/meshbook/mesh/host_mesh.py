@@ -68,7 +68,7 @@ class HostMesh(MeshView):
         name: of the mesh, and of the folder of its logs; ``procs`` by default.
         device: ``cpu`` or ``cuda``; by default CUDA where there are devices, one per rank.
         preload: modules to import once, before forking.
-        torch: processes have it from the start; without it they are there sooner, weigh a third, import it when code
+        torch: processes have it from the start; without it they are there sooner, weigh a quarter, import it when code
         asks for it, and have no process groups.
         group: form the default process group and prove it with a collective; not without torch.
         owns_hosts: the hosts are this mesh's alone, and end with it.
