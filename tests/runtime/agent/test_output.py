@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import select
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 
 from meshbook.agent.output import BURST_BYTES, RankOutput, _Stream
 from meshbook.agent.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
+from meshbook.agent.worker import TRICKLE_S, AgentWorker
+from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import log_tail
 from meshbook.wire.messages import OWN_RANK, StreamText
 
@@ -184,3 +188,21 @@ def test_a_rank_waits_for_its_disk_until_that_counts_as_hanging(hanging: tuple[R
     while log.behind:
         read_some(reader)
     log.close()
+
+
+def test_a_rank_that_prints_line_after_line_is_read_many_lines_at_a_time(tmp_path: Path) -> None:
+    loop = EventLoop()
+    worker = AgentWorker(loop, Mock(), 0, "cpu", MARKER, tmp_path / "rank-0.log", time.monotonic())
+    read: list[bytes] = []
+    with patch.object(worker.output, "feed", lambda stream, data, now: read.append(data)):
+        begun, lines = time.monotonic(), 0
+        while time.monotonic() < begun + 20 * TRICKLE_S:
+            for _ in range(10):
+                os.write(worker.descriptors[-2], b"line\n")
+            lines += 10
+            loop.run_once()
+        took_s = time.monotonic() - begun
+        worker.drain()
+    assert b"".join(read) == b"line\n" * lines
+    assert 3 <= len(read) <= 2 * took_s / TRICKLE_S + 4  # every other read finds the one before long ago
+    worker.close()
