@@ -27,7 +27,7 @@ PLACE, SHOWN_HERE = b"=", b"*"
 """What stands in a mark before the number of a place, and of one where rich output belongs."""
 
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Peers compare it in their first message and refuse each other, naming both numbers."""
 
 CHUNK_BYTES = 1 << 20
