@@ -246,7 +246,7 @@ class AgentWorker:
         if self.output.log.is_full(now):
             self._loop.rest(self._pipes[stream], FULL_LOG_S)  # the rank waits for its disk; nobody else does
             return
-        is_trickle = now - self._read_at < TRICKLE_S
+        is_trickle = now - self._read_at < 2 * TRICKLE_S  # it comes back after one
         self._read_at = now
         if self._read_pipe(stream) < TRICKLE_BYTES and is_trickle and stream in self._pipes:
             self._loop.rest(self._pipes[stream], TRICKLE_S)
