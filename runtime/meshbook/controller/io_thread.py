@@ -89,10 +89,6 @@ class IoThread:
         if self._socket.poll(inbox.wake_fd, wait_s):
             self._tick_at = 0.0  # a host's process has ended: the heartbeat finds out which
         inbox.is_asleep = False
-        try:
-            os.eventfd_read(inbox.wake_fd)
-        except BlockingIOError:
-            pass
 
     def _serve_inbox(self) -> None:
         while self._inbox.asked:

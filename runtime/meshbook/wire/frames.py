@@ -23,6 +23,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 MAX_FRAME_BYTES = (64 << 20) - (1 << 10)
 """Of one frame, on socketpairs as on links, whose sockets take a little more: what a worker can send, its agent can."""
 
+FIRST_READ_BYTES = 1 << 16
+"""What is taken in first: for more, malloc(3) maps memory, whose pages are new, and unmaps it, at each message."""
+
 READ_BYTES = 1 << 18
 """What is taken in at a time: all that a Unix socket of Linux holds, unless it was given more room."""
 
@@ -105,6 +108,7 @@ class FrameSocket:
         self._arrivals = select.poll()
         self._arrivals.register(sock, select.POLLIN)
         self._reader = FrameReader()
+        self._read_bytes = FIRST_READ_BYTES
         self._ready: list[list[bytes]] = []
 
     def fileno(self) -> int:
@@ -129,9 +133,10 @@ class FrameSocket:
             if not is_there:
                 self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
             is_there = False
-            data = self._sock.recv(READ_BYTES)
+            data = self._sock.recv(self._read_bytes)
             if not data:
                 return None
+            self._read_bytes = READ_BYTES if len(data) >= FIRST_READ_BYTES else FIRST_READ_BYTES
             self._ready = list(self._reader.feed(data))
             self._ready.reverse()
         return self._ready.pop()
@@ -210,6 +215,7 @@ class MessageSocket:
 
         Raises: EOFError at the end of the stream; PeerProtocolError, see `FrameReader.feed`.
         """
+        size = size if self.has_more else min(size, FIRST_READ_BYTES)
         try:
             data = self._sock.recv(size)
         except BlockingIOError:

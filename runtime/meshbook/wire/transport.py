@@ -114,7 +114,7 @@ class ControllerSocket:
         return [id for id in self._keys if self._unix is None or not self._unix.has(id)]
 
     def poll(self, wake_fd: int, timeout_s: float | None) -> bool:
-        """Wait until a message, a byte at ``wake_fd`` or the timeout is there; let hosts in meanwhile.
+        """Wait until a message, a wake-up by the eventfd ``wake_fd`` or the timeout is there; let hosts in meanwhile.
 
         Returns: whether a process of `watch_end` has ended since the last time.
         """
@@ -127,7 +127,9 @@ class ControllerSocket:
         for fd, events in self._epoll.poll(timeout_s):
             if self._unix is not None and self._unix.serve(fd, events):
                 continue
-            if fd in self._ends:
+            if fd == wake_fd:
+                os.eventfd_read(fd)
+            elif fd in self._ends:
                 self._forget_end(fd)
                 ended = True
         if self._zmq is not None:
