@@ -6,8 +6,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Container
 
+import psutil
 import pytest
+from template_processes import children_of, torch_templates_of
 
 from meshbook import LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
 from meshbook.controller.crash_loops import CrashLoops
@@ -117,12 +120,17 @@ def test_a_lost_agent_is_started_again_with_its_ranks() -> None:
         assert mesh.run("import os; os.environ['GROUP_RANK']").get(30).values() == ["0", "0", "1", "1"]
 
 
-def test_a_template_that_is_gone_is_started_again(mesh2: ProcMesh, mesh4: ProcMesh) -> None:
+@pytest.mark.parametrize("find", [torch_templates_of, children_of])
+def test_a_template_that_is_gone_is_started_again(
+    mesh2: ProcMesh, mesh4: ProcMesh, find: Callable[[int, Container[int]], list[psutil.Process]]
+) -> None:
     agent = mesh2._mesh.hosts[0].hello
     assert agent is not None
     workers = {status.pid for mesh in (mesh2, mesh4) for status in mesh.status()}
-    (template,) = set(children_of(agent.pid)) - workers
-    os.kill(template, signal.SIGKILL)
+    templates = find(agent.pid, workers)
+    assert templates
+    for template in templates:
+        template.kill()
     kill(mesh2, 1)
     assert mesh2.heal().ranks == (1,)
     assert mesh2.run(SUM).get(30).values() == [2, 2]
@@ -224,14 +232,14 @@ def test_repairs_leave_no_process_and_no_descriptor(mesh2: ProcMesh) -> None:
     agent = mesh2._mesh.hosts[0].hello
     assert agent is not None
     mesh2.respawn(1)
-    descriptors, children = open_descriptors(agent.pid), len(children_of(agent.pid))
+    descriptors, children = open_descriptors(agent.pid), len(children_of(agent.pid, ()))
     recorded = []
     for _ in range(6):
         pid = mesh2.status()[1].pid
         recorded.append((pid, start_time(pid)))
         mesh2.respawn(1)
     deadline = time.monotonic() + 10
-    while open_descriptors(agent.pid) > descriptors or len(children_of(agent.pid)) > children:
+    while open_descriptors(agent.pid) > descriptors or len(children_of(agent.pid, ())) > children:
         assert time.monotonic() < deadline, (open_descriptors(agent.pid), descriptors)
         time.sleep(0.05)
     assert not any(started is not None and is_same_process(pid, started) for pid, started in recorded)
@@ -250,8 +258,3 @@ def test_the_agent_of_this_host_is_shared_by_what_comes_after(mesh2: ProcMesh) -
 
 def open_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def children_of(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
