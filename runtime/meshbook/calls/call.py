@@ -47,23 +47,25 @@ class Results(Mapping[int, Any]):
     """Rank to result, unpickled when it is looked at: by the user's thread, never by ours."""
 
     def __init__(self) -> None:
-        self.raw: dict[int, tuple[bytes, Sequence[object]]] = {}
-        """What has come: head and buffers, as `loads` takes them."""
+        self._raw: dict[int, tuple[bytes, Sequence[object]]] = {}
         self._loaded: dict[int, object] = {}
+
+    def add(self, rank: int, head: bytes, buffers: Sequence[object]) -> None:
+        self._raw[rank] = (head, buffers)
 
     def __getitem__(self, rank: int) -> Any:
         value = self._loaded.get(rank, _NOTHING)
         if value is _NOTHING:
-            head, buffers = self.raw[rank]
+            head, buffers = self._raw[rank]
             value = self._loaded[rank] = loads(head, buffers)
-            self.raw[rank] = (b"", ())
+            self._raw[rank] = (b"", ())
         return value
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self.raw))
+        return iter(sorted(self._raw))
 
     def __len__(self) -> int:
-        return len(self.raw)
+        return len(self._raw)
 
 
 _NOBODY: Future[Any] = Future()
@@ -134,7 +136,7 @@ class OpenCall:
             return
         failure = None
         if reply.status == wire.OK:
-            self.results.raw[reply.rank] = (frames[0] if frames else reply.inline, buffers)
+            self.results.add(reply.rank, frames[0] if frames else reply.inline, buffers)
         else:
             failure = _failure_of(reply, frames)
             self._failed_at = self._failed_at or time.monotonic()
