@@ -120,6 +120,8 @@ class Campaign:
     def _fits(self, fault: Fault, error: BaseException, is_held: bool) -> bool:
         """Whether this fault may end a call with this error."""
         if fault.kind in DEADLY:
+            if isinstance(error, errors.CallFailed):  # it had ended its part of a collective, and others had not
+                return fault.rank in error.partial and {each.ename for each in error.failures} == {"GroupAborted"}
             return isinstance(error, errors.WorkerLost) and error.ranks == (fault.rank,)
         if fault.kind == "agent":
             return isinstance(error, errors.WorkerLost)

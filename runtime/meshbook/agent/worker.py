@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.agent.output import RankOutput
 from meshbook.agent.rank_log import RankLog
-from meshbook.concurrency.own_faults import tell
+from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import PeerProtocolError
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
 from meshbook.system.event_loop import EventLoop, Watch
@@ -291,10 +291,8 @@ class AgentWorker:
         self._loop.forget(self._pidfd)
         os.close(self._pidfd.fd)
         self._pidfd = None
-        self.calls.read_all()
-        self.urgent.read_all()
-        self.mail.read_all()
-        self.drain()
+        for take in (self.calls.read_all, self.urgent.read_all, self.mail.read_all, self.drain):
+            attempt(take, "the last words of a worker")  # whatever they are, its end is told
         self.advance(WorkerEvent.EXITED)
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
         end = reap(self.pid, self._owner.oom)

@@ -1,9 +1,11 @@
 """gloo's own threads and sockets in this process: its devices, where they listen, which connections are still read.
 
 A gloo group has a thread that reads its connections. When more comes than the operation has room for (ranks disagree
-on a size), that thread throws, nobody catches, and the C++ runtime calls abort(): the rank would die of a wrong shape.
-So SIGABRT is answered: the thread of a group never comes back, its group is of no use any more, and the rest of the
-process goes on. Whatever else aborts ends the process as ever, by the handler that was there before.
+on a size), that thread throws, nobody catches, and C++'s runtime ends the process: the rank would die of a wrong shape.
+So the runtime's terminate handler is ours: the thread of a group never comes back, its group is of no use any more, and
+the rest of the process goes on. Whatever else throws like that ends the process as ever, by the handler that was there
+before. (Not SIGABRT is answered, which also comes from outside: a handler in Python waits for the interpreter, and the
+thread that it interrupts may be the one that is just handing that on.)
 
 The thread may hold locks of its group, so a group that is lost in this way is never destroyed.
 """
@@ -15,7 +17,6 @@ import ctypes
 import fcntl
 import os
 import re
-import signal
 import socket
 import stat
 import struct
@@ -30,8 +31,9 @@ import torch.distributed as dist
 from meshbook.system.descriptors import FIRST, above_standard
 from meshbook.system.processes import connect_to, own_address
 
-_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-
+_HANDLER = ctypes.CFUNCTYPE(None)
+_RUNTIMES = ("libstdc++.so.6", "libc++.1.dylib")
+"""The C++ runtimes of Linux and macOS; torch has loaded the one that it uses."""
 
 _on_lost: dict[int, weakref.WeakMethod[Callable[[], object]]] = {}
 """The kernel's numbers of threads, with what the groups that they are of do when they lose them."""
@@ -57,13 +59,13 @@ def park_threads(gloos: Iterable[int], on_lost: Callable[[], object]) -> None:
     _install()
 
 
-def _on_abort(number: int) -> None:
-    """On the thread that has called abort(), which ends the process when this returns."""
+def _on_terminate() -> None:
+    """On the thread whose exception nobody catches; the process ends when this returns."""
     method = _on_lost.get(threading.get_native_id())
     on_lost = method() if method is not None else None
     if on_lost is None:
         if _before:
-            ctypes.cast(_before, _HANDLER)(number)
+            ctypes.cast(_before, _HANDLER)()
         return
     on_lost()
     del on_lost, method
@@ -71,15 +73,24 @@ def _on_abort(number: int) -> None:
         time.sleep(3600)
 
 
-_handler = _HANDLER(_on_abort)
+_handler = _HANDLER(_on_terminate)
 
 
 def _install() -> None:
     global _before
     if _before is None:
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, _HANDLER), ctypes.c_void_p
-        _before = libc.signal(signal.SIGABRT, _handler) or 0
+        set_terminate = _load_set_terminate()
+        _before = (set_terminate(_handler) or 0) if set_terminate is not None else 0
+
+
+def _load_set_terminate() -> Callable[[object], int | None] | None:
+    """C++'s ``std::set_terminate``; None where its runtime has another name, so that threads cannot be parked."""
+    for name in _RUNTIMES:
+        with contextlib.suppress(OSError, AttributeError):
+            found = ctypes.CDLL(name)._ZSt13set_terminatePFvvE
+            found.argtypes, found.restype = (_HANDLER,), ctypes.c_void_p
+            return found
+    return None
 
 
 _GREETING = struct.Struct("=q")

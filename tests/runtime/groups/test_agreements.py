@@ -207,6 +207,22 @@ def test_what_ends_a_process_still_does(mesh4: ProcMesh) -> None:
             mesh.run("import os\nif rank: os.abort()").get(30)
 
 
+HANDLERS = """
+import ctypes, signal
+libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)
+handlers = []
+for number in (signal.SIGABRT, signal.SIGSEGV):
+    assert libc.sigaction(int(number), None, action) == 0
+    handlers.append(int.from_bytes(action[:8], "little"))
+handlers[0] == handlers[1] > 1
+"""
+
+
+def test_a_signal_to_abort_is_answered_by_no_python(mesh4: ProcMesh) -> None:
+    """It comes from outside as well, to a thread that may hold any lock of the interpreter, which would wait for it."""
+    assert mesh4.run(f"{WORKS}\n{HANDLERS}").get(30).values() == [True] * 4
+
+
 # ---- actors ----------------------------------------------------------------------------------------------------------
 
 
