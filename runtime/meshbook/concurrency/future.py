@@ -125,11 +125,11 @@ class Future(Generic[T]):
             from meshbook.concurrency.asyncio_interrupts import interruptible
 
             loop = asyncio.get_running_loop()
-            waiter = loop.create_future()
+            waiter, thread = loop.create_future(), threading.get_ident()
 
             def wake(_: Future[T]) -> None:
                 try:
-                    loop.call_soon_threadsafe(_wake, waiter)
+                    (loop.call_soon if self._is_served_by(thread) else loop.call_soon_threadsafe)(_wake, waiter)
                 except RuntimeError:  # the loop was closed: nobody waits any more
                     pass
 
@@ -140,6 +140,10 @@ class Future(Generic[T]):
             finally:
                 _discard(self._callbacks, wake)
         return self.get()
+
+    def _is_served_by(self, thread: int) -> bool:
+        """Whether the event loop of ``thread`` completes it now itself, and looks what is ready before it sleeps."""
+        return False
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` once there is an outcome: on the completing thread, or now if there is one.

@@ -42,6 +42,7 @@ class Inbox:
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self._loop_queue: asyncio.Queue[_Item] | None = None
         self._aside: Callable[[InboxMessage], bool] = lambda message: False
         self._serial = 0
@@ -67,7 +68,8 @@ class Inbox:
             self._wake()
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the actor has ended
-                self._loop.call_soon_threadsafe(self._sort, item)
+                is_here = threading.get_ident() == self._loop_thread  # it reads the mail
+                (self._loop.call_soon if is_here else self._loop.call_soon_threadsafe)(self._sort, item)
 
     def _sort(self, item: _Item) -> None:
         """In the loop: a message waits for its turn, unless it is handled aside."""
@@ -115,6 +117,7 @@ class Inbox:
         """
         with self._lock:
             self._loop, self._loop_queue, self._aside = loop, asyncio.Queue(), aside
+            self._loop_thread = threading.get_ident()
             while not self._queue.empty():
                 loop.call_soon(self._sort, self._queue.get())
 

@@ -40,6 +40,7 @@ from meshbook.source.thread_frames import frame_of
 from meshbook.system.descriptors import above_standard
 from meshbook.wire import messages as wire
 from meshbook.worker.actor_inbox import Inbox, InboxMessage
+from meshbook.worker.mail_turn import IdleSelector
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
@@ -246,7 +247,7 @@ class ActorRunner:
 
     def _serve_in_loop(self) -> None:
         with above_standard():
-            self._loop = loop = asyncio.new_event_loop()
+            self._loop = loop = self._make_loop()
         asyncio.set_event_loop(loop)
         self._inbox.enter_loop(loop, self._take_aside)
         serving = loop.create_task(self._serve())
@@ -258,6 +259,13 @@ class ActorRunner:
                     continue
         finally:
             loop.close()
+
+    def _make_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        if type(loop) is not asyncio.SelectorEventLoop:  # of a policy that user code has set
+            return loop
+        loop.close()
+        return asyncio.SelectorEventLoop(IdleSelector(self._registry.worker.mail.turn))
 
     async def _serve(self) -> None:
         while (message := await self._inbox.get()) is not None:

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +46,8 @@ class MailCalls:
         self._channel, self._payloads = channel, payloads
         self._table = CallTable({})
         self.ids = self._table.ids
+        self.others: set[int] = set()
+        """Of calls for which not only an actor's thread, or its event loop, may wait."""
         self._ids = itertools.count((os.getpid() << 32) + 1)  # never those of a process that had our rank
         self._room = threading.Condition()
         self._held: frozenset[tuple[int, int]] = frozenset()
@@ -67,13 +69,14 @@ class MailCalls:
         ))  # fmt: skip
         call = future.call
         self._table.open(call, None)
+        if request.on_reply is not None or gate_of_this_thread() is None:  # it may wait otherwise than `MailFuture`
+            self.others.add(call.id)
+            self.turn.hand_back()
         try:
             self._send(call.id, request, output, chain)
         except BaseException:
             self._table.disown(call)
             raise
-        if request.on_reply is not None or gate_of_this_thread() is None:  # it may wait otherwise than `MailFuture`
-            self.turn.hand_back()
         return future
 
     def _send(self, id: int, request: CallRequest, output: int, chain: tuple[int, ...]) -> None:
@@ -155,6 +158,14 @@ class MailFuture(RequestFuture[T], Generic[T]):
             self._turn.lead(waits, STEP_S if timeout is None else min(STEP_S, max(timeout, 0.0)))
         return super().wait(None if until is None else max(0.0, until - time.monotonic()))
 
+    def __await__(self) -> Generator[object, None, T]:
+        if threading.get_ident() not in self._turn.loops:
+            self._turn.hand_back()
+        return super().__await__()
+
+    def _is_served_by(self, thread: int) -> bool:
+        return thread == self._turn.reader == threading.get_ident()
+
 
 class WorkerMail:
     """Used by any thread, but for what is the mail's own.
@@ -179,7 +190,7 @@ class WorkerMail:
         self._incoming = IncomingCalls()
         self.boxes, self.give_up = self._incoming.boxes, self._incoming.give_up
         self.turn = self._calls.turn = MailTurn(
-            channel, self._read, self._calls.expire, self.boxes.numbers, self._calls.ids
+            channel, self._read, self._calls.expire, self.boxes.numbers, self._calls.ids, self._calls.others
         )
         self._starting = threading.Lock()
         self._started = False

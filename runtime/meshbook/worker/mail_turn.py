@@ -1,14 +1,15 @@
 """Whose turn it is to read the mail: that of the mail's own thread, or of an actor's while it has nothing to do.
 
 A wake-up of a thread takes as long as all our work for a message. So an actor that is alone in its process reads the
-mail itself while it waits, for a message or for an answer; the mail's thread stays away until the actor has been busy
-for a moment. The turn is a lock: whoever holds it reads, and hands out what has come, in order.
+mail itself while it waits, for a message or for an answer, in an event loop (`IdleSelector`) or not; the mail's thread
+stays away until the actor has been busy for a moment. The turn is a lock: whoever holds it reads, and hands out what
+has come, in order.
 
     idle actor      lead ──> reads, until there is something for it ──> handles that
     mail's thread   rests ............................................ reads, once that takes longer than REST_S
 
 Nobody's mail waits for an actor's code: with other mailboxes in the process, or others who wait for answers, the mail's
-thread reads, as it does where there is an event loop, or a debugger that may stop the threads of actors.
+thread reads, as it does where there is a debugger that may stop the threads of actors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import selectors
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -38,7 +40,8 @@ _LOOKS = 10
 class MailTurn:
     """handle: takes the next message that has come; False at the end. expire: as `MailCalls.expire`.
 
-    mailboxes: the numbers of those that are open. calls: those of calls that are not answered.
+    mailboxes: the numbers of those that are open. calls: those of calls that are not answered. others: of these, where
+    the actor may not be the one who waits.
     """
 
     def __init__(
@@ -48,16 +51,18 @@ class MailTurn:
         expire: Callable[[], float | None],
         mailboxes: Collection[int],
         calls: Collection[int],
+        others: set[int],
     ) -> None:
         self._channel, self._handle, self._expire = channel, handle, expire
-        self._mailboxes, self._calls = mailboxes, calls
+        self._mailboxes, self._calls, self._others = mailboxes, calls, others
         self.reader = 0
         """The thread whose turn it is: it waits for nobody."""
         self._turn, self._claim = threading.Lock(), threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._arrivals = select.poll()
-        self._arrivals.register(channel.frames, select.POLLIN)
-        self._arrivals.register(self._wake_fd, select.POLLIN)
+        self._channel_fd = channel.frames.fileno()
+        self._arrivals = self.arrivals()
+        self.loops: set[int] = set()
+        """The threads whose event loops read (`IdleSelector`)."""
         self._is_asleep = False
         """Whether the reader waits for something to come."""
         self._bell = threading.Event()
@@ -66,6 +71,13 @@ class MailTurn:
         self._rests_long = False
         self._leads = self._seen = self._looks = 0
         self._is_over = self._is_private = False
+
+    def arrivals(self, *besides: int) -> select.poll:
+        """What a reader waits for. besides: descriptors that end its wait as well."""
+        arrivals = select.poll()
+        for fd in (self._channel_fd, self._wake_fd, *besides):
+            arrivals.register(fd, select.POLLIN)
+        return arrivals
 
     # ---- the thread of the mail -----------------------------------------------------------------------------------
 
@@ -76,7 +88,7 @@ class MailTurn:
                 self._rest()
             else:
                 with self._turn:
-                    self._read(lambda: not self._claim.locked(), None)
+                    self._read(lambda: not self._claim.locked(), None, self._arrivals)
 
     def _is_led(self) -> bool:
         return self._claim.locked() or time.monotonic() < self._rest_until
@@ -92,31 +104,33 @@ class MailTurn:
 
     # ---- an actor's thread ----------------------------------------------------------------------------------------
 
-    def lead(self, waits: Callable[[], bool], step_s: float | None = None) -> None:
+    def lead(self, waits: Callable[[], bool], step_s: float | None = None, arrivals: select.poll | None = None) -> bool:
         """Read while the actor ``waits()``, which is asked after each message and `wake`, and every ``step_s``.
 
-        Returns at once where that is for the mail's thread to do.
+        Returns False, at once, where that is for the mail's thread to do. arrivals: see there.
         """
         if self._is_private or self._is_over or len(self._mailboxes) > SOLE:
             self.hand_back()
-            return
+            return False
         if not self._claim.acquire(blocking=False):
-            return
+            return False
         try:
             if not self._turn.acquire(blocking=False):
                 self.wake()
                 self._turn.acquire()
             try:
-                self._read(waits, step_s, leads=True)
+                self._read(waits, step_s, arrivals or self._arrivals, leads=True)
             finally:
                 self._turn.release()
         finally:
             self._leads += 1
-            stays = len(self._mailboxes) <= SOLE and not (self._calls or self._is_private or self._is_over)
+            self._others.intersection_update(self._calls)
+            stays = len(self._mailboxes) <= SOLE and not (self._others or self._is_private or self._is_over)
             self._rest_until = time.monotonic() + REST_S if stays else 0.0
             self._claim.release()
             if self._rests_long or not stays:
                 self._bell.set()
+        return True
 
     # ---- any thread -----------------------------------------------------------------------------------------------
 
@@ -140,14 +154,16 @@ class MailTurn:
 
     # ---- whoever has the turn -------------------------------------------------------------------------------------
 
-    def _read(self, waits: Callable[[], bool], step_s: float | None, *, leads: bool = False) -> None:
+    def _read(
+        self, waits: Callable[[], bool], step_s: float | None, arrivals: select.poll, *, leads: bool = False
+    ) -> None:
         self.reader = threading.get_ident()
         try:
             while not self._is_over:
                 self._is_asleep = True  # before we look: what comes after that wakes us
                 if not waits() or (leads and self._is_private):
                     return
-                if self._wait(step_s):
+                if self._wait(step_s, arrivals):
                     self._is_asleep = False
                     self._is_over = not self._handle()
                     while not self._is_over and self._channel.frames.has_message:  # they have come together
@@ -156,16 +172,34 @@ class MailTurn:
             self._is_asleep = False
             self.reader = 0
 
-    def _wait(self, step_s: float | None) -> bool:
+    def _wait(self, step_s: float | None, arrivals: select.poll) -> bool:
         """Whether a message is there, now or within ``step_s``."""
         due_s = self._expire()
         if due_s is not None:
             step_s = due_s if step_s is None else min(step_s, due_s)
         is_there = False
-        for fd, _ in self._arrivals.poll(None if step_s is None else step_s * 1000):
+        for fd, _ in arrivals.poll(None if step_s is None else step_s * 1000):
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
-            else:
+            elif fd == self._channel_fd:
                 is_there = True
         return is_there
+
+
+class IdleSelector(selectors.DefaultSelector):
+    """Of an actor's event loop: while that has nothing to do it reads the mail. Made on the thread of the loop."""
+
+    def __init__(self, turn: MailTurn) -> None:
+        super().__init__()
+        self._turn, self._arrivals = turn, turn.arrivals(self.fileno())
+        turn.loops.add(threading.get_ident())
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if (timeout is None or timeout > 0) and self._turn.lead(iter((True, False)).__next__, timeout, self._arrivals):
+            timeout = 0  # what has come may have made something ready in the loop
+        return super().select(timeout)
+
+    def close(self) -> None:
+        self._turn.loops.discard(threading.get_ident())
+        super().close()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ordered_actors import AsyncBook, AsyncSender, Book, Sender, Sent, Step, run_program
+from patience import wait_until
 
 from meshbook import Future, LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import ActorMesh, SupervisionError
@@ -128,4 +129,5 @@ def test_the_death_of_an_actor_costs_the_others_no_message(procs: ProcMesh, whol
     try:
         assert check(programs, sent, books, living) > 100, f"seed {seed}, victim {victim}"
     finally:
+        wait_until(lambda: bool(whole.lost))  # the programs may have ended before the victim did
         whole.heal(force=True)

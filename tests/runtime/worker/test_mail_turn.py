@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +39,51 @@ class Clerk(Actor):
         other.sleep.call_one(seconds).get(timeout)
 
 
+class Waiter(Actor):
+    """One with an event loop."""
+
+    @endpoint
+    async def echo(self, value: int) -> int:
+        return value
+
+    @endpoint
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    @endpoint
+    async def block(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @endpoint
+    async def ask(self, other: Any, times: int) -> int:
+        return sum([await other.echo.call_one(1) for _ in range(times)])
+
+    @endpoint
+    async def wait_for(self, other: Any, seconds: float) -> None:
+        await other.sleep.call_one(seconds)
+
+    @endpoint
+    async def told_by_a_thread(self) -> int:
+        loop = asyncio.get_running_loop()
+        told = loop.create_future()
+        threading.Timer(0.1, loop.call_soon_threadsafe, (told.set_result, 7)).start()
+        return int(await told)
+
+
+class Runner(Actor):
+    """One without, whose endpoint makes a loop of its own."""
+
+    @endpoint
+    def ask(self, other: Any) -> float:
+        async def calls() -> None:
+            for _ in range(20):
+                await other.echo.call_one(1)
+
+        started = time.monotonic()
+        asyncio.run(calls())
+        return time.monotonic() - started
+
+
 def reader() -> str:
     """Who reads the mail of this rank."""
     ident = mail_ranks.worker().mail.turn.reader
@@ -67,6 +113,14 @@ def clerks(procs: ProcMesh) -> Any:
     clerks.echo.call(0).get(20)
     wait_until(lambda: readers(procs) == ["actor clerk"] * 2)
     return clerks
+
+
+@pytest.fixture
+def waiters(procs: ProcMesh) -> Any:
+    waiters: Any = procs.spawn("waiter", Waiter)
+    waiters.echo.call(0).get(20)
+    wait_until(lambda: readers(procs) == ["actor waiter"] * 2)
+    return waiters
 
 
 def readers(procs: ProcMesh) -> list[str]:
@@ -139,3 +193,41 @@ def test_an_actor_that_reads_the_mail_ends_when_it_is_told_to(procs: ProcMesh, c
     again: Any = procs.spawn("clerk", Clerk)
     assert again.echo.call(4).get(5).values() == [4, 4]
     procs.stop().get(5)
+
+
+def test_an_event_loop_that_has_nothing_to_do_reads_the_mail(procs: ProcMesh, waiters: Any) -> None:
+    first, second = waiters.slice(gpus=0), waiters.slice(gpus=1)
+    assert first.ask.call_one(second, 100).get(20) == 100
+    assert waiters.told_by_a_thread.call().get(20).values() == [7, 7]
+    futures = [waiters.echo.call(number) for number in range(200)]
+    assert [future.get(20).values() for future in futures] == [[number] * 2 for number in range(200)]
+    for _ in range(3):
+        waiting = first.wait_for.call_one(second, 60)
+        time.sleep(0.1)
+        assert readers(procs) == ["actor waiter"] * 2
+        waiting.cancel()
+        with pytest.raises(ActorError, match="KeyboardInterrupt"):
+            waiting.get(2)
+        assert waiters.echo.call(1).get(5).values() == [1, 1]
+    waiters.stop().get(5)
+    again: Any = procs.spawn("waiter", Waiter)
+    assert again.echo.call(4).get(5).values() == [4, 4]
+
+
+def test_a_loop_that_blocks_keeps_nobody_from_their_mail(procs: ProcMesh, waiters: Any) -> None:
+    for _ in range(3):
+        busy = waiters.slice(gpus=0).block.call_one(1.0)
+        assert procs.slice(gpus=0).execute(ask, waiters.slice(gpus=1)).get(20).values()[0] < 0.5
+        busy.get(20)
+    busy = waiters.block.call(60)
+    wait_until(lambda: readers(procs) == ["meshbook.mail"] * 2)
+    busy.cancel()
+    with pytest.raises(ActorError, match="KeyboardInterrupt"):
+        busy.get(5)
+
+
+def test_a_loop_that_an_endpoint_runs_gets_its_answers_at_once(procs: ProcMesh) -> None:
+    runner: Any = procs.slice(gpus=0).spawn("runner", Runner)
+    other: Any = procs.slice(gpus=1).spawn("waiter", Waiter)
+    runner.ask.call_one(other).get(20)  # it may import asyncio
+    assert runner.ask.call_one(other).get(20) < 0.1
