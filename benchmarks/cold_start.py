@@ -13,20 +13,21 @@ import sys
 import time
 from typing import Any
 
+import meshbook
 from benchmarks.processes import descendants, memory
 from benchmarks.subject import TIMEOUT_S, no_op
-from meshbook import LocalLauncher, shutdown, start_hosts, this_host
+from meshbook import this_host
 
 
 def main(started_s: float, hosts: int, ranks: int, *, torch: bool) -> None:
     """Print the seconds until every rank has answered a call, CPU seconds of all other processes, and their PSS."""
-    where = this_host() if hosts == 1 else start_hosts({"hosts": hosts}, LocalLauncher())
+    where = this_host() if hosts == 1 else meshbook.start_hosts({"hosts": hosts}, meshbook.LocalLauncher())
     options: dict[str, Any] = {} if torch else {"torch": False}  # a checkout from before may know no such option
     with where.spawn_procs({"gpus": ranks}, device="cpu", **options) as procs:
         no_op(procs).get(TIMEOUT_S)
         took_s = time.monotonic() - started_s
         pss_mb = sum(memory(pid).pss_mb for pid in descendants(os.getpid()))
-    shutdown()
+    meshbook.shutdown()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(json.dumps([took_s, used.ru_utime + used.ru_stime, pss_mb]))
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from meshbook import Future, ProcMesh, ValueMesh, this_host
+from meshbook import this_host
+
+if TYPE_CHECKING:  # who wants a mesh from nothing imports no more than a program would
+    from meshbook import Future, ProcMesh, ValueMesh
 
 TIMEOUT_S = 120.0
 """Deadline of every single call here: a benchmark that hangs has failed."""

@@ -9,22 +9,24 @@ mesh.slice(gpus=0).pull("x").get()
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
-from meshbook import errors
 from meshbook._version import __version__
-from meshbook.sessions.listing import SavedSession, sessions
 
 if TYPE_CHECKING:
+    from meshbook import errors
     from meshbook.concurrency.future import Future
     from meshbook.errors import MeshError
     from meshbook.launchers.base import Launcher
     from meshbook.launchers.local import LocalLauncher
     from meshbook.mesh.attach import Attachment
-    from meshbook.mesh.driven import attach, detach, heal_mesh, recall, remember, shutdown, start_hosts, this_host
+    from meshbook.mesh.driven import attach, detach, heal_mesh, recall, remember, shutdown, start_hosts
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.sessions.listing import SavedSession
     from meshbook.shape.members import Extent, Point
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
     from meshbook.shape.value_mesh import ValueMesh
@@ -65,10 +67,11 @@ _FOUND_IN = {
     "launchers.local": ("LocalLauncher",),
     "mesh.attach": ("Attachment",),
     "mesh.driven": (
-        "attach", "detach", "heal_mesh", "recall", "remember", "shutdown", "start_hosts", "this_host",
+        "attach", "detach", "heal_mesh", "recall", "remember", "shutdown", "start_hosts",
     ),
     "mesh.host_mesh": ("HostMesh",),
     "mesh.proc_mesh": ("ProcMesh",),
+    "sessions.listing": ("SavedSession",),
     "shape.members": ("Extent", "Point"),
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
     "shape.value_mesh": ("ValueMesh",),
@@ -78,7 +81,7 @@ _FOUND_IN = {
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _FOUND_IN.items() for name in names}
 
 
-_FACES = ("actor", "mesh", "shape", "wire")
+_FACES = ("actor", "errors", "mesh", "shape", "wire")
 """Packages that ``import meshbook`` is enough for."""
 
 
@@ -93,6 +96,26 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_FACES})
+
+
+def this_host() -> HostMesh:
+    """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
+    from meshbook.launchers.head_start import head_start
+
+    with contextlib.nullcontext() if f"{__name__}.mesh.driven" in sys.modules else head_start():
+        from meshbook.mesh import driven
+
+        return driven.this_host()
+
+
+importlib.import_module(f"{__name__}.sessions")  # now: later it would take the place of the function of its name
+
+
+def sessions() -> list[SavedSession]:
+    """The sessions of this user on this machine that have meshes, the latest first; dead ones are left out."""
+    from meshbook.sessions import listing
+
+    return listing.sessions()
 
 
 def load_ipython_extension(ipython: object) -> None:

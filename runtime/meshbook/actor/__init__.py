@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import meshbook
 from meshbook.actor.actor_mesh import ActorMesh
-from meshbook.actor.buffers.rdma_buffer import RDMABuffer
 from meshbook.actor.context import Context, context, current_actor_name, current_rank, current_size
 from meshbook.actor.decorators import Actor, Endpoint, concurrent_endpoint, endpoint
 from meshbook.actor.endpoint import Accumulator, as_endpoint, send
@@ -43,6 +43,7 @@ from meshbook.actor.errors import (
 )
 from meshbook.actor.ports import Channel, Port, PortReceiver
 from meshbook.actor.proc_ref import this_proc
+from meshbook.actor.router import is_rank
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.concurrency.future import Future
 from meshbook.shape.members import Extent, Point
@@ -50,8 +51,8 @@ from meshbook.shape.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
 from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
-    from meshbook.mesh.actor_hosts import get_or_spawn_controller, shutdown_context
-    from meshbook.mesh.driven import this_host
+    from meshbook.actor.buffers.rdma_buffer import RDMABuffer
+    from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
 
@@ -108,11 +109,11 @@ __all__ = [
 _LATER = {
     "HostMesh": "meshbook.mesh",
     "ProcMesh": "meshbook.mesh.proc_mesh",
+    "RDMABuffer": "meshbook.actor.buffers.rdma_buffer",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",
-    "this_host": "meshbook.mesh.actor_hosts",
 }
-"""What stands above this package, which those modules import themselves."""
+"""What stands above this package, which those modules import themselves; and buffers, which import NumPy."""
 
 
 def __getattr__(name: str) -> object:
@@ -121,3 +122,12 @@ def __getattr__(name: str) -> object:
 
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def this_host() -> HostMesh | HostRef:
+    """The machine this runs on: that of the notebook, or that of the rank."""
+    if is_rank():
+        from meshbook.mesh.actor_hosts import HostRef
+
+        return HostRef()
+    return meshbook.this_host()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
@@ -76,13 +75,15 @@ class ActorFuture(MappedFuture[Values, T], Generic[T]):
         try:
             with context().waiting_for(self._call.name_in_chain):
                 return (yield from super().__await__())
-        except asyncio.CancelledError:
-            if context().interrupted:  # who has called us does not want it any more
-                self.cancel()
-            raise
         except (CallFailed, WorkerLost, MeshStoppedError) as error:
             told = translate(error, *self._names)
             raise told from told.__cause__
+        except BaseException as error:
+            from asyncio import CancelledError  # only here: who awaits has it, controllers start faster without
+
+            if isinstance(error, CancelledError) and context().interrupted:
+                self.cancel()  # who has called us does not want it any more
+            raise
 
 
 class Stream(Generic[T]):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -63,6 +62,10 @@ GOODBYE_GRACE_S = 1.0
 LOGS_GRACE_S = 1.0
 
 FAULT_REST_S = 0.01
+
+EXPECT_TORCH_S = 0.5
+"""A controller that asks for no ranks so soon after it was met is given no more than a host for now: importing torch
+would slow the first ranks of a program that wants none, and the first cell of a kernel."""
 
 _LEFT = wire.DeathCause("", "the process that controls the mesh has ended, or has detached from it", "")
 
@@ -129,7 +132,7 @@ class HostAgent:
                 wire.PROTOCOL_VERSION,
                 self._ticket.host_id,
                 self._name,
-                machine_id() if self._ticket.shares_memory else secrets.token_hex(8),
+                machine_id() if self._ticket.shares_memory else os.urandom(8).hex(),
                 os.getpid(),
                 count_cuda_devices(),
                 count_cores(),
@@ -228,6 +231,7 @@ class HostAgent:
                 self._welcome, self._uplink.shares_memory = message, message.shares_memory
                 if message.machine == machine_id():
                     self._lease.watch_process(message.pid, message.started)
+                self._loop.call_later(EXPECT_TORCH_S, self._spawns.expect_torch)
             case wire.Leave(lease_s):
                 self._lease.leave(lease_s)
                 self._mail.controller.lose(_LEFT)

@@ -34,10 +34,9 @@ class Spawns:
         self._special: dict[tuple[bool, tuple[str, ...]], TemplateProcess] = {}
         """By the modules that they have imported besides."""
         self._waiting: list[wire.Spawn] = []
+        self._was_asked = False
         if inherited is not None:
             self._plain[inherited.has_torch] = TemplateProcess.start(loop, inherited)
-        if True not in self._plain:
-            self._plain_template(torch=False).when_ready(self._expect_torch)
 
     @property
     def _templates(self) -> list[TemplateProcess]:
@@ -52,6 +51,7 @@ class Spawns:
 
         again: the template that was asked first has ended; another one is made, once.
         """
+        self._was_asked = True
         try:
             template = self._template_for(spawn)
         except OSError as error:
@@ -76,9 +76,9 @@ class Spawns:
         forked = self._special[spawn.torch, spawn.preload] = plain.fork_template(spawn.preload, spawn.sys_path)
         return forked
 
-    def _expect_torch(self) -> None:
-        """The first template is ready: have torch imported before somebody asks, unless who came wants none."""
-        if not self._plain[False].failure and all(spawn.torch for spawn in self._waiting):
+    def expect_torch(self) -> None:
+        """Have torch imported before somebody asks for ranks, unless somebody has: they may want none."""
+        if not self._was_asked:
             with contextlib.suppress(OSError):  # who asks is told
                 self._plain_template(torch=True)
 

@@ -7,7 +7,7 @@ Renumber  the same processes under other ranks; their logs follow
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ class WorkerPool:
         """The mesh is being stopped: whoever comes up now is not wanted any more."""
         self._owner, self._log_dir = owner, log_dir
         self._loop, self._report, self.host = host.loop, host.uplink.send, host.name
-        self._marker = b"\x1e" + secrets.token_hex(8).encode() + b":"
+        self._marker = b"\x1e" + os.urandom(8).hex().encode() + b":"
         self._batches: list[_Batch] = []
         self._replaced = 0
 

@@ -9,7 +9,7 @@ Whoever has asked is told again when ranks have moved; all agents are told of lo
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Mapping
 
 from meshbook.controller.host_state import HostState
@@ -69,7 +69,8 @@ class PeerDirectory:
         others = [other for other in mesh.hosts if other is not host and not other.lost]
         for other in others:
             if (host.id, other.id) not in self.met:
-                meeting = self.met[host.id, other.id] = wire.Meeting("", secrets.randbits(31) + 1)
+                epoch = int.from_bytes(os.urandom(4), "little") // 2 + 1
+                meeting = self.met[host.id, other.id] = wire.Meeting("", epoch)
                 other.send_urgent(wire.OpenPeerPort(host.id, self._key_of(host.id), meeting.epoch, self._ip()))
         return all(self.met[host.id, other.id].endpoint or self.met[host.id, other.id].problem for other in others)
 

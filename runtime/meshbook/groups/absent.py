@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from meshbook.errors import UsageError
 from meshbook.groups.progress import Collectives, OperationLog
-from meshbook.groups.use import Handled
+
+if TYPE_CHECKING:
+    from meshbook.groups.use import Handled
 
 WITHOUT_TORCH = (
     "this mesh was spawned without torch, so its ranks have no process groups and no collectives. Spawn one that has: "

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from meshbook.launchers import templates
 from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.head_start import AGENT, exec_agent, open_log
 from meshbook.launchers.templates import UNSEEN, HostFork, HostTemplate, surroundings
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.process_ends import end_process
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
 from meshbook.wire.ticket import Ticket, encode_ticket
-
-_AGENT = "meshbook.agent.host_agent"
 
 
 class LocalLauncher:
@@ -61,7 +58,7 @@ def _template_for(tickets: list[Ticket]) -> HostTemplate | None:
         if _template is not None and not _template.has_ended and _template.inherited == surroundings():
             return _template
         if len(tickets) > 1:
-            _template = HostTemplate(_AGENT, Path(tickets[0].log_dir) / "template.log")
+            _template = HostTemplate(AGENT, Path(tickets[0].log_dir) / "template.log")
             return _template
     except OSError:
         pass  # who starts the agents one by one says what is wrong
@@ -71,19 +68,19 @@ def _template_for(tickets: list[Ticket]) -> HostTemplate | None:
 def _start(ticket: Ticket, log: Path, template: HostTemplate | None) -> LocalHost:
     _reap()
     environment = {} if ticket.shares_memory else {MEMORY_VARIABLE: ticket.host_id}
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as errors:
-        process, stdin = (template and _fork(template, errors, environment)) or _exec(errors, environment)
+    process, stdin = (template and _fork(template, log, environment)) or _exec(log, environment)
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and `LocalHost.failure` says why
         stdin.write(encode_ticket(ticket) + b"\n")
         stdin.flush()
     return LocalHost(process, stdin, log)
 
 
-def _fork(template: HostTemplate, log: IO[bytes], environment: dict[str, str]) -> tuple[HostFork, IO[bytes]] | None:
+def _fork(template: HostTemplate, log: Path, environment: dict[str, str]) -> tuple[HostFork, IO[bytes]] | None:
     """Fork an agent; None if the template cannot. Raises: OSError if the system has no descriptors for it."""
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
-        return template.fork(theirs, log.fileno(), environment), os.fdopen(ours, "wb")
+        with open_log(log) as output:
+            return template.fork(theirs, output.fileno(), environment), os.fdopen(ours, "wb")
     except BaseException as error:
         os.close(ours)
         if not isinstance(error, OSError):
@@ -93,16 +90,8 @@ def _fork(template: HostTemplate, log: IO[bytes], environment: dict[str, str]) -
         os.close(theirs)
 
 
-def _exec(log: IO[bytes], environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Start an agent in an interpreter of its own. Raises: OSError."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", templates.__name__, _AGENT],
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        env={**os.environ, **environment},
-    )
+def _exec(log: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    process = exec_agent(log, environment)
     assert process.stdin is not None
     return process, process.stdin
 

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from meshbook.launchers.head_start import open_log
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire import messages as wire
@@ -168,7 +169,7 @@ class HostTemplate:
     def __init__(self, agent: str, log: Path) -> None:
         """Start importing. agent: the module whose ``main`` is an agent. Raises: OSError."""
         self.inherited = surroundings()
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
+        with open_log(log) as output:
             self._process, self._sock = _exec(
                 ["meshbook.worker.host_template", agent], output.fileno(), own_session=True
             )

@@ -1,4 +1,4 @@
-"""Hosts and singletons, in the notebook and on ranks: `this_host`, `get_or_spawn_controller`, `shutdown_context`."""
+"""Hosts and singletons, in the notebook and on ranks: `HostRef`, `get_or_spawn_controller`, `shutdown_context`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 
 from meshbook.actor.context import context
 from meshbook.actor.proc_ref import ProcRef, ask_controller
-from meshbook.actor.router import TActor, current_router, is_rank
+from meshbook.actor.router import TActor, current_router
 from meshbook.concurrency.future import Future
 from meshbook.mesh import driven
-from meshbook.mesh.host_mesh import HostMesh
 
 
 class HostRef:
@@ -32,11 +31,6 @@ class HostRef:
         if belongings is not None:
             belongings.add(procs)
         return procs
-
-
-def this_host() -> HostMesh | HostRef:
-    """The machine this runs on: that of the notebook, or that of the rank."""
-    return HostRef() if is_rank() else driven.this_host()
 
 
 def get_or_spawn_controller(name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> Future[TActor]:

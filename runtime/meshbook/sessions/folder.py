@@ -18,7 +18,6 @@ import contextlib
 import math
 import os
 import re
-import secrets
 import shutil
 import threading
 import time
@@ -108,7 +107,7 @@ class SessionFolder:
     @classmethod
     def create(cls, public_key: str, secret_key: str, lease_s: float) -> SessionFolder:
         """Begin a session. Raises: SpawnError if the folders are not ours alone."""
-        id = secrets.token_hex(4)
+        id = os.urandom(4).hex()
         base = runtime_base()
         path, new = base / id, base / f".{id}"
         new.mkdir(mode=0o700)

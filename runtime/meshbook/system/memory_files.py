@@ -20,13 +20,14 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook.system.descriptors import above_standard, open_above
 from meshbook.system.user_folders import runtime_base
+
+if TYPE_CHECKING:  # else it is imported by whoever has the first array: controllers and agents start sooner
+    import numpy as np
+    import numpy.typing as npt
 
 _F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 2
 _SHARED_MEMORY = Path("/dev/shm")
@@ -74,7 +75,7 @@ def has_memfds() -> bool:
     return True
 
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -104,6 +105,8 @@ def map_fd(fd: int, size_bytes: int, flags: int, on_unmap: Callable[[], None] | 
     owner = _Mapping(address, size_bytes)
     finalizer = weakref.finalize(owner, _unmap, address, size_bytes, on_unmap)
     finalizer.atexit = False  # views may outlive it there
+    import numpy as np
+
     return np.asarray(owner)
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -76,6 +74,8 @@ def _runtime_parent() -> Path:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and os.access(given, os.W_OK | os.X_OK):
             return Path(given)
     try:
+        import tempfile  # only here: agents are started before all else
+
         return Path(tempfile.gettempdir())
     except OSError as error:
         raise SpawnError(f"there is no folder for sockets: {error}. Set XDG_RUNTIME_DIR to one of yours.") from error
@@ -113,7 +113,7 @@ def private_folder(folder: Path) -> Path:
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace ``path`` by a file of mode 0600 with this content, in one step."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    new = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:

@@ -26,8 +26,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from meshbook.concurrency import forks
 from meshbook.concurrency.sigint import held_back
 from meshbook.errors import LocalProtocolError, MeshError
@@ -77,6 +75,8 @@ class _Segment:
 
     def fill(self, spans: Sequence[tuple[int, int]], buffers: Sequence[Buffer]) -> None:
         """Copy each buffer to its span; by pwrite where pages are new, which saves zeroing and faults."""
+        import numpy as np
+
         for (offset, length), buffer in zip(spans, buffers, strict=True):
             if not length:
                 continue
@@ -267,6 +267,8 @@ def _explain(ref: SegmentRef, error: OSError) -> str:
 
 
 def _read(fd: int, size_bytes: int) -> Bytes:
+    import numpy as np
+
     whole = np.empty(size_bytes, dtype=np.uint8)
     done = 0
     while done < size_bytes:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.os_errors import check_descriptors
@@ -43,6 +43,7 @@ _CONNECTION_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.E
 _NEEDED_FILES = 64
 """libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
 _COPY_BELOW_BYTES = 1 << 16
+_MONITOR_EVENT = struct.Struct("=HI")
 
 
 def _configure(sock: zmq.Socket[bytes]) -> None:
@@ -125,11 +126,11 @@ class ZmqServer:
         """Let hosts in, without waiting; whether `receive` would find something."""
         self._answer_handshakes()
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self.door.accepted(int(event["value"]))
+            event, value = _told_by(self._monitor)
+            if event == zmq.EVENT_ACCEPTED:
+                self.door.accepted(value)
             else:
-                self.door.closed(int(event["value"]))
+                self.door.closed(value)
             self.watch_door()
         return bool(int(self._router.getsockopt(zmq.EVENTS)) & _READABLE)
 
@@ -197,6 +198,12 @@ def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
             return frames
 
 
+def _told_by(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """The next event and its value, as in zmq_socket_monitor(3); pyzmq's own reader of them imports asyncio."""
+    event, value = _MONITOR_EVENT.unpack(monitor.recv_multipart(_NOBLOCK)[0])
+    return event, value
+
+
 def _user_id(frame: zmq.Frame) -> str:
     """Whose key the connection has proved to hold, as the ZAP handler named it."""
     try:
@@ -249,11 +256,11 @@ class ZmqLane(Lane):
 
     def look(self) -> None:
         while self._monitor is not None and self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_CONNECTED:
-                self._fd = int(event["value"])
+            event, value = _told_by(self._monitor)
+            if event == zmq.EVENT_CONNECTED:
+                self._fd = value
             else:
-                self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self._is_connected and (connection := borrow(self._fd)) is not None:
             with connection:
                 self.answered = last_answer(connection, self.answered)

@@ -43,7 +43,7 @@ def main(agent: str, fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock, started = socket.socket(fileno=fd), time.perf_counter()
     launcher = os.pidfd_open(os.getppid()) if has_pidfds() else None
-    shell = template.preload((*template.STANDARD_PRELOAD, *WITH_TORCH, agent))
+    shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *WITH_TORCH, agent))
     gc.freeze()
     sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, template.why_not_to_fork())))
     while data := _next_request(sock, launcher):

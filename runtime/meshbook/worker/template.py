@@ -22,12 +22,13 @@ import faulthandler
 import gc
 import importlib
 import os
+import select
 import socket
 import struct
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from meshbook.system.os_errors import explain
@@ -43,6 +44,7 @@ from meshbook.wire import messages as wire
 from meshbook.wire.template_messages import (
     FDS_PER_WORKER,
     ForkFailed,
+    ForkTemplate,
     ForkWorkers,
     Request,
     TemplateForked,
@@ -54,13 +56,14 @@ from meshbook.wire.template_messages import (
 if TYPE_CHECKING:
     from meshbook.shell.shell import RankShell
 
-STANDARD_PRELOAD = (
-    "numpy",
-    "numpy.random",
-    "cloudpickle",
-    "meshbook.worker.worker",
-)
+STANDARD_PRELOAD = ("meshbook.worker.worker",)
 """Of the first template, from which that with torch is forked (`meshbook.launchers.templates.WITH_TORCH`)."""
+
+LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma_buffer")
+"""Of the first template as well, but ranks without torch that are waited for do not wait for them."""
+
+IDLE_S = 1.0
+"""Ranks have come up when a template was asked for nothing for so long."""
 
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")
@@ -76,29 +79,33 @@ class _Fork(NamedTuple):
 def main(sock: socket.socket) -> NoReturn:
     """Import, say ready, and serve fork requests until the agent closes the socket; then end what it left."""
     started = time.perf_counter()
-    serve(sock, preload(STANDARD_PRELOAD), started)
+    serve(sock, preload(STANDARD_PRELOAD), started, [*LATER])
 
 
 def preload(modules: Sequence[str]) -> RankShell:
     """Import what forks of this process share, and build their shell."""
     faulthandler.enable(all_threads=False)  # workers inherit it: a crash in native code says where Python was
     gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
-    for module in modules:
-        importlib.import_module(module)
+    _import(modules)
     from meshbook.shell.shell import RankShell
 
     return RankShell()
 
 
-def serve(sock: socket.socket, shell: RankShell, started: float) -> NoReturn:
-    """Be the template of the agent at the other end of ``sock``."""
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str] | None = None) -> NoReturn:
+    """Be the template of the agent at the other end of ``sock``. later: modules to import when there is time."""
     while True:
         if (groups := sys.modules.get("meshbook.groups.rank_groups")) is not None:
             groups.warm()
         gc.freeze()  # keeps the collector of the children away from our objects, else it would copy their pages
         sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, why_not_to_fork())))
         flock = SpawnedWorkers()
-        child = _serve(sock, flock)
+        child = _serve(sock, flock, later or [])
         if child is None:
             flock.end()
             os._exit(0)
@@ -118,8 +125,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float) -> NoReturn:
 def _preload_or_explain(sock: socket.socket, modules: str) -> None:
     """Import the user's modules in a fresh template; a failing import is told to the agent, and ends us."""
     try:
-        for module in filter(None, modules.split(",")):
-            importlib.import_module(module)
+        _import(filter(None, modules.split(",")))
     except BaseException:
         sock.send(wire.encode(TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
         os._exit(1)
@@ -155,10 +161,12 @@ class SpawnedWorkers:
                 kill_session(pid)
 
 
-def _serve(sock: socket.socket, flock: SpawnedWorkers) -> _Fork | None:
+def _serve(sock: socket.socket, flock: SpawnedWorkers, later: list[str]) -> _Fork | None:
     """Serve requests; returns in a forked child with what it became, or None when the agent is gone."""
-    while data := sock.recv(_PACKET_BYTES):
+    while data := _next_request(sock, later):
         request = decode_request(data)
+        if isinstance(request, ForkTemplate):
+            _import_now(later)
         try:
             read, write = os.pipe()
             batch = os.fork()
@@ -175,6 +183,19 @@ def _serve(sock: socket.socket, flock: SpawnedWorkers) -> _Fork | None:
         if os.waitpid(batch, 0)[1]:
             os._exit(1)  # it was killed: nobody knows how far it came, so the agent gives up what it asked of us
     return None
+
+
+def _next_request(sock: socket.socket, later: list[str]) -> bytes:
+    """Empty when the agent is gone."""
+    if later and not select.select([sock], [], [], IDLE_S)[0]:
+        _import_now(later)
+    return sock.recv(_PACKET_BYTES)
+
+
+def _import_now(later: list[str]) -> None:
+    _import(later)
+    later.clear()
+    gc.freeze()
 
 
 def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:

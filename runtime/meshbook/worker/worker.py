@@ -472,10 +472,9 @@ def _by_text(items: Mapping[str, object]) -> dict[str, object]:
 
 def _seed() -> None:
     """Forks share the template's random state; each rank needs its own."""
-    import numpy
-
     random.seed()
-    numpy.random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None and "numpy.random" in sys.modules:
+        numpy.random.seed()
     if (torch := sys.modules.get("torch")) is None:
         return
     if torch.backends.cuda.is_built():

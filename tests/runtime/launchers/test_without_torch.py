@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
 
@@ -24,6 +26,42 @@ class Counter(Actor):
     def add(self, number: int) -> tuple[int, bool]:
         self.count += number
         return self.count, "torch" in sys.modules
+
+
+MESH_OF_CELLS = """
+from meshbook import this_host
+procs = this_host().spawn_procs({"procs": 2}, torch=False)
+procs.run("1").get(60)
+"""
+
+MESH_OF_ACTORS = """
+from meshbook.actor import Actor, endpoint, this_host
+
+class Greeter(Actor):
+    @endpoint
+    def greet(self) -> str:
+        return "hello"
+
+procs = this_host().spawn_procs({"procs": 2}, torch=False)
+assert procs.spawn("greeters", Greeter).greet.call().get(60).values() == ["hello"] * 2
+"""
+
+WHO_HAS_WHAT = """
+import json, sys, psutil
+here = [module for module in ("torch", "numpy", "IPython", "asyncio", "zmq.asyncio") if module in sys.modules]
+below = psutil.Process().children(recursive=True)
+with_torch = [each.cmdline() for each in below if any("libtorch" in file.path for file in each.memory_maps())]
+print(json.dumps([here, len(below), with_torch]))
+"""
+
+
+@pytest.mark.parametrize("program", [MESH_OF_CELLS, MESH_OF_ACTORS])
+def test_no_process_of_a_program_that_wants_no_torch_imports_it(program: str) -> None:
+    said = subprocess.run([sys.executable, "-c", program + WHO_HAS_WHAT], capture_output=True, text=True, timeout=90)
+    assert said.returncode == 0, said.stderr
+    here, processes, with_torch = json.loads(said.stdout)
+    assert here == with_torch == []
+    assert processes == 4  # an agent, its template, the ranks
 
 
 def _spawn(count: int = 2) -> ProcMesh:
