@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from meshbook.agent.direct_lanes import AgentLanes
 from meshbook.agent.forwarded import ForwardedCalls
 from meshbook.agent.peers import AgentPeers
 from meshbook.agent.resources import HostResources
@@ -47,6 +48,7 @@ class AgentMail:
         self.controller = self.calls_by(host.uplink)
         """The calls that are the controller's to answer."""
         self.peers = AgentPeers(self, host, is_there)
+        self.lanes = AgentLanes(host, meshes, self.peers)
         self._held: dict[AgentWorker, tuple[wire.MailHold, set[AgentWorker]]] = {}
         """Workers that read too slowly, with those who wait for it, and what they were told."""
         self.held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
@@ -147,6 +149,20 @@ class AgentMail:
                 self._segment_refs.lend((reply.segment.pid, reply.segment.segment), [sender])
         if not sender.has_ended:
             sender.send_mail([wire.encode(replies), *frames])
+
+    def answer_direct(self, worker: AgentWorker, reply: wire.Reply, payload: Sequence[Buffer]) -> None:
+        """Pass on the answer to a call of which we have no note; the caller knows by which name it called the rank."""
+        origin = reply.origin
+        mesh = self._meshes.get(origin.mesh) if origin is not None else None
+        workers = mesh.workers.values() if mesh is not None else ()
+        sender = next((one for one in workers if origin is not None and one.pid == origin.pid), None)
+        if sender is not None:
+            answer = wire.RankReply(
+                worker.rank, reply.status, len(payload), reply.duration_s, reply.segment, None, reply.inline
+            )
+            self._answer(sender, wire.Replies(reply.id, (answer,), origin), payload)
+        elif reply.segment is not None:
+            self.discard(reply.segment)
 
     def discard(self, segment: wire.SegmentRef) -> None:
         """Drop a payload that no call wants."""

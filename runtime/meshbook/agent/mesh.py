@@ -260,6 +260,12 @@ class AgentMesh:
                 self._mail.call(worker, self.id, message, payload)
             case wire.Cancel():
                 self._mail.cancel(worker, self.id, message)
+            case wire.AskLane():
+                self._mail.lanes.offer(worker, message)
+            case wire.TakeLane(number):
+                self._mail.lanes.take(number)
+            case wire.CutLane(number):
+                self._mail.lanes.cut(number)
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
@@ -272,6 +278,10 @@ class AgentMesh:
             self._host.segment_refs.take_back(worker, each)
         key = reply.id if reply.origin is None else (reply.origin, reply.id)
         call = self._calls.get(key)
+        if reply.is_direct and worker not in self.worker_pool.leaving:
+            self._output.send(worker, final=True)
+            self._mail.answer_direct(worker, reply, payload)
+            return
         if call is None or worker.rank not in call.waiting or worker in self.worker_pool.leaving:
             if reply.segment is not None:
                 worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
@@ -369,7 +379,11 @@ class AgentMesh:
             exited = wire.WorkerExited(self.id, worker.rank, worker.pid, cause, tail, worker.request, alone)
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)
-            self._forget_rank(worker.rank, wire.DeathCause(self.worker_pool.host, cause, tail, alone))
+            death = wire.DeathCause(self.worker_pool.host, cause, tail, alone)
+            self._mail.lanes.lose(worker, death)
+            self._forget_rank(worker.rank, death)
+        else:
+            self._mail.lanes.lose(worker, self.death(worker.rank))
         self.tell_if_stopped()
 
     def tell_if_stopped(self) -> None:
@@ -385,6 +399,7 @@ class AgentMesh:
             worker.output.release()
             self._output.send(worker, final=True)
             self.store.drop_client(worker.rank)
+            self._mail.lanes.lose(worker, self.death(worker.rank))
             self._forget_rank(worker.rank, self.death(worker.rank))
 
     def _forget_rank(self, rank: int, death: wire.DeathCause) -> None:
@@ -404,6 +419,8 @@ class AgentMesh:
     def _give_up_mail(self, cause: str) -> None:
         """Workers that wait for ranks here will not get an answer."""
         death = wire.DeathCause(self.worker_pool.host, cause, "")
+        for worker in self.workers.values():
+            self._mail.lanes.lose(worker, death)
         for key, call in tuple(self._calls.items()):
             if call.answer is not None:
                 call.replies += [lost_reply(call.name_of(rank), death) for rank in sorted(call.waiting)]

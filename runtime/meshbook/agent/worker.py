@@ -60,15 +60,17 @@ class WorkerLane:
         """Send a message, now or as soon as the worker reads."""
         self.send_packed(pack(frames))
 
-    def send_packed(self, data: bytes) -> None:
-        """The same with a message as `pack` makes it, for whoever sends it to several workers."""
-        if self._watch is None:
-            return
-        try:
-            if not self._messages.send(data):
-                self._loop.want_writable(self._watch, True)
-        except OSError:
-            pass  # the worker is gone; its pidfd tells the story
+    def send_packed(self, data: bytes, given: socket.socket | None = None) -> None:
+        """The same with a message as `pack` makes it, for whoever sends it to several workers; given: as there."""
+        if self._watch is not None:
+            try:
+                if not self._messages.send(data, given):
+                    self._loop.want_writable(self._watch, True)
+                return
+            except OSError:
+                pass  # the worker is gone; its pidfd tells the story
+        if given is not None:
+            given.close()
 
     @property
     def unsent_bytes(self) -> int:
@@ -186,16 +188,16 @@ class AgentWorker:
         while self._pipe_ends:
             os.close(self._pipe_ends.pop())
 
-    def send_mail(self, frames: Sequence[Buffer]) -> None:
-        """Send a message that does not wait for the worker's main thread."""
-        self.send_packed_mail(pack(frames))
+    def send_mail(self, frames: Sequence[Buffer], given: socket.socket | None = None) -> None:
+        """Send a message that does not wait for the worker's main thread. given: as in `MessageSocket.send`."""
+        self.send_packed_mail(pack(frames), given)
 
-    def send_packed_mail(self, data: bytes) -> None:
+    def send_packed_mail(self, data: bytes, given: socket.socket | None = None) -> None:
         """The same with a message as `pack` makes it."""
         if not self._reads_mail:
             self._reads_mail = True
             self.urgent.send([wire.encode(wire.OpenMail())])
-        self.mail.send_packed(data)
+        self.mail.send_packed(data, given)
 
     @property
     def has_ended(self) -> bool:

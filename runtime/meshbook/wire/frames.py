@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from meshbook.errors import MessageTooLarge, PeerProtocolError
@@ -33,6 +33,8 @@ MAX_FRAMES = 4096
 MAX_MESSAGE_BYTES = 1 << 31
 
 _U32 = struct.Struct("<I")
+_CARRIED_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
+"""Of a descriptor that comes with a message; the system brings those of one message at a time."""
 
 
 def pack(frames: Sequence[Buffer]) -> bytes:
@@ -103,8 +105,12 @@ def _cut(data: Buffer) -> tuple[list[bytes], int] | None:
 class FrameSocket:
     """Blocking messages over a stream socket; one reader thread, writers serialised by their owner."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, takes_descriptors: bool = False) -> None:
         self._sock = sock
+        self.descriptors: deque[int] | None = deque() if takes_descriptors else None
+        """Those that have come with messages, in order."""
+        self.on_taken: Callable[[], object] | None = None
+        """Called when something has come, before the messages that it completes are handed out."""
         self._arrivals = select.poll()
         self._arrivals.register(sock, select.POLLIN)
         self._reader = FrameReader()
@@ -133,12 +139,19 @@ class FrameSocket:
             if not is_there:
                 self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
             is_there = False
-            data = self._sock.recv(self._read_bytes)
+            if self.descriptors is None:
+                data = self._sock.recv(self._read_bytes)
+            else:
+                data, carried, _, _ = self._sock.recvmsg(self._read_bytes, _CARRIED_BYTES, socket.MSG_CMSG_CLOEXEC)
+                for _, _, numbers in carried:
+                    self.descriptors.extend(memoryview(numbers).cast("i"))
             if not data:
                 return None
             self._read_bytes = READ_BYTES if len(data) >= FIRST_READ_BYTES else FIRST_READ_BYTES
             self._ready = list(self._reader.feed(data))
             self._ready.reverse()
+            if self.on_taken is not None:
+                self.on_taken()
         return self._ready.pop()
 
     def send(self, frames: Sequence[Buffer]) -> None:
@@ -156,6 +169,13 @@ def only_frame(payload: Sequence[bytes]) -> bytes:
     return payload[0]
 
 
+def _give(sock: socket.socket, data: Buffer, given: socket.socket) -> int:
+    """Send ``data``, as much as there is room for, and a socket with it, which is closed here. Raises: OSError."""
+    sent = socket.send_fds(sock, [data], [given.fileno()])
+    given.close()
+    return sent
+
+
 class MessageSocket:
     """Whole messages over a stream socket that never blocks; what does not fit now waits here. Raises: OSError."""
 
@@ -165,40 +185,41 @@ class MessageSocket:
         sock.setblocking(False)
         self._sock, self.fd = sock, sock.fileno()
         self._reader = FrameReader()
-        self._unsent: deque[memoryview] = deque()
+        self._unsent: deque[tuple[memoryview, socket.socket | None]] = deque()
+        """What waits, and what is to be given away with it."""
         self.unsent_bytes = 0
         self.has_more = False
         """Whether the last `receive` may have left something."""
 
-    def send(self, data: bytes) -> bool:
+    def send(self, data: bytes, given: socket.socket | None = None) -> bool:
         """Send a message as `pack` makes it; whether nothing waits for the other end to read.
 
-        Else call `flush` when there is room.
+        Else call `flush` when there is room. given: a socket that travels with it, and is closed here.
         """
         if self._unsent:
             sent = 0
         else:
             try:
-                sent = self._sock.send(data)
+                sent = self._sock.send(data) if given is None else _give(self._sock, data, given)
             except BlockingIOError:
                 sent = 0
             if sent == len(data):
                 return True
-        self._unsent.append(memoryview(data)[sent:])
+        self._unsent.append((memoryview(data)[sent:], given if not sent else None))
         self.unsent_bytes += len(data) - sent
         return False
 
     def flush(self) -> bool:
         """Send what waits, as far as there is room; whether that was all."""
         while self._unsent:
-            part = self._unsent[0]
+            part, given = self._unsent[0]
             try:
-                sent = self._sock.send(part)
+                sent = self._sock.send(part) if given is None else _give(self._sock, part, given)
             except BlockingIOError:
                 return False
             self.unsent_bytes -= sent
             if sent < len(part):
-                self._unsent[0] = part[sent:]
+                self._unsent[0] = part[sent:], None
                 return False
             self._unsent.popleft()
         return True
@@ -227,4 +248,7 @@ class MessageSocket:
         return self._reader.feed(data)
 
     def close(self) -> None:
+        for _, given in self._unsent:
+            if given is not None:
+                given.close()
         self._sock.close()

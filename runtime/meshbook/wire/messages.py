@@ -759,6 +759,46 @@ class MailHold(_Message, frozen=True, tag="hold"):
     held: bool
 
 
+class AskLane(_Message, frozen=True, tag="lane?"):
+    """A worker often calls this rank: a socket between the two would help. Answered by `LaneOffer`, or not at all."""
+
+    mesh: int
+    rank: int
+    generation: int
+
+
+class LaneOffer(_Message, frozen=True, tag="laneoffer"):
+    """A socket to that rank, whose descriptor comes with this."""
+
+    number: int
+    mesh: int
+    rank: int
+    generation: int
+
+
+class TakeLane(_Message, frozen=True, tag="lane!"):
+    """The worker uses that socket from now on, behind what it has sent to its agent before."""
+
+    number: int
+
+
+class LaneOpened(_Message, frozen=True, tag="laneopen"):
+    """Another worker's `Call` and `Cancel` come by the socket whose descriptor comes with this."""
+
+
+class CutLane(_Message, frozen=True, tag="lanecut"):
+    """The socket was closed, at either end."""
+
+    number: int
+
+
+class LaneLost(_Message, frozen=True, tag="lanelost"):
+    """Nothing that was sent over that socket will be answered any more."""
+
+    number: int
+    death: DeathCause
+
+
 class Reply(_Message, frozen=True, tag="reply"):
     """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
 
@@ -774,6 +814,8 @@ class Reply(_Message, frozen=True, tag="reply"):
     """What is news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller."""
     freed: tuple[tuple[int, int], ...] = ()
     """Payloads that it has let go of before, as in `SegmentFree`."""
+    is_direct: bool = False
+    """The call has not come by the agent, but over a socket between the two workers."""
 
 
 class RankStore(_Message, frozen=True, tag="rstore"):
@@ -810,8 +852,25 @@ ToWorker: TypeAlias = (
     | Replies
     | MailHold
     | Moved
+    | LaneOffer
+    | LaneOpened
+    | LaneLost
 )
-FromWorker: TypeAlias = Begun | Reply | DisplayData | StreamText | Prompted | RankStore | SegmentFree | Call | Cancel
+FromWorker: TypeAlias = (
+    Begun
+    | Reply
+    | DisplayData
+    | StreamText
+    | Prompted
+    | RankStore
+    | SegmentFree
+    | Call
+    | Cancel
+    | AskLane
+    | TakeLane
+    | CutLane
+)
+BetweenWorkers: TypeAlias = Call | Cancel | Reply
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that no peer of ours sends."""
@@ -866,3 +925,4 @@ decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_between_workers = msgspec.msgpack.Decoder(BetweenWorkers).decode

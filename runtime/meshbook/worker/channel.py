@@ -23,10 +23,10 @@ from meshbook.worker.interrupt_gate import InterruptGate
 class AgentChannel:
     """A message socket to the agent: one reading thread, any number of writers; useless in forked children."""
 
-    def __init__(self, fd: int, gate: InterruptGate) -> None:
-        self.frames = FrameSocket(socket.socket(fileno=fd))
+    def __init__(self, fd: int, gate: InterruptGate, *, takes_descriptors: bool = False) -> None:
+        self.frames = FrameSocket(socket.socket(fileno=fd), takes_descriptors=takes_descriptors)
         """For the reading thread."""
-        self._gate = gate
+        self.shield = gate.shield
         self._lock = threading.Lock()
         self._generation = forks.generation
 
@@ -43,7 +43,7 @@ class AgentChannel:
         """Raises: BrokenPipeError when the agent is gone; UsageError in a forked child."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
-        with self._gate.shield, self._lock:
+        with self.shield, self._lock:
             self.frames.send([wire.encode(message), *payload])
 
     def close(self) -> None:

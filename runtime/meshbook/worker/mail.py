@@ -29,8 +29,10 @@ from meshbook.concurrency.thread_interrupts import STEP_S, gate_of_this_thread
 from meshbook.errors import MeshError
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.frames import pack as pack_frames
 from meshbook.wire.replies import place_head
 from meshbook.worker.channel import AgentChannel, RankPayloads
+from meshbook.worker.direct_lanes import RankLane, RankLanes
 from meshbook.worker.mail_turn import MailTurn
 
 T = TypeVar("T")
@@ -53,6 +55,7 @@ class MailCalls:
         self._held: frozenset[tuple[int, int]] = frozenset()
         """(mesh, rank) for which too much waits."""
         self.turn: MailTurn
+        self.lanes: RankLanes
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -86,10 +89,10 @@ class MailCalls:
             id, request.mesh, request.endpoint, request.members.encode(), output, inline=inline,
             label=request.what if request.reply else "", mailbox=request.mailbox, reply=request.reply,
             segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain,
-            generation=request.generation,
+            generation=request.generation, origin=self.lanes.origin,
         )  # fmt: skip
         self._payloads.tell_freed()
-        self._channel.send(message, payload)
+        self.lanes.send(message, payload)
 
     def _wait_for_room(self, request: CallRequest) -> None:
         """Wait while too much waits for one of the members. In short steps, in which the thread can be interrupted."""
@@ -109,12 +112,16 @@ class MailCalls:
     def _cancel(self, id: int) -> None:
         """Ask for the end of a call on all of its members that have not answered."""
         if (call := self._table.find(id)) is not None:
-            self._channel.send(wire.Cancel(call.mesh, id, call.members.encode(), False))
+            cancel = wire.Cancel(call.mesh, id, call.members.encode(), False)
+            if not self.lanes.cancel(cancel):
+                self._channel.send(cancel)
 
     # ---- whoever reads the mail -----------------------------------------------------------------------------------
 
     def on_replies(self, message: wire.Replies, frames: Sequence[bytes]) -> None:
         """Take answers that have come for calls of ours."""
+        if message.id in self.lanes.open:
+            message = self.lanes.name(message)
         buffers = [self._buffers(reply) for reply in message.replies]  # also where nobody waits: that gives them back
         if (call := self._table.find(message.id)) is not None:
             self._table.answer(call, message, frames, buffers)
@@ -192,6 +199,9 @@ class WorkerMail:
         self.turn = self._calls.turn = MailTurn(
             channel, self._read, self._calls.expire, self.boxes.numbers, self._calls.ids, self._calls.others
         )
+        self._lanes = self._calls.lanes = RankLanes(channel, self.turn, identity, self._on_lane, self._calls.on_replies)
+        self._said = 0
+        """How often something was said on this lane that the agent is to pass on before what follows."""
         self._starting = threading.Lock()
         self._started = False
         self._generation = forks.generation
@@ -229,6 +239,12 @@ class WorkerMail:
                     self._calls.on_replies(message, frames)
                 case wire.Cancel():
                     self._incoming.cancel(message)
+                case wire.LaneOffer():
+                    self._lanes.on_offer(message)
+                case wire.LaneOpened():
+                    self._lanes.on_opened()
+                case wire.LaneLost():
+                    self._lanes.on_lost(message)
                 case other:
                     raise AssertionError(f"{other!r} does not belong on the mail socket")
         except BrokenPipeError:
@@ -237,33 +253,49 @@ class WorkerMail:
             traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
         return True
 
-    def _deliver(self, call: wire.Call, frames: list[bytes]) -> None:
+    def _on_lane(self, lane: RankLane, message: wire.Call | wire.Cancel, frames: list[bytes]) -> None:
+        try:
+            if isinstance(message, wire.Call):
+                self._deliver(message, frames, lane)
+            else:
+                self._incoming.cancel(message)
+        except Exception:
+            traceback.print_exc()  # as in `_read`
+
+    def _deliver(self, call: wire.Call, frames: list[bytes], lane: RankLane | None = None) -> None:
         here = self._identity()
         incoming = IncomingCall(
             call,
             partial(self._payloads.load, call, frames, here),
             partial(self._payloads.discard, call),
-            partial(self._reply, call),
+            partial(self._reply, call, lane, self._said),
         )
         self._on_call(call)
         self._incoming.deliver(incoming, here.rank, here.host)
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
         """Say something on this lane, in order with the replies of the calling thread. Any thread."""
+        self._said += 1
         self._channel.send(message, payload)
 
     def close(self) -> None:
         """In a forked child: let go of the socket, which is its parent's."""
         self._channel.close()
+        self._lanes.abandon()
 
-    def _reply(self, call: wire.Call, answer: Outcome, duration_s: float) -> None:
-        """On any thread: send an answer."""
+    def _reply(self, call: wire.Call, lane: RankLane | None, said: int, answer: Outcome, duration_s: float) -> None:
+        """On any thread: send an answer. lane: by which the call came. said: `_said` as it was then."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         self._incoming.open.pop((call.origin, call.id), None)
         groups = self._tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
         status, payload, inline, segment = pack(answer, self._payloads.pool.write, self._payloads.describe)
+        if lane is not None and segment is None and said == self._said:
+            with self._channel.shield:
+                lane.send(pack_frames([wire.encode(wire.Reply(call.id, status, duration_s, None, inline)), *payload]))
+            return
         freed = self._payloads.take_freed()
-        self._channel.send(
-            wire.Reply(call.id, status, duration_s, segment, inline, 0.0, call.origin, groups, freed), payload
+        reply = wire.Reply(
+            call.id, status, duration_s, segment, inline, 0.0, call.origin, groups, freed, is_direct=lane is not None
         )
+        self._channel.send(reply, payload)

@@ -54,13 +54,17 @@ class MailTurn:
         others: set[int],
     ) -> None:
         self._channel, self._handle, self._expire = channel, handle, expire
-        self._mailboxes, self._calls, self._others = mailboxes, calls, others
+        self._mailboxes, self._calls, self._calls_of_others = mailboxes, calls, others
         self.reader = 0
         """The thread whose turn it is: it waits for nobody."""
         self._turn, self._claim = threading.Lock(), threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._channel_fd = channel.frames.fileno()
-        self._arrivals = self.arrivals()
+        self._arrivals = select.epoll()
+        self._arrivals.register(self._channel_fd, select.EPOLLIN)
+        self._arrivals.register(self._wake_fd, select.EPOLLIN)
+        self._others: dict[int, Callable[[], object]] = {}
+        """What else is waited for, and who is to look."""
         self.loops: set[int] = set()
         """The threads whose event loops read (`IdleSelector`)."""
         self._is_asleep = False
@@ -72,10 +76,10 @@ class MailTurn:
         self._leads = self._seen = self._looks = 0
         self._is_over = self._is_private = False
 
-    def arrivals(self, *besides: int) -> select.poll:
-        """What a reader waits for. besides: descriptors that end its wait as well."""
+    def arrivals_or(self, beside: int) -> select.poll:
+        """For a reader who waits for another descriptor as well."""
         arrivals = select.poll()
-        for fd in (self._channel_fd, self._wake_fd, *besides):
+        for fd in (self._arrivals.fileno(), beside):
             arrivals.register(fd, select.POLLIN)
         return arrivals
 
@@ -88,7 +92,7 @@ class MailTurn:
                 self._rest()
             else:
                 with self._turn:
-                    self._read(lambda: not self._claim.locked(), None, self._arrivals)
+                    self._read(lambda: not self._claim.locked(), None, None)
 
     def _is_led(self) -> bool:
         return self._claim.locked() or time.monotonic() < self._rest_until
@@ -107,7 +111,7 @@ class MailTurn:
     def lead(self, waits: Callable[[], bool], step_s: float | None = None, arrivals: select.poll | None = None) -> bool:
         """Read while the actor ``waits()``, which is asked after each message and `wake`, and every ``step_s``.
 
-        Returns False, at once, where that is for the mail's thread to do. arrivals: see there.
+        Returns False, at once, where that is for the mail's thread to do. arrivals: see `arrivals_or`.
         """
         if self._is_private or self._is_over or len(self._mailboxes) > SOLE:
             self.hand_back()
@@ -119,13 +123,13 @@ class MailTurn:
                 self.wake()
                 self._turn.acquire()
             try:
-                self._read(waits, step_s, arrivals or self._arrivals, leads=True)
+                self._read(waits, step_s, arrivals, leads=True)
             finally:
                 self._turn.release()
         finally:
             self._leads += 1
-            self._others.intersection_update(self._calls)
-            stays = len(self._mailboxes) <= SOLE and not (self._others or self._is_private or self._is_over)
+            self._calls_of_others.intersection_update(self._calls)
+            stays = len(self._mailboxes) <= SOLE and not (self._calls_of_others or self._is_private or self._is_over)
             self._rest_until = time.monotonic() + REST_S if stays else 0.0
             self._claim.release()
             if self._rests_long or not stays:
@@ -154,8 +158,28 @@ class MailTurn:
 
     # ---- whoever has the turn -------------------------------------------------------------------------------------
 
+    def watch(self, fd: int, look: Callable[[], object]) -> None:
+        """Call ``look`` when a descriptor can be read, or has ended."""
+        self._others[fd] = look
+        self._arrivals.register(fd, select.EPOLLIN)
+
+    def want_writable(self, fd: int, wanted: bool) -> None:
+        """Also when it can be written. Any thread."""
+        self._arrivals.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def forget(self, fd: int) -> None:
+        """Look there no more, before it is closed."""
+        self._arrivals.unregister(fd)
+        del self._others[fd]
+
+    def serve_others(self) -> None:
+        """Look at the other descriptors now."""
+        for fd, _ in self._arrivals.poll(0):
+            if (look := self._others.get(fd)) is not None:
+                look()
+
     def _read(
-        self, waits: Callable[[], bool], step_s: float | None, arrivals: select.poll, *, leads: bool = False
+        self, waits: Callable[[], bool], step_s: float | None, arrivals: select.poll | None, *, leads: bool = False
     ) -> None:
         self.reader = threading.get_ident()
         try:
@@ -172,18 +196,23 @@ class MailTurn:
             self._is_asleep = False
             self.reader = 0
 
-    def _wait(self, step_s: float | None, arrivals: select.poll) -> bool:
+    def _wait(self, step_s: float | None, arrivals: select.poll | None) -> bool:
         """Whether a message is there, now or within ``step_s``."""
         due_s = self._expire()
         if due_s is not None:
             step_s = due_s if step_s is None else min(step_s, due_s)
         is_there = False
-        for fd, _ in arrivals.poll(None if step_s is None else step_s * 1000):
-            if fd == self._wake_fd:
+        if arrivals is not None:
+            arrivals.poll(None if step_s is None else step_s * 1000)
+            step_s = 0
+        for fd, _ in self._arrivals.poll(step_s):
+            if fd == self._channel_fd:
+                is_there = True
+            elif fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
-            elif fd == self._channel_fd:
-                is_there = True
+            elif (look := self._others.get(fd)) is not None:
+                look()
         return is_there
 
 
@@ -192,7 +221,7 @@ class IdleSelector(selectors.DefaultSelector):
 
     def __init__(self, turn: MailTurn) -> None:
         super().__init__()
-        self._turn, self._arrivals = turn, turn.arrivals(self.fileno())
+        self._turn, self._arrivals = turn, turn.arrivals_or(self.fileno())
         turn.loops.add(threading.get_ident())
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:

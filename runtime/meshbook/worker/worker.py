@@ -92,7 +92,7 @@ class Worker:
         self.debug_session: DebugSession | None = None
         """The debug session of this process, the last one if there is none."""
         self._payloads = RankPayloads(self.urgent, shell.describe)
-        mail = AgentChannel(mail_fd, self.gate)
+        mail = AgentChannel(mail_fd, self.gate, takes_descriptors=True)
         self.mail = WorkerMail(mail, self._payloads, lambda: self.identity, self._limit_prompts, self.groups.tell)
         self.registry = ActorRegistry(self, self.mail.boxes)
         self.groups.ask_of_actors(self.registry.handled)

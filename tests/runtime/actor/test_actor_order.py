@@ -15,6 +15,7 @@ from patience import wait_until
 
 from meshbook import Future, LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import ActorMesh, SupervisionError
+from meshbook.worker import direct_lanes
 
 STEPS = 40
 """Of each sender."""
@@ -25,17 +26,24 @@ LONGEST_DELAY_S = 0.1
 HOW = {"broadcast": 5, "call": 6, "await": 1, "cancel": 2}
 
 
-@pytest.fixture(scope="module")
-def whole(clean_end: None) -> Iterator[ProcMesh]:
-    """Two agents with three ranks each."""
-    hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
+def _ask_for_lanes_at_once() -> None:
+    direct_lanes.ASK_AFTER = 2
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one agent", "two agents"])
+def whole(clean_end: None, request: pytest.FixtureRequest) -> Iterator[ProcMesh]:
+    """Agents with three ranks each; where there is one, ranks soon have lanes to each other."""
+    hosts = start_hosts({"hosts": request.param}, LocalLauncher(separate_hosts=True))
     with hosts.spawn_procs({"gpus": 3}, name="order", group=False) as mesh:
+        mesh.execute(_ask_for_lanes_at_once).get(30)
         yield mesh
 
 
-@pytest.fixture(params=["one host", "two hosts"])
+@pytest.fixture(params=["one host", "all hosts"])
 def procs(whole: ProcMesh, request: pytest.FixtureRequest) -> ProcMesh:
-    return whole.slice(hosts=1) if request.param == "one host" else whole.slice(gpus=slice(0, 2))
+    if request.param == "one host":
+        return whole.slice(hosts=-1)
+    return whole if len(whole.hosts) == 1 else whole.slice(gpus=slice(0, 2))
 
 
 def make_program(draw: random.Random, all_ranks: Sequence[int]) -> list[Step]:
