@@ -42,8 +42,13 @@ def open_above(open: Callable[[], Opened]) -> Opened:
     open: called again for each lower number that it gets; it leaves nothing but its descriptor behind.
     Raises: what it raises.
     """
+    with _lock:
+        if _all_open():  # nearly always, and this way takes few calls of Python
+            if _number(opened := open()) >= FIRST:
+                return opened
+            _close(opened)  # user code on another thread has closed one just now
     with above_standard(), contextlib.ExitStack() as low:
-        while _number(opened := open()) < FIRST:  # user code on another thread has closed it just now
+        while _number(opened := open()) < FIRST:
             low.callback(_close, opened)
         return opened
 
@@ -55,7 +60,7 @@ def above_standard() -> Iterator[None]:
     Lower numbers are taken meanwhile, by what takes no text: nothing is printed into a file of ours. To be short.
     """
     with _lock, contextlib.ExitStack() as low:
-        if not all(map(_is_open, range(FIRST))):
+        if not _all_open():
             while (fd := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < FIRST:
                 low.callback(_close, fd)
             os.close(fd)
@@ -83,9 +88,10 @@ def replace(fd: int, source: int) -> None:
         os.dup2(source, fd)
 
 
-def _is_open(fd: int) -> bool:
+def _all_open() -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_GETFD)
+        for fd in range(FIRST):
+            fcntl.fcntl(fd, fcntl.F_GETFD)
     except OSError:
         return False
     return True

@@ -16,6 +16,7 @@ import fcntl
 import functools
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -87,30 +88,38 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class _Mapping:
     """What every view of a mapping keeps alive; NumPy reads its ``__array_interface__``."""
 
-    def __init__(self, address: int, size_bytes: int) -> None:
+    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
         self.__array_interface__ = {
-            "data": (address, False),
+            "data": (address, not writable),
             "shape": (size_bytes,),
             "typestr": "|u1",
             "version": 3,
         }
 
 
-def map_fd(fd: int, size_bytes: int, flags: int, on_unmap: Callable[[], None] | None = None) -> Bytes:
-    """Map readable and writable, until the last view of the array dies; then call ``on_unmap``."""
-    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+_mapped: dict[weakref.ref[_Mapping], tuple[int, int, Callable[[], None] | None]] = {}
+"""The address and the size of each mapping that lives, and what to call after it."""
+
+
+def map_fd(
+    fd: int, size_bytes: int, flags: int, on_unmap: Callable[[], None] | None = None, *, writable: bool = True
+) -> Bytes:
+    """Map a file until the last view of the array dies; then call ``on_unmap``. Who writes must have it writable."""
+    import numpy as np
+
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    address = _libc.mmap(None, size_bytes, protection, flags, fd, 0)
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    owner = _Mapping(address, size_bytes)
-    finalizer = weakref.finalize(owner, _unmap, address, size_bytes, on_unmap)
-    finalizer.atexit = False  # views may outlive it there
-    import numpy as np
-
+    owner = _Mapping(address, size_bytes, writable)
+    _mapped[weakref.ref(owner, _unmap)] = address, size_bytes, on_unmap
     return np.asarray(owner)
 
 
-def _unmap(address: int, size_bytes: int, on_unmap: Callable[[], None] | None) -> None:
-    _libc.munmap(address, size_bytes)
-    if on_unmap is not None:
-        on_unmap()
+def _unmap(mapping: weakref.ref[_Mapping], ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    if not ending():  # views may outlive this module then
+        address, size_bytes, on_unmap = _mapped.pop(mapping)
+        _libc.munmap(address, size_bytes)
+        if on_unmap is not None:
+            on_unmap()

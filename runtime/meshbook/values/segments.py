@@ -11,8 +11,8 @@ go, and what they have forked (`meshbook.values.lent_memory`). Memory is
 anonymous: it has no name in a file system, and it is gone with the last process that holds it, however that ends.
 
 A new memfd costs six times a warm one (its pages are allocated and zeroed), hence the pool. Two threads copy
-no faster than one here. Small segments are copied by the receiver, which is faster than mapping and frees the
-owner at once: a list of a thousand results must not hold a thousand file descriptors of the owner.
+no faster than one here. Small segments are copied by the receiver, which is faster than mapping where they are written,
+and frees the owner at once: a list of a thousand results must not hold a thousand file descriptors of the owner.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from meshbook.system.memory_files import (
     map_fd,
     may_be_mapped,
 )
+from meshbook.values.copied_segments import KeptMappings, read
 from meshbook.values.lent_memory import LentMapping
 from meshbook.wire.frames import Buffer
 from meshbook.wire.messages import SegmentRef
@@ -208,18 +209,19 @@ class SegmentPool:
             self._idle.pop(0).close()
 
 
-def map_segment(ref: SegmentRef, on_release: Callable[[int], None]) -> list[Bytes]:
+def map_segment(ref: SegmentRef, on_release: Callable[[int], None], kept: KeptMappings | None = None) -> list[Bytes]:
     """Return the payload's buffers, writable; writes stay in this process.
 
     on_release: called with the segment's number exactly once, also when this raises: as soon as the segment
         is no longer needed: when the last view of the buffers has died, here and in the children that were forked
         meanwhile. It runs wherever that happens (any thread, inside any allocation), so it may only note the
         number. A process that ends does not call it, and neither does a fork of this one.
+    kept: where mappings of small segments are kept.
     Raises: MeshError if the owner has ended or has released the segment, or may not be looked at.
     """
     released = LentMapping(on_release, ref.segment)
     try:
-        whole = _map_or_copy(ref, released)
+        whole = _map_or_copy(ref, released, kept)
     except BaseException as error:
         released()
         if isinstance(error, OSError):
@@ -228,15 +230,22 @@ def map_segment(ref: SegmentRef, on_release: Callable[[int], None]) -> list[Byte
     return [whole[offset : offset + length] for offset, length in ref.spans]
 
 
-def _map_or_copy(ref: SegmentRef, released: Callable[[], None]) -> Bytes:
-    fd = _open(ref)
+def _map_or_copy(ref: SegmentRef, released: Callable[[], None], kept: KeptMappings | None) -> Bytes:
+    path = f"/proc/{ref.pid}/fd/{ref.fd}"
+    small = ref.size_bytes <= COPY_MAX_BYTES
+    if small and kept is not None and (whole := kept.copy(path, ref.size_bytes)) is not None:
+        released()
+        return whole
+    fd = _open(path, ref.pid)
     try:
         if not may_be_mapped(fd, ref.size_bytes):
             raise OSError(0, "it is shorter than was said, or could become so")
-        if ref.size_bytes > COPY_MAX_BYTES:
+        if not small:
             return map_fd(fd, ref.size_bytes, mmap.MAP_PRIVATE, released)
-        whole = _read(fd, ref.size_bytes)
+        whole = read(fd, ref.size_bytes)
         released()
+        if kept is not None:
+            kept.keep(fd)
         return whole
     finally:
         os.close(fd)
@@ -247,9 +256,8 @@ def _in_generation(made_in: int, on_release: Callable[[int], None]) -> Callable[
     return lambda segment: on_release(segment) if made_in == forks.generation else None
 
 
-def _open(ref: SegmentRef) -> int:
-    path = f"/proc/{ref.pid}/fd/{ref.fd}"
-    if not is_memory_file(path, _name(ref.pid)):
+def _open(path: str, owner: int) -> int:
+    if not is_memory_file(path, _name(owner)):
         raise FileNotFoundError  # the owner has closed it, and the number means something else by now
     # Enough for a private mapping, and no way to spoil it.
     return open_above(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -264,18 +272,6 @@ def _explain(ref: SegmentRef, error: OSError) -> str:
         why = "has ended" if ended else "has freed it, or runs in another container"
         return f"{what} is gone: process {ref.pid} {why}."
     return f"{what} could not be mapped: {error.strerror}."
-
-
-def _read(fd: int, size_bytes: int) -> Bytes:
-    import numpy as np
-
-    whole = np.empty(size_bytes, dtype=np.uint8)
-    done = 0
-    while done < size_bytes:
-        count = os.preadv(fd, [whole[done:].data], done)
-        assert count > 0, "a segment never shrinks"
-        done += count
-    return whole
 
 
 def _name(pid: int) -> str:

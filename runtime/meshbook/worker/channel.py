@@ -13,6 +13,7 @@ from meshbook.concurrency import forks
 from meshbook.errors import Failure
 from meshbook.system.memory_files import Bytes
 from meshbook.values import lent_memory
+from meshbook.values.copied_segments import KeptMappings
 from meshbook.values.pickling import loads
 from meshbook.values.segments import SegmentPool, map_segment
 from meshbook.wire import messages as wire
@@ -58,6 +59,7 @@ class RankPayloads:
         self._urgent, self.describe = urgent, describe
         self.pool = SegmentPool()
         """The large buffers of what this process sends."""
+        self._kept = KeptMappings()
         self._freed: deque[tuple[int, int]] = deque()
 
     def load(self, call: wire.Call, frames: Sequence[bytes], here: wire.Identity) -> CallArguments:
@@ -73,7 +75,7 @@ class RankPayloads:
         if segment is None:
             return ()
         owner = segment.pid
-        return map_segment(segment, lambda number: self._freed.append((owner, number)))
+        return map_segment(segment, lambda number: self._freed.append((owner, number)), self._kept)
 
     def discard(self, call: wire.Call) -> None:
         """The arguments will not be looked at."""

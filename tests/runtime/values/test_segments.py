@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from meshbook.errors import LocalProtocolError, MeshError
+from meshbook.values.copied_segments import KEPT_MAX, KeptMappings
 from meshbook.values.pickling import dumps, loads
 from meshbook.values.segments import COPY_MAX_BYTES, MAX_IDLE, PAGE_BYTES, SegmentPool, map_segment
 from meshbook.wire.messages import SegmentRef
@@ -210,6 +211,51 @@ def test_a_small_payload_is_released_at_once(pool: SegmentPool, released: list[i
     del views
     gc.collect()
     assert released == [ref.segment]
+
+
+def test_a_small_payload_is_what_its_memory_holds_now_and_belongs_to_its_receiver(
+    pool: SegmentPool, released: list[int]
+) -> None:
+    views, kept = [], KeptMappings()
+    for value in range(5):  # one segment, whose mapping is kept after the first
+        ref = pool.write([np.full(COPY_MAX_BYTES - value, value, np.uint8)])
+        views += map_segment(ref, released.append, kept)
+        pool.release(ref.segment)
+    assert [set(view.tolist()) for view in views] == [{value} for value in range(5)]
+    views[0][:] = 9
+    assert views[1].max() == 1
+    assert len(released) == 5
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["closed", "reused"])
+def test_a_small_payload_whose_memory_was_mapped_before_and_is_gone(released: list[int], reused: bool) -> None:
+    pool, later, kept = SegmentPool(), SegmentPool(), KeptMappings()
+    ref = pool.write([b"one"])
+    map_segment(ref, released.append, kept)
+    pool.close()
+    try:
+        if not reused:
+            with pytest.raises(MeshError, match=r"is gone: process \d+ has freed it"):
+                map_segment(ref, released.append, kept)
+            return
+        again = later.write([b"two"])
+        assert again.fd == ref.fd
+        assert map_segment(again, released.append, kept)[0].tobytes() == b"two"
+    finally:
+        later.close()
+
+
+def test_mappings_of_small_payloads_are_bounded(released: list[int]) -> None:
+    def mappings() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum(f"memfd:meshbook-{os.getpid()}" in line and " r--s " in line for line in maps)
+
+    pool, kept = SegmentPool(), KeptMappings()
+    refs = [pool.write([bytes([number])]) for number in range(KEPT_MAX + 5)]
+    for _ in range(2):
+        assert [map_segment(ref, released.append, kept)[0][0] for ref in refs] == list(range(KEPT_MAX + 5))
+    assert mappings() == KEPT_MAX
+    pool.close()
 
 
 def test_each_receiver_releases_for_itself(pool: SegmentPool, start_peer: Callable[[], Peer]) -> None:
