@@ -22,6 +22,8 @@ class Outcome(NamedTuple):
     """The value's pickle, where it is known already."""
     what: str = "the result"
     """How an error names the value that cannot travel."""
+    position: int = 0
+    """Which of as large values it is that are to be joined."""
 
 
 Packed: TypeAlias = tuple[int, list[Buffer], bytes, wire.SegmentRef | None]

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from meshbook.errors import LayoutError
+from meshbook.system.memory_files import join_mapped
 
 
 def split(value: object, count: int, dim: int = 0) -> list[object]:
@@ -41,12 +42,41 @@ def join(pieces: Sequence[Any], dim: int = 0) -> Any:
         if pieces[0].ndim == 0:
             return library.stack(list(pieces))
         _check_dim(pieces[0], dim)
+        if dim in (0, -pieces[0].ndim) and (joined := _join_mapped(pieces)) is not None:
+            return joined
         return library.cat(list(pieces), dim) if library.__name__ == "torch" else library.concatenate(list(pieces), dim)
     if all(isinstance(piece, list) for piece in pieces):
         return [item for piece in pieces for item in piece]
     if all(isinstance(piece, tuple) for piece in pieces):
         return tuple(item for piece in pieces for item in piece)
     raise LayoutError(f"values of type {type(pieces[0]).__name__} cannot be joined; bring them one by one with pull.")
+
+
+def _join_mapped(pieces: Sequence[Any]) -> Any:
+    """What `join` returns along the first dim, without a copy; None where that cannot be."""
+    first = pieces[0]
+    if any(piece.dtype != first.dtype or piece.shape[1:] != first.shape[1:] for piece in pieces):
+        return None
+    raw = [_bytes_of(piece) for piece in pieces]
+    if any(each is None for each in raw) or (joined := join_mapped(raw)) is None:
+        return None
+    shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
+    if isinstance(first, sys.modules["numpy"].ndarray):
+        return joined.view(first.dtype).reshape(shape)
+    return sys.modules["torch"].from_numpy(joined).view(first.dtype).reshape(shape)
+
+
+def _bytes_of(piece: Any) -> Any:
+    """Its memory as an array of bytes; None for one with gaps, not in this memory, or that torch knows more of."""
+    numpy, torch = sys.modules["numpy"], sys.modules.get("torch")
+    if type(piece) is numpy.ndarray:
+        usable = piece.flags.c_contiguous and not piece.dtype.hasobject
+        return piece.reshape(-1).view(numpy.uint8) if usable else None
+    if torch is None or type(piece) is not torch.Tensor or piece.layout is not torch.strided or piece.is_quantized:
+        return None
+    if piece.device.type != "cpu" or piece.requires_grad or piece.is_conj() or piece.is_neg():
+        return None
+    return piece.reshape(-1).view(torch.uint8).numpy() if piece.is_contiguous() and piece.numel() else None
 
 
 def _library_of(value: object) -> ModuleType | None:

@@ -213,7 +213,9 @@ class ProcMesh(MeshView):
         """Bring ``name`` from the members along ``axis`` (index 0 of all others) and join it along ``dim``."""
         axis = self._one_axis(axis)
         others: dict[str, Choice] = {label: 0 for label in self.sizes if label != axis}
-        return MappedFuture(self.pick(**others).pull(name), lambda values: partition.join(values.values(), dim))
+        members = self.pick(**others)
+        pieces = members._call("pull", ([name], list(members.ranks)), what=name)
+        return MappedFuture(pieces, lambda values: partition.join(values.values(), dim))
 
     def broadcast(self, name: str, src: int = 0) -> Future[ValueMesh[None]]:
         """Bind ``name`` on every member to its value on base rank ``src``, by the process group.

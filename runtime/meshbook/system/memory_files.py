@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -81,7 +81,11 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_NORESERVE = 0x4000
+_MOVE_KEEPING_OLD = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -97,8 +101,8 @@ class _Mapping:
         }
 
 
-_mapped: dict[weakref.ref[_Mapping], tuple[int, int, Callable[[], None] | None]] = {}
-"""The address and the size of each mapping that lives, and what to call after it."""
+_mapped: dict[weakref.ref[_Mapping], tuple[int, int, int, Callable[[], None] | None]] = {}
+"""The address, size and flags of each mapping that lives, and what to call after it."""
 
 
 def map_fd(
@@ -113,13 +117,55 @@ def map_fd(
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     owner = _Mapping(address, size_bytes, writable)
-    _mapped[weakref.ref(owner, _unmap)] = address, size_bytes, on_unmap
+    _mapped[weakref.ref(owner, _unmap)] = address, size_bytes, flags, on_unmap
     return np.asarray(owner)
 
 
 def _unmap(mapping: weakref.ref[_Mapping], ending: Callable[[], bool] = sys.is_finalizing) -> None:
     if not ending():  # views may outlive this module then
-        address, size_bytes, on_unmap = _mapped.pop(mapping)
+        address, size_bytes, _, on_unmap = _mapped.pop(mapping)
         _libc.munmap(address, size_bytes)
         if on_unmap is not None:
             on_unmap()
+
+
+def join_mapped(pieces: Sequence[Bytes]) -> Bytes | None:
+    """Show what privately mapped files hold as one array, without a copy; None where that cannot be.
+
+    It can be where each piece lies as far behind the begin of a page as the one before ends: then its pages are mapped
+    once more, behind those of the others, and only what shares a page with the next piece is copied.
+    pieces: nobody has written to them. They live as long as what is returned.
+
+        pieces   |....aaaa|aaaaaaaa|aaa.....|  |...bbbbb|bbbbb...|
+        joined   |....aaaa|aaaaaaaa|aaabbbbb|bbbbb...|
+    """
+    spans = [(piece.ctypes.data, piece.nbytes) for piece in pieces]
+    start = end = spans[0][0] % mmap.PAGESIZE
+    for address, size_bytes in spans:
+        if address % mmap.PAGESIZE != end % mmap.PAGESIZE or size_bytes < mmap.PAGESIZE:
+            return None
+        if not _is_private_file(address, size_bytes):
+            return None
+        end += size_bytes
+    kept = list(pieces)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    joined = map_fd(-1, end, flags, kept.clear)
+    offset = start
+    for number, (address, size_bytes) in enumerate(spans):
+        before = address % mmap.PAGESIZE
+        length = -(-(before + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        to = joined.ctypes.data + offset - before
+        # The old mapping stays, so that whoever still looks at the piece finds it there, and is filled from the file.
+        if _libc.mremap(address - before, length, length, _MOVE_KEEPING_OLD, to) == _MAP_FAILED:
+            return None  # Linux before 5.13
+        if number and before:
+            joined[offset - before : offset] = pieces[number - 1][-before:]
+        offset += size_bytes
+    return joined[start:]
+
+
+def _is_private_file(address: int, size_bytes: int) -> bool:
+    return any(
+        flags == mmap.MAP_PRIVATE and begin <= address and address + size_bytes <= begin + length
+        for begin, length, flags, _ in tuple(_mapped.values())
+    )

@@ -121,14 +121,16 @@ class SegmentPool:
         """What is kept warm for the next payloads."""
         return sum(segment.capacity_bytes for segment in tuple(self._idle))
 
-    def write(self, buffers: Sequence[Buffer]) -> SegmentRef:
+    def write(self, buffers: Sequence[Buffer], position: int = 0) -> SegmentRef:
         """Copy ``buffers`` (each contiguous) into one segment, which stays in use until `release`.
 
-        Its number names this payload, not the memory, and is never used again.
+        position: how many buffers as large as the first come before it where it is to be joined; it lies as far behind
+        the begin of a page as it will there (`meshbook.system.memory_files.join_mapped`).
+        The segment's number names this payload, not the memory, and is never used again.
 
         Raises: MeshError if the host has no memory or this process no file descriptor left for it.
         """
-        spans = _lay_out(buffers)
+        spans = _lay_out(buffers, position)
         size_bytes = _end(spans)
         try:
             number, segment = self._take(size_bytes)
@@ -278,12 +280,12 @@ def _name(pid: int) -> str:
     return f"meshbook-{pid}"
 
 
-def _lay_out(buffers: Sequence[Buffer]) -> tuple[tuple[int, int], ...]:
-    spans, offset = [], 0
+def _lay_out(buffers: Sequence[Buffer], position: int) -> tuple[tuple[int, int], ...]:
+    spans, offset = [], position * memoryview(buffers[0]).nbytes % PAGE_BYTES if position else 0
     for buffer in buffers:
         length = memoryview(buffer).nbytes
         spans.append((offset, length))
-        offset += -(-length // PAGE_BYTES) * PAGE_BYTES
+        offset = -(-(offset + length) // PAGE_BYTES) * PAGE_BYTES
     return tuple(spans)
 
 

@@ -119,10 +119,16 @@ def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Outco
     return _ok()
 
 
-def pull(worker: Worker, call: wire.Call, names: Sequence[str]) -> Outcome:
-    """Return the values of expressions, most often names; one value for one name."""
+def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[int] = ()) -> Outcome:
+    """Return the values of expressions, most often names; one value for one name.
+
+    joins: the ranks whose values will be joined, in this order, so that they can be without a copy.
+    """
     values = [_evaluate(worker, name) for name in names]
-    return _ok(values[0] if len(names) == 1 else tuple(values), what=names[0] if len(names) == 1 else "values")
+    rank = worker.identity.rank
+    position = joins.index(rank) if rank in joins else 0
+    value, what = (values[0], names[0]) if len(names) == 1 else (tuple(values), "values")
+    return Outcome(wire.OK, value, has_value=True, what=what, position=position)
 
 
 def _evaluate(worker: Worker, expression: str) -> object:

@@ -259,7 +259,10 @@ class Worker:
             return Outcome(status, failure=failure)
 
     def _reply(self, call: int, answer: Outcome, duration_s: float, waited_s: float) -> None:
-        status, payload, inline, segment = pack(answer, self._payloads.pool.write, self.shell.describe)
+        write = self._payloads.pool.write
+        if answer.position:
+            write = functools.partial(write, position=answer.position)
+        status, payload, inline, segment = pack(answer, write, self.shell.describe)
         freed = self._payloads.take_freed()
         message = wire.Reply(call, status, duration_s, segment, inline, waited_s, None, self.groups.tell(), freed)
         self.calls.send(message, payload)

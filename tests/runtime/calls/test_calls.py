@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,31 @@ def test_scatter_cuts_and_gather_joins(mesh4: ProcMesh) -> None:
     mesh4.scatter("part", whole, "gpus").get(30)
     assert [len(p) for p in mesh4.pull("part").get(30).values()] == [3, 3, 2, 2]
     assert torch.equal(mesh4.gather("part").get(30), whole)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "numpy.full((700_001, 2), rank, numpy.uint8)",
+        "numpy.full((4096, 1024), rank, 'f4')",
+        "torch.full((1_000_001,), rank, dtype=torch.bfloat16)",
+        "torch.full((1001, 1001), rank, dtype=torch.float64)[rank:]",
+        "torch.full((1000, 1001), float(rank), requires_grad=True)",
+        "torch.full((1000, 1001), rank).T",
+        "torch.full((1 if rank else 1_000_000, 3), rank)",
+    ],
+)
+def test_large_values_are_gathered_as_pulled_ones_are_joined(mesh4: ProcMesh, value: str) -> None:
+    mesh4.run(f"import numpy, torch\nlarge = {value}").get(30)
+    pieces = mesh4.pull("large").get(30).values()
+    for dim in (0, 1) if pieces[0].ndim == 2 and len({len(piece) for piece in pieces}) == 1 else (0,):
+        joined = mesh4.gather("large", dim=dim).get(30)
+        expected = torch.cat(pieces, dim) if torch.is_tensor(joined) else np.concatenate(pieces, dim)
+        assert type(joined) is type(expected) and joined.dtype == expected.dtype and joined.shape == expected.shape
+        assert bool((joined == expected).all())
+        if not getattr(joined, "requires_grad", False):
+            joined[:] = 9
+    assert mesh4.evaluate("float(large.max())").get(30).values() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_scatter_along_one_of_two_axes_repeats_along_the_other(mesh4: ProcMesh) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from meshbook.errors import LocalProtocolError, MeshError
+from meshbook.system.memory_files import join_mapped
 from meshbook.values.copied_segments import KEPT_MAX, KeptMappings
 from meshbook.values.pickling import dumps, loads
 from meshbook.values.segments import COPY_MAX_BYTES, MAX_IDLE, PAGE_BYTES, SegmentPool, map_segment
@@ -184,6 +185,40 @@ def test_tensors_and_arrays_use_the_mapping_in_place_and_keep_it(
     del part
     gc.collect()
     assert released == [ref.segment]
+
+
+def laid_out(pool: SegmentPool, sizes: list[int], on_release: Callable[[int], None]) -> list[Any]:
+    refs = [pool.write([random_bytes(size)], position) for position, size in enumerate(sizes)]
+    return [map_segment(ref, on_release)[0] for ref in refs]
+
+
+@pytest.mark.parametrize("size", [2 * LARGE + 1, 512 * PAGE_BYTES, 2 * LARGE + PAGE_BYTES - 1])
+def test_pieces_are_joined_without_a_copy(pool: SegmentPool, released: list[int], size: int) -> None:
+    pieces = laid_out(pool, [size] * 5, released.append)
+    expected = np.concatenate(pieces)
+    joined = join_mapped(pieces)
+    assert joined is not None and np.array_equal(joined, expected)
+    assert [np.array_equal(piece, expected[:size]) for piece in pieces] == [True] * 5
+    joined[:] = 7  # ours alone
+    assert [piece.max() for piece in pieces] == [expected.max()] * 5
+    again = join_mapped(pieces)
+    assert again is not None and np.array_equal(again, expected)
+    part = joined[3 * size :]
+    del pieces, joined, again
+    gc.collect()
+    assert not released and part.max() == 7
+    del part
+    gc.collect()
+    assert sorted(released) == sorted(pool.in_use)
+
+
+def test_what_lies_otherwise_is_not_joined(pool: SegmentPool, released: list[int]) -> None:
+    assert join_mapped(laid_out(pool, [2 * LARGE, 2 * LARGE + 1, 2 * LARGE], released.append)) is None
+    ours = [np.zeros(16 * PAGE_BYTES, np.uint8)[:PAGE_BYTES] for _ in range(2)]
+    assert join_mapped(ours) is None
+    assert join_mapped([*laid_out(pool, [512 * PAGE_BYTES], released.append), ours[0]]) is None
+    gc.collect()
+    assert sorted(released) == sorted(pool.in_use)
 
 
 # ---- release -----------------------------------------------------------------------------------------------
