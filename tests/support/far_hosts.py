@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from typing import TYPE_CHECKING
+
+import psutil
 
 from meshbook import LocalLauncher
 from meshbook.launchers.base import LaunchedHost
@@ -21,15 +22,15 @@ class FarHost:
     pid = started = 0
 
     def __init__(self, host: LocalHost) -> None:
+        self._process = psutil.Process(host.pid)
         host.release()  # it has no pipe from us either
-        self._process = host._process
 
     def failure(self) -> None:
         return None
 
     def close(self, timeout_s: float) -> None:
         """Wait only: nobody can end a process on another machine."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(psutil.Error):
             self._process.wait(timeout_s)
 
     def release(self) -> None:

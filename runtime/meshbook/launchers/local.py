@@ -126,8 +126,9 @@ class LocalHost:
         self._lifeline.close()
         if isinstance(self._process, HostFork):
             self._process.disown()
-        else:
-            _released.append(self._process)
+        elif self._process.poll() is None:
+            self._process.returncode = 0  # else its destructor complains of it when we end first
+            _released.append(self._process.pid)
 
 
 class FoundHost:
@@ -151,8 +152,16 @@ class FoundHost:
         pass  # it has nothing of ours
 
 
-_released: list[subprocess.Popen[bytes]] = []
+_released: list[int] = []
+"""Children of ours that have been left to themselves."""
 
 
 def _reap() -> None:
-    _released[:] = [process for process in _released if process.poll() is None]
+    _released[:] = [pid for pid in _released if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    """Whether a child of ours runs; one that has ended is reaped."""
+    with contextlib.suppress(ChildProcessError):  # in a fork of this process it is none of ours
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    return False

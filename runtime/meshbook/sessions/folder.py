@@ -228,6 +228,8 @@ def _trim_logs(base: Path) -> None:
         inside = os.walk(folder)  # which passes over what another session removes meanwhile
         left_bytes -= sum(_size_bytes(Path(at, name)) for at, _, names in inside for name in names)
         if number and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
+            if folder.is_file():  # of an agent whose program was killed before there was a session
+                folder.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
 
