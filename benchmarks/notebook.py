@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
 from jupyter_core.utils import ensure_event_loop
 
-from benchmarks.figures import Figure, Goal, Settings, timed
+from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
 from benchmarks.running_kernel import RunningKernel
 from benchmarks.subject import TIMEOUT_S
 
 QUESTION = (
     "From Shift-Enter until the kernel is idle again, in a stock ipykernel with the extension: a cell of one line in "
-    "the kernel, and the same on 8 ranks, in turns; and how much more the latter takes."
+    "the kernel, and the same on 8 ranks, in turns; and how much more the latter takes. From the start of a kernel "
+    "until it has answered its first cell: ipykernel, and the Meshbook kernel without and with its host warmed up."
 )
 RANKS = 8
 CELLS = {"assignment": "x = 1", "print": "print('a line')", "value": "1 + 1"}
 MORE = Goal("at most", 5)
+KERNELS = {
+    "ipykernel": ("python3", {}),
+    "no prewarm": ("meshbook", {"MESHBOOK_PREWARM": "0"}),
+    "meshbook": ("meshbook", {}),
+}
+"""Kernelspec and environment of each, whose first prompts are compared."""
+PREWARMED = Goal("x floor", 1.1)
 
 
 class Notebook(RunningKernel):
@@ -52,6 +61,7 @@ class Notebook(RunningKernel):
 def run(settings: Settings) -> Iterator[Figure]:
     """Each kind of cell."""
     ensure_event_loop()
+    yield from _first_prompts(settings.count(11))
     notebook = Notebook()
     try:
         for what, code in CELLS.items():
@@ -65,3 +75,19 @@ def run(settings: Settings) -> Iterator[Figure]:
             yield timed("notebook", f"{what}: more than in the kernel", size, "ms", more, goal=MORE)
     finally:
         notebook.close()
+
+
+def _first_prompts(count: int) -> Iterator[Figure]:
+    """Each kind of kernel in turns; the first turn fills the page cache."""
+    samples: dict[str, list[float]] = {kind: [] for kind in KERNELS}
+    for turn in range(count + 1):
+        for kind, (name, environment) in KERNELS.items():
+            started = time.perf_counter()
+            kernel = RunningKernel(name, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment})
+            try:
+                kernel.reply_to(kernel.client.execute("1 + 1"))
+                if turn:
+                    samples[kind].append(time.perf_counter() - started)
+            finally:
+                kernel.close()
+    yield from side_by_side("notebook", "first prompt", "one kernel", "s", samples, goals={"no prewarm": PREWARMED})

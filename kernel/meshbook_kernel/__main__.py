@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 NEEDED = (6, 29)
@@ -14,6 +15,7 @@ def main() -> int:
 
         return install(sys.argv[2:])
 
+    gc.disable()  # until the kernel starts: importing makes little garbage
     from ipykernel._version import __version__, version_info
 
     if version_info[:2] < NEEDED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -61,6 +62,7 @@ class MeshbookKernel(IPythonKernel):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._server = JupyterServer.find()
         self._load_extension()
+        gc.enable()
         super().start()
         if os.environ.get("MESHBOOK_PREWARM", "1") != "0":
             # A daemon: a kernel that ends at once does not wait for it; `_stop_meshes` ends what it began.
