@@ -231,6 +231,9 @@ class RankLanes:
         lane = RankLane(self._take_descriptor(), self._turn, self._on_answer, self._on_end)
         lane.offer, here = offer, self._identity()
         self._lanes[offer.number] = lane
+        for (mesh, _, generation), used in list(self._used.items()):
+            if mesh == offer.mesh and generation != offer.generation:
+                self._forget(used)
         self._close_left()
         self.origin = self.origin or wire.Origin(here.mesh, here.rank, os.getpid())
         with self._choosing:

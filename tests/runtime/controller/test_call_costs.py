@@ -186,7 +186,7 @@ def test_a_call_of_an_actor_costs_few_calls_of_python(tmp_path: Path, monkeypatc
 
 def test_a_call_wakes_few_threads(mesh4: ProcMesh) -> None:
     one = mesh4.slice(gpus=0)
-    _assert_wakes_few(mesh4, lambda: one.execute(abs, -1).get(30))
+    _assert_wakes_few(one, lambda: one.execute(abs, -1).get(30))
 
 
 def test_a_call_of_an_actor_wakes_no_more() -> None:
@@ -195,15 +195,36 @@ def test_a_call_of_an_actor_wakes_no_more() -> None:
         _assert_wakes_few(mesh, lambda: actor.no_op.call_one().get(30))
 
 
-def _assert_wakes_few(mesh: ProcMesh, call: Callable[[], object]) -> None:
-    (rank,) = mesh.slice(gpus=0).execute(os.getpid).get(30).values()
-    processes = [os.getpid(), _agent_of(mesh), rank]
+class Caller(Actor):
+    @endpoint
+    async def call(self, other: Any, times: int) -> None:
+        for _ in range(times):
+            await other.no_op.call_one()
+
+
+def test_a_call_of_a_rank_by_another_wakes_only_the_two() -> None:
+    with this_host().spawn_procs({"gpus": 2}) as mesh:
+        idle: Any = mesh.slice(gpus=1).spawn("idle", Idle)
+        caller: Any = mesh.slice(gpus=0).spawn("caller", Caller)
+        _assert_wakes_few(mesh, lambda: caller.call.call_one(idle, 30).get(30), WAKE_UPS_MAX + 2.3 * 30, 20)
+
+
+def test_an_actor_with_an_event_loop_wakes_no_more() -> None:
+    with this_host().spawn_procs({"gpus": 1}) as mesh:
+        caller: Any = mesh.spawn("caller", Caller)
+        _assert_wakes_few(mesh, lambda: caller.call.call_one(None, 0).get(30))
+
+
+def _assert_wakes_few(
+    mesh: ProcMesh, call: Callable[[], object], wake_ups: float = WAKE_UPS_MAX, calls: int = 3 * CALLS
+) -> None:
+    processes = [os.getpid(), _agent_of(mesh), *mesh.execute(os.getpid).get(30).values()]
     for _ in range(20):
         call()
     before, started = _sleeps(processes), time.monotonic()
-    for _ in range(3 * CALLS):
+    for _ in range(calls):
         call()
-    assert _sleeps(processes) - before < WAKE_UPS_MAX * 3 * CALLS + TIMERS_PER_S * (time.monotonic() - started)
+    assert _sleeps(processes) - before < wake_ups * calls + TIMERS_PER_S * (time.monotonic() - started)
 
 
 def _agent_of(mesh: ProcMesh) -> int:

@@ -238,3 +238,14 @@ def test_what_was_printed_comes_before_the_answer(procs: ProcMesh, clerks: Any) 
         first.start_cell(f"clerk.say.call_one('line {number}').get()", on_output=told.append).future.get(20)
         assert f"line {number}" in str(told)
     assert first.execute(lanes_left).get(20).values() == before
+
+
+def test_ranks_that_get_other_numbers_get_other_lanes(procs: ProcMesh, clerks: Any) -> None:
+    first, third = clerks.slice(gpus=0), clerks.slice(gpus=2)
+    assert first.warm.call_one(third).get(30) == 2
+    os.kill(procs.status()[1].pid, signal.SIGKILL)
+    wait_until(lambda: procs.lost == (1,))
+    fewer = procs.shrink()
+    assert first.warm.call_one(third).get(30) == 1
+    assert first.wait_for.call_one(third, "echo", 1).get(20) == 1
+    wait_until(lambda: fewer.slice(gpus=0).execute(lanes_left).get(20).values() == [[1, 1, 0]])
