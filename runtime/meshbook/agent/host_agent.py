@@ -118,7 +118,9 @@ class HostAgent:
             except PeerProtocolError as error:
                 self._refuse("", 0, error)
                 loop.call_later(0.0, lambda: None)
-            if mail.peers.active and mail.peers.serve(choked=self._unsent_mail_bytes > PEERS_UNSENT_BYTES):
+            if mail.peers.active and mail.peers.serve(
+                choked=bool(loop.unwritten) and self._unsent_mail_bytes > PEERS_UNSENT_BYTES
+            ):
                 loop.call_later(0.0, lambda: None)  # look once more before the next sleep
             if segment_refs.sent:
                 segment_refs.settle()

@@ -69,15 +69,13 @@ class PeerClient:
         """Those that went there."""
         self.beat()
 
-    def serve(self) -> bool:
-        """Send and receive what there is; whether there was anything."""
-        if self.lost:
-            return False
-        try:
-            return self._uplink.serve()
-        except (*wire.MALFORMED, PeerProtocolError) as error:
-            self.lost = f"it sent something impossible: {error}"
-            return True
+    def serve(self) -> None:
+        """Send and receive until there is nothing."""
+        if not self.lost:
+            try:
+                self._uplink.serve()
+            except (*wire.MALFORMED, PeerProtocolError) as error:
+                self.lost = f"it sent something impossible: {error}"
 
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
         match wire.decode_to_host(header):
@@ -273,11 +271,12 @@ class AgentPeers:
     # ---- the agent's loop ---------------------------------------------------------------------------------------
 
     def serve(self, *, choked: bool) -> bool:
-        """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""
+        """Send and receive what there is; whether to look again before a sleep. choked: too much waits to be read."""
         busy = self._port is not None and self._port.serve(choked=choked)
         for host, client in tuple(self._clients.items()):
-            busy = client.serve() or busy
+            client.serve()  # until there is nothing
             if client.lost:
+                busy = True
                 self._lose(host, f"its host is lost: {client.lost}")
                 self._forget(host)
         if choked:

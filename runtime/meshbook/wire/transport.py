@@ -122,7 +122,7 @@ class ControllerSocket:
         if wake_fd != self._wake_fd:
             self._wake_fd = wake_fd
             self._epoll.register(wake_fd, select.EPOLLIN)
-        if self._zmq is not None and self._zmq.look():
+        if self._zmq is not None and timeout_s != 0 and self._zmq.is_there:
             timeout_s = 0  # its descriptors tell edges only
         for fd, events in self._epoll.poll(timeout_s):
             if self._unix is not None and self._unix.serve(fd, events):
@@ -132,8 +132,8 @@ class ControllerSocket:
             elif fd in self._ends:
                 self._forget_end(fd)
                 ended = True
-        if self._zmq is not None:
-            self._zmq.look()
+            elif self._zmq is not None:
+                self._zmq.tell(fd)
         return ended
 
     @property

@@ -108,23 +108,33 @@ class ZmqServer:
         self.door = ConnectionFilter(listener)
         """Watches the port."""
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.descriptors = (int(self._router.fd), int(self._zap.fd), int(self._monitor.fd))
+        """Each tells edges only: `tell` of it, and look whether anything `is_there` before every sleep."""
         self.endpoint = f"tcp://{ip}:{listener.getsockname()[1]}"
         self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
         self._router.bind(self.endpoint)
         self._router.setsockopt(zmq.USE_FD, -1)
+        self._answer_handshakes()
+        self._hear_monitor()  # a descriptor tells only of what comes after one has looked in vain
 
     def watch_door(self) -> None:
         """Open the port while hosts are expected there, and shut it while none is; once a second is enough."""
         self.door.settle({f"{host_id}/{lane}" for host_id in self._expected() for lane in LANES})
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """Each tells edges only, so `look` and `receive` before every sleep."""
-        return tuple(int(sock.fd) for sock in (self._router, self._zap, self._monitor))
+    def tell(self, fd: int) -> None:
+        """One of our descriptors can be read: let hosts in, all that there are."""
+        _, zap, monitor = self.descriptors
+        if fd == zap:
+            self._answer_handshakes()
+        elif fd == monitor:
+            self._hear_monitor()
 
-    def look(self) -> bool:
-        """Let hosts in, without waiting; whether `receive` would find something."""
-        self._answer_handshakes()
+    @property
+    def is_there(self) -> bool:
+        """Whether `receive` would find something."""
+        return bool(int(self._router.getsockopt(zmq.EVENTS)) & _READABLE)
+
+    def _hear_monitor(self) -> None:
         while self._monitor.poll(0):
             event, value = _told_by(self._monitor)
             if event == zmq.EVENT_ACCEPTED:
@@ -132,7 +142,6 @@ class ZmqServer:
             else:
                 self.door.closed(value)
             self.watch_door()
-        return bool(int(self._router.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""
