@@ -81,7 +81,7 @@ SEEDS: tuple[wire.FromHost, ...] = (
     wire.MeshStopped(1),
     wire.Replies(1, (wire.RankReply(0, wire.OK, 1, 0.1, SEGMENT, (1, ((0, 10),)), b"x"),)),
     wire.Replies(2, (wire.RankReply(0, wire.RAISED, 1, 0.1, None, None, pickle.dumps(Canary())),)),
-    wire.StreamTexts((wire.StreamText(0, "stdout", "text" * 10, 1),)),
+    wire.StreamTexts((wire.SharedText((0,), "stdout", "text" * 10, 1, 0),)),
     wire.OutputDropped(0, 100, "log", 1),
     wire.DisplayData(0, 1, False, True),
     wire.StoreRequest(1, 0, 1, StoreOp("set", ("key",), (b"value",))),

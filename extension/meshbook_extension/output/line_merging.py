@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
+from meshbook.formatting import shared_lines
 from meshbook_extension.output.alignment import Alignment, Row
 from meshbook_extension.output.line_reader import Line, LineReader, ended_bar
 
@@ -161,12 +162,10 @@ class LineMerger(Grouping):
         if not self._whole or self._whole.keys() != self._running:
             return
         texts = ["".join([text for _, text in came]) for came in self._whole.values()]
-        first, last = min(texts), max(texts)  # what these two share, all share
-        size = first.rfind("\n", 0, _shared(first, last)) + 1
-        if not size:
+        if not (size := shared_lines(texts)):
             return
         ranks = tuple(sorted(self._running))
-        self._equal += [LinePiece(ranks, "stdout", f"{line}\n") for line in first[: size - 1].split("\n")]
+        self._equal += [LinePiece(ranks, "stdout", f"{line}\n") for line in texts[0][: size - 1].split("\n")]
         self._whole = {rank: rest for rank, came in self._whole.items() if (rest := _without(came, size))}
 
     def _end_whole(self) -> None:
@@ -182,18 +181,6 @@ class LineMerger(Grouping):
 
     def _whole_due_at(self) -> float | None:
         return min((came[0][0] + self._window_s for came in self._whole.values()), default=None)
-
-
-def _shared(first: str, last: str) -> int:
-    """With how many equal characters the two begin."""
-    least, most = 0, min(len(first), len(last))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if first.startswith(last[least:middle], least):
-            least = middle
-        else:
-            most = middle - 1
-    return least
 
 
 def _without(came: deque[tuple[float, str]], size: int) -> deque[tuple[float, str]]:

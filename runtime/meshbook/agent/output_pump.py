@@ -1,5 +1,8 @@
 """What ranks print, on its way from their agent to the controller; and how much is kept while that does not listen.
 
+What several ranks have printed alike travels once. In a flood they are not equally far: what a rank has printed beyond
+the others then waits one turn for them, since behind texts that differ in length no two would be equal again.
+
 Whatever is not kept is counted and named: output as `wire.OutputDropped`, the value of a result by a reply without it.
 """
 
@@ -7,19 +10,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from itertools import groupby, zip_longest
 
 import msgspec
 
 from meshbook.agent.output import ShownDisplay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
+from meshbook.formatting import shared_lines
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
-from meshbook.wire.messages import StreamText
+from meshbook.wire.messages import SharedText, StreamText
 from meshbook.wire.uplink import Uplink
 
 FLUSH_S = 0.05
 """How long output may wait for more of it."""
+
+FLOOD_CHARS = 4096
+"""With so much in common within `FLUSH_S`, the rest of ranks that are ahead waits; a lone line never does."""
 
 MESSAGE_CHARS = 1 << 20
 """Of text in one message."""
@@ -83,8 +91,10 @@ class OutputPump:
         self._is_due = False
         if not self._quota.listening:
             return  # it waits, and what is too much is counted and cut
-        for worker in self._pool.workers.values():
-            self.send(worker)
+        runs = [(worker, self._take(worker)) for worker in self._pool.workers.values()]
+        for worker, rest in _cut_shared([(worker, run) for worker, run in runs if run]):
+            worker.output.put_back(rest)
+        self._send_texts([run for _, run in runs])
         if any(worker.output.waiting for worker in self._pool.workers.values()):
             self.on_output()
 
@@ -92,6 +102,10 @@ class OutputPump:
         """Send what one worker has printed. final: all of it, also what more could follow."""
         if final:
             worker.drain()
+        self._send_own(worker, self._take(worker, final=final))
+
+    def _take(self, worker: AgentWorker, *, final: bool = False) -> list[StreamText]:
+        """What may be sent now; of that, send what stands before rich output, and return the texts behind it."""
         parts, cuts = worker.output.take(time.monotonic(), final=final)
         self._send_cuts(worker, cuts)
         texts: list[StreamText] = []
@@ -99,20 +113,25 @@ class OutputPump:
             if isinstance(part, StreamText):
                 texts.append(part)
             else:
-                self._send_texts(worker, texts)
+                self._send_own(worker, _joined(texts, worker.rank))
                 texts = []
                 self._send_shown(worker, part)
-        self._send_texts(worker, texts)
+        return _joined(texts, worker.rank)
 
-    def _send_texts(self, worker: AgentWorker, pieces: list[StreamText]) -> None:
+    def _send_own(self, worker: AgentWorker, pieces: list[StreamText]) -> None:
+        """Send what one rank has printed, if the quota allows."""
         if not pieces:
             return
         if self._quota.output(sum(len(piece.text) for piece in pieces)):
-            for texts in _in_messages(_join(pieces, worker.rank)):
-                self._uplink.send(wire.StreamTexts(texts))
+            self._send_texts([pieces])
         else:
             for piece in pieces:
                 self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
+
+    def _send_texts(self, runs: list[list[StreamText]]) -> None:
+        """Send what ranks have printed, each its own run; equal texts once."""
+        for texts in _in_messages(_shared(runs)):
+            self._uplink.send(wire.StreamTexts(texts))
 
     def _send_shown(self, worker: AgentWorker, shown: ShownDisplay) -> None:
         is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
@@ -126,9 +145,9 @@ class OutputPump:
             self._uplink.send(wire.OutputDropped(worker.rank, size, str(worker.output.log.path), output))
 
 
-def _in_messages(texts: Iterable[StreamText]) -> Iterator[tuple[StreamText, ...]]:
+def _in_messages(texts: Iterable[SharedText]) -> Iterator[tuple[SharedText, ...]]:
     """Cut at `MESSAGE_CHARS` or soon after."""
-    taken: list[StreamText] = []
+    taken: list[SharedText] = []
     size = 0
     for text in texts:
         taken.append(text)
@@ -140,13 +159,43 @@ def _in_messages(texts: Iterable[StreamText]) -> Iterator[tuple[StreamText, ...]
         yield tuple(taken)
 
 
-def _join(pieces: list[StreamText], rank: int) -> Iterator[StreamText]:
-    """Join neighbours of one output and stream, as text of ``rank``."""
-    first, texts = pieces[0], [pieces[0].text]
-    for piece in pieces[1:]:
-        if piece.output == first.output and piece.stream == first.stream:
-            texts.append(piece.text)
-            continue
-        yield StreamText(rank, first.stream, "".join(texts), first.output, first.place)
-        first, texts = piece, [piece.text]
-    yield StreamText(rank, first.stream, "".join(texts), first.output, first.place)
+def _joined(pieces: list[StreamText], rank: int) -> list[StreamText]:
+    """Neighbours of one output and stream as one text of ``rank``."""
+    runs = [list(run) for _, run in groupby(pieces, lambda piece: (piece.output, piece.stream))]
+    return [
+        StreamText(rank, run[0].stream, "".join([piece.text for piece in run]), run[0].output, run[0].place)
+        for run in runs
+    ]
+
+
+def _kind(piece: StreamText) -> tuple[str, int, int]:
+    """What must agree in texts that are compared."""
+    return piece.stream, piece.output, piece.place
+
+
+def _cut_shared(runs: list[tuple[AgentWorker, list[StreamText]]]) -> list[tuple[AgentWorker, StreamText]]:
+    """Shorten runs of one text each to the lines that they share, where these are a flood; returns the rests."""
+    if len(runs) < 2 or any(len(run) > 1 for _, run in runs) or len({_kind(run[0]) for _, run in runs}) > 1:
+        return []
+    texts = [run[0].text for _, run in runs]
+    size = shared_lines(texts)
+    if size < FLOOD_CHARS:
+        return []
+    rests = []
+    for worker, run in runs:
+        (piece,) = run
+        if len(piece.text) > size:
+            run[0] = msgspec.structs.replace(piece, text=piece.text[:size])
+            rests.append((worker, msgspec.structs.replace(piece, text=piece.text[size:])))
+    return rests
+
+
+def _shared(runs: list[list[StreamText]]) -> Iterator[SharedText]:
+    """The first texts of all ranks, then the second ones, and so on: equal ones as one."""
+    for step in zip_longest(*runs):
+        ranks: dict[tuple[str, int, int, str], list[int]] = {}
+        for piece in step:
+            if piece is not None:
+                ranks.setdefault((*_kind(piece), piece.text), []).append(piece.rank)
+        for (stream, output, place, text), of in ranks.items():
+            yield SharedText(tuple(of), stream, text, output, place)

@@ -221,8 +221,9 @@ class Dispatcher:
             case wire.PeerAddress():
                 self.peer_directory.on_port(host, message)
             case wire.StreamTexts(texts):
-                for text in texts:
-                    self.calls.tell(text.output, text)
+                for ranks, stream, text, output, place in map(msgspec.structs.astuple, texts):
+                    for rank in ranks:
+                        self.calls.tell(output, StreamText(rank, stream, text, output, place))
             case wire.OutputDropped():
                 self.calls.tell(message.output, message)
             case wire.DisplayData():

@@ -27,7 +27,7 @@ PLACE, SHOWN_HERE = b"=", b"*"
 """What stands in a mark before the number of a place, and of one where rich output belongs."""
 
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Peers compare it in their first message and refuse each other, naming both numbers."""
 
 CHUNK_BYTES = 1 << 20
@@ -625,10 +625,20 @@ class StreamText(_Message, frozen=True, tag="text"):
     """Text of stdout and of stderr with one number was written in an order that nobody knows."""
 
 
-class StreamTexts(_Message, frozen=True, tag="texts"):
-    """What ranks of one host have printed since the message before."""
+class SharedText(_Message, frozen=True):
+    """A text as in `StreamText` that each of these ranks has printed: it travels once."""
 
-    texts: tuple[StreamText, ...]
+    ranks: tuple[int, ...]
+    stream: str
+    text: str
+    output: int
+    place: int
+
+
+class StreamTexts(_Message, frozen=True, tag="texts"):
+    """What ranks of one host have printed since the message before, in the order of each rank."""
+
+    texts: tuple[SharedText, ...]
 
 
 class OutputDropped(_Message, frozen=True, tag="cut"):
