@@ -30,6 +30,19 @@ if TYPE_CHECKING:
     from meshbook.shape.members import Extent, Point
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
     from meshbook.shape.value_mesh import ValueMesh
+    from meshbook.tensors.factories import (
+        arange,
+        distribute,
+        empty,
+        full,
+        ones,
+        rand,
+        randint,
+        randn,
+        zeros,
+    )
+    from meshbook.tensors.mesh_tensor import MeshTensor
+    from meshbook.tensors.modules import module_to_mesh
 
 __all__ = [
     "Attachment",
@@ -39,6 +52,7 @@ __all__ = [
     "Launcher",
     "LocalLauncher",
     "MeshError",
+    "MeshTensor",
     "NDSlice",
     "Point",
     "ProcMesh",
@@ -47,16 +61,26 @@ __all__ = [
     "Slice",
     "ValueMesh",
     "__version__",
+    "arange",
     "attach",
     "detach",
+    "distribute",
+    "empty",
     "errors",
+    "full",
     "heal_mesh",
+    "module_to_mesh",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
     "recall",
     "remember",
     "sessions",
     "shutdown",
     "start_hosts",
     "this_host",
+    "zeros",
 ]
 
 
@@ -75,13 +99,16 @@ _FOUND_IN = {
     "shape.members": ("Extent", "Point"),
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
     "shape.value_mesh": ("ValueMesh",),
+    "tensors.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
+    "tensors.mesh_tensor": ("MeshTensor",),
+    "tensors.modules": ("module_to_mesh",),
 }  # fmt: skip
 """Fetched when asked for: agents and workers, which import this package first, need nothing that drives meshes."""
 
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _FOUND_IN.items() for name in names}
 
 
-_FACES = ("actor", "errors", "mesh", "shape", "wire")
+_FACES = ("actor", "distributed", "errors", "exceptions", "mesh", "shape", "wire")
 """Packages that ``import meshbook`` is enough for."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -106,6 +107,8 @@ class MeshState:
         self.crash_loops = CrashLoops()
         self.grouped = True
         """Whether its ranks form a process group, rather than make their own."""
+        self.before_calls: list[weakref.WeakMethod[Callable[[], object]]] = []
+        """What is done before each call, on the caller's thread: others may have something to send that goes first."""
         self.joined = False
         """Whether all ranks have met since the last one came or went: form_group or prepare_group has ended well."""
         self.axes: dict[str, int] = dict(extent)

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from meshbook.actor.identity import forget_session
 from meshbook.actor.router import Place, add_router, remove_router, router_for, set_own_router
@@ -131,8 +131,15 @@ def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
     return _driven.start_hosts(sizes, launcher)
 
 
-def heal_mesh(mesh: ProcMesh, setup: Sequence[str] = ()) -> Repaired:
-    """Start the ranks of ``mesh`` that ended again, and form its process groups with all ranks; see `ProcMesh.heal`."""
+class _Healed(Protocol):
+    def heal(self, setup: Sequence[str] = ()) -> Repaired: ...
+
+
+def heal_mesh(mesh: _Healed, setup: Sequence[str] = ()) -> Repaired:
+    """Start the ranks of ``mesh`` that ended again, and form its process groups with all ranks; see `ProcMesh.heal`.
+
+    Of a `meshbook.distributed.Mesh` the tensors are brought back as well, as far as ranks that live hold them.
+    """
     return mesh.heal(setup)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -156,6 +157,8 @@ class ProcMesh(MeshView):
         profile: have torch.profiler record it under this name, to be collected by `meshbook.mesh.profiles`.
         """
         self._present()
+        if self._mesh.before_calls:
+            self._do_before_call()
         run = CellRun(self.new_output_id(), on_output)
         what = f"cell {cell_number}" if cell_number else "the cell"
         arguments = (code, cell_number, line_offset, forbid_collectives, debug_name, profile)
@@ -341,10 +344,22 @@ class ProcMesh(MeshView):
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
         self._present()
+        if self._mesh.before_calls:
+            self._do_before_call()
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
         source = self._controller.front_end.output_source
         request = CallRequest(endpoint, self._members, pickled, what, fail_fast=fail_fast)
         return self._controller.call(self._mesh, request, source(self) if source else None)
+
+    def call_before_calls(self, method: Callable[[], object]) -> None:
+        """Call a method before each call to these processes is sent, as long as its object lives; see `base`."""
+        self._mesh.before_calls = [each for each in self._mesh.before_calls if each() is not None]
+        self._mesh.before_calls.append(weakref.WeakMethod(method))
+
+    def _do_before_call(self) -> None:
+        for each in self._mesh.before_calls:
+            if (method := each()) is not None:
+                method()
 
     def spawn(self, name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> TActor:
         """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.

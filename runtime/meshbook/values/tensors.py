@@ -97,6 +97,8 @@ class OutOfBand:
         return _build_tensor, rebuild, tensor.__dict__, None, None, _set_attributes
 
     def _reduce_subclass(self, tensor: torch.Tensor) -> object:
+        if (reduce := getattr(tensor, "_reduce_to_ranks", None)) is not None:
+            return reduce()
         names = [kind.__name__ for kind in type(tensor).__mro__]  # by name: importing the classes takes seconds
         if "DTensor" in names:
             raise Refusal(

@@ -1,0 +1,36 @@
+"""Tensors across a mesh: the names that a program with tensors needs.
+
+A module of its own because it is the name that programs import.
+
+import meshbook
+from meshbook.distributed import Mesh
+
+mesh = Mesh(shape=(4, 2), mesh_dim_names=("data_parallel", "model_parallel"))
+x = meshbook.distribute(torch.randn(64, 32), mesh, sharding_spec=["data_parallel", None])
+(x @ x.T).sum().item()
+"""
+
+from __future__ import annotations
+
+from meshbook.mesh.driven import heal_mesh
+from meshbook.tensors.distributed_mesh import Mesh
+from meshbook.tensors.factories import arange, distribute, empty, full, ones, rand, randint, randn, zeros
+from meshbook.tensors.mesh_tensor import MeshTensor
+from meshbook.tensors.modules import module_to_mesh, show_plan
+
+__all__ = [
+    "Mesh",
+    "MeshTensor",
+    "arange",
+    "distribute",
+    "empty",
+    "full",
+    "heal_mesh",
+    "module_to_mesh",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "show_plan",
+    "zeros",
+]

@@ -1,0 +1,141 @@
+"""`Mesh`: processes as tensors see them, arranged by named axes."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshbook.errors import LayoutError, UsageError
+from meshbook.formatting import format_sizes
+from meshbook.mesh.driven import this_host
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.repair import Repaired
+from meshbook.tensors import rank_tensors
+from meshbook.tensors.mesh_tensor import MeshTensor, adopt
+from meshbook.tensors.op_stream import OpStream
+from meshbook.tensors.operations import Adopted
+from meshbook.tensors.recovery import restore
+
+_names = itertools.count(1)
+
+ADOPTED_NUMBERS = 1000
+"""So many DTensors at most come back of one call."""
+
+
+def _is_adopted(value: object) -> bool:
+    return isinstance(value, Adopted)
+
+
+class Mesh:
+    """Processes arranged by named axes, over which tensors are laid out."""
+
+    def __init__(
+        self,
+        procs: ProcMesh | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> None:
+        """procs: a mesh of processes, or a slice of one; without it, new processes on this machine in this ``shape``.
+
+        Raises: LayoutError if the names do not fit the shape; SpawnError.
+        """
+        if procs is None:
+            procs = _spawn(shape, mesh_dim_names)
+        elif shape is not None or mesh_dim_names is not None:
+            raise UsageError("processes have their axes already: give either them, or shape and mesh_dim_names")
+        self.procs = procs
+        self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
+        self.stream = OpStream(procs, f"{procs.session}/{procs.id}/{next(_names)}")
+        self._open()
+        _made[procs.session, procs.id, procs.ranks, tuple(self.axes)] = self
+
+    def _open(self) -> None:
+        ranks = torch.tensor(self.procs.ranks).view(tuple(self.axes.values()))
+        self.procs.base().execute(rank_tensors.open_mesh, self.stream.name, ranks, tuple(self.axes)).get()
+
+    def size(self, axis: str | None = None) -> int:
+        """The number of processes, or of those along one axis."""
+        return len(self.procs) if axis is None else self.axes[axis]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.axes.values())
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return tuple(self.axes)
+
+    def execute(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """Call a function on every rank, and wait: mesh tensors arrive as the rank's DTensors.
+
+        Returns: what it returns, the DTensors in it as mesh tensors; without any, a `ValueMesh` of what each returns.
+        """
+        first = self.stream.new_numbers(ADOPTED_NUMBERS)
+        self.stream.flush()
+        call = self.procs.execute(rank_tensors.ask, self.stream.name, "call", first, function, args, kwargs)
+        values = call.get()
+        value = next(iter(values.values()))
+        if not any(isinstance(each, Adopted) for each in tree_leaves(value, is_leaf=_is_adopted)):
+            return values
+        return tree_map(lambda each: adopt(each, self) if _is_adopted(each) else each, value, is_leaf=_is_adopted)
+
+    def from_ranks(self, name: str, *, placements: Sequence[Placement] | None = None) -> MeshTensor:
+        """The tensor that cells on the ranks call ``name``: the same memory, so each side sees what the other writes.
+
+        placements: how the ranks' own tensors make one; not needed for DTensors.
+        """
+        number = self.stream.new_number()
+        found = self.procs.execute(rank_tensors.ask, self.stream.name, "adopt_name", number, name, placements).get()
+        return adopt(next(iter(found.values())), self)
+
+    def heal(self, setup: Sequence[str] = (), *, force: bool = False) -> Repaired:
+        """Bring ranks that ended back. They are given what others hold as well; what is lost says so when it is used.
+
+        setup, force: as for `ProcMesh.heal`.
+        """
+        self.stream.settle()
+        repaired = self.procs.base().heal(setup, force=force)
+        for mesh in list(_made.values()):
+            if (mesh.procs.session, mesh.procs.id) == (self.procs.session, self.procs.id):
+                mesh._open()
+                restore(mesh.stream, mesh.axes)
+        return repaired
+
+    def stop(self) -> None:
+        """End the processes."""
+        self.procs.stop().get()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.procs.name}, {format_sizes(self.axes)})"
+
+
+_made: weakref.WeakValueDictionary[tuple[object, ...], Mesh] = weakref.WeakValueDictionary()
+
+
+def mesh_of(procs: ProcMesh | Mesh) -> Mesh:
+    """The `Mesh` of these processes, made when there is none: tensors of one can take part in one operation."""
+    if isinstance(procs, Mesh):
+        return procs
+    axes = dict(procs.extent.items()) or {"rank": 1}
+    return _made.get((procs.session, procs.id, procs.ranks, tuple(axes))) or Mesh(procs)
+
+
+def _spawn(shape: Sequence[int] | None, names: Sequence[str] | None) -> ProcMesh:
+    shape = tuple(shape or ())
+    names = tuple(f"dim_{dim}" for dim in range(len(shape))) if names is None else tuple(names)
+    if not shape or len(names) != len(shape) or len(set(names)) != len(names):
+        raise LayoutError(f"mesh_dim_names {list(names)} do not name the axes of the shape {list(shape)}")
+    return this_host().spawn_procs(dict(zip(names, shape, strict=True)))

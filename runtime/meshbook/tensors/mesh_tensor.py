@@ -1,0 +1,318 @@
+"""A tensor whose values are on the ranks of a mesh. To torch it is a tensor: autograd and optimizers run here.
+
+    torch function ──autograd──> __torch_dispatch__ ──> what it gives, by shapes (metadata) ──> the op stream
+
+Nothing is computed here. Values are asked for where somebody needs them: ``item``, ``tolist``, printing, operations
+whose shapes depend on values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed.tensor import Placement, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshbook.errors import UsageError
+from meshbook.formatting import format_bytes
+from meshbook.tensors.metadata import (
+    DependsOnValues,
+    Metadata,
+    NewOutput,
+    NotOnMesh,
+    OutputOf,
+    learn,
+    read_arguments,
+)
+from meshbook.tensors.op_stream import Handle
+from meshbook.tensors.operations import Adopted, Factory, TensorReference
+from meshbook.tensors.rank_tensors import SHOWN_ELEMENTS, TensorDescription, resolve
+from meshbook.tensors.spec import ShardingSpec, to_placements
+
+if TYPE_CHECKING:
+    from meshbook.tensors.distributed_mesh import Mesh
+
+aten = torch.ops.aten
+
+SMALL_BYTES = 1 << 20
+"""Tensors of this process that take part in an operation are sent to the ranks if they are no larger."""
+
+REFUSED = frozenset(
+    {
+        aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default, aten.resize_.default,
+        aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
+    }
+)  # fmt: skip
+"""They name places in memory, of which a tensor in parts has no one order."""
+
+AT_ONCE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""What torch would put off until the values are read is done where they are."""
+
+_CPU = torch.device("cpu")
+
+LISTED_ELEMENTS = 10_000_000
+"""More than that is not brought here as a list or an array."""
+
+
+class MeshTensor(torch.Tensor):
+    """A tensor on a mesh; made by `distribute`, the factories, and operations on others."""
+
+    mesh: Mesh
+    _handle: Handle
+
+    @staticmethod
+    def _of(mesh: Mesh, output: NewOutput, number: int) -> MeshTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            MeshTensor, output.shape, strides=output.strides, dtype=output.dtype, device=_CPU
+        )
+        made.mesh, made._handle = mesh, Handle(number, mesh.stream)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    # ---- values ---------------------------------------------------------------------------------------------------
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, here. Raises: the error of what it was made of."""
+        found = self.mesh.stream.fetch("whole", self._handle.number)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def tolist(self) -> Any:
+        """The values, as nested lists. Raises: UsageError if they are very many."""
+        return self._few().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, as an array. Raises: UsageError if they are very many; RuntimeError if it needs a gradient."""
+        if self.requires_grad and not force:
+            raise RuntimeError("a tensor that requires a gradient has no array: use tensor.detach().numpy()")
+        return self._few().numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        found = self.detach().numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def _few(self) -> torch.Tensor:
+        if self.numel() > LISTED_ELEMENTS:
+            raise UsageError(
+                f"{self.numel():,} elements ({format_bytes(self.numel() * self.element_size())}) are too many for "
+                "that: take a part of the tensor first, or tensor.full_tensor() if this process has room for it"
+            )
+        return self.full_tensor()
+
+    # ---- layout ---------------------------------------------------------------------------------------------------
+
+    def redistribute(
+        self, sharding_spec: ShardingSpec | None = None, *, placements: Sequence[Placement] | None = None
+    ) -> MeshTensor:
+        """The same values laid out in another way; of the gradient nothing is known there."""
+        wanted = to_placements(self.mesh, self.shape, sharding_spec, placements)
+        self.mesh.stream.check([self._handle.number])
+        number = self.mesh.stream.new_number()
+        self.mesh.stream.put("redistribute", number, self._handle.number, wanted)
+        return MeshTensor._of(self.mesh, NewOutput(tuple(self.shape), tuple(self.stride()), self.dtype), number)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies on the axes of its mesh, as the ranks have it. Raises: the error of what it was made of."""
+        return tuple(self.mesh.stream.fetch("placements", self._handle.number))
+
+    # ---- how it is shown ------------------------------------------------------------------------------------------
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        found = self.mesh.stream.fetch("describe", self._handle.number)
+        assert isinstance(found, TensorDescription)
+        about = f"shape={tuple(self.shape)}, dtype={self.dtype}, placements=({found.placements}), mesh={self.mesh}"
+        shown = repr(found.shown).removeprefix("tensor(").removesuffix(")")
+        if self.numel() <= SHOWN_ELEMENTS:
+            return f"MeshTensor({shown}, {about})"
+        statistics = f", {found.statistics}" if found.statistics else ""
+        return f"MeshTensor({about}{statistics}; its corner:\n{shown})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        made = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def _reduce_to_ranks(self) -> object:
+        """How it travels in a call: on the ranks it is their DTensor."""
+        stream = self.mesh.stream
+        stream.check([self._handle.number])
+        stream.flush()  # what makes it goes before the call
+        return resolve, (TensorReference(stream.name, str(self.mesh), self._handle.number),)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError("a mesh tensor cannot be pickled, its values are on the ranks: pickle tensor.full_tensor()")
+
+
+def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
+    """A tensor of this process, on the ranks."""
+    number = mesh.stream.new_number()
+    whole = whole.detach().contiguous()
+    mesh.stream.put("place", number, whole, placements)
+    return MeshTensor._of(mesh, NewOutput(tuple(whole.shape), tuple(whole.stride()), whole.dtype), number)
+
+
+def adopt(adopted: Adopted, mesh: Mesh) -> MeshTensor:
+    """A tensor that code on the ranks has made."""
+    return MeshTensor._of(mesh, NewOutput(adopted.shape, adopted.strides, adopted.dtype), adopted.number)
+
+
+def make(factory: Factory, shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
+    """A tensor that each rank makes its part of."""
+    number = mesh.stream.new_number()
+    mesh.stream.put("make", number, factory, placements)
+    strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    return MeshTensor._of(mesh, NewOutput(tuple(shape), strides, factory.dtype), number)
+
+
+def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step: a rank that ends before the gradients are there leaves the step undone, here as on the ranks.
+
+    Raises: the error of a gradient that could not be made.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, MeshTensor) and isinstance(parameter.grad, MeshTensor):
+                stream = parameter.mesh.stream
+                stream.settle()
+                stream.check([parameter._handle.number, parameter.grad._handle.number])
+
+
+register_optimizer_step_pre_hook(_await_gradients)
+
+
+# ---- operations ---------------------------------------------------------------------------------------------------
+
+_known: dict[object, Metadata] = {}
+"""By signature."""
+_KEPT = 100_000
+
+
+def _dispatch(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if operator is aten._local_scalar_dense.default:
+        return _few_of(args[0]).item()
+    if operator in REFUSED:
+        raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
+    operator = AT_ONCE.get(operator, operator)
+    tensors: list[Any] = []
+    numbers: list[float] = []
+    try:
+        read = tuple([read_arguments(each, tensors, numbers, MeshTensor) for each in args])
+        named = tuple([(name, read_arguments(v, tensors, numbers, MeshTensor)) for name, v in kwargs.items()])
+    except NotOnMesh:
+        return _dispatch(operator, *_all_on_mesh(operator, args, kwargs))
+    known = _known.get((operator, read, named))
+    if known is None:
+        try:
+            known = learn(operator, args, kwargs, tensors, numbers)
+        except DependsOnValues:
+            return _with_values(operator, args, kwargs, _mesh_of(tensors))
+        if len(_known) >= _KEPT:
+            _known.clear()
+        _known[operator, read, named] = known
+    mesh = tensors[0].mesh
+    for tensor in tensors:
+        if tensor.mesh is not mesh:
+            _mesh_of(tensors)
+    if known.draws:
+        numbers.append(float(new_seed()))
+    return _issue(mesh, known, tensors, numbers)
+
+
+def _all_on_mesh(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with small tensors of this process on the mesh as well, whole on each rank.
+
+    Raises: UsageError for one that is large, or that would be written to.
+    """
+    mesh = next(each.mesh for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, MeshTensor))
+    for argument, value in zip(operator._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and not isinstance(value, MeshTensor):
+            raise UsageError(
+                f"{operator} would write values of {mesh} to a tensor of this process: take tensor.full_tensor() first"
+            )
+
+    def bring(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, MeshTensor) or not tensor.dim():
+            return tensor
+        if (size_bytes := tensor.numel() * tensor.element_size()) > SMALL_BYTES:
+            raise UsageError(
+                f"a tensor of this process takes part in {operator} with one of {mesh}, and is too large to be sent "
+                f"without being asked ({format_bytes(size_bytes)}): use meshbook.distribute(tensor, mesh) once"
+            )
+        return place(tensor, mesh, [Replicate()] * len(mesh.axes))
+
+    brought = torch.utils._pytree.tree_map_only(torch.Tensor, bring, (list(args), dict(kwargs)))
+    return brought[0], brought[1]
+
+
+def _issue(mesh: Mesh, known: Metadata, tensors: Sequence[MeshTensor], numbers: Sequence[float]) -> Any:
+    stream = mesh.stream
+    results: list[int] = []
+    given: list[Any] = []
+    for output in known.outputs:
+        if output is None:
+            given.append(None)
+        elif isinstance(output, OutputOf):
+            given.append(tensors[output.at])
+        else:
+            results.append(number := stream.new_number())
+            given.append(MeshTensor._of(mesh, output, number))
+    read = [tensor._handle.number for tensor in tensors]
+    stream.issue(known.template, read, numbers, results, [read[index] for index in known.writes])
+    if known.form is torch.Tensor:
+        return given[0]
+    return None if known.form is None else given if known.form is list else tuple(given)
+
+
+def new_seed() -> int:
+    """Drawn by the generator of this process, so that ``torch.manual_seed`` rules over the mesh as well."""
+    return int(torch.randint(1, 1 << 52, ()))
+
+
+def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
+    """Raises: UsageError unless all tensors are of one mesh."""
+    mesh = tensors[0].mesh
+    for tensor in tensors:
+        if tensor.mesh is not mesh:
+            raise UsageError(
+                f"tensors of two meshes cannot take part in one operation: {mesh} and {tensor.mesh}. "
+                "Bring one of them to the other mesh first."
+            )
+    return mesh
+
+
+def _few_of(value: Any) -> Any:
+    return value._few() if isinstance(value, MeshTensor) else value
+
+
+def _with_values(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
+) -> Any:
+    """An operation whose result has a shape that depends on values: done here, its results sent to the ranks."""
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments):
+        raise UsageError(f"{operator} writes what depends on values to a tensor of {mesh}: use one that returns it")
+    here = torch.utils._pytree.tree_map_only(MeshTensor, _few_of, (list(args), dict(kwargs)))
+    made = operator(*here[0], **here[1])
+    everywhere = [Replicate()] * len(mesh.axes)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: place(each, mesh, everywhere), made)

@@ -1,0 +1,149 @@
+"""What an operation gives, by shapes alone: found once per signature, by running it on tensors that have no memory.
+
+A signature is the operator, the shapes, strides and dtypes of its tensors, and its other arguments but for floats. It
+is found in a microsecond or two; a run on the meta device takes some hundred.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from meshbook.tensors.operations import NumberPlace, Template, TensorPlace, is_random
+
+
+class OutputOf(NamedTuple):
+    """A result that is one of the operation's tensors: it was written in place."""
+
+    at: int
+
+
+class NewOutput(NamedTuple):
+    """A result that is a tensor of its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Metadata(NamedTuple):
+    """What is known of operations with one signature."""
+
+    template: Template
+    outputs: tuple[OutputOf | NewOutput | None, ...]
+    form: type | None
+    """``list`` or ``tuple``; `torch.Tensor` for one result by itself; None for none."""
+    draws: bool
+    writes: tuple[int, ...]
+    """Which of its tensors it writes to."""
+
+
+class NotOnMesh(Exception):
+    """A tensor with dims takes part that is no mesh tensor."""
+
+
+class DependsOnValues(Exception):
+    """Shapes alone do not say what an operation gives."""
+
+
+def read_arguments(value: Any, tensors: list[torch.Tensor], numbers: list[float], kind: type) -> Any:
+    """The part of a signature for one argument; tensors of ``kind``, and floats, are put into the lists."""
+    is_a = type(value)
+    if is_a is kind or isinstance(value, kind):
+        tensors.append(value)
+        return (value.shape, value.stride(), value.dtype)
+    if is_a is float:
+        numbers.append(value)
+        return float
+    if is_a is list or is_a is tuple:
+        return tuple([read_arguments(each, tensors, numbers, kind) for each in value])
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise NotOnMesh
+        numbers.append(value.item())
+        return ("number", value.dtype)
+    return (is_a, value)
+
+
+_numbers_of_templates = itertools.count()
+
+
+def learn(
+    operator: torch._ops.OpOverload[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+) -> Metadata:
+    """Find out what an operation gives. Raises: DependsOnValues; whatever the operator says of impossible shapes."""
+    metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+    places = _Places()
+    template_args = [places.put(argument, tensors) for argument in args]
+    template_kwargs = {name: places.put(value, tensors) for name, value in kwargs.items()}
+    try:
+        made = operator(
+            *[_on_meta(argument, metas, numbers) for argument in template_args],
+            **{name: _on_meta(value, metas, numbers) for name, value in template_kwargs.items()},
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+            raise
+        if operator._schema.returns:
+            raise DependsOnValues from error
+        made = None  # it writes to its arguments, and that is all
+    results = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
+    outputs: list[OutputOf | NewOutput | None] = []
+    for result in results:
+        if not isinstance(result, torch.Tensor):
+            outputs.append(None)
+            continue
+        same = [index for index, meta in enumerate(metas) if result is meta]
+        outputs.append(
+            OutputOf(same[0]) if same else NewOutput(tuple(result.shape), tuple(result.stride()), result.dtype)
+        )
+    template = Template(next(_numbers_of_templates), str(operator), template_args, template_kwargs)
+    form = torch.Tensor if isinstance(made, torch.Tensor) else None if made is None else type(made)
+    return Metadata(template, tuple(outputs), form, is_random(operator), _written(operator, template_args))
+
+
+class _Places:
+    """Puts places where a template's uses differ, in the order of `read_arguments`."""
+
+    def __init__(self) -> None:
+        self._tensors = self._numbers = 0
+
+    def put(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if self._tensors < len(tensors) and value is tensors[self._tensors]:
+                self._tensors += 1
+                return TensorPlace(self._tensors - 1)
+            self._numbers += 1
+            return NumberPlace(self._numbers - 1, value.dtype)
+        if type(value) is float:
+            self._numbers += 1
+            return NumberPlace(self._numbers - 1, None)
+        if isinstance(value, (list, tuple)):
+            return [self.put(each, tensors) for each in value]
+        return value
+
+
+def _on_meta(value: Any, metas: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
+    if isinstance(value, TensorPlace):
+        return metas[value.at]
+    if isinstance(value, NumberPlace):
+        return numbers[value.at] if value.dtype is None else torch.empty((), dtype=value.dtype, device="meta")
+    if isinstance(value, list):
+        return [_on_meta(each, metas, numbers) for each in value]
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _written(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, ...]:
+    found: list[int] = []
+    for argument, value in zip(operator._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            targets = value if isinstance(value, list) else [value]
+            found += [each.at for each in targets if isinstance(each, TensorPlace)]
+    return tuple(found)

@@ -1,0 +1,223 @@
+"""The operations of one mesh on their way to its ranks: numbered, in batches, a bounded number of batches ahead.
+
+    operation ──> batch ──256 of them, or somebody asks for a value──> one call of all ranks ──> RankTensors.run
+
+Nothing is waited for until a value is needed, so failures come late: each result that could not be made remembers why,
+and the line of the notebook that asked for it; who needs it is told then. Tensors that nobody refers to any more are
+freed by number, with the next batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshbook.concurrency.future import Future
+from meshbook.errors import CallFailed, MeshError
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.source.cells import name_line
+from meshbook.source.location import PACKAGE
+from meshbook.tensors import rank_tensors
+from meshbook.tensors.operations import OperationBatch, OperationFailed, Template, TensorId, Use
+
+BATCH_USES = 256
+BATCHES_AHEAD = 16
+"""The controller is at most so far ahead of the ranks."""
+
+
+class TensorError(MeshError):
+    """An operation on mesh tensors failed; told where its result, or what was made of it, is used."""
+
+    def __init__(self, operation: str, place: str, why: str) -> None:
+        """place: the line that asked for it."""
+        super().__init__(operation, place, why)
+        self.operation, self.place, self.why = operation, place, why
+
+    def __str__(self) -> str:
+        where = f" ({self.place})" if self.place else ""
+        return f"{self.operation}{where} failed: {self.why}"
+
+
+class Handle:
+    """What keeps a tensor on the ranks."""
+
+    __slots__ = ("number", "stream")
+
+    def __init__(self, number: TensorId, stream: OpStream) -> None:
+        self.number, self.stream = number, stream
+
+    def __del__(self) -> None:
+        self.stream.freed.append(self.number)
+
+
+class _Issued(NamedTuple):
+    """An operation, as long as it may fail."""
+
+    operator: str
+    place: str
+    results: Sequence[TensorId]
+    written: Sequence[TensorId] = ()
+
+
+class _Underway(NamedTuple):
+    """A batch that the ranks have been sent."""
+
+    future: Future[ValueMesh[Any]]
+    issued: list[_Issued]
+
+
+class OpStream:
+    """Of one mesh. Operations are issued by one thread at a time."""
+
+    def __init__(self, procs: ProcMesh, name: str) -> None:
+        self.procs, self.name = procs, name
+        self._lock = threading.RLock()
+        """Held to note or send an operation: calls of other threads send what was issued, too."""
+        self.freed: list[TensorId] = []
+        self._numbers = itertools.count(1)
+        self._told: set[int] = set()
+        """Templates that the ranks know."""
+        self._templates: list[Template] = []
+        self._uses: list[Use] = []
+        self._issued: list[_Issued] = []
+        self._underway: deque[_Underway] = deque()
+        self._failed: dict[TensorId, MeshError] = {}
+        self._unsure: dict[TensorId, MeshError] = {}
+        """Tensors that were written to by what failed: on some ranks perhaps, on others not."""
+
+        procs.call_before_calls(self.flush)
+
+    def new_number(self) -> TensorId:
+        return next(self._numbers)
+
+    def new_numbers(self, count: int) -> TensorId:
+        """The first of so many."""
+        first = next(self._numbers)
+        self._numbers = itertools.count(first + count)
+        return first
+
+    def issue(
+        self,
+        template: Template,
+        tensors: Sequence[TensorId],
+        numbers: Sequence[float],
+        results: Sequence[TensorId],
+        written: Sequence[TensorId] = (),
+    ) -> None:
+        """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
+        if self._failed or self._unsure:
+            self.check(tensors)
+        issued = _Issued(template.operator, _line_of_caller(), results, written)
+        with self._lock:
+            if template.number not in self._told:
+                self._told.add(template.number)
+                self._templates.append(template)
+            self._uses.append(Use(template.number, tensors, numbers, results))
+            self._issued.append(issued)
+        if len(self._uses) >= BATCH_USES:
+            self.flush()
+
+    def check(self, tensors: Sequence[TensorId]) -> None:
+        """Raises: the error of a tensor that could not be made."""
+        for number in tensors:
+            if (error := self._failed.get(number) or self._unsure.get(number)) is not None:
+                raise error
+
+    def flush(self) -> None:
+        """Send what was issued so far."""
+        with self._lock:
+            if not self._uses and not self.freed:
+                return
+            freed, self.freed = self.freed, []
+            for number in freed:
+                self._failed.pop(number, None)
+                self._unsure.pop(number, None)
+            batch = OperationBatch(self._templates, self._uses, freed)
+            issued, self._templates, self._uses, self._issued = self._issued, [], [], []
+            self._underway.append(_Underway(self.ask("run", batch), issued))
+        while len(self._underway) > BATCHES_AHEAD:
+            self._settle()
+
+    def put(self, method: str, number: TensorId, *args: Any) -> None:
+        """Have the ranks make a tensor, by a method of `RankTensors` that takes its number first."""
+        self.flush()
+        issued = [_Issued(method, _line_of_caller(), (number,))]
+        self._underway.append(_Underway(self.ask(method, number, *args), issued))
+
+    def fetch(self, method: str, number: TensorId) -> Any:
+        """What a method of `RankTensors` says of a tensor, on the first rank. Raises: the error of what it needs."""
+        self.check([number])
+        self.flush()
+        asked = self.ask(method, number)
+        self.settle()
+        self.check([number])
+        return next(iter(asked.get().values()))
+
+    def settle(self) -> None:
+        """Wait until all that was issued has been done, or has failed."""
+        self.flush()
+        while self._underway:
+            self._settle()
+
+    def lose(self, errors: Mapping[TensorId, MeshError]) -> None:
+        """These tensors are gone; all others that exist are equal on the ranks that hold the same part of them."""
+        self._failed.update(errors)
+        self._unsure.clear()
+        self._told.clear()  # by new ranks
+
+    def ask(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
+        return self.procs.execute(rank_tensors.ask, self.name, method, *args)
+
+    def _settle(self) -> None:
+        """Wait for the oldest batch, and note what failed in it."""
+        future, issued = self._underway[0]
+        try:
+            failed = {number: why for each in future.get().values() for number, why in (each or {}).items()}
+        except KeyboardInterrupt:
+            raise
+        except MeshError as error:
+            self._underway.popleft()
+            self._note_lost(error, issued)
+            return
+        self._underway.popleft()
+        for each in issued if failed else ():
+            for number in each.results:
+                if number in failed:
+                    self._failed[number] = TensorError(each.operator, each.place, failed[number])
+
+    def _note_lost(self, error: MeshError, issued: Sequence[_Issued]) -> None:
+        """A batch was not done to its end: the results of the first operation that failed, and of all behind it."""
+        begin, cause = 0, error
+        causes = [f.load() for f in error.failures] if isinstance(error, CallFailed) else []
+        found = [each for each in causes if isinstance(each, OperationFailed)]
+        if found:
+            begin = min(each.index for each in found)
+            first = next((e for e in found if "GroupAborted" not in e.why), found[0])
+            at = issued[first.index]
+            cause = TensorError(at.operator, at.place, first.why)
+        for each in issued[begin:]:
+            self._failed.update(dict.fromkeys(each.results, cause))
+            self._unsure.update(dict.fromkeys(each.written, cause))
+
+
+_SKIPPED: tuple[str, ...] = ()
+
+
+def _line_of_caller() -> str:
+    """The innermost line that is neither ours nor torch's."""
+    global _SKIPPED
+    if not _SKIPPED:
+        import torch
+
+        _SKIPPED = (PACKAGE, torch.__path__[0] + "/", "<frozen ")
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return ""
+    return name_line(frame.f_code.co_filename, frame.f_lineno) or f"{frame.f_code.co_filename}, line {frame.f_lineno}"

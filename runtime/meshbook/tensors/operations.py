@@ -1,0 +1,131 @@
+"""Operations of mesh tensors as they travel: templates, which name an operator once, and their uses.
+
+A template has the operator and its arguments, with places for what changes from use to use: tensors, by their number,
+and floats. A batch is the templates that are new, the uses of templates and the tensors that nobody needs any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+
+TensorId: TypeAlias = int
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor of the use is to be put."""
+
+    at: int
+
+
+class NumberPlace(NamedTuple):
+    """Where a number of the use is to be put; of a dtype it becomes a tensor without dims."""
+
+    at: int
+    dtype: torch.dtype | None
+
+
+class Template(NamedTuple):
+    """An operator, ``aten.add.Tensor``, and its arguments with places in them."""
+
+    number: int
+    operator: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+class Use(NamedTuple):
+    """One operation: what it reads, and what its results are called."""
+
+    template: int
+    tensors: Sequence[TensorId]
+    numbers: Sequence[float]
+    results: Sequence[TensorId]
+
+
+class OperationBatch(NamedTuple):
+    """What one message carries, in the order in which it was issued."""
+
+    templates: Sequence[Template]
+    uses: Sequence[Use]
+    freed: Sequence[TensorId]
+
+
+class TensorReference(NamedTuple):
+    """A mesh tensor on its way to the ranks, who have it."""
+
+    mesh: str
+    shown: str
+    number: TensorId
+
+
+class Adopted(NamedTuple):
+    """A DTensor that code on the ranks has made, and that they know by its number from now on."""
+
+    number: TensorId
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class LocalPart(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    placements: Sequence[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+
+
+class PartTransfer(NamedTuple):
+    """A part that a rank is to be given by another one, which holds an equal part."""
+
+    number: TensorId
+    source: int
+    target: int
+    part: LocalPart
+
+
+class OperationFailed(RuntimeError):
+    """An operation of a batch failed on a rank, so that what followed in the batch was not done there."""
+
+    def __init__(self, index: int, operator: str, why: str) -> None:
+        """index: of the operation in the batch."""
+        super().__init__(index, operator, why)
+        self.index, self.operator, self.why = index, operator, why
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.why}"
+
+
+def find_operator(name: str) -> torch._ops.OpOverload[..., Any]:
+    """The operator that ``str`` of it names. Raises: AttributeError if this torch does not have it."""
+    namespace, operator, overload = name.split(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
+
+
+def is_random(operator: torch._ops.OpOverload[..., Any]) -> bool:
+    """Whether an operator draws numbers; the last number of its uses is the seed for that."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+class Factory(NamedTuple):
+    """How ranks make a tensor of their own: a function of torch, with the seed for one that draws numbers."""
+
+    function: str
+    args: tuple[Any, ...]
+    dtype: torch.dtype
+    seed: int = 0
+
+    def make(self) -> torch.Tensor:
+        """The whole tensor, equal on all ranks."""
+        function = getattr(torch, self.function)
+        if not self.seed:
+            return cast("torch.Tensor", function(*self.args, dtype=self.dtype))
+        made = function(*self.args, dtype=self.dtype, generator=torch.Generator().manual_seed(self.seed))
+        return cast("torch.Tensor", made)

@@ -1,0 +1,350 @@
+"""One operation on DTensors: DTensor's own way where that is right, and another where it is not.
+
+One for which DTensor knows no way to keep the shards apart is done on whole tensors by every rank, which is slower and
+always right. What DTensor is known to get wrong is done whole as well (`WHOLE`), or taken apart (`APART`).
+
+Random numbers are drawn for the whole tensor, from a seed that the controller has drawn, and each rank keeps its part:
+so they do not depend on the shape of the mesh, nor on the placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch._decomp import decomposition_table
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from meshbook.tensors.operations import NumberPlace, Template, TensorPlace, Use, find_operator, is_random
+
+aten = torch.ops.aten
+
+APART = frozenset(
+    {
+        aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default,
+    }
+)  # fmt: skip
+"""DTensor 2.13 divides these gradients by the size of a part."""
+
+WHOLE = frozenset(
+    {
+        aten.argmax.default, aten.argmin.default, aten.gather.default, aten.multi_margin_loss_backward.default,
+        aten.multilabel_margin_loss_backward.default, aten.scatter_add.default, aten.select_backward.default,
+        aten.soft_margin_loss_backward.default, aten.view_copy.default,
+    }
+)  # fmt: skip
+"""DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded."""
+
+LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default})
+"""Of sums whose parts are on the ranks they give such sums, as views do; all others are given sums that are done."""
+
+EASY_VIEWS = frozenset(
+    {
+        aten.alias.default, aten.detach.default, aten.permute.default, aten.t.default, aten.transpose.int,
+        aten.unsqueeze.default,
+    }
+)  # fmt: skip
+"""Views for which it is all the same to DTensor whether parts are equal."""
+
+ALONG_BATCH = frozenset(
+    {
+        aten.convolution.default, aten.convolution_backward.default, aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+    }
+)  # fmt: skip
+"""DTensor does them on parts that do not fit each other, unless what is sharded is the batch alone."""
+
+
+class CompiledTemplate:
+    """A template with its operator found."""
+
+    def __init__(self, template: Template) -> None:
+        self.name = template.operator
+        self.operator = find_operator(template.operator)
+        self.args, self.kwargs = template.args, template.kwargs
+        schema = self.operator._schema
+        self.written = [index for index, argument in enumerate(schema.arguments) if _is_written(argument)]
+        self.is_view = not self.written and any(result.alias_info is not None for result in schema.returns)
+        self.is_random = is_random(self.operator)
+        named = zip(schema.arguments, self.args, strict=False)
+        reduces_all = any(argument.name == "dim" and value == [] for argument, value in named)
+        self.is_on_whole = self.is_random or self.operator in WHOLE or reduces_all  # DTensor takes [] for no dim
+        """Whether DTensor has no way to do it on shards."""
+        self.is_linear = self.is_view or self.operator in LINEAR
+        self.is_fused = self.name.startswith("aten._fused_") and bool(self.written)
+        self.along_batch = self.operator in ALONG_BATCH
+        self.apart = decomposition_table[self.operator] if self.operator in APART else None
+
+    def fill(self, use: Use, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        args = [_fill(argument, tensors, use.numbers) for argument in self.args]
+        return args, {name: _fill(value, tensors, use.numbers) for name, value in self.kwargs.items()}
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
+    kind = type(value)
+    if kind is TensorPlace:
+        return tensors[value.at]
+    if kind is NumberPlace:
+        number = numbers[value.at]
+        return number if value.dtype is None else torch.tensor(number, dtype=value.dtype)
+    if kind is list or kind is tuple:
+        return [_fill(each, tensors, numbers) for each in value]
+    return value
+
+
+class RankTensor:
+    """A mesh tensor as one rank has it.
+
+    A view that could not share the memory of its base, since its parts lie across the base's, is made again when it is
+    read after the base was written, and what is written to it is written to the base.
+    """
+
+    def __init__(self, tensor: DTensor, base: RankTensor | None = None) -> None:
+        """base: whose memory it shares."""
+        self.tensor = tensor
+        self.version: list[int] = [0] if base is None else base.version
+        """How often the memory was written, in a list that all share who share the memory."""
+        self.made: tuple[CompiledTemplate, Use, RankTensor] | None = None
+        """How a view was made that shares no memory with its base."""
+        self.seen = 0
+        """The base's version at that time."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its base, or the base's base, was written since it was made."""
+        if self.made is None:
+            return False
+        base = self.made[2]
+        return base.version[0] != self.seen or base.is_stale
+
+    @property
+    def root(self) -> RankTensor:
+        return self if self.made is None else self.made[2].root
+
+
+class Operations:
+    """How operations are done on one device mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def do(self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]) -> list[RankTensor]:
+        """Do an operation; returns its results. Raises: whatever it does."""
+        tensors = [self.read(operand) for operand in operands]
+        if not template.is_linear or len({tensor.placements for tensor in tensors}) > 1:
+            for tensor in tensors:
+                end_sum(tensor)
+        args, kwargs = template.fill(use, tensors)
+        targets = [target for index in template.written for target in listed(args[index])]
+        written = [o for o, tensor in zip(operands, tensors, strict=True) if any(tensor is each for each in targets)]
+        if any(operand.made is not None for operand in written):
+            self._write_through(template, use, operands, written)
+            return []
+        made = self._do(template, use, args, kwargs, tensors)
+        for operand in written:
+            operand.version[0] += 1
+        results: list[Any] = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
+        return [self._known(result, template, use, operands) for result in results if result is not None]
+
+    def read(self, operand: RankTensor) -> DTensor:
+        """The values as they are now."""
+        if operand.made is not None and operand.is_stale:
+            template, use, base = operand.made
+            args, kwargs = template.fill(use, [self.read(base)])
+            operand.tensor, operand.seen = self._do(template, use, args, kwargs, [base.tensor]), base.version[0]
+            operand.version[0] += 1  # for views of it
+        return operand.tensor
+
+    def _known(
+        self, result: DTensor, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]
+    ) -> RankTensor:
+        if any(placement.is_partial() and type(placement) is not Partial for placement in result.placements):
+            end_sum(result)  # it remembers what it was made of, for one use
+        if not template.is_view or len(operands) != 1:
+            return RankTensor(result)
+        base = operands[0]
+        if base.made is None and _shares(result, base.tensor):
+            return RankTensor(result, base)
+        view = RankTensor(result)
+        view.made, view.seen = (template, use, base), base.version[0]
+        return view
+
+    def _write_through(
+        self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor], written: Sequence[RankTensor]
+    ) -> None:
+        """Write to views across parts: to views of whole tensors, of which each rank then keeps its part."""
+        wholes: dict[int, torch.Tensor] = {}
+        tensors = [
+            self._whole_view(o, wholes) if any(o.root is w.root for w in written) else full(o.tensor) for o in operands
+        ]
+        args, kwargs = template.fill(use, tensors)
+        self._draw_and_do(template, use, args, kwargs)
+        for root in {id(operand.root): operand.root for operand in written}.values():
+            root.tensor.to_local().copy_(self.part_of(wholes[id(root)], root.tensor.placements).to_local())
+            root.version[0] += 1
+
+    def _whole_view(self, operand: RankTensor, wholes: dict[int, torch.Tensor]) -> Any:
+        """A view of the whole of its root, which is put into ``wholes``."""
+        if operand.made is None:
+            end_sum(operand.tensor)
+            return wholes.setdefault(id(operand.root), full(operand.tensor).clone())
+        template, use, base = operand.made
+        args, kwargs = template.fill(use, [self._whole_view(base, wholes)])
+        return template.operator(*args, **kwargs)
+
+    def _do(
+        self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any], tensors: Sequence[DTensor]
+    ) -> Any:
+        if template.is_fused:
+            return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
+        if template.apart is not None:
+            return template.apart(*args, **kwargs)
+        if (
+            template.is_on_whole
+            or (template.along_batch and not _is_cut_along_batch(template.operator, args))
+            or (template.is_view and template.operator not in EASY_VIEWS and any(map(_is_uneven, tensors)))
+        ):
+            return self._do_on_whole(template, use, args, kwargs)
+        try:
+            if template.operator is aten.view.default and not args[0].to_local().is_contiguous():
+                args[0] = args[0].contiguous()  # the controller's order of memory is another one
+            made = template.operator(*args, **kwargs)
+        except Exception as error:
+            template.is_on_whole = _has_no_way(error)
+            return self._do_on_whole(template, use, args, kwargs)
+        if isinstance(made, DTensor) and _is_mean_of_unequal(made, tensors):
+            return self._do_on_whole(template, use, args, kwargs)
+        return made
+
+    def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Do an operation on whole tensors, on every rank, and keep this rank's part of what it wrote to."""
+        wholes = [_whole(argument) for argument in args]
+        named = {name: _whole(value) for name, value in kwargs.items()}
+        made = self._draw_and_do(template, use, wholes, named)
+        for index in template.written:
+            for target, whole in zip(listed(args[index]), listed(wholes[index]), strict=True):
+                target.to_local().copy_(self.part_of(whole, target.placements).to_local())
+        if template.written:
+            return args[template.written[0]]
+        return tree_map_only(torch.Tensor, self._replicated, made)
+
+    def _draw_and_do(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if template.operator is aten.view.default:  # the whole may lie in another order than the parts
+            return args[0].reshape(args[1])
+        if not template.is_random:
+            return template.operator(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(use.numbers[-1]))
+            return template.operator(*args, **kwargs)
+
+    def _replicated(self, whole: torch.Tensor) -> DTensor:
+        return DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+    def part_of(self, whole: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        """This rank's part of a tensor that all ranks have; without the memory of the rest."""
+        part = distribute_tensor(whole, self._mesh, list(placements), src_data_rank=None)
+        local = part.to_local()
+        if local.untyped_storage().nbytes() > local.numel() * local.element_size():
+            part._local_tensor = local.clone()
+        return part
+
+
+def end_sum(tensor: Any) -> None:
+    """Have each rank hold values of the tensor itself where it holds a part of a sum, say."""
+    if any(each.is_partial() for each in tensor.placements):
+        ended = tensor.redistribute(placements=[Replicate() if e.is_partial() else e for e in tensor.placements])
+        tensor._local_tensor, tensor._spec = ended._local_tensor, ended._spec
+
+
+_UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    """The whole tensor; a collective."""
+    if tensor.dtype in _UNKNOWN_TO_GLOO:
+        tensor, dtype = tensor.to(torch.int64), tensor.dtype
+        return cast("torch.Tensor", tensor.full_tensor().to(dtype))
+    return cast("torch.Tensor", tensor.full_tensor())
+
+
+def _shares(view: DTensor, base: DTensor) -> bool:
+    """Whether they lie in the same memory. A rank whose part is empty has none; what it would write is nothing, too."""
+    mine, its = view.to_local(), base.to_local()
+    return not mine.numel() or mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return full(value)
+    if isinstance(value, (list, tuple)):
+        return [_whole(each) for each in value]
+    return value
+
+
+def _parts(arguments: Any, like: Sequence[DTensor]) -> Any:
+    """The arguments of an optimizer's fused step as this rank's parts, laid out as the parameters, ``like``."""
+    if isinstance(arguments, dict):
+        return {name: _parts([value], like)[0] for name, value in arguments.items()}
+    found: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, list) and len(argument) == len(like) and isinstance(argument[0], DTensor):
+            laid = [each.redistribute(placements=to.placements) for each, to in zip(argument, like, strict=True)]
+            found.append([each.to_local() for each in laid])
+        else:
+            found.append(_whole(argument))
+    return found
+
+
+def _has_no_way(error: Exception) -> bool:
+    """Whether DTensor never has a way to do an operation, rather than not with these placements.
+
+    It finds that out before anything was done. Raises: the error, if it is another one.
+    """
+    if not isinstance(error, NotImplementedError) and "Sharding propagation failed" not in str(error):
+        raise error
+    return isinstance(error, NotImplementedError)
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Whether parts of different sizes make it."""
+    sizes = [1] * tensor.dim()
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] *= tensor.device_mesh.size(axis)
+    return any(size % parts for size, parts in zip(tensor.shape, sizes, strict=True))
+
+
+def _is_mean_of_unequal(made: DTensor, tensors: Sequence[DTensor]) -> bool:
+    """Whether a mean is to be the mean of those of parts of different sizes: DTensor 2.13 does that for losses."""
+    for axis, placement in enumerate(made.placements):
+        if not placement.is_partial("avg"):
+            continue
+        for tensor in tensors:
+            cut = tensor.placements[axis]
+            if isinstance(cut, Shard) and tensor.shape[cut.dim] % made.device_mesh.size(axis):
+                return True
+    return False
+
+
+def _is_cut_along_batch(operator: object, args: Sequence[Any]) -> bool:
+    """Whether what is sharded are the images, and what comes of them, along their first dim, into equal parts."""
+    images = (0, 1) if operator is aten.convolution_backward.default else (0,)
+    for index, value in enumerate(args):
+        if isinstance(value, DTensor) and index in images and not value.shape[0] % value.device_mesh.size():
+            if not all(each.is_replicate() or each.is_shard(0) for each in value.placements):
+                return False
+        elif isinstance(value, DTensor) and not all(each.is_replicate() for each in value.placements):
+            return False
+    return True
+
+
+def listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,254 @@
+"""The rank's end of mesh tensors: their DTensors by number, and what is asked of them.
+
+An operation that fails on all ranks alike, before any of them has begun with it, costs its results. One that fails on
+a rank while it runs ends the batch there: the ranks that wait for it are freed as those of a cell are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils._pytree import tree_map_only
+
+from meshbook.errors import UsageError
+from meshbook.tensors.operations import (
+    Adopted,
+    Factory,
+    LocalPart,
+    OperationBatch,
+    OperationFailed,
+    PartTransfer,
+    Template,
+    TensorId,
+    TensorReference,
+    Use,
+)
+from meshbook.tensors.rank_operations import CompiledTemplate, Operations, RankTensor, full
+
+_CORNER = 6
+"""So many elements along each dim are shown of a large tensor."""
+SHOWN_ELEMENTS = 1000
+"""A tensor with no more is shown whole."""
+
+
+class TensorDescription(NamedTuple):
+    """What is shown of a tensor."""
+
+    placements: str
+    shown: torch.Tensor
+    statistics: str
+
+
+class Failed(NamedTuple):
+    """Stands for the result of an operation that failed."""
+
+    why: str
+
+
+class RankTensors:
+    """The mesh tensors of one process, for one device mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self._operations = mesh, Operations(mesh)
+        self._tensors: dict[TensorId, RankTensor | Failed] = {}
+        self._templates: dict[int, Template] = {}
+        self._compiled: dict[int, CompiledTemplate] = {}
+
+    def run(self, batch: OperationBatch) -> dict[TensorId, str]:
+        """Do what a batch says; returns which results failed, and why. Raises: OperationFailed."""
+        self._templates.update((template.number, template) for template in batch.templates)
+        failed: dict[TensorId, str] = {}
+        with torch.no_grad():
+            for index, use in enumerate(batch.uses):
+                try:
+                    self._run(self._compiled.get(use.template) or self._compile(use.template), use)
+                except _Refused as refused:
+                    self._fail(use, str(refused), failed)
+                except BaseException as error:
+                    name = self._templates[use.template].operator
+                    raise OperationFailed(index, name, f"{type(error).__name__}: {error}") from error
+        for number in batch.freed:
+            self._tensors.pop(number, None)
+        return failed
+
+    def _compile(self, number: int) -> CompiledTemplate:
+        try:
+            made = self._compiled[number] = CompiledTemplate(self._templates[number])
+        except AttributeError as error:
+            raise _Refused(f"the ranks do not know it: {error}") from error
+        return made
+
+    def place(self, number: TensorId, whole: torch.Tensor, placements: Sequence[Placement]) -> None:
+        """Take this rank's part of a tensor that all ranks were sent."""
+        self._tensors[number] = RankTensor(self._operations.part_of(whole.to(self.mesh.device_type), placements))
+
+    def make(self, number: TensorId, factory: Factory, placements: Sequence[Placement]) -> None:
+        """Take this rank's part of a tensor that is made here."""
+        self.place(number, factory.make(), placements)
+
+    def redistribute(self, number: TensorId, source: TensorId, placements: Sequence[Placement]) -> None:
+        """Lay a tensor out in another way, as another tensor."""
+        laid = self._of(source).redistribute(placements=list(placements))
+        self._tensors[number] = RankTensor(cast("DTensor", laid.clone()))
+
+    def whole(self, number: TensorId) -> torch.Tensor | None:
+        """The whole tensor, on the first rank of the mesh; a collective."""
+        found = full(self._of(number))
+        return found.cpu() if self._is_first else None
+
+    def placements(self, number: TensorId) -> Sequence[Placement]:
+        """How a tensor is laid out."""
+        return self._of(number).placements
+
+    def describe(self, number: TensorId) -> TensorDescription | None:
+        """What a tensor is to be shown as, on the first rank of the mesh; a collective."""
+        tensor = self._of(number)
+        if tensor.numel() <= SHOWN_ELEMENTS:
+            shown = full(tensor)
+            return TensorDescription(_name(tensor.placements), shown.cpu(), "") if self._is_first else None
+        statistics = ""
+        if tensor.is_floating_point():
+            numbers = [float(full(each)) for each in (tensor.mean(), tensor.std(), tensor.min(), tensor.max())]
+            statistics = "mean {:.4g}, std {:.4g}, min {:.4g}, max {:.4g}".format(*numbers)
+        corner: Any = tensor
+        for dim, size in enumerate(tensor.shape):
+            corner = corner.narrow(dim, 0, min(size, _CORNER))
+        shown = full(corner)
+        return TensorDescription(_name(tensor.placements), shown.cpu(), statistics) if self._is_first else None
+
+    # ---- tensors of code on the ranks -------------------------------------------------------------------------------
+
+    def call(self, first: TensorId, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function; the DTensors that it returns are known by numbers from ``first`` on."""
+        made = function(*args, **kwargs)
+        numbers = itertools.count(first)
+        return tree_map_only(DTensor, lambda tensor: self._adopt(next(numbers), tensor), made)
+
+    def adopt_name(self, number: TensorId, name: str, placements: Sequence[Placement] | None) -> Adopted:
+        """Know the tensor that cells of this rank call ``name``; placements: of what is no DTensor."""
+        found = vars(sys.modules["__main__"]).get(name)
+        if not isinstance(found, torch.Tensor):
+            raise UsageError(f"{name} is no tensor on rank {dist.get_rank()}, but {type(found).__name__}")
+        if not isinstance(found, DTensor):
+            if placements is None:
+                raise UsageError(f"{name} is a tensor of each rank's own: say by placements how they make one")
+            found = DTensor.from_local(found, self.mesh, list(placements), run_check=False)
+        return self._adopt(number, found)
+
+    def _adopt(self, number: TensorId, tensor: DTensor) -> Adopted:
+        if tensor.device_mesh != self.mesh:
+            raise UsageError(f"a DTensor on another mesh, {tensor.device_mesh}, cannot be known as one of {self.mesh}")
+        self._tensors[number] = RankTensor(cast("DTensor", tensor.detach()))
+        return Adopted(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def reference(self, number: TensorId) -> DTensor:
+        """The tensor, for code on the rank."""
+        return self._of(number)
+
+    # ---- after a repair ---------------------------------------------------------------------------------------------
+
+    def move_to(self, mesh: DeviceMesh) -> None:
+        """Go on with groups that were formed again."""
+        self.mesh, self._operations = mesh, Operations(mesh)
+        for held in self._tensors.values():
+            if isinstance(held, RankTensor):
+                held.tensor = self._from_part(held.tensor.to_local(), _part_of(held.tensor))
+
+    def parts(self) -> dict[TensorId, LocalPart]:
+        """What this rank holds."""
+        held = {number: each for number, each in self._tensors.items() if isinstance(each, RankTensor)}
+        return {number: _part_of(each.tensor) for number, each in held.items()}
+
+    def transfer(self, transfers: Sequence[PartTransfer]) -> None:
+        """Give and take parts, in one order on all ranks."""
+        me = dist.get_rank()
+        for number, source, target, part in transfers:
+            if me == source:
+                dist.send(self._of(number).to_local().contiguous(), target)
+            elif me == target:
+                local = torch.empty(part.local_shape, dtype=part.dtype, device=self.mesh.device_type)
+                dist.recv(local, source)
+                held = self._tensors.get(number)
+                if isinstance(held, RankTensor):
+                    held.tensor.to_local().copy_(local)
+                else:
+                    self._tensors[number] = RankTensor(self._from_part(local, part))
+
+    def _from_part(self, local: torch.Tensor, part: LocalPart) -> DTensor:
+        return DTensor.from_local(
+            local, self.mesh, list(part.placements), run_check=False, shape=torch.Size(part.shape), stride=part.strides
+        )
+
+    # ---- one operation ------------------------------------------------------------------------------------------
+
+    def _run(self, template: CompiledTemplate, use: Use) -> None:
+        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
+        self._tensors.update(zip(use.results, results, strict=False))
+
+    def _operand(self, number: TensorId) -> RankTensor:
+        found = self._tensors.get(number)
+        if isinstance(found, Failed):
+            raise _Refused(found.why)
+        if found is None:
+            raise _Refused("a tensor that it needs is not on this rank any more")
+        return found
+
+    def _of(self, number: TensorId) -> DTensor:
+        return self._operations.read(self._operand(number))
+
+    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
+        for number in use.results:
+            self._tensors[number] = Failed(why)
+            failed[number] = why
+
+    @property
+    def _is_first(self) -> bool:
+        return dist.get_rank() == int(self.mesh.mesh.flatten()[0])
+
+
+class _Refused(Exception):
+    """An operation fails on all ranks alike, before any has begun with it."""
+
+
+def _name(placements: Sequence[Placement]) -> str:
+    return ", ".join(map(repr, placements))
+
+
+def _part_of(tensor: DTensor) -> LocalPart:
+    return LocalPart(
+        tensor.placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tuple(tensor.to_local().shape)
+    )
+
+
+_meshes: dict[str, RankTensors] = {}
+"""By the names that the controller has given them."""
+
+
+def open_mesh(name: str, ranks: torch.Tensor, axes: Sequence[str]) -> None:
+    """Make the device mesh of ``ranks``, or make it again; all ranks of the processes do, as torch makes groups."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice for DTensor's users
+    mesh = DeviceMesh("cuda" if dist.get_backend() == "nccl" else "cpu", ranks, mesh_dim_names=tuple(axes))
+    if (known := _meshes.get(name)) is not None:
+        known.move_to(mesh)
+    else:
+        _meshes[name] = RankTensors(mesh)
+
+
+def resolve(reference: TensorReference) -> DTensor:
+    """A mesh tensor as code on a rank sees it. Raises: UsageError where it is not."""
+    if (found := _meshes.get(reference.mesh)) is None:
+        raise UsageError(f"a tensor on {reference.shown} is not in this process: send tensor.full_tensor()")
+    return found.reference(reference.number)
+
+
+def ask(name: str, method: str, *args: Any) -> Any:
+    """Call a method of a mesh's `RankTensors`."""
+    return getattr(_meshes[name], method)(*args)

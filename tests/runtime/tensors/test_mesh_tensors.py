@@ -1,0 +1,229 @@
+"""Mesh tensors give what tensors of one process give, or say why not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import meshbook
+from meshbook import ProcMesh, errors, this_host
+from meshbook.distributed import Mesh
+from meshbook.exceptions import DeviceMeshError, TensorError
+
+LAYOUTS = ([None, None], ["dp", None], [None, "tp"], ["dp", "tp"], [("dp", "tp"), None], ["tp", "dp"])
+
+
+@pytest.fixture(scope="module")
+def grid(square: ProcMesh) -> Mesh:
+    return Mesh(square)
+
+
+@pytest.fixture
+def lone(clean_end: None) -> Iterator[Mesh]:
+    with this_host().spawn_procs({"gpus": 2}, name="lone") as procs:
+        yield Mesh(procs)
+
+
+def equal(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    assert isinstance(got, meshbook.MeshTensor)
+    found = got.full_tensor()
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+def test_operations_give_what_they_give_in_one_process(grid: Mesh, spec: list[object]) -> None:
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    x, y = meshbook.distribute(a, grid, spec), meshbook.distribute(b, grid, spec)
+    assert equal(x @ y, a @ b)
+    assert equal(x @ x.T, a @ a.T)
+    assert equal(x.softmax(-1).sum(0), a.softmax(-1).sum(0))
+    assert equal(x.mean(), a.mean())
+    assert equal((x > 0).float() * x.exp(), (a > 0).float() * a.exp())
+    assert equal(x[1:4, ::2].reshape(-1), a[1:4, ::2].reshape(-1))
+    assert equal(torch.cat([x, x]).cumsum(0), torch.cat([a, a]).cumsum(0))
+    assert x.tolist() == a.tolist()
+    assert x.sum().item() == pytest.approx(a.sum().item(), abs=1e-4)
+    assert x.argmax().item() == a.argmax().item()
+
+
+def test_gradients_are_those_of_one_process(grid: Mesh) -> None:
+    a, w = torch.randn(6, 4), torch.randn(4, 4)
+    plain = w.clone().requires_grad_()
+    (torch.nn.functional.gelu(a @ plain) ** 2).mean().backward()
+    for spec in LAYOUTS:
+        x = meshbook.distribute(a, grid, spec)
+        parameter = meshbook.distribute(w, grid, spec).requires_grad_()
+        (torch.nn.functional.gelu(x @ parameter) ** 2).mean().backward()
+        assert plain.grad is not None
+        assert parameter.grad is not None
+        assert equal(parameter.grad, plain.grad)
+
+
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("rows", [4, 5])
+def test_losses_that_dtensor_gets_wrong_are_right(grid: Mesh, name: str, rows: int) -> None:
+    loss = getattr(torch.nn.functional, name)
+    a, t = torch.rand(rows).requires_grad_(), torch.rand(rows)
+    loss(a, t).backward()
+    x = meshbook.distribute(a.detach(), grid, ["dp"]).requires_grad_()
+    got = loss(x, meshbook.distribute(t, grid, ["dp"]))
+    got.backward()
+    assert a.grad is not None
+    assert x.grad is not None
+    assert equal(got.detach(), loss(a, t).detach())
+    assert equal(x.grad, a.grad)
+
+
+def test_random_values_depend_on_the_seed_alone(grid: Mesh, lone: Mesh) -> None:
+    drawn = []
+    for mesh, spec in ((grid, ["dp", "tp"]), (grid, None), (lone, [None, "gpus"])):
+        torch.manual_seed(5)
+        noise = meshbook.randn(6, 5, mesh=mesh, sharding_spec=spec)
+        drawn.append((noise.tolist(), torch.nn.functional.dropout(noise, 0.5).tolist()))
+    assert drawn[0] == drawn[1] == drawn[2]
+    values = [value for row in drawn[0][1] for value in row]
+    assert 0 < sum(value == 0 for value in values) < len(values)
+
+
+def test_factories(grid: Mesh) -> None:
+    layout = {"mesh": grid, "sharding_spec": ["dp"]}
+    assert equal(meshbook.zeros(3, 2, **layout), torch.zeros(3, 2))
+    assert equal(meshbook.ones((3, 2), dtype=torch.int64, **layout), torch.ones(3, 2, dtype=torch.int64))
+    assert equal(meshbook.full((4,), 7, **layout), torch.full((4,), 7))
+    assert equal(meshbook.arange(2, 9, 2, **layout), torch.arange(2, 9, 2))
+    assert meshbook.randint(3, 5, (100,), **layout).unique().tolist() == [3, 4]
+    assert 0 <= meshbook.rand(100, **layout).min().item() < meshbook.rand(100, **layout).max().item() < 1
+
+
+def test_both_sides_see_what_either_writes(grid: Mesh, square: ProcMesh) -> None:
+    w = meshbook.distribute(torch.arange(12.0).view(6, 2), grid, ["dp", "tp"])
+    square.push({"w": w}).get(20)
+    square.run("w += 1").get(20)
+    w.mul_(2)
+    assert equal(w, (torch.arange(12.0).view(6, 2) + 1) * 2)
+    assert square.pull("float(w.full_tensor().sum())").get(20).values() == [156.0] * 4
+    square.run("own = torch.full((2, 3), float(rank))").get(20)
+    made = grid.from_ranks("own", placements=[Shard(0), Replicate()])
+    assert made.shape == (4, 3)
+    assert made.sum().item() == 12.0  # of ranks 0 and 2: the others are taken for copies
+
+
+def test_execute_takes_dtensors_to_the_ranks_and_back(grid: Mesh) -> None:
+    def scale(tensor: DTensor, by: float) -> tuple[DTensor, str]:
+        return tensor * by, type(tensor).__name__  # type: ignore[return-value]
+
+    scaled, kind = grid.execute(scale, meshbook.ones(4, 4, mesh=grid, sharding_spec=["dp"]), 3.0)
+    assert equal(scaled, torch.full((4, 4), 3.0))
+    assert kind == "DTensor"
+    assert grid.execute(lambda: 5).values() == [5] * 4
+
+
+def test_layouts_change_and_are_told(grid: Mesh) -> None:
+    x = meshbook.distribute(torch.arange(10.0), grid, ["dp"])
+    assert x.placements == (Shard(0), Replicate())
+    other = x.redistribute([("dp", "tp")])
+    assert other.placements == (Shard(0), Shard(0))
+    assert equal(other, torch.arange(10.0))
+    shown = repr(x)
+    assert "placements=(Shard(dim=0), Replicate())" in shown
+    assert "dp=2, tp=2" in shown
+    large = repr(meshbook.ones(100, 100, mesh=grid))
+    assert "mean 1, std 0, min 1, max 1" in large
+    assert len(large) < 1000
+
+
+def test_a_failure_comes_where_the_result_is_used_and_names_its_line(grid: Mesh) -> None:
+    table = meshbook.distribute(torch.randn(4, 3), grid)
+    bad = torch.nn.functional.embedding(meshbook.distribute(torch.tensor([1, 9]), grid), table)
+    worse = bad + 1
+    with pytest.raises(DeviceMeshError, match=r"aten\.embedding.*test_mesh_tensors\.py, line \d+.*out of range"):
+        worse.sum().item()
+    with pytest.raises(TensorError, match="out of range"):
+        bad.tolist()
+    assert equal(table * 2, table.full_tensor() * 2)
+
+
+def test_what_cannot_be_is_refused(grid: Mesh, lone: Mesh) -> None:
+    x = meshbook.distribute(torch.randn(6, 4), grid, ["dp", "tp"])
+    with pytest.raises(errors.UnknownAxisError, match=r'"dpp".*Did you mean "dp"'):
+        meshbook.distribute(torch.ones(4), grid, ["dpp"])
+    with pytest.raises(errors.UsageError, match="3 entries, and the tensor 2 dims"):
+        meshbook.distribute(torch.ones(4, 4), grid, ["dp", None, None])
+    with pytest.raises(errors.UsageError, match='"dp" cannot cut two dims'):
+        meshbook.distribute(torch.ones(4, 4), grid, ["dp", "dp"])
+    with pytest.raises(errors.UsageError, match="1 placements for a mesh of 2 axes"):
+        meshbook.distribute(torch.ones(4), grid, placements=[Shard(0)])
+    with pytest.raises(errors.UsageError, match=r"two meshes.*square.*lone"):
+        x + meshbook.ones(4, mesh=lone)
+    with pytest.raises(errors.UsageError, match=r"pickle tensor\.full_tensor"):
+        pickle.dumps(x)
+    with pytest.raises(errors.UsageError, match="pickle"):
+        torch.save({"x": x}, io.BytesIO())
+    with pytest.raises(errors.UsageError, match="as_strided"):
+        x.as_strided((2, 2), (1, 1))
+    with pytest.raises(errors.UsageError, match="too large to be sent"):
+        meshbook.ones(1 << 20, mesh=grid) + torch.ones(1 << 20)
+    with pytest.raises(errors.UsageError, match="would write values"):
+        torch.zeros(6, 4).copy_(x)
+    with pytest.raises(errors.LayoutError, match="do not name the axes"):
+        Mesh(shape=(2, 2), mesh_dim_names=("dp",))
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        x @ x
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+def test_views_and_what_they_are_of_see_each_others_writes(grid: Mesh, spec: list[object]) -> None:
+    a = torch.arange(24.0).view(6, 4)
+    x = meshbook.distribute(a, grid, spec)
+    flat, row, column, block = x.view(24), x[1], x[:, 2], x[2:5].T  # across the parts, and within
+    for tensor, views in ((a, (a.view(24), a[1], a[:, 2], a[2:5].T)), (x, (flat, row, column, block))):
+        tensor[0] = 7
+        views[0].add_(1)
+        views[1].mul_(2)
+        tensor.sub_(0.5)
+        views[2][1:].neg_()
+        views[3].zero_()
+        tensor[5, 3] = views[1].sum()
+    assert equal(x, a)
+    for got, wanted in ((flat, a.view(24)), (row, a[1]), (column, a[:, 2]), (block, a[2:5].T)):
+        assert equal(got, wanted)
+
+
+def test_small_tensors_of_this_process_take_part(grid: Mesh) -> None:
+    a = torch.randn(6, 4)
+    x = meshbook.distribute(a, grid, ["dp", "tp"])
+    assert equal(x + torch.ones(4), a + 1)
+    assert equal(x[torch.tensor([4, 0])], a[[4, 0]])
+    assert equal(torch.tensor(2.0) * x, 2 * a)
+    assert sorted(x[x > 0].tolist()) == sorted(a[a > 0].tolist())
+    assert x.nonzero().shape == (24, 2)
+
+
+def test_copies_are_copies(grid: Mesh) -> None:
+    x = meshbook.ones(4, mesh=grid)
+    copied = copy.deepcopy(x)
+    x.add_(1)
+    assert copied.tolist() == [1.0] * 4
+    assert x.detach().numpy().tolist() == [2.0] * 4
+
+
+def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:
+    def held() -> int:
+        return len(next(iter(grid.stream.ask("parts").get(20).values())))
+
+    x = meshbook.ones(8, mesh=grid)
+    x.sum().item()
+    before = held()
+    for _ in range(1000):
+        x = x + 1
+    assert x.sum().item() == 8008
+    assert held() <= before + 2

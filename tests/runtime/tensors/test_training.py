@@ -1,0 +1,145 @@
+"""Modules and optimizers on a mesh: the same losses and weights as in one process, whatever is cut."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshbook
+from meshbook import ProcMesh, errors, heal_mesh, this_host
+from meshbook.distributed import Mesh, show_plan
+from meshbook.exceptions import DeviceMeshError, TensorLost
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.o = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return x + self.o(mixed.transpose(1, 2).flatten(-2))
+
+
+def transformer() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 16), Attention(), nn.Linear(16, 11))
+
+
+def train(
+    mesh: Mesh | None, optimizer: str, plan: Mapping[str, Any] | None = None, steps: int = 4, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and what the module is then."""
+    torch.manual_seed(1)
+    model, text = transformer(), torch.randint(0, 11, (4, 9))
+    if mesh is not None:
+        meshbook.module_to_mesh(model, mesh, plan)
+        text = meshbook.distribute(text, mesh, ["dp"])
+    chosen = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(chosen, 2)
+    losses = []
+    for _ in range(steps):
+        chosen.zero_grad()
+        guessed = model(text[:, :-1])
+        loss = nn.functional.cross_entropy(guessed.flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        chosen.step()
+        schedule.step()
+        losses.append(loss.item())
+    state = model.state_dict()
+    return losses, {name: t.full_tensor() if mesh is not None else t for name, t in state.items()}
+
+
+@pytest.fixture(scope="module")
+def grid(square: ProcMesh) -> Mesh:
+    return Mesh(square)
+
+
+def same(got: Any, wanted: Any) -> bool:
+    losses, weights = got
+    return losses == pytest.approx(wanted[0], abs=1e-5) and all(
+        torch.allclose(weights[name], value, atol=1e-5) for name, value in wanted[1].items()
+    )
+
+
+PLANS = {
+    "replicated": None,
+    "tensor parallel": {"*.qkv": "column", "*.o": "row"},
+    "sharded": {"*": "shard"},
+    "2-D": {"*.qkv": [("dp", "tp")], "*.o.weight": [None, "tp"], "0.weight": [None, "tp"]},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_transformer_trains_as_in_one_process(grid: Mesh, plan: str) -> None:
+    assert same(train(grid, "SGD", PLANS[plan]), train(None, "SGD"))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
+def test_optimizers_step_as_in_one_process(grid: Mesh, optimizer: str, options: dict[str, bool]) -> None:
+    got, wanted = (train(mesh, optimizer, steps=3, **options) for mesh in (grid, None))
+    if optimizer == "SGD":  # the others make steps of gradients that are nothing but rounding
+        assert same(got, wanted)
+    assert got[0] == pytest.approx(wanted[0], abs=1e-5)
+
+
+def test_a_plan_is_shown_with_bytes_per_rank(grid: Mesh) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
+    meshbook.module_to_mesh(model, grid, {"up": "column"})
+    lines = show_plan(model).splitlines()
+    assert lines[1].split("  ")[0] == "up.weight"
+    assert "Replicate(), Shard(dim=0)" in lines[1]
+    assert lines[1].endswith("512 B")
+    with pytest.raises(errors.UsageError, match=r"no parameter or module is called \*\.qkv"):
+        meshbook.module_to_mesh(nn.Linear(2, 2), grid, {"*.qkv": "row"})
+    with pytest.raises(errors.UsageError, match="'colum' is no way to cut"):
+        meshbook.module_to_mesh(nn.Linear(2, 2), grid, {"*": "colum"})
+
+
+def train_step(mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    data = meshbook.distribute(batch, mesh, ["gpus"])
+    loss = nn.MSELoss()(model(data), data)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
+    torch.manual_seed(2)
+    batches = [torch.randn(8, 16) for _ in range(6)]
+    plain = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    with this_host().spawn_procs({"gpus": 4}, name="hurt") as procs:
+        mesh = Mesh(procs)
+        model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+        model.load_state_dict(plain.state_dict())
+        meshbook.module_to_mesh(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        cut = meshbook.distribute(torch.arange(8.0), mesh, ["gpus"])
+        losses = []
+        for number, batch in enumerate(batches):
+            if number == 3:
+                os.kill(procs.status()[2].pid, signal.SIGKILL)
+                with pytest.raises(DeviceMeshError, match=r"rank 2 .*ended"):
+                    train_step(mesh, model, optimizer, batch)
+                heal_mesh(mesh)
+            losses.append(train_step(mesh, model, optimizer, batch))
+        with pytest.raises(TensorLost, match="the part of rank 2 ended"):
+            cut.sum().item()
+    wanted = []
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = nn.MSELoss()(plain(batch), batch)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, abs=1e-5)
