@@ -12,13 +12,17 @@ from benchmarks.faults.findings import Findings
 
 def write(document: Path, command: str, findings: Sequence[Findings]) -> None:
     """Replace the block of each campaign that was run; blocks of others stay. Blocks that are missing are added."""
-    text = document.read_text()
     for found in findings:
-        begin, end = f"<!-- {found.name} -->\n", f"<!-- end of {found.name} -->\n"
-        block = f"{begin}\n{_block(command, found)}\n{end}"
-        before, mark, rest = text.partition(begin)
-        text = before + block + rest.partition(end)[2] if mark else f"{text.rstrip()}\n\n{block}"
-    document.write_text(text)
+        replace_block(document, found.name, _block(command, found))
+
+
+def replace_block(document: Path, name: str, block: str) -> None:
+    """Put a text between the marks of this name, which are added at the end where they are missing."""
+    text = document.read_text()
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, mark, rest = text.partition(begin)
+    marked = f"{begin}\n{block}\n{end}"
+    document.write_text(before + marked + rest.partition(end)[2] if mark else f"{text.rstrip()}\n\n{marked}")
 
 
 def _block(command: str, found: Findings) -> str:

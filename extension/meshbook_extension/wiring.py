@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import set_advice
-from meshbook.mesh.driven import set_output_source, set_prompt_handler
+from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.prompt import CallPromptHandler
@@ -40,6 +40,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
         session.add_part(part)
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     set_output_source(calls.target)
+    set_current_mesh(session.mesh)
     set_prompt_handler(CallPromptHandler(session))
     observe_unhandled(session.errors.note_unhandled)
     for listener in (calls.finish, state_writer.save, session.note_error):
@@ -57,6 +58,7 @@ def close_session(session: Session) -> None:
     observe_unhandled(None)
     set_advice(None)
     set_output_source(None)
+    set_current_mesh(None)
     set_prompt_handler(None)
     session.part(Hooks).uninstall()
     session.part(Debugged).end()

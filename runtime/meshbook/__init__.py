@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshbook.shape.members import Extent, Point
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
     from meshbook.shape.value_mesh import ValueMesh
+    from meshbook.tensors.distributed_mesh import current_mesh, from_ranks
     from meshbook.tensors.factories import (
         arange,
         distribute,
@@ -63,10 +64,12 @@ __all__ = [
     "__version__",
     "arange",
     "attach",
+    "current_mesh",
     "detach",
     "distribute",
     "empty",
     "errors",
+    "from_ranks",
     "full",
     "heal_mesh",
     "module_to_mesh",
@@ -99,6 +102,7 @@ _FOUND_IN = {
     "shape.members": ("Extent", "Point"),
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
     "shape.value_mesh": ("ValueMesh",),
+    "tensors.distributed_mesh": ("current_mesh", "from_ranks"),
     "tensors.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
     "tensors.mesh_tensor": ("MeshTensor",),
     "tensors.modules": ("module_to_mesh",),

@@ -98,6 +98,17 @@ def choose_backend(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
 
 
+def own_groups() -> RankGroups:
+    """The process groups of this rank. Raises: UsageError in a process that is none."""
+    if _own is None:
+        raise UsageError("this process is no rank of a mesh")
+    return _own
+
+
+_own: RankGroups | None = None
+"""A process has one."""
+
+
 class RankGroups:
     """Owns the default process group of this rank and what is built on it. All calls come on the main thread."""
 
@@ -117,6 +128,8 @@ class RankGroups:
         """The mesh has formed a default group, and forms it again where cells leave none."""
         self._guard = GroupState()
         self._factory = GroupFactory(self._guard)
+        global _own
+        _own = self
 
     # ---- forming and closing ----------------------------------------------------------------------------------
 

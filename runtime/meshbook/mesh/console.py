@@ -11,7 +11,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.concurrency import forks
 from meshbook.controller.controller import Controller, OutputSource
 from meshbook.controller.mesh_state import MeshState
-from meshbook.errors import LeftStopped
+from meshbook.errors import LeftStopped, UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.prompt import DebugPrompt
 
@@ -56,16 +56,21 @@ class ConsolePromptHandler:
         return DebugPrompt(procs, ConsoleTerminal()).attend(is_over)
 
 
+def _no_current_mesh() -> ProcMesh:
+    raise UsageError("a notebook has a current mesh, this process has none: give the mesh, as in distribute(x, mesh)")
+
+
 class ProcessFrontEnd:
     """The front end of this process: the terminal, until a notebook extension puts itself in its place.
 
     output_source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
-    prompt_handler: answers ranks that stop at breakpoints.
+    prompt_handler: answers ranks that stop at breakpoints. current: returns the mesh that a notebook calls current.
     """
 
     def __init__(self) -> None:
         self.output_source: OutputSource | None = None
         self.prompt_handler: PromptHandler = ConsolePromptHandler()
+        self.current: Callable[[], ProcMesh] = _no_current_mesh
 
     def refusal(self) -> str:
         return self.prompt_handler.refusal()

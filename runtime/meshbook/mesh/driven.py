@@ -151,6 +151,16 @@ def set_output_source(source: OutputSource | None) -> None:
     _driven.front_end.output_source = source
 
 
+def set_current_mesh(current: Callable[[], ProcMesh] | None) -> None:
+    """Have ``current`` say which mesh a notebook calls its current one; None: there is none."""
+    _driven.front_end.current = current or ProcessFrontEnd().current
+
+
+def current_procs() -> ProcMesh:
+    """The processes that the notebook calls current, with their axes there. Raises: UsageError where there are none."""
+    return _driven.front_end.current()
+
+
 def set_prompt_handler(prompt_handler: PromptHandler | None) -> None:
     """Have ``prompt_handler`` answer ranks that stop at breakpoints; without one: the terminal, where there is one."""
     _driven.front_end.prompt_handler = prompt_handler or ConsolePromptHandler()

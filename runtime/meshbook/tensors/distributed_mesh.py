@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshbook.errors import LayoutError, UsageError
+from meshbook.errors import LayoutError, MeshStoppedError, UsageError
 from meshbook.formatting import format_sizes
-from meshbook.mesh.driven import this_host
+from meshbook.mesh.driven import current_procs, this_host
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.repair import Repaired
 from meshbook.tensors import rank_tensors
@@ -54,11 +54,21 @@ class Mesh:
         self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
         self.stream = OpStream(procs, f"{procs.session}/{procs.id}/{next(_names)}")
         self._open()
-        _made[procs.session, procs.id, procs.ranks, tuple(self.axes)] = self
+        self._key = _key_of(procs)
+        _made[self._key] = self
 
     def _open(self) -> None:
         ranks = torch.tensor(self.procs.ranks).view(tuple(self.axes.values()))
         self.procs.base().execute(rank_tensors.open_mesh, self.stream.name, ranks, tuple(self.axes)).get()
+
+    def _go_on(self) -> None:
+        """After a repair of the processes."""
+        if len(self.procs) == len(self.procs.base()):
+            self._open()
+            restore(self.stream, self.axes)
+        else:  # new ranks do not know its groups
+            self.stream.ended = MeshStoppedError(f"{self}, a mesh of a part of processes that were repaired since,")
+            del _made[self._key]
 
     def size(self, axis: str | None = None) -> int:
         """The number of processes, or of those along one axis."""
@@ -104,8 +114,7 @@ class Mesh:
         repaired = self.procs.base().heal(setup, force=force)
         for mesh in list(_made.values()):
             if (mesh.procs.session, mesh.procs.id) == (self.procs.session, self.procs.id):
-                mesh._open()
-                restore(mesh.stream, mesh.axes)
+                mesh._go_on()
         return repaired
 
     def stop(self) -> None:
@@ -129,8 +138,21 @@ def mesh_of(procs: ProcMesh | Mesh) -> Mesh:
     """The `Mesh` of these processes, made when there is none: tensors of one can take part in one operation."""
     if isinstance(procs, Mesh):
         return procs
-    axes = dict(procs.extent.items()) or {"rank": 1}
-    return _made.get((procs.session, procs.id, procs.ranks, tuple(axes))) or Mesh(procs)
+    return _made.get(_key_of(procs)) or Mesh(procs)
+
+
+def _key_of(procs: ProcMesh) -> tuple[object, ...]:
+    return procs.session, procs.id, procs.ranks, tuple(procs.extent.items())
+
+
+def current_mesh() -> Mesh:
+    """The notebook's current mesh. Raises: UsageError where there is none."""
+    return mesh_of(current_procs())
+
+
+def from_ranks(name: str, *, placements: Sequence[Placement] | None = None) -> MeshTensor:
+    """`Mesh.from_ranks` of the notebook's current mesh."""
+    return current_mesh().from_ranks(name, placements=placements)
 
 
 def _spawn(shape: Sequence[int] | None, names: Sequence[str] | None) -> ProcMesh:

@@ -76,6 +76,8 @@ class OpStream:
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
         self.procs, self.name = procs, name
+        self.ended: MeshError | None = None
+        """Why nothing can be done on the mesh any more."""
         self._lock = threading.RLock()
         """Held to note or send an operation: calls of other threads send what was issued, too."""
         self.freed: list[TensorId] = []
@@ -110,7 +112,7 @@ class OpStream:
         written: Sequence[TensorId] = (),
     ) -> None:
         """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
-        if self._failed or self._unsure:
+        if self._failed or self._unsure or self.ended is not None:
             self.check(tensors)
         issued = _Issued(template.operator, _line_of_caller(), results, written)
         with self._lock:
@@ -124,6 +126,8 @@ class OpStream:
 
     def check(self, tensors: Sequence[TensorId]) -> None:
         """Raises: the error of a tensor that could not be made."""
+        if self.ended is not None:
+            raise self.ended
         for number in tensors:
             if (error := self._failed.get(number) or self._unsure.get(number)) is not None:
                 raise error
@@ -145,6 +149,7 @@ class OpStream:
 
     def put(self, method: str, number: TensorId, *args: Any) -> None:
         """Have the ranks make a tensor, by a method of `RankTensors` that takes its number first."""
+        self.check(())
         self.flush()
         issued = [_Issued(method, _line_of_caller(), (number,))]
         self._underway.append(_Underway(self.ask(method, number, *args), issued))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map_only
 
 from meshbook.errors import UsageError
+from meshbook.groups.rank_groups import own_groups
 from meshbook.tensors.operations import (
     Adopted,
     Factory,
@@ -235,7 +236,10 @@ _meshes: dict[str, RankTensors] = {}
 def open_mesh(name: str, ranks: torch.Tensor, axes: Sequence[str]) -> None:
     """Make the device mesh of ``ranks``, or make it again; all ranks of the processes do, as torch makes groups."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice for DTensor's users
-    mesh = DeviceMesh("cuda" if dist.get_backend() == "nccl" else "cpu", ranks, mesh_dim_names=tuple(axes))
+    if ranks.numel() == dist.get_world_size() and ranks.flatten().equal(torch.arange(ranks.numel())):
+        mesh = own_groups().device_mesh(axes, tuple(ranks.shape))  # whose groups new ranks find again
+    else:
+        mesh = DeviceMesh("cuda" if dist.get_backend() == "nccl" else "cpu", ranks, mesh_dim_names=tuple(axes))
     if (known := _meshes.get(name)) is not None:
         known.move_to(mesh)
     else:

@@ -1,0 +1,149 @@
+"""PyTorch's own database of operators, on mesh tensors: what is right in all layouts, what is refused, what is wrong.
+
+    python -m benchmarks.tensor_operators                        all of it, some minutes
+    python -m benchmarks.tensor_operators softmax nn.functional.gelu
+    python -m benchmarks.tensor_operators --write docs/tensors.md
+
+Each operator gets sample inputs of its own in float32, replicated, cut along the first dim and along the last one, on
+two ranks, with sizes that are not divisible among them. Values and gradients are compared with those of plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from benchmarks.faults.document import replace_block
+from meshbook import MeshTensor, distribute, errors, this_host
+from meshbook.distributed import Mesh
+
+RIGHT, REFUSED, WRONG, RANDOM = "right", "refused", "wrong", "random"
+LAYOUTS: tuple[Callable[[torch.Tensor], Placement], ...] = (
+    lambda _: Replicate(),
+    lambda tensor: Shard(0) if tensor.dim() else Replicate(),
+    lambda tensor: Shard(tensor.dim() - 1) if tensor.dim() else Replicate(),
+)
+
+
+class Outcome:
+    """What became of one operator's samples."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.why = ""
+
+    @property
+    def verdict(self) -> str:
+        return next((each for each in (WRONG, RANDOM, REFUSED, RIGHT) if self.counts[each]), "")
+
+
+def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3) -> dict[str, Outcome]:
+    """The outcome of each operator with float32 inputs, or of those named."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found: dict[str, Outcome] = defaultdict(Outcome)
+    for operator in op_db:
+        if torch.float32 in operator.dtypes and (not names or operator.name in names):
+            for sample in _samples(operator, samples):
+                _try(mesh, operator, sample, found[operator.name])
+    return {name: outcome for name, outcome in found.items() if outcome.verdict}
+
+
+def _samples(operator: Any, count: int) -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd)
+        yield from (sample for sample, _ in zip(made, range(count), strict=False))
+
+
+def _try(mesh: Mesh, operator: Any, sample: Any, outcome: Outcome) -> None:
+    inputs = (sample.input, sample.args, sample.kwargs)
+    try:
+        wanted, again = _run(operator, inputs, 0), _run(operator, inputs, 1)
+    except Exception:  # not on this machine, whatever the tensors are
+        return
+    is_random = not _equal(wanted, again)
+    for layout in LAYOUTS:
+
+        def put(tensor: torch.Tensor, layout: Callable[[torch.Tensor], Placement] = layout) -> torch.Tensor:
+            placed = distribute(tensor.detach(), mesh, placements=[layout(tensor)])
+            return placed.requires_grad_(tensor.requires_grad)
+
+        try:
+            got = _run(operator, tree_map_only(torch.Tensor, put, inputs), 0)
+        except (errors.MeshError, RuntimeError, TypeError, NotImplementedError) as error:
+            outcome.counts[REFUSED] += 1
+            outcome.why = str(error).splitlines()[0]
+            continue
+        if is_random and [each.shape for each in got] == [each.shape for each in wanted]:
+            outcome.counts[RANDOM] += 1
+        else:
+            outcome.counts[RIGHT if _equal(got, wanted) else WRONG] += 1
+
+
+def _run(operator: Any, inputs: tuple[Any, Any, Any], seed: int) -> list[torch.Tensor]:
+    """Results, and the gradients of the sum of their squares, as tensors of this process."""
+    torch.manual_seed(seed)
+    leaves = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.requires_grad]
+    made = operator.op(inputs[0], *inputs[1], **inputs[2])
+    results = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+    real = [each for each in results if each.requires_grad and each.is_floating_point()]
+    gradients: list[torch.Tensor] = []
+    if real and leaves:
+        total = sum((each * each).sum() for each in real)
+        assert isinstance(total, torch.Tensor)
+        gradients = [each for each in torch.autograd.grad(total, leaves, allow_unused=True) if each is not None]
+    found = [each.detach() for each in (*results, *gradients)]
+    here = [each.full_tensor() if isinstance(each, MeshTensor) else each for each in found]
+    return [each if each.layout is torch.strided else each.to_dense() for each in here]
+
+
+def _equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    return len(got) == len(wanted) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
+        for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def table(found: dict[str, Outcome]) -> list[str]:
+    """For a document."""
+    counts = Counter(outcome.verdict for outcome in found.values())
+    named = {verdict: sorted(n for n, o in found.items() if o.verdict == verdict) for verdict in counts}
+    lines = [
+        f"Of {len(found)} operators {counts[RIGHT]} are right in all layouts, {counts[WRONG]} wrong; {counts[RANDOM]} "
+        f"give what chance, or memory, says (compared by shape); {counts[REFUSED]} are refused in some layout:",
+        "",
+        "| refused | with the words |",
+        "| --- | --- |",
+        *(f"| `{name}` | {found[name].why[:160].replace('|', '&#124;')} |" for name in named.get(REFUSED, [])),
+        "",
+        "Right: " + ", ".join(f"`{name}`" for name in named.get(RIGHT, [])) + ".",
+    ]
+    if named.get(WRONG):
+        lines += ["", "**Wrong**: " + ", ".join(f"`{name}`" for name in named[WRONG]) + "."]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="operators on mesh tensors beside plain torch")
+    parser.add_argument("names", nargs="*", help="of operators; all by default")
+    parser.add_argument("--samples", type=int, default=3, help="inputs for each operator")
+    parser.add_argument("--write", type=Path, help="a document whose table of operators to replace")
+    arguments = parser.parse_args()
+    with this_host().spawn_procs({"gpus": 2}, name="operators") as procs:
+        lines = table(sweep(Mesh(procs), arguments.names, arguments.samples))
+    print("\n".join(lines))
+    if arguments.write:
+        replace_block(arguments.write, "operators", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
