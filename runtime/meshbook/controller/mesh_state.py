@@ -109,6 +109,8 @@ class MeshState:
         """Whether its ranks form a process group, rather than make their own."""
         self.before_calls: list[weakref.WeakMethod[Callable[[], object]]] = []
         """What is done before each call, on the caller's thread: others may have something to send that goes first."""
+        self.after_repairs: list[weakref.WeakMethod[Callable[[], object]]] = []
+        """What is done when ranks were started again, on the caller's thread: others may bring them what they lack."""
         self.joined = False
         """Whether all ranks have met since the last one came or went: form_group or prepare_group has ended well."""
         self.axes: dict[str, int] = dict(extent)

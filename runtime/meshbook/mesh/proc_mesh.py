@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.listing import ActorState
@@ -45,6 +45,19 @@ T = TypeVar("T")
 
 STOP_GRACE_S = 1.0
 """Busy workers have this long to end when a mesh is stopped."""
+
+
+_Methods: TypeAlias = "list[weakref.WeakMethod[Callable[[], object]]]"
+
+
+def _living(methods: _Methods) -> _Methods:
+    return [method for method in methods if method() is not None]
+
+
+def _call_living(methods: _Methods) -> None:
+    for each in methods:
+        if (method := each()) is not None:
+            method()
 
 
 class RankStatus(NamedTuple):
@@ -158,7 +171,7 @@ class ProcMesh(MeshView):
         """
         self._present()
         if self._mesh.before_calls:
-            self._do_before_call()
+            _call_living(self._mesh.before_calls)
         run = CellRun(self.new_output_id(), on_output)
         what = f"cell {cell_number}" if cell_number else "the cell"
         arguments = (code, cell_number, line_offset, forbid_collectives, debug_name, profile)
@@ -272,7 +285,7 @@ class ProcMesh(MeshView):
         up. note: is told, once, what takes long.
         Raises: CrashLoopError, SpawnError; KeyboardInterrupt, and then it can be healed again.
         """
-        return Repair(self._controller, self._mesh, self.base(), note).run((), setup, force=force)
+        return self._repair((), setup, force=force, note=note)
 
     def respawn(
         self, ranks: int | Iterable[int], setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None
@@ -281,7 +294,12 @@ class ProcMesh(MeshView):
         chosen = [ranks] if isinstance(ranks, int) else list(ranks)
         for rank in chosen:
             self._present().members.point(rank)
-        return Repair(self._controller, self._mesh, self.base(), note).run(chosen, setup, force=force)
+        return self._repair(chosen, setup, force=force, note=note)
+
+    def _repair(self, ranks: Sequence[int], setup: Sequence[str], *, force: bool, note: Note | None) -> Repaired:
+        repaired = Repair(self._controller, self._mesh, self.base(), note).run(ranks, setup, force=force)
+        _call_living(self._mesh.after_repairs)
+        return repaired
 
     def grow(self, **more: int) -> ProcMesh:
         """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.
@@ -345,7 +363,7 @@ class ProcMesh(MeshView):
     ) -> CallFuture[Any]:
         self._present()
         if self._mesh.before_calls:
-            self._do_before_call()
+            _call_living(self._mesh.before_calls)
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
         source = self._controller.front_end.output_source
         request = CallRequest(endpoint, self._members, pickled, what, fail_fast=fail_fast)
@@ -353,13 +371,11 @@ class ProcMesh(MeshView):
 
     def call_before_calls(self, method: Callable[[], object]) -> None:
         """Call a method before each call to these processes is sent, as long as its object lives; see `base`."""
-        self._mesh.before_calls = [each for each in self._mesh.before_calls if each() is not None]
-        self._mesh.before_calls.append(weakref.WeakMethod(method))
+        self._mesh.before_calls = [*_living(self._mesh.before_calls), weakref.WeakMethod(method)]
 
-    def _do_before_call(self) -> None:
-        for each in self._mesh.before_calls:
-            if (method := each()) is not None:
-                method()
+    def call_after_repairs(self, method: Callable[[], object]) -> None:
+        """Call a method when ranks of these processes were started again, as long as its object lives."""
+        self._mesh.after_repairs = [*_living(self._mesh.after_repairs), weakref.WeakMethod(method)]
 
     def spawn(self, name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> TActor:
         """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.

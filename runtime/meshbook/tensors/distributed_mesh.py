@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.tensor import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshbook.errors import LayoutError, MeshStoppedError, UsageError
+from meshbook.errors import LayoutError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.mesh.driven import current_procs, this_host
 from meshbook.mesh.proc_mesh import ProcMesh
@@ -23,6 +23,8 @@ from meshbook.tensors.operations import Adopted
 from meshbook.tensors.recovery import restore
 
 _names = itertools.count(1)
+_OF_THIS_PROCESS = secrets.token_hex(4)
+"""Tells the meshes of a kernel from those of the one before it, which drove the same processes."""
 
 ADOPTED_NUMBERS = 1000
 """So many DTensors at most come back of one call."""
@@ -42,7 +44,7 @@ class Mesh:
         shape: Sequence[int] | None = None,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
-        """procs: a mesh of processes, or a slice of one; without it, new processes on this machine in this ``shape``.
+        """procs: a whole mesh of processes; without it, new processes on this machine in this ``shape``.
 
         Raises: LayoutError if the names do not fit the shape; SpawnError.
         """
@@ -50,25 +52,23 @@ class Mesh:
             procs = _spawn(shape, mesh_dim_names)
         elif shape is not None or mesh_dim_names is not None:
             raise UsageError("processes have their axes already: give either them, or shape and mesh_dim_names")
+        if procs.ranks != tuple(range(len(procs.base()))):
+            raise UsageError(f"tensors lie on all processes of a mesh, not on a part: give Mesh all of {procs.name}")
         self.procs = procs
         self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
-        self.stream = OpStream(procs, f"{procs.session}/{procs.id}/{next(_names)}")
+        self.stream = OpStream(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
         self._open()
-        self._key = _key_of(procs)
-        _made[self._key] = self
+        procs.call_after_repairs(self._go_on)
+        _made[_key_of(procs)] = self
 
     def _open(self) -> None:
-        ranks = torch.tensor(self.procs.ranks).view(tuple(self.axes.values()))
-        self.procs.base().execute(rank_tensors.open_mesh, self.stream.name, ranks, tuple(self.axes)).get()
+        self.procs.execute(rank_tensors.open_mesh, self.stream.name, dict(self.axes)).get()
 
     def _go_on(self) -> None:
         """After a repair of the processes."""
-        if len(self.procs) == len(self.procs.base()):
-            self._open()
-            restore(self.stream, self.axes)
-        else:  # new ranks do not know its groups
-            self.stream.ended = MeshStoppedError(f"{self}, a mesh of a part of processes that were repaired since,")
-            del _made[self._key]
+        self.stream.settle()
+        self._open()
+        restore(self.stream, self.axes)
 
     def size(self, axis: str | None = None) -> int:
         """The number of processes, or of those along one axis."""
@@ -108,14 +108,9 @@ class Mesh:
     def heal(self, setup: Sequence[str] = (), *, force: bool = False) -> Repaired:
         """Bring ranks that ended back. They are given what others hold as well; what is lost says so when it is used.
 
-        setup, force: as for `ProcMesh.heal`.
+        As `ProcMesh.heal` does.
         """
-        self.stream.settle()
-        repaired = self.procs.base().heal(setup, force=force)
-        for mesh in list(_made.values()):
-            if (mesh.procs.session, mesh.procs.id) == (self.procs.session, self.procs.id):
-                mesh._go_on()
-        return repaired
+        return self.procs.base().heal(setup, force=force)
 
     def stop(self) -> None:
         """End the processes."""

@@ -76,10 +76,9 @@ class OpStream:
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
         self.procs, self.name = procs, name
-        self.ended: MeshError | None = None
-        """Why nothing can be done on the mesh any more."""
         self._lock = threading.RLock()
         """Held to note or send an operation: calls of other threads send what was issued, too."""
+        self._sending = False
         self.freed: list[TensorId] = []
         self._numbers = itertools.count(1)
         self._told: set[int] = set()
@@ -112,7 +111,7 @@ class OpStream:
         written: Sequence[TensorId] = (),
     ) -> None:
         """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
-        if self._failed or self._unsure or self.ended is not None:
+        if self._failed or self._unsure:
             self.check(tensors)
         issued = _Issued(template.operator, _line_of_caller(), results, written)
         with self._lock:
@@ -126,8 +125,6 @@ class OpStream:
 
     def check(self, tensors: Sequence[TensorId]) -> None:
         """Raises: the error of a tensor that could not be made."""
-        if self.ended is not None:
-            raise self.ended
         for number in tensors:
             if (error := self._failed.get(number) or self._unsure.get(number)) is not None:
                 raise error
@@ -135,21 +132,24 @@ class OpStream:
     def flush(self) -> None:
         """Send what was issued so far."""
         with self._lock:
-            if not self._uses and not self.freed:
-                return
+            if self._sending or not (self._uses or self.freed):
+                return  # the first where sending a batch is a call that would send what was issued before it
             freed, self.freed = self.freed, []
             for number in freed:
                 self._failed.pop(number, None)
                 self._unsure.pop(number, None)
             batch = OperationBatch(self._templates, self._uses, freed)
             issued, self._templates, self._uses, self._issued = self._issued, [], [], []
-            self._underway.append(_Underway(self.ask("run", batch), issued))
+            self._sending = True
+            try:
+                self._underway.append(_Underway(self.ask("run", batch), issued))
+            finally:
+                self._sending = False
         while len(self._underway) > BATCHES_AHEAD:
             self._settle()
 
     def put(self, method: str, number: TensorId, *args: Any) -> None:
         """Have the ranks make a tensor, by a method of `RankTensors` that takes its number first."""
-        self.check(())
         self.flush()
         issued = [_Issued(method, _line_of_caller(), (number,))]
         self._underway.append(_Underway(self.ask(method, number, *args), issued))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -233,13 +233,13 @@ _meshes: dict[str, RankTensors] = {}
 """By the names that the controller has given them."""
 
 
-def open_mesh(name: str, ranks: torch.Tensor, axes: Sequence[str]) -> None:
-    """Make the device mesh of ``ranks``, or make it again; all ranks of the processes do, as torch makes groups."""
+def open_mesh(name: str, axes: Mapping[str, int]) -> None:
+    """Make the device mesh of all ranks with these axes, or make it again; all ranks do."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice for DTensor's users
-    if ranks.numel() == dist.get_world_size() and ranks.flatten().equal(torch.arange(ranks.numel())):
-        mesh = own_groups().device_mesh(axes, tuple(ranks.shape))  # whose groups new ranks find again
-    else:
-        mesh = DeviceMesh("cuda" if dist.get_backend() == "nccl" else "cpu", ranks, mesh_dim_names=tuple(axes))
+    mesh = own_groups().device_mesh(tuple(axes), tuple(axes.values()))  # whose groups new ranks find again
+    controller = name.rpartition("/")[0]
+    for other in [other for other in _meshes if other.rpartition("/")[0] != controller]:
+        del _meshes[other]  # of a former controller, whose handles are gone
     if (known := _meshes.get(name)) is not None:
         known.move_to(mesh)
     else:
@@ -255,4 +255,6 @@ def resolve(reference: TensorReference) -> DTensor:
 
 def ask(name: str, method: str, *args: Any) -> Any:
     """Call a method of a mesh's `RankTensors`."""
-    return getattr(_meshes[name], method)(*args)
+    if (found := _meshes.get(name)) is None:
+        raise UsageError("this process does not know the mesh of these tensors: heal the mesh, or make another Mesh")
+    return getattr(found, method)(*args)

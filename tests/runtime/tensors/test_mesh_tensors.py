@@ -229,10 +229,6 @@ def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:
     assert held() <= before + 2
 
 
-def test_slices_of_a_mesh_have_tensors_of_their_own(square: ProcMesh) -> None:
-    part = Mesh(square.slice(tp=1))
-    assert part.size() == 2
-    x = meshbook.arange(5, mesh=part, dtype=torch.float32, sharding_spec=["dp"])
-    assert (x @ x).item() == 30.0
-    assert part.execute(lambda: 1).ranks == (1, 3)
-    assert Mesh(square).execute(lambda: 1).ranks == (0, 1, 2, 3)
+def test_a_part_of_a_mesh_is_refused(square: ProcMesh) -> None:
+    with pytest.raises(errors.UsageError, match="all processes of a mesh, not on a part"):
+        Mesh(square.slice(tp=1))
