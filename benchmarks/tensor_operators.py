@@ -55,7 +55,9 @@ def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3) -> dict[str, 
     for operator in op_db:
         if torch.float32 in operator.dtypes and (not names or operator.name in names):
             for sample in _samples(operator, samples):
-                _try(mesh, operator, sample, found[operator.name])
+                _try(mesh, operator.name, operator.op, sample, found[operator.name])
+                if operator.inplace_variant is not None:
+                    _try(mesh, operator.name, _on_copy(operator.inplace_variant), sample, found[f"{operator.name}_"])
     return {name: outcome for name, outcome in found.items() if outcome.verdict}
 
 
@@ -66,14 +68,26 @@ def _samples(operator: Any, count: int) -> Iterator[Any]:
         yield from (sample for sample, _ in zip(made, range(count), strict=False))
 
 
-def _try(mesh: Mesh, operator: Any, sample: Any, outcome: Outcome) -> None:
+def _on_copy(in_place: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that works in place, on a copy that it returns; without gradients."""
+
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copy = tensor.detach().clone()
+        with torch.no_grad():
+            in_place(copy, *args, **kwargs)
+        return copy
+
+    return run
+
+
+def _try(mesh: Mesh, name: str, function: Callable[..., Any], sample: Any, outcome: Outcome) -> None:
     inputs = (sample.input, sample.args, sample.kwargs)
     try:
         with _Watch() as watch:  # type: ignore[no-untyped-call]
-            wanted = _run(operator, inputs)
+            wanted = _run(function, inputs)
     except Exception:  # not on this machine, whatever the tensors are
         return
-    draws = watch.has_drawn or "empty" in operator.name
+    draws = watch.has_drawn or "empty" in name
     for layout in LAYOUTS:
 
         def put(tensor: torch.Tensor, layout: Callable[[torch.Tensor], Placement] = layout) -> torch.Tensor:
@@ -81,7 +95,7 @@ def _try(mesh: Mesh, operator: Any, sample: Any, outcome: Outcome) -> None:
             return placed.requires_grad_(tensor.requires_grad)
 
         try:
-            got = _run(operator, tree_map_only(torch.Tensor, put, inputs))
+            got = _run(function, tree_map_only(torch.Tensor, put, inputs))
         except (errors.MeshError, RuntimeError, TypeError, NotImplementedError) as error:
             outcome.counts[REFUSED] += 1
             outcome.why = str(error).splitlines()[0]
@@ -102,10 +116,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _run(operator: Any, inputs: tuple[Any, Any, Any]) -> list[torch.Tensor]:
+def _run(function: Callable[..., Any], inputs: tuple[Any, Any, Any]) -> list[torch.Tensor]:
     """Results, and the gradients of the sum of their squares, as tensors of this process."""
     leaves = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.requires_grad]
-    made = operator.op(inputs[0], *inputs[1], **inputs[2])
+    made = function(inputs[0], *inputs[1], **inputs[2])
     results = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
     real = [each for each in results if each.requires_grad and each.is_floating_point()]
     gradients: list[torch.Tensor] = []

@@ -87,9 +87,9 @@ class Mesh:
 
         Returns: what it returns, the DTensors in it as mesh tensors; without any, a `ValueMesh` of what each returns.
         """
-        first = self.stream.new_numbers(ADOPTED_NUMBERS)
+        numbers = self.stream.new_numbers(ADOPTED_NUMBERS)
         self.stream.flush()
-        call = self.procs.execute(rank_tensors.ask, self.stream.name, "call", first, function, args, kwargs)
+        call = self.procs.execute(rank_tensors.ask, self.stream.name, "call", numbers, function, args, kwargs)
         values = call.get()
         value = next(iter(values.values()))
         if not any(isinstance(each, Adopted) for each in tree_leaves(value, is_leaf=_is_adopted)):

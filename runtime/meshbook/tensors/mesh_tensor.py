@@ -27,8 +27,8 @@ from meshbook.tensors.metadata import (
     learn,
     read_arguments,
 )
-from meshbook.tensors.op_stream import Handle
-from meshbook.tensors.operations import Adopted, Factory, TensorReference
+from meshbook.tensors.op_stream import Handle, OpStream
+from meshbook.tensors.operations import Adopted, Factory, TensorReference, written_arguments
 from meshbook.tensors.rank_tensors import SHOWN_ELEMENTS, TensorDescription, resolve
 from meshbook.tensors.spec import ShardingSpec, to_placements
 
@@ -39,14 +39,6 @@ aten = torch.ops.aten
 
 SMALL_BYTES = 1 << 20
 """Tensors of this process that take part in an operation are sent to the ranks if they are no larger."""
-
-REFUSED = frozenset(
-    {
-        aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default, aten.resize_.default,
-        aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
-    }
-)  # fmt: skip
-"""They name places in memory, of which a tensor in parts has no one order."""
 
 AT_ONCE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 """What torch would put off until the values are read is done where they are."""
@@ -189,12 +181,15 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
     Raises: the error of a gradient that could not be made.
     """
+    needed: dict[OpStream, list[int]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, MeshTensor) and isinstance(parameter.grad, MeshTensor):
-                stream = parameter.mesh.stream
-                stream.settle()
-                stream.check([parameter._handle.number, parameter.grad._handle.number])
+                numbers = needed.setdefault(parameter.mesh.stream, [])
+                numbers += (parameter._handle.number, parameter.grad._handle.number)
+    for stream, numbers in needed.items():
+        stream.settle()
+        stream.check(numbers)
 
 
 register_optimizer_step_pre_hook(_await_gradients)
@@ -210,8 +205,6 @@ _KEPT = 100_000
 def _dispatch(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if operator is aten._local_scalar_dense.default:
         return _few_of(args[0]).item()
-    if operator in REFUSED:
-        raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
     operator = AT_ONCE.get(operator, operator)
     tensors: list[Any] = []
     numbers: list[float] = []
@@ -229,10 +222,7 @@ def _dispatch(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kw
         if len(_known) >= _KEPT:
             _known.clear()
         _known[operator, read, named] = known
-    mesh = tensors[0].mesh
-    for tensor in tensors:
-        if tensor.mesh is not mesh:
-            _mesh_of(tensors)
+    mesh = _mesh_of(tensors)
     if known.draws:
         numbers.append(float(new_seed()))
     return _issue(mesh, known, tensors, numbers)
@@ -246,8 +236,8 @@ def _all_on_mesh(
     Raises: UsageError for one that is large, or that would be written to.
     """
     mesh = next(each.mesh for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, MeshTensor))
-    for argument, value in zip(operator._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and not isinstance(value, MeshTensor):
+    for at in written_arguments(operator):
+        if at < len(args) and isinstance(args[at], torch.Tensor) and not isinstance(args[at], MeshTensor):
             raise UsageError(
                 f"{operator} would write values of {mesh} to a tensor of this process: take tensor.full_tensor() first"
             )
@@ -297,7 +287,7 @@ def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
         if tensor.mesh is not mesh:
             raise UsageError(
                 f"tensors of two meshes cannot take part in one operation: {mesh} and {tensor.mesh}. "
-                "Bring one of them to the other mesh first."
+                "Bring one of them over: meshbook.distribute(tensor.full_tensor(), mesh)."
             )
     return mesh
 
@@ -310,7 +300,7 @@ def _with_values(
     operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Any:
     """An operation whose result has a shape that depends on values: done here, its results sent to the ranks."""
-    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments):
+    if written_arguments(operator):
         raise UsageError(f"{operator} writes what depends on values to a tensor of {mesh}: use one that returns it")
     here = torch.utils._pytree.tree_map_only(MeshTensor, _few_of, (list(args), dict(kwargs)))
     made = operator(*here[0], **here[1])

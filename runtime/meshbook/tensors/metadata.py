@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshbook.tensors.operations import NumberPlace, Template, TensorPlace, is_random
+from meshbook.errors import UsageError
+from meshbook.tensors.operations import NumberPlace, Template, TensorPlace, is_random, written_arguments
+
+aten = torch.ops.aten
+
+REFUSED = frozenset(
+    {
+        aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default, aten.resize_.default,
+        aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
+    }
+)  # fmt: skip
+"""They name places in memory, of which a tensor in parts has no one order."""
 
 
 class OutputOf(NamedTuple):
@@ -78,7 +89,14 @@ def learn(
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[float],
 ) -> Metadata:
-    """Find out what an operation gives. Raises: DependsOnValues; whatever the operator says of impossible shapes."""
+    """Find out what an operation gives.
+
+    Raises: DependsOnValues; UsageError for one that mesh tensors lack; what the operator says of impossible shapes.
+    """
+    if operator in REFUSED:
+        raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
+    if torch.Tag.inplace_view in operator.tags:
+        raise UsageError(f"{operator} changes the shape of a mesh tensor in place: use the function that gives a view")
     metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
     places = _Places()
     template_args = [places.put(argument, tensors) for argument in args]
@@ -142,8 +160,8 @@ def _on_meta(value: Any, metas: Sequence[torch.Tensor], numbers: Sequence[float]
 
 def _written(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, ...]:
     found: list[int] = []
-    for argument, value in zip(operator._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            targets = value if isinstance(value, list) else [value]
-            found += [each.at for each in targets if isinstance(each, TensorPlace)]
+    for at in written_arguments(operator):
+        targets = args[at : at + 1]
+        targets = targets[0] if targets and isinstance(targets[0], list) else targets
+        found += [each.at for each in targets if isinstance(each, TensorPlace)]
     return tuple(found)

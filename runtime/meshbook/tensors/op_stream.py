@@ -14,7 +14,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, MeshError
@@ -96,11 +99,11 @@ class OpStream:
     def new_number(self) -> TensorId:
         return next(self._numbers)
 
-    def new_numbers(self, count: int) -> TensorId:
-        """The first of so many."""
+    def new_numbers(self, count: int) -> range:
+        """So many at once."""
         first = next(self._numbers)
         self._numbers = itertools.count(first + count)
-        return first
+        return range(first, first + count)
 
     def issue(
         self,
@@ -210,19 +213,14 @@ class OpStream:
             self._unsure.update(dict.fromkeys(each.written, cause))
 
 
-_SKIPPED: tuple[str, ...] = ()
+_SKIPPED = (PACKAGE, f"{torch.__path__[0]}/", "<frozen ")
 
 
 def _line_of_caller() -> str:
     """The innermost line that is neither ours nor torch's."""
-    global _SKIPPED
-    if not _SKIPPED:
-        import torch
-
-        _SKIPPED = (PACKAGE, torch.__path__[0] + "/", "<frozen ")
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return ""
     return name_line(frame.f_code.co_filename, frame.f_lineno) or f"{frame.f_code.co_filename}, line {frame.f_lineno}"

@@ -114,6 +114,18 @@ def is_random(operator: torch._ops.OpOverload[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
+_WRITES_UNSAID = {torch.ops.aten.native_batch_norm.default: (3, 4)}
+"""Arguments that operators write to though their schemas do not say so: the running statistics."""
+
+
+def written_arguments(operator: torch._ops.OpOverload[..., Any]) -> tuple[int, ...]:
+    """The positions of the arguments that an operator writes to."""
+    said = operator._schema.arguments
+    return _WRITES_UNSAID.get(operator) or tuple(
+        at for at, argument in enumerate(said) if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 class Factory(NamedTuple):
     """How ranks make a tensor of their own: a function of torch, with the seed for one that draws numbers."""
 

@@ -18,7 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from meshbook.tensors.operations import NumberPlace, Template, TensorPlace, Use, find_operator, is_random
+from meshbook.tensors.operations import (
+    NumberPlace,
+    Template,
+    TensorPlace,
+    Use,
+    find_operator,
+    is_random,
+    written_arguments,
+)
 
 aten = torch.ops.aten
 
@@ -32,12 +40,11 @@ APART = frozenset(
 
 WHOLE = frozenset(
     {
-        aten.argmax.default, aten.argmin.default, aten.gather.default, aten.multi_margin_loss_backward.default,
-        aten.multilabel_margin_loss_backward.default, aten.scatter_add.default, aten.select_backward.default,
-        aten.soft_margin_loss_backward.default, aten.view_copy.default,
+        "argmax", "argmin", "gather", "index_copy", "multi_margin_loss_backward", "multilabel_margin_loss_backward",
+        "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "view_copy",
     }
 )  # fmt: skip
-"""DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded."""
+"""DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded; also for those that work in place."""
 
 LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default})
 """Of sums whose parts are on the ranks they give such sums, as views do; all others are given sums that are done."""
@@ -67,12 +74,13 @@ class CompiledTemplate:
         self.operator = find_operator(template.operator)
         self.args, self.kwargs = template.args, template.kwargs
         schema = self.operator._schema
-        self.written = [index for index, argument in enumerate(schema.arguments) if _is_written(argument)]
+        self.written = written_arguments(self.operator)
         self.is_view = not self.written and any(result.alias_info is not None for result in schema.returns)
         self.is_random = is_random(self.operator)
+        base_name = self.name.split(".")[1].removesuffix("_")
         named = zip(schema.arguments, self.args, strict=False)
         reduces_all = any(argument.name == "dim" and value == [] for argument, value in named)
-        self.is_on_whole = self.is_random or self.operator in WHOLE or reduces_all  # DTensor takes [] for no dim
+        self.is_on_whole = self.is_random or base_name in WHOLE or reduces_all  # DTensor takes [] for no dim
         """Whether DTensor has no way to do it on shards."""
         self.is_linear = self.is_view or self.operator in LINEAR
         self.is_fused = self.name.startswith("aten._fused_") and bool(self.written)
@@ -82,10 +90,6 @@ class CompiledTemplate:
     def fill(self, use: Use, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         args = [_fill(argument, tensors, use.numbers) for argument in self.args]
         return args, {name: _fill(value, tensors, use.numbers) for name, value in self.kwargs.items()}
-
-
-def _is_written(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
@@ -229,12 +233,17 @@ class Operations:
         wholes = [_whole(argument) for argument in args]
         named = {name: _whole(value) for name, value in kwargs.items()}
         made = self._draw_and_do(template, use, wholes, named)
+        targets: dict[int, DTensor] = {}
         for index in template.written:
             for target, whole in zip(listed(args[index]), listed(wholes[index]), strict=True):
-                target.to_local().copy_(self.part_of(whole, target.placements).to_local())
-        if template.written:
-            return args[template.written[0]]
-        return tree_map_only(torch.Tensor, self._replicated, made)
+                if isinstance(target, DTensor):
+                    target.to_local().copy_(self.part_of(whole, target.placements).to_local())
+                    targets[id(whole)] = target
+
+        def as_ranks_have_it(whole: torch.Tensor) -> DTensor:
+            return targets[id(whole)] if id(whole) in targets else self._replicated(whole)
+
+        return tree_map_only(torch.Tensor, as_ranks_have_it, made)
 
     def _draw_and_do(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if template.operator is aten.view.default:  # the whole may lie in another order than the parts

@@ -6,7 +6,6 @@ a rank while it runs ends the batch there: the ranks that wait for it are freed 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
 from meshbook.groups.rank_groups import own_groups
@@ -127,11 +126,13 @@ class RankTensors:
 
     # ---- tensors of code on the ranks -------------------------------------------------------------------------------
 
-    def call(self, first: TensorId, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function; the DTensors that it returns are known by numbers from ``first`` on."""
+    def call(self, numbers: range, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function; the DTensors that it returns are known by ``numbers``. Raises: UsageError for more."""
         made = function(*args, **kwargs)
-        numbers = itertools.count(first)
-        return tree_map_only(DTensor, lambda tensor: self._adopt(next(numbers), tensor), made)
+        if (count := sum(isinstance(each, DTensor) for each in tree_leaves(made))) > len(numbers):
+            raise UsageError(f"{count} DTensors are more than come back of one call, {len(numbers)}: return fewer")
+        left = iter(numbers)
+        return tree_map_only(DTensor, lambda tensor: self._adopt(next(left), tensor), made)
 
     def adopt_name(self, number: TensorId, name: str, placements: Sequence[Placement] | None) -> Adopted:
         """Know the tensor that cells of this rank call ``name``; placements: of what is no DTensor."""

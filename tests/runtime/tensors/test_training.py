@@ -154,3 +154,14 @@ def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
         optimizer.step()
         wanted.append(loss.item())
     assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def test_statistics_that_a_module_keeps_are_kept(grid: Mesh) -> None:
+    torch.manual_seed(3)
+    plain, batch = nn.BatchNorm1d(4), torch.randn(6, 4)
+    model = meshbook.module_to_mesh(nn.BatchNorm1d(4), grid)
+    for spec in (None, ["dp"], [None, "tp"]):
+        wanted, got = plain(batch), model(meshbook.distribute(batch, grid, spec))
+        assert torch.allclose(got.full_tensor(), wanted, atol=1e-5)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(model.state_dict()[name].full_tensor(), value, atol=1e-5), name
