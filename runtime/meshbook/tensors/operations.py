@@ -78,6 +78,9 @@ class LocalPart(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     local_shape: tuple[int, ...]
+    local_strides: tuple[int, ...]
+    shares: tuple[TensorId, int] | None = None
+    """The tensor in whose memory it lies, and how many elements behind its beginning."""
 
 
 class PartTransfer(NamedTuple):

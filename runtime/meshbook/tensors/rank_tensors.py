@@ -164,21 +164,41 @@ class RankTensors:
             if isinstance(held, RankTensor):
                 held.tensor = self._from_part(held.tensor.to_local(), _part_of(held.tensor))
 
-    def parts(self) -> dict[TensorId, LocalPart]:
-        """What this rank holds."""
+    def parts(self) -> tuple[dict[TensorId, LocalPart], list[TensorId]]:
+        """What this rank holds; and what it gives up: views that a new rank could not know to be views."""
         held = {number: each for number, each in self._tensors.items() if isinstance(each, RankTensor)}
-        return {number: _part_of(each.tensor) for number, each in held.items()}
+        largest_first = sorted(held, key=lambda number: (-held[number].tensor.numel(), number))
+        bases: dict[int, TensorId] = {}
+        parts: dict[TensorId, LocalPart] = {}
+        for number in largest_first:
+            base = bases.setdefault(id(held[number].version), number)
+            local, memory = held[number].tensor.to_local(), held[base].tensor.to_local()
+            part = _part_of(held[number].tensor)
+            if base == number:
+                parts[number] = part
+            elif memory.is_contiguous():
+                behind = int(local.storage_offset()) - int(memory.storage_offset())
+                parts[number] = part._replace(shares=(base, behind))
+        given_up = [number for number in held if number not in parts or held[number].made is not None]
+        return {number: part for number, part in parts.items() if number not in given_up}, given_up
 
     def transfer(self, transfers: Sequence[PartTransfer]) -> None:
-        """Give and take parts, in one order on all ranks."""
+        """Give and take parts, in one order on all ranks; those that share memory behind what they share it with."""
         me = dist.get_rank()
         for number, source, target, part in transfers:
-            if me == source:
+            held = self._tensors.get(number)
+            if part.shares is not None:
+                if me == target and held is None:
+                    base = self._operand(part.shares[0])
+                    memory = base.tensor.to_local()
+                    begin = int(memory.storage_offset()) + part.shares[1]
+                    local = memory.as_strided(part.local_shape, part.local_strides, begin)
+                    self._tensors[number] = RankTensor(self._from_part(local, part), base)
+            elif me == source:
                 dist.send(self._of(number).to_local().contiguous(), target)
             elif me == target:
                 local = torch.empty(part.local_shape, dtype=part.dtype, device=self.mesh.device_type)
                 dist.recv(local, source)
-                held = self._tensors.get(number)
                 if isinstance(held, RankTensor):
                     held.tensor.to_local().copy_(local)
                 else:
@@ -225,8 +245,9 @@ def _name(placements: Sequence[Placement]) -> str:
 
 
 def _part_of(tensor: DTensor) -> LocalPart:
+    local = tensor.to_local()
     return LocalPart(
-        tensor.placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tuple(tensor.to_local().shape)
+        tensor.placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tuple(local.shape), local.stride()
     )
 
 

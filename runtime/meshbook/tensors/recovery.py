@@ -31,26 +31,36 @@ class TensorLost(MeshError):
         )
 
 
+class ViewLost(MeshError):
+    """A view across the parts of a tensor, made before ranks were replaced, which do not know what it is of."""
+
+    def __str__(self) -> str:
+        return "ranks were replaced since this view was made, and it lies across the parts of its base: make it again"
+
+
 def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
     """Bring the tensors of a mesh to the ranks that have none; those that cannot be brought are lost."""
-    held: dict[int, dict[TensorId, LocalPart]] = dict(
-        zip(stream.procs.ranks, stream.ask("parts").get().values(), strict=True)
+    told = dict(zip(stream.procs.ranks, stream.ask("parts").get().values(), strict=True))
+    held: dict[int, dict[TensorId, LocalPart]] = {rank: parts for rank, (parts, _) in told.items()}
+    lost: dict[TensorId, MeshError] = dict.fromkeys(
+        (number for _, given_up in told.values() for number in given_up), ViewLost()
     )
     transfers: list[PartTransfer] = []
-    lost: dict[TensorId, MeshError] = {}
-    for number in sorted(set().union(*held.values())):
+    for number in sorted(set().union(*held.values()) - lost.keys()):
         part = next(parts[number] for parts in held.values() if number in parts)
         missing: list[int] = []
+        found: list[PartTransfer] = []
         for ranks in _equal_parts(part, stream.procs.ranks, axes):
             source = next((rank for rank in ranks if number in held[rank]), None)
             if source is None:
                 missing += ranks
             else:
-                given = held[source][number]
-                transfers += [PartTransfer(number, source, rank, given) for rank in ranks if rank != source]
+                found += [PartTransfer(number, source, rank, held[source][number]) for rank in ranks if rank != source]
         if missing:
             lost[number] = TensorLost(missing, ", ".join(map(repr, part.placements)))
-            transfers = [each for each in transfers if each.number != number]
+        else:
+            transfers += found
+    transfers.sort(key=lambda each: each.part.shares is not None)
     stream.ask("transfer", transfers).get()
     stream.lose(lost)
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import meshbook
 from meshbook import ProcMesh, errors, heal_mesh, this_host
 from meshbook.distributed import Mesh, show_plan
-from meshbook.exceptions import DeviceMeshError, TensorLost
+from meshbook.exceptions import DeviceMeshError, TensorLost, ViewLost
 
 
 class Attention(nn.Module):
@@ -117,11 +118,30 @@ def test_a_repair_of_the_processes_is_one_of_their_tensors() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
         mesh = Mesh(procs)
         rows = meshbook.distribute(torch.arange(8.0), mesh, ["dp"])
+        row, across = rows.detach(), rows.view(4, 2).T[1]
         rows.add_(1)
         assert rows.sum().item() == 36.0
         procs.respawn(3)
         assert (rows * 2).tolist() == [2.0 * (value + 1) for value in range(8)]  # rank 2 holds what rank 3 held
         assert (rows.redistribute(["tp"]) @ rows).item() == 204.0
+        row.mul_(2)
+        assert rows.tolist() == [2.0 * (value + 1) for value in range(8)]
+        other = rows.redistribute([None])  # each rank's own: they would disagree
+        assert other.placements == (Replicate(), Replicate())
+        assert other.sum().item() == 72.0
+        assert across.shape == (4,)
+
+
+def test_a_view_across_parts_does_not_outlive_a_repair() -> None:
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
+        x = meshbook.distribute(torch.arange(10.0).view(5, 2), procs, ["dp"])
+        flat = x.view(10)
+        assert flat.sum().item() == 45.0
+        procs.respawn(1)
+        assert x.sum().item() == 45.0
+        with pytest.raises(ViewLost, match="make it again"):
+            flat.sum().item()
+        assert x.view(10).add_(1).sum().item() == x.sum().item() == 55.0
 
 
 def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
