@@ -1,9 +1,9 @@
-"""How the project speaks: ranks as ranges, sizes and times short, near misses named; which lines texts share."""
+"""How the project speaks: ranks as ranges, sizes and times short, near misses named."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -66,16 +66,3 @@ def group_ranks(values: Iterable[tuple[int, K]]) -> dict[K, list[int]]:
     for rank, value in values:
         groups.setdefault(value, []).append(rank)
     return groups
-
-
-def shared_lines(texts: Sequence[str]) -> int:
-    """Of how many characters the whole lines are with which all ``texts`` begin."""
-    first, last = min(texts), max(texts)  # what these two share, all share
-    least, most = 0, min(len(first), len(last))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if first.startswith(last[least:middle], least):
-            least = middle
-        else:
-            most = middle - 1
-    return first.rfind("\n", 0, least) + 1

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from meshbook.formatting import shared_lines
 from meshbook_extension.output.alignment import Alignment, Row
 from meshbook_extension.output.line_reader import Line, LineReader, ended_bar
 
@@ -162,7 +161,7 @@ class LineMerger(Grouping):
         if not self._whole or self._whole.keys() != self._running:
             return
         texts = ["".join([text for _, text in came]) for came in self._whole.values()]
-        if not (size := shared_lines(texts)):
+        if not (size := _shared_lines(texts)):
             return
         ranks = tuple(sorted(self._running))
         self._equal += [LinePiece(ranks, "stdout", f"{line}\n") for line in texts[0][: size - 1].split("\n")]
@@ -181,6 +180,19 @@ class LineMerger(Grouping):
 
     def _whole_due_at(self) -> float | None:
         return min((came[0][0] + self._window_s for came in self._whole.values()), default=None)
+
+
+def _shared_lines(texts: Sequence[str]) -> int:
+    """Of how many characters the whole lines are with which all ``texts`` begin."""
+    first, last = min(texts), max(texts)  # what these two share, all share
+    least, most = 0, min(len(first), len(last))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if first.startswith(last[least:middle], least):
+            least = middle
+        else:
+            most = middle - 1
+    return first.rfind("\n", 0, least) + 1
 
 
 def _without(came: deque[tuple[float, str]], size: int) -> deque[tuple[float, str]]:

@@ -190,12 +190,6 @@ class RankOutput:
         self._cut_news.clear()
         return pieces, cuts
 
-    def put_back(self, piece: StreamText) -> None:
-        """It may still come with what others print: as if it had not been taken."""
-        self._pending.appendleft(piece)
-        self._pending_bytes += len(piece.text)
-        self._budget += len(piece.text)
-
     def cut(self, output: int, size_bytes: int) -> dict[int, int]:
         """So much more of ``output`` will not be shown; returns its total, as `take` does."""
         self._cut[output] = self._cut.get(output, 0) + size_bytes

@@ -1,7 +1,7 @@
 """What ranks print, on its way from their agent to the controller; and how much is kept while that does not listen.
 
-What several ranks have printed alike travels once. In a flood they are not equally far: what a rank has printed beyond
-the others then waits one turn for them, since behind texts that differ in length no two would be equal again.
+What several ranks have printed alike between two turns travels once. Ranks that are ahead do not wait for the others:
+what waits takes from what a rank may print before it is cut.
 
 Whatever is not kept is counted and named: output as `wire.OutputDropped`, the value of a result by a reply without it.
 """
@@ -17,7 +17,6 @@ import msgspec
 from meshbook.agent.output import ShownDisplay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
-from meshbook.formatting import shared_lines
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
 from meshbook.wire.messages import SharedText, StreamText
@@ -25,9 +24,6 @@ from meshbook.wire.uplink import Uplink
 
 FLUSH_S = 0.05
 """How long output may wait for more of it."""
-
-FLOOD_CHARS = 4096
-"""With so much in common within `FLUSH_S`, the rest of ranks that are ahead waits; a lone line never does."""
 
 MESSAGE_CHARS = 1 << 20
 """Of text in one message."""
@@ -91,10 +87,7 @@ class OutputPump:
         self._is_due = False
         if not self._quota.listening:
             return  # it waits, and what is too much is counted and cut
-        runs = [(worker, self._take(worker)) for worker in self._pool.workers.values()]
-        for worker, rest in _cut_shared([(worker, run) for worker, run in runs if run]):
-            worker.output.put_back(rest)
-        self._send_texts([run for _, run in runs])
+        self._send_texts([self._take(worker) for worker in self._pool.workers.values()])
         if any(worker.output.waiting for worker in self._pool.workers.values()):
             self.on_output()
 
@@ -168,34 +161,12 @@ def _joined(pieces: list[StreamText], rank: int) -> list[StreamText]:
     ]
 
 
-def _kind(piece: StreamText) -> tuple[str, int, int]:
-    """What must agree in texts that are compared."""
-    return piece.stream, piece.output, piece.place
-
-
-def _cut_shared(runs: list[tuple[AgentWorker, list[StreamText]]]) -> list[tuple[AgentWorker, StreamText]]:
-    """Shorten runs of one text each to the lines that they share, where these are a flood; returns the rests."""
-    if len(runs) < 2 or any(len(run) > 1 for _, run in runs) or len({_kind(run[0]) for _, run in runs}) > 1:
-        return []
-    texts = [run[0].text for _, run in runs]
-    size = shared_lines(texts)
-    if size < FLOOD_CHARS:
-        return []
-    rests = []
-    for worker, run in runs:
-        (piece,) = run
-        if len(piece.text) > size:
-            run[0] = msgspec.structs.replace(piece, text=piece.text[:size])
-            rests.append((worker, msgspec.structs.replace(piece, text=piece.text[size:])))
-    return rests
-
-
 def _shared(runs: list[list[StreamText]]) -> Iterator[SharedText]:
     """The first texts of all ranks, then the second ones, and so on: equal ones as one."""
     for step in zip_longest(*runs):
         ranks: dict[tuple[str, int, int, str], list[int]] = {}
         for piece in step:
             if piece is not None:
-                ranks.setdefault((*_kind(piece), piece.text), []).append(piece.rank)
+                ranks.setdefault((piece.stream, piece.output, piece.place, piece.text), []).append(piece.rank)
         for (stream, output, place, text), of in ranks.items():
             yield SharedText(tuple(of), stream, text, output, place)
