@@ -92,6 +92,9 @@ class Repaired(NamedTuple):
             did.append(f"all {self.world_size} ranks joined")
         return f'mesh "{self.mesh}": {", ".join(did)} in {self.seconds:.2f} s'
 
+    def __repr__(self) -> str:
+        return str(self)  # a cell that ends with a repair shows it
+
 
 class Repair:
     """One repair of one mesh, on a thread of the user."""

@@ -9,7 +9,7 @@ whose shapes depend on values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -44,6 +44,7 @@ AT_ONCE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.defau
 """What torch would put off until the values are read is done where they are."""
 
 _CPU = torch.device("cpu")
+_DATA = vars(torch._C.TensorBase)["data"]
 
 LISTED_ELEMENTS = 10_000_000
 """More than that is not brought here as a list or an array."""
@@ -120,6 +121,19 @@ class MeshTensor(torch.Tensor):
         """How it lies on the axes of its mesh, as the ranks have it. Raises: the error of what it was made of."""
         return tuple(self.mesh.stream.fetch("placements", self._handle.number))
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same values, of which autograd knows nothing."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """From now on this tensor is ``value``, as ``module.double()`` has its parameters become others."""
+        if not isinstance(value, MeshTensor) or value.mesh is not self.mesh:
+            raise UsageError(f"the data of a tensor of {self.mesh} can only be a tensor there: use meshbook.distribute")
+        _DATA.__set__(self, value)  # shape, strides and dtype
+        self._handle = value._handle
+
     # ---- how it is shown ------------------------------------------------------------------------------------------
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -144,6 +158,9 @@ class MeshTensor(torch.Tensor):
         memo[id(self)] = made
         return made
 
+    def __copy__(self) -> torch.Tensor:
+        return self.detach().requires_grad_(self.requires_grad)
+
     def _reduce_to_ranks(self) -> object:
         """How it travels in a call: on the ranks it is their DTensor."""
         stream = self.mesh.stream
@@ -153,6 +170,17 @@ class MeshTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError("a mesh tensor cannot be pickled, its values are on the ranks: pickle tensor.full_tensor()")
+
+
+def _refuse_memory(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: MeshTensor, *args: object, **kwargs: object) -> NoReturn:
+        raise UsageError(f"{name} is about memory of this process, where a mesh tensor has none: use full_tensor()")
+
+    return refuse
+
+
+for _name in ("__dlpack__", "apply_", "map_", "map2_", "pin_memory", "share_memory_"):
+    setattr(MeshTensor, _name, _refuse_memory(_name))
 
 
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:

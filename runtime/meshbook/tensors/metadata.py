@@ -106,12 +106,14 @@ def learn(
             *[_on_meta(argument, metas, numbers) for argument in template_args],
             **{name: _on_meta(value, metas, numbers) for name, value in template_kwargs.items()},
         )
-    except (NotImplementedError, RuntimeError) as error:
+    except Exception as error:
         if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
-            raise
+            raise error.with_traceback(None) from None  # of what torch does on the meta device nobody wants to know
         if operator._schema.returns:
             raise DependsOnValues from error
         made = None  # it writes to its arguments, and that is all
+    if not isinstance(made, (torch.Tensor, list, tuple, type(None))):
+        raise UsageError(f"{operator} is about memory of this process, where a mesh tensor has none: use full_tensor()")
     results = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
     outputs: list[OutputOf | NewOutput | None] = []
     for result in results:

@@ -216,9 +216,30 @@ def test_copies_are_copies(grid: Mesh) -> None:
     assert x.detach().numpy().tolist() == [2.0] * 4
 
 
+def test_a_tensor_becomes_the_one_that_is_its_data(grid: Mesh) -> None:
+    module = torch.nn.Linear(3, 2)
+    expected = copy.deepcopy(module).double()
+    meshbook.module_to_mesh(module, grid)
+    module.double()
+    module.bias.data = module.bias.data * 2
+    assert module.bias.dtype == torch.float64
+    assert equal(module.bias, expected.bias * 2) and equal(module.weight, expected.weight)
+    other = copy.copy(module.weight)
+    other.data.zero_()
+    assert module.weight.abs().sum().item() == 0
+    with pytest.raises(errors.UsageError, match="can only be a tensor there"):
+        other.data = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize("method", ["__dlpack__", "apply_", "pin_memory", "share_memory_"])
+def test_memory_that_is_not_there_is_not_touched(grid: Mesh, method: str) -> None:
+    with pytest.raises(errors.UsageError, match="memory of this process, where a mesh tensor has none"):
+        getattr(meshbook.ones(4, mesh=grid), method)()
+
+
 def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:
     def held() -> int:
-        return len(next(iter(grid.stream.ask("parts").get(20).values())))
+        return len(next(iter(grid.stream.ask("parts").get(20).values()))[0])
 
     x = meshbook.ones(8, mesh=grid)
     x.sum().item()
