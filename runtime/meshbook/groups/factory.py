@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    Store,
+    _register_process_group,
+    _unregister_all_process_groups,
+)
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.patches import patch
@@ -100,3 +105,15 @@ class GroupFactory:
         self.groups[recipe.name] = group
         group.on_retired = lambda: self.groups.pop(recipe.name, None)
         return group
+
+
+def forget_unfinished() -> None:
+    """Empty torch's registries where there is no default group; it counts the names of groups from 0 again."""
+    world: Any = c10d._world
+    for registry in (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag, world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):  # fmt: skip
+        registry.clear()
+    _unregister_all_process_groups()
+    world.group_count = 0

@@ -48,7 +48,7 @@ from meshbook.groups import autograd
 from meshbook.groups.agreements import Progress, Splits, Told, encode_told
 from meshbook.groups.backend_group import dispose
 from meshbook.groups.broadcast import broadcast_value
-from meshbook.groups.factory import GroupFactory
+from meshbook.groups.factory import GroupFactory, forget_unfinished
 from meshbook.groups.forming import Agreement, Greeting, agree, choose_master, join, meet, rebuild, set_environment
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.modules import repair_modules, watch_modules
@@ -294,10 +294,21 @@ class RankGroups:
         hook = sys.excepthook
         self._factory.base_store = store
         try:
-            _torch_init(backend, store=store, rank=self._place.rank, world_size=self._place.world_size)
+            self._init(backend=backend, store=store, rank=self._place.rank, world_size=self._place.world_size)
         finally:
             sys.excepthook = hook  # torch wraps it once more for every group
             self._factory.base_store = None
+
+    def _init(self, **arguments: Any) -> None:
+        """Have torch make a default group. What it leaves of one, interrupted, would give the next another name."""
+        try:
+            _torch_init(**arguments)
+        except BaseException:
+            if not self.formed:
+                groups = list(self._factory.groups.values())
+                dispose([inner for group in groups if (inner := group.retire(_DESTROYED)) is not None])
+                forget_unfinished()
+            raise
 
     def prove(self) -> None:
         """Prove the default group with a collective. Raises: SpawnError, UsageError, GroupAborted."""
@@ -506,7 +517,7 @@ class RankGroups:
         by_variables = wanted.get("store") is None and wanted.get("init_method") in (None, "env://")
         master_is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == self._master
         if not by_variables or not master_is_ours or wanted.get("backend") in ("mpi", "fake"):
-            _torch_init(**wanted)
+            self._init(**wanted)
             return
         if self._link is None:
             raise UsageError("this rank has no link to the others any more: stop the mesh and spawn it again")
@@ -517,7 +528,7 @@ class RankGroups:
         scope = f"{self._scope}/init{world_size}"
         prefix = meet(self._link, scope, rank, world_size, lambda _: f"{scope}/{uuid.uuid4().hex[:12]}")
         self._factory.base_store = store = PrefixStore(prefix, self._link)
-        _torch_init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
+        self._init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
         self._lineage = prefix
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import Placement, Replicate
@@ -122,9 +122,9 @@ class MeshTensor(torch.Tensor):
         return tuple(self.mesh.stream.fetch("placements", self._handle.number))
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The same values, of which autograd knows nothing."""
-        return _DATA.__get__(self)
+        return cast("torch.Tensor", _DATA.__get__(self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

@@ -141,6 +141,30 @@ def test_groups_that_a_cell_destroys_are_back_before_the_next(mesh2: ProcMesh) -
     assert mesh2.run(f"{PROVE}, mesh.get_group() is dist.group.WORLD").get(30).values() == [(2, True)] * 2
 
 
+INTERRUPTED = """
+import torch.distributed.distributed_c10d as c10d
+dist.destroy_process_group()
+finish = c10d._update_default_pg
+def interrupt(group):
+    raise KeyboardInterrupt
+c10d._update_default_pg = interrupt if rank else finish
+try:
+    dist.init_process_group("gloo")
+except KeyboardInterrupt:
+    pass
+c10d._update_default_pg = finish
+if rank == 0:
+    dist.destroy_process_group()
+dist.init_process_group("gloo")
+dist.group.WORLD.group_name
+"""
+
+
+def test_an_init_that_was_interrupted_on_one_rank_leaves_nothing(mesh2: ProcMesh) -> None:
+    assert set(mesh2.run(INTERRUPTED).get(60).values()) == {"0"}
+    mesh2.run(PROVE).get(30)
+
+
 def test_a_connection_that_was_reset_is_mended_by_heal_or_after_the_failure(mesh2: ProcMesh) -> None:
     for heals in (True, False):
         mesh2.run(PROVE).get(30)
