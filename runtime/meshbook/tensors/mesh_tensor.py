@@ -21,14 +21,13 @@ from meshbook.formatting import format_bytes
 from meshbook.tensors.metadata import (
     DependsOnValues,
     Metadata,
-    NewOutput,
     NotOnMesh,
     OutputOf,
     learn,
     read_arguments,
 )
 from meshbook.tensors.op_stream import Handle, OpStream
-from meshbook.tensors.operations import Adopted, Factory, TensorReference, written_arguments
+from meshbook.tensors.operations import Adopted, Factory, NewOutput, TensorReference, written_arguments
 from meshbook.tensors.rank_tensors import SHOWN_ELEMENTS, TensorDescription, resolve
 from meshbook.tensors.spec import ShardingSpec, to_placements
 
@@ -61,7 +60,7 @@ class MeshTensor(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             MeshTensor, output.shape, strides=output.strides, dtype=output.dtype, device=_CPU
         )
-        made.mesh, made._handle = mesh, Handle(number, mesh.stream)
+        made.mesh, made._handle = mesh, Handle(number, mesh.stream, output)
         return made
 
     @classmethod

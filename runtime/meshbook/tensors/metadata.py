@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshbook.errors import UsageError
-from meshbook.tensors.operations import NumberPlace, Template, TensorPlace, is_random, written_arguments
+from meshbook.tensors.operations import NewOutput, NumberPlace, Template, TensorPlace, is_random, written_arguments
 
 aten = torch.ops.aten
 
@@ -30,14 +30,6 @@ class OutputOf(NamedTuple):
     """A result that is one of the operation's tensors: it was written in place."""
 
     at: int
-
-
-class NewOutput(NamedTuple):
-    """A result that is a tensor of its own."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Metadata(NamedTuple):
@@ -65,7 +57,7 @@ def read_arguments(value: Any, tensors: list[torch.Tensor], numbers: list[float]
     is_a = type(value)
     if is_a is kind or isinstance(value, kind):
         tensors.append(value)
-        return (value.shape, value.stride(), value.dtype)
+        return value._handle.output
     if is_a is float:
         numbers.append(value)
         return float

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,7 +26,7 @@ from meshbook.shape.value_mesh import ValueMesh
 from meshbook.source.cells import name_line
 from meshbook.source.location import PACKAGE
 from meshbook.tensors import rank_tensors
-from meshbook.tensors.operations import OperationBatch, OperationFailed, Template, TensorId, Use
+from meshbook.tensors.operations import NewOutput, OperationBatch, OperationFailed, Template, TensorId
 
 BATCH_USES = 256
 BATCHES_AHEAD = 16
@@ -49,20 +49,25 @@ class TensorError(MeshError):
 class Handle:
     """What keeps a tensor on the ranks."""
 
-    __slots__ = ("number", "stream")
+    __slots__ = ("__weakref__", "number", "output", "stream")
 
-    def __init__(self, number: TensorId, stream: OpStream) -> None:
-        self.number, self.stream = number, stream
+    def __init__(self, number: TensorId, stream: OpStream, output: NewOutput) -> None:
+        """output: what it is, which is a part of the signature of operations that read it."""
+        self.number, self.stream, self.output = number, stream, output
 
     def __del__(self) -> None:
         self.stream.freed.append(self.number)
+
+
+CodeLine: TypeAlias = tuple[str, int] | None
+"""A line: the name of its file, and its number there."""
 
 
 class _Issued(NamedTuple):
     """An operation, as long as it may fail."""
 
     operator: str
-    place: str
+    place: CodeLine
     results: Sequence[TensorId]
     written: Sequence[TensorId] = ()
 
@@ -71,7 +76,7 @@ class _Underway(NamedTuple):
     """A batch that the ranks have been sent."""
 
     future: Future[ValueMesh[Any]]
-    issued: list[_Issued]
+    issued: Sequence[tuple[Any, ...]]
 
 
 class OpStream:
@@ -87,8 +92,9 @@ class OpStream:
         self._told: set[int] = set()
         """Templates that the ranks know."""
         self._templates: list[Template] = []
-        self._uses: list[Use] = []
-        self._issued: list[_Issued] = []
+        self._uses: list[tuple[Any, ...]] = []
+        self._issued: list[tuple[Any, ...]] = []
+        """The fields of an `_Issued` each."""
         self._underway: deque[_Underway] = deque()
         self._failed: dict[TensorId, MeshError] = {}
         self._unsure: dict[TensorId, MeshError] = {}
@@ -116,13 +122,12 @@ class OpStream:
         """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
         if self._failed or self._unsure:
             self.check(tensors)
-        issued = _Issued(template.operator, _line_of_caller(), results, written)
         with self._lock:
             if template.number not in self._told:
                 self._told.add(template.number)
                 self._templates.append(template)
-            self._uses.append(Use(template.number, tensors, numbers, results))
-            self._issued.append(issued)
+            self._uses.append((template.number, tensors, numbers, results))
+            self._issued.append((template.operator, _line_of_caller(), results, written))
         if len(self._uses) >= BATCH_USES:
             self.flush()
 
@@ -193,12 +198,12 @@ class OpStream:
             self._note_lost(error, issued)
             return
         self._underway.popleft()
-        for each in issued if failed else ():
+        for each in map(_Issued._make, issued if failed else ()):
             for number in each.results:
                 if number in failed:
-                    self._failed[number] = TensorError(each.operator, each.place, failed[number])
+                    self._failed[number] = TensorError(each.operator, _name(each.place), failed[number])
 
-    def _note_lost(self, error: MeshError, issued: Sequence[_Issued]) -> None:
+    def _note_lost(self, error: MeshError, issued: Sequence[tuple[Any, ...]]) -> None:
         """A batch was not done to its end: the results of the first operation that failed, and of all behind it."""
         begin, cause = 0, error
         causes = [f.load() for f in error.failures] if isinstance(error, CallFailed) else []
@@ -206,9 +211,9 @@ class OpStream:
         if found:
             begin = min(each.index for each in found)
             first = next((e for e in found if "GroupAborted" not in e.why), found[0])
-            at = issued[first.index]
-            cause = TensorError(at.operator, at.place, first.why)
-        for each in issued[begin:]:
+            at = _Issued._make(issued[first.index])
+            cause = TensorError(at.operator, _name(at.place), first.why)
+        for each in map(_Issued._make, issued[begin:]):
             self._failed.update(dict.fromkeys(each.results, cause))
             self._unsure.update(dict.fromkeys(each.written, cause))
 
@@ -216,11 +221,23 @@ class OpStream:
 _SKIPPED = (PACKAGE, f"{torch.__path__[0]}/", "<frozen ")
 
 
-def _line_of_caller() -> str:
+_skipped: dict[str, bool] = {}
+"""By the name of a file."""
+
+
+def _line_of_caller() -> CodeLine:
     """The innermost line that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+    while frame is not None:
+        name = frame.f_code.co_filename
+        skipped = _skipped.get(name)
+        if skipped is None:
+            skipped = _skipped[name] = name.startswith(_SKIPPED)
+        if not skipped:
+            return name, frame.f_lineno
         frame = frame.f_back
-    if frame is None:
-        return ""
-    return name_line(frame.f_code.co_filename, frame.f_lineno) or f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    return None
+
+
+def _name(place: CodeLine) -> str:
+    return name_line(*place) or f"{place[0]}, line {place[1]}" if place else ""

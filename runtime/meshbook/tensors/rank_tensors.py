@@ -67,7 +67,7 @@ class RankTensors:
         self._templates.update((template.number, template) for template in batch.templates)
         failed: dict[TensorId, str] = {}
         with torch.no_grad():
-            for index, use in enumerate(batch.uses):
+            for index, use in enumerate(map(Use._make, batch.uses)):
                 try:
                     self._run(self._compiled.get(use.template) or self._compile(use.template), use)
                 except _Refused as refused:
