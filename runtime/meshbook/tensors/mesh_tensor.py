@@ -23,6 +23,7 @@ from meshbook.tensors.metadata import (
     Metadata,
     NotOnMesh,
     OutputOf,
+    ViewInPlace,
     learn,
     read_arguments,
 )
@@ -246,6 +247,8 @@ def _dispatch(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kw
             known = learn(operator, args, kwargs, tensors, numbers)
         except DependsOnValues:
             return _with_values(operator, args, kwargs, _mesh_of(tensors))
+        except ViewInPlace as view:
+            return _view_in_place(operator, view.operator, args, kwargs)
         if len(_known) >= _KEPT:
             _known.clear()
         _known[operator, read, named] = known
@@ -263,8 +266,9 @@ def _all_on_mesh(
     Raises: UsageError for one that is large, or that would be written to.
     """
     mesh = next(each.mesh for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, MeshTensor))
-    for at in written_arguments(operator):
-        if at < len(args) and isinstance(args[at], torch.Tensor) and not isinstance(args[at], MeshTensor):
+    for argument in written_arguments(operator):
+        target = argument.of(args, kwargs)
+        if isinstance(target, torch.Tensor) and not isinstance(target, MeshTensor):
             raise UsageError(
                 f"{operator} would write values of {mesh} to a tensor of this process: take tensor.full_tensor() first"
             )
@@ -321,6 +325,20 @@ def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
 
 def _few_of(value: Any) -> Any:
     return value._few() if isinstance(value, MeshTensor) else value
+
+
+def _view_in_place(
+    operator: torch._ops.OpOverload[..., Any],
+    view: torch._ops.OpOverload[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The tensor becomes a view of what it was."""
+    made = _dispatch(view, args, kwargs)
+    with torch._C._DisableTorchDispatch():
+        operator(*args, **kwargs)  # its shape and strides: there is nothing else here
+    args[0]._handle = made._handle
+    return args[0]
 
 
 def _with_values(

@@ -71,6 +71,29 @@ def read_arguments(value: Any, tensors: list[torch.Tensor], numbers: list[float]
     return (is_a, value)
 
 
+class ViewInPlace(Exception):
+    """A tensor is to become a view of itself, which ``operator`` gives."""
+
+    def __init__(self, operator: torch._ops.OpOverload[..., Any]) -> None:
+        super().__init__(operator)
+        self.operator = operator
+
+
+def _view_of(operator: torch._ops.OpOverload[..., Any]) -> torch._ops.OpOverload[..., Any]:
+    """For ``transpose_`` that is ``transpose``. Raises: UsageError."""
+    packet = getattr(aten, operator._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    for overload in packet.overloads() if packet is not None else ():
+        view: torch._ops.OpOverload[..., Any] = getattr(packet, overload)
+        gives_view = any(result.alias_info is not None for result in view._schema.returns)
+        if gives_view and _types(view) == _types(operator):
+            return view
+    raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
+
+
+def _types(operator: torch._ops.OpOverload[..., Any]) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+
+
 _numbers_of_templates = itertools.count()
 
 
@@ -88,7 +111,7 @@ def learn(
     if operator in REFUSED:
         raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
     if torch.Tag.inplace_view in operator.tags:
-        raise UsageError(f"{operator} changes the shape of a mesh tensor in place: use the function that gives a view")
+        raise ViewInPlace(_view_of(operator))
     metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
     places = _Places()
     template_args = [places.put(argument, tensors) for argument in args]
@@ -118,7 +141,8 @@ def learn(
         )
     template = Template(next(_numbers_of_templates), str(operator), template_args, template_kwargs)
     form = torch.Tensor if isinstance(made, torch.Tensor) else None if made is None else type(made)
-    return Metadata(template, tuple(outputs), form, is_random(operator), _written(operator, template_args))
+    written = _written(operator, template_args, template_kwargs)
+    return Metadata(template, tuple(outputs), form, is_random(operator), written)
 
 
 class _Places:
@@ -152,10 +176,12 @@ def _on_meta(value: Any, metas: Sequence[torch.Tensor], numbers: Sequence[float]
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _written(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any]) -> tuple[int, ...]:
+def _written(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, ...]:
     found: list[int] = []
-    for at in written_arguments(operator):
-        targets = args[at : at + 1]
-        targets = targets[0] if targets and isinstance(targets[0], list) else targets
+    for argument in written_arguments(operator):
+        target = argument.of(args, kwargs)
+        targets = target if isinstance(target, list) else [target]
         found += [each.at for each in targets if isinstance(each, TensorPlace)]
     return tuple(found)

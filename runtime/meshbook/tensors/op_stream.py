@@ -56,7 +56,8 @@ class Handle:
         self.number, self.stream, self.output = number, stream, output
 
     def __del__(self) -> None:
-        self.stream.freed.append(self.number)
+        if (stream := getattr(self, "stream", None)) is not None:  # torch.compile makes such an object of no init
+            stream.freed.append(self.number)
 
 
 CodeLine: TypeAlias = tuple[str, int] | None

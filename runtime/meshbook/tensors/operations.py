@@ -6,7 +6,7 @@ and floats. A batch is the templates that are new, the uses of templates and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -130,11 +130,23 @@ _WRITES_UNSAID = {torch.ops.aten.native_batch_norm.default: (3, 4)}
 """Arguments that operators write to though their schemas do not say so: the running statistics."""
 
 
-def written_arguments(operator: torch._ops.OpOverload[..., Any]) -> tuple[int, ...]:
-    """The positions of the arguments that an operator writes to."""
-    said = operator._schema.arguments
-    return _WRITES_UNSAID.get(operator) or tuple(
-        at for at, argument in enumerate(said) if argument.alias_info is not None and argument.alias_info.is_write
+class WrittenArgument(NamedTuple):
+    """One that an operator writes to, given by position or by name."""
+
+    at: int
+    name: str
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[self.at] if self.at < len(args) else kwargs.get(self.name)
+
+
+def written_arguments(operator: torch._ops.OpOverload[..., Any]) -> tuple[WrittenArgument, ...]:
+    """The arguments that an operator writes to."""
+    unsaid = _WRITES_UNSAID.get(operator, ())
+    return tuple(
+        WrittenArgument(at, argument.name)
+        for at, argument in enumerate(operator._schema.arguments)
+        if at in unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
     )
 
 

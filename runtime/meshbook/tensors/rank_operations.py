@@ -66,6 +66,10 @@ ALONG_BATCH = frozenset(
 """DTensor does them on parts that do not fit each other, unless what is sharded is the batch alone."""
 
 
+GRADED = frozenset({aten.mkldnn_rnn_layer.default})
+"""Operators that give what their gradients need only where gradients are wanted."""
+
+
 class CompiledTemplate:
     """A template with its operator found."""
 
@@ -147,7 +151,7 @@ class Operations:
             for tensor in tensors:
                 end_sum(tensor)
         args, kwargs = template.fill(use, tensors)
-        targets = [target for index in template.written for target in listed(args[index])]
+        targets = [target for argument in template.written for target in listed(argument.of(args, kwargs))]
         written = [o for o, tensor in zip(operands, tensors, strict=True) if any(tensor is each for each in targets)]
         if any(operand.made is not None for operand in written):
             self._write_through(template, use, operands, written)
@@ -234,8 +238,9 @@ class Operations:
         named = {name: _whole(value) for name, value in kwargs.items()}
         made = self._draw_and_do(template, use, wholes, named)
         targets: dict[int, DTensor] = {}
-        for index in template.written:
-            for target, whole in zip(listed(args[index]), listed(wholes[index]), strict=True):
+        for argument in template.written:
+            pairs = zip(listed(argument.of(args, kwargs)), listed(argument.of(wholes, named)), strict=True)
+            for target, whole in pairs:
                 if isinstance(target, DTensor):
                     target.to_local().copy_(self.part_of(whole, target.placements).to_local())
                     targets[id(whole)] = target
@@ -249,7 +254,8 @@ class Operations:
         if template.operator is aten.view.default:  # the whole may lie in another order than the parts
             return args[0].reshape(args[1])
         if not template.is_random:
-            return template.operator(*args, **kwargs)
+            with torch.set_grad_enabled(template.operator in GRADED):
+                return template.operator(*args, **kwargs)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(use.numbers[-1]))
             return template.operator(*args, **kwargs)

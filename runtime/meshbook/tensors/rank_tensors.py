@@ -73,8 +73,10 @@ class RankTensors:
                 except _Refused as refused:
                     self._fail(use, str(refused), failed)
                 except BaseException as error:
-                    name = self._templates[use.template].operator
-                    raise OperationFailed(index, name, f"{type(error).__name__}: {error}") from error
+                    name, why = self._templates[use.template].operator, f"{type(error).__name__}: {error}"
+                    for left in batch.uses[index:]:
+                        self._fail(left, f"{name} failed: {why}", failed)
+                    raise OperationFailed(index, name, why) from error
         for number in batch.freed:
             self._tensors.pop(number, None)
         return failed
@@ -213,6 +215,8 @@ class RankTensors:
 
     def _run(self, template: CompiledTemplate, use: Use) -> None:
         results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
+        if len(results) < len(use.results):
+            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
         self._tensors.update(zip(use.results, results, strict=False))
 
     def _operand(self, number: TensorId) -> RankTensor:

@@ -231,6 +231,20 @@ def test_a_tensor_becomes_the_one_that_is_its_data(grid: Mesh) -> None:
         other.data = torch.zeros(2, 3)
 
 
+def test_a_tensor_becomes_a_view_of_itself_in_place(grid: Mesh) -> None:
+    a = torch.randn(6, 4)
+    x = meshbook.distribute(a, grid, ["dp", "tp"])
+    flipped = x.clone()
+    rows = flipped[0]
+    assert flipped.transpose_(0, 1) is flipped
+    assert flipped.shape == (4, 6) and flipped.stride() == (1, 4) and equal(flipped, a.T)
+    flipped.mul_(2)
+    assert equal(rows, 2 * a[0])
+    assert equal(flipped.t_().unsqueeze_(1), 2 * a.unsqueeze(1))
+    with pytest.raises(errors.UsageError, match="no meaning for a tensor in parts"):
+        flipped.set_(torch.zeros(3))  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("method", ["__dlpack__", "apply_", "pin_memory", "share_memory_"])
 def test_memory_that_is_not_there_is_not_touched(grid: Mesh, method: str) -> None:
     with pytest.raises(errors.UsageError, match="memory of this process, where a mesh tensor has none"):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.tensor_operators import REFUSED, RIGHT, WRONG, sweep
+from benchmarks.tensor_operators import RIGHT, WRONG, sweep
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
 
@@ -22,8 +22,6 @@ OFTEN_USED = (
 
 def test_operators_of_everyday_are_right(mesh2: ProcMesh) -> None:
     found = sweep(Mesh(mesh2), OFTEN_USED, samples=2)
-    refused = {name: found.pop(name).verdict for name in ("squeeze_", "transpose_", "unsqueeze_")}
-    assert set(refused.values()) == {REFUSED}  # they change shapes in place
     assert {name: outcome.why for name, outcome in found.items() if outcome.verdict != RIGHT} == {}
     assert len(found) > len(OFTEN_USED) - 3
 

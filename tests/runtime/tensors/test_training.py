@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -90,6 +90,34 @@ def test_optimizers_step_as_in_one_process(grid: Mesh, optimizer: str, options: 
     if optimizer == "SGD":  # the others make steps of gradients that are nothing but rounding
         assert same(got, wanted)
     assert got[0] == pytest.approx(wanted[0], abs=1e-5)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(8, 8, batch_first=True),
+    "GRU": lambda: nn.GRU(8, 8, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(5, 5, 3), nn.BatchNorm1d(5), nn.GroupNorm(1, 5), nn.SiLU()),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch_train_as_in_one_process(grid: Mesh, name: str) -> None:
+    losses: dict[bool, list[float]] = {}
+    for on_mesh in (True, False):
+        torch.manual_seed(5)
+        module, batch = MODULES[name](), torch.randn(4, 5, 8)
+        if on_mesh:
+            module, batch = meshbook.module_to_mesh(module, grid), meshbook.distribute(batch, grid, ["dp"])
+        optimizer = torch.optim.Adam(module.parameters(), amsgrad=True)
+        losses[on_mesh] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            made = module(batch)
+            loss = (made[0] if isinstance(made, tuple) else made).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[on_mesh].append(loss.item())
+    assert losses[True] == pytest.approx(losses[False], abs=1e-5)
 
 
 def test_a_plan_is_shown_with_bytes_per_rank(grid: Mesh) -> None:
