@@ -56,10 +56,14 @@ def is_cell_name(file_name: str) -> bool:
 
 
 def name_line(file_name: str, line: int | None) -> str:
-    """``cell 7, line 3``; empty when the file is no cell. Understands the names that other processes gave."""
+    """``cell 7, line 3``; empty when the file is no cell. Understands the names that other processes gave, and those
+    that the kernel of this process gives its own cells."""
     label = cell_label(file_name)
     if label is None and (found := _NAME.fullmatch(file_name)) is not None:
         label = f"cell {found[1]}" if found[1] else "a cell"
+    if label is None and file_name in linecache.cache and not Path(file_name).exists():
+        number = number_of_input("".join(linecache.getlines(file_name)))
+        label = None if number is None else f"cell {number}"
     if label is None:
         return ""
     return label if line is None else f"{label}, line {line}"

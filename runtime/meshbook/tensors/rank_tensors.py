@@ -74,7 +74,7 @@ class RankTensors:
                     self._fail(use, str(refused), failed)
                 except BaseException as error:
                     name, why = self._templates[use.template].operator, f"{type(error).__name__}: {error}"
-                    for left in batch.uses[index:]:
+                    for left in map(Use._make, batch.uses[index:]):
                         self._fail(left, f"{name} failed: {why}", failed)
                     raise OperationFailed(index, name, why) from error
         for number in batch.freed:
