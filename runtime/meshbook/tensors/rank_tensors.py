@@ -261,7 +261,8 @@ _meshes: dict[str, RankTensors] = {}
 
 def open_mesh(name: str, axes: Mapping[str, int]) -> None:
     """Make the device mesh of all ranks with these axes, or make it again; all ranks do."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice for DTensor's users
+    for advises in ("_redistribute", "_collective_utils"):  # users of DTensor
+        logging.getLogger(f"torch.distributed.tensor.{advises}").setLevel(logging.ERROR)
     mesh = own_groups().device_mesh(tuple(axes), tuple(axes.values()))  # whose groups new ranks find again
     controller = name.rpartition("/")[0]
     for other in [other for other in _meshes if other.rpartition("/")[0] != controller]:

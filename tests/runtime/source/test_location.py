@@ -100,3 +100,11 @@ def test_the_name_of_a_call_is_read_from_its_text(expression: str, name: str) ->
 def test_places_are_short() -> None:
     assert name_place("/home/me/train.py", 41) == "train.py:41"
     assert name_place(add_cell("1 + 1", 12), 3) == "cell 12, line 3"
+
+
+def test_a_line_of_the_kernels_own_cell_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "x = 1\ny = x / 0\n"
+    monkeypatch.setitem(linecache.cache, "/tmp/ipykernel_1/2.py", (len(text), None, text.splitlines(True), "2.py"))
+    assert name_place("/tmp/ipykernel_1/2.py", 2) == "2.py:2"
+    monkeypatch.setattr(sys.modules["__main__"], "In", ["", "x = 1", text], raising=False)
+    assert name_place("/tmp/ipykernel_1/2.py", 2) == "cell 2, line 2"
