@@ -87,6 +87,22 @@ class GroupFactory:
             group.live  # noqa: B018  # what cannot be made is told now
         return group, prefixed
 
+    def make_of_ranks(self, world: AbortableGroup, ranks: tuple[int, ...], description: str) -> AbortableGroup:
+        """The group of these ranks, this one among them, which its members find by its name, each when it needs it.
+
+        world: the default group.
+        """
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        is_even = ranks == tuple(range(ranks[0], ranks[0] + step * len(ranks), step))
+        name = f"ranks_{ranks[0]}:{ranks[-1] + step}:{step}" if is_even else f"ranks_{','.join(map(str, ranks))}"
+        if (known := self.groups.get(name)) is not None:
+            return known
+        recipe = world.recipe._replace(name=name, ranks=ranks, rank=ranks.index(dist.get_rank()), tag="")
+        state: Any = c10d._world
+        group = self.make(recipe._replace(description=description), PrefixStore(f"{name}/", state.pg_map[world][1]))
+        state.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+        return group
+
     def make(
         self, recipe: GroupSpec, store: Store, options: NcclOptions | None = None, device_id: torch.device | None = None
     ) -> AbortableGroup:

@@ -183,8 +183,8 @@ def join(
     rank: int,
     world_size: int,
     make_default: Callable[[str, Store], None],
-) -> list[AbortableGroup]:
-    """On a fresh rank: make the groups that the others have, and that it belongs to; returns those but the default one.
+) -> None:
+    """On a fresh rank: make the groups that the others have, and that it belongs to.
 
     make_default: makes the default group with a backend, over a store.
     """
@@ -196,16 +196,13 @@ def join(
     base = PrefixStore(agreement.prefix, link)
     make_default(default.backend, base)
     torch_world = c10d._world
-    joined = []
     for recipe in recipes.values():
         if recipe.name == default.name:
             continue
         mine = recipe._replace(rank=recipe.ranks.index(rank))
         group = factory.make(mine, _store_of(mine, default, base))
         torch_world.pg_group_ranks[group] = {member: index for index, member in enumerate(recipe.ranks)}
-        joined.append(group)
     torch_world.group_count = max(one.made for one in known)
-    return joined
 
 
 def _world_group() -> AbortableGroup:

@@ -119,11 +119,8 @@ class RankGroups:
         self._scope = self._lineage = ""
         self._master = ("", "")
         self._world: object = None
-        """The default group that the two caches belong to."""
-        self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
-        self._axis_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-        self._joined: dict[tuple[int, ...], AbortableGroup] = {}
-        """Groups of the mesh's axes that the others had when this rank joined."""
+        """The default group that the device meshes belong to."""
+        self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._is_grouped = False
         """The mesh has formed a default group, and forms it again where cells leave none."""
         self._guard = GroupState()
@@ -264,8 +261,7 @@ class RankGroups:
             self._create(choose_backend(place.device), PrefixStore(agreement.prefix, link))
         else:
             rank, size = place.rank, place.world_size
-            joined = join(self._factory, link, agreement, rank, size, self._create)
-            self._joined = {group.recipe.ranks: group for group in joined if group.group_desc.startswith(_AXIS_GROUP)}
+            join(self._factory, link, agreement, rank, size, self._create)
 
     @property
     def _our_link(self) -> LinkStore:
@@ -283,7 +279,6 @@ class RankGroups:
             dispose([inner for group in groups if (inner := group.retire(reason or _DESTROYED)) is not None])
             dist.destroy_process_group()
         self._forget_groups()
-        self._joined.clear()
         self._lineage = ""
         if self._link is not None and not keep_link:
             self._link.close()
@@ -439,54 +434,49 @@ class RankGroups:
 
     # ---- device meshes ----------------------------------------------------------------------------------------
 
-    def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
-        """Return the torch DeviceMesh over all ranks with these axes, in C order; to be called on all ranks.
+    def device_mesh(self, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None = None) -> DeviceMesh:
+        """Return the torch DeviceMesh with these axes, in C order; to be called on all its ranks.
 
-        Equal groups are shared: renamed axes and repeated calls make no new ones, and an axis that spans all ranks uses
-        the default group.
+        ranks: all by default. Equal groups are shared: renamed axes and repeated calls make no new ones, and an axis
+        that spans all ranks uses the default group. They are named by their ranks, so that no rank needs another to
+        make one, and a rank that was started again finds those of the others.
         Raises: LayoutError if the sizes do not multiply to the number of ranks; UsageError without a group.
         """
         self.require()
         axes, sizes = (tuple(axes), tuple(sizes)) if axes else (("rank",), (1,))
-        world_size = dist.get_world_size()
-        if math.prod(sizes) != world_size:
-            raise LayoutError(f"{format_sizes(dict(zip(axes, sizes, strict=True)))} is no layout of {world_size} ranks")
+        ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        if math.prod(sizes) != len(ranks):
+            raise LayoutError(f"{format_sizes(dict(zip(axes, sizes, strict=True)))} is no layout of {len(ranks)} ranks")
         if self._world is not dist.group.WORLD:
             self._forget_groups()
             self._world = dist.group.WORLD
-        if (axes, sizes) not in self._meshes:
-            self._meshes[axes, sizes] = self._build_mesh(axes, sizes)
-        return self._meshes[axes, sizes]
+        if (axes, sizes, ranks) not in self._meshes:
+            self._meshes[axes, sizes, ranks] = self._build_mesh(axes, sizes, ranks)
+        return self._meshes[axes, sizes, ranks]
 
-    def _build_mesh(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    def _build_mesh(self, axes: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
         device_type = "cuda" if self._place is not None and self._place.device.startswith("cuda") else "cpu"
-        ranks = torch.arange(math.prod(sizes), dtype=torch.int).view(sizes)
-        groups = [self._axis_group(ranks, dim, axes[dim]) for dim in range(len(axes))]
+        laid = torch.tensor(ranks, dtype=torch.int).view(sizes)
+        groups = [self._axis_group(laid, dim, axes[dim]) for dim in range(len(axes))]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=axes)
-        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=axes)
+        return DeviceMesh.from_group(groups, device_type, laid, mesh_dim_names=axes)
 
     def _axis_group(self, ranks: torch.Tensor, dim: int, axis: str) -> dist.ProcessGroup:
-        """This rank's group along ``dim``. Every rank goes through all of them: torch names groups by counting."""
-        rows = tuple(map(tuple, ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()))
-        if len(rows) == 1:
-            return c10d._get_default_group()
-        if rows not in self._axis_groups:
-            me = dist.get_rank()
-            mine = next(row for row in rows if me in row)
-            if mine in self._joined:
-                self._axis_groups[rows] = self._joined[mine]
-                return self._axis_groups[rows]
-            for row in rows:
-                group = dist.new_group(list(row), group_desc=f"{_AXIS_GROUP}{axis}")
-                if me in row:
-                    self._axis_groups[rows] = group
-        return self._axis_groups[rows]
+        """This rank's group along ``dim``."""
+        rows, me = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist(), dist.get_rank()
+        mine = tuple(next(row for row in rows if me in row))
+        world: dist.ProcessGroup = c10d._get_default_group()
+        if mine == tuple(range(dist.get_world_size())):
+            return world
+        if not isinstance(world, AbortableGroup):  # of a backend that is left to torch
+            made: dist.ProcessGroup = dist.new_group(list(mine), use_local_synchronization=True)
+            return made
+        return self._factory.make_of_ranks(world, mine, f"{_AXIS_GROUP}{axis}")
 
     def _forget_groups(self) -> None:
         self._world = None
         self._meshes.clear()
-        self._axis_groups.clear()
 
     # ---- init_process_group in cells ----------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from meshbook.formatting import format_sizes
 from meshbook.mesh.driven import current_procs, this_host
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.repair import Repaired
+from meshbook.shape import Index
 from meshbook.tensors import rank_tensors
 from meshbook.tensors.mesh_tensor import MeshTensor, adopt
 from meshbook.tensors.op_stream import OpStream
@@ -44,7 +44,7 @@ class Mesh:
         shape: Sequence[int] | None = None,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
-        """procs: a whole mesh of processes; without it, new processes on this machine in this ``shape``.
+        """procs: a mesh of processes, or a part of one; without it, new processes on this machine in this ``shape``.
 
         Raises: LayoutError if the names do not fit the shape; SpawnError.
         """
@@ -52,17 +52,17 @@ class Mesh:
             procs = _spawn(shape, mesh_dim_names)
         elif shape is not None or mesh_dim_names is not None:
             raise UsageError("processes have their axes already: give either them, or shape and mesh_dim_names")
-        if procs.ranks != tuple(range(len(procs.base()))):
-            raise UsageError(f"tensors lie on all processes of a mesh, not on a part: give Mesh all of {procs.name}")
         self.procs = procs
         self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
         self.stream = OpStream(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
         self._open()
         procs.call_after_repairs(self._go_on)
+        for key in [key for key, mesh in _made.items() if not mesh.procs.alive]:
+            del _made[key]
         _made[_key_of(procs)] = self
 
     def _open(self) -> None:
-        self.procs.execute(rank_tensors.open_mesh, self.stream.name, dict(self.axes)).get()
+        self.procs.execute(rank_tensors.open_mesh, self.stream.name, dict(self.axes), self.procs.ranks).get()
 
     def _go_on(self) -> None:
         """After a repair of the processes."""
@@ -81,6 +81,13 @@ class Mesh:
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         return tuple(self.axes)
+
+    def slice(self, **axes: Index) -> Mesh:
+        """A part of it as a mesh of its own, as `ProcMesh.slice` cuts; equal parts are one mesh.
+
+        Raises: UnknownAxisError, RankError.
+        """
+        return mesh_of(self.procs.slice(**axes))
 
     def execute(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call a function on every rank, and wait: mesh tensors arrive as the rank's DTensors.
@@ -126,7 +133,8 @@ class Mesh:
         return f"Mesh({self.procs.name}, {format_sizes(self.axes)})"
 
 
-_made: weakref.WeakValueDictionary[tuple[object, ...], Mesh] = weakref.WeakValueDictionary()
+_made: dict[tuple[object, ...], Mesh] = {}
+"""Of processes that are there: one that came and went with its tensors would leave the last of them on the ranks."""
 
 
 def mesh_of(procs: ProcMesh | Mesh) -> Mesh:

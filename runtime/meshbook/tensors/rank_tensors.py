@@ -259,11 +259,11 @@ _meshes: dict[str, RankTensors] = {}
 """By the names that the controller has given them."""
 
 
-def open_mesh(name: str, axes: Mapping[str, int]) -> None:
-    """Make the device mesh of all ranks with these axes, or make it again; all ranks do."""
+def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int]) -> None:
+    """Make the device mesh of these ranks with these axes, or make it again; all of them do."""
     for advises in ("_redistribute", "_collective_utils"):  # users of DTensor
         logging.getLogger(f"torch.distributed.tensor.{advises}").setLevel(logging.ERROR)
-    mesh = own_groups().device_mesh(tuple(axes), tuple(axes.values()))  # whose groups new ranks find again
+    mesh = own_groups().device_mesh(tuple(axes), tuple(axes.values()), ranks)  # whose groups new ranks find again
     controller = name.rpartition("/")[0]
     for other in [other for other in _meshes if other.rpartition("/")[0] != controller]:
         del _meshes[other]  # of a former controller, whose handles are gone

@@ -262,8 +262,3 @@ def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:
         x = x + 1
     assert x.sum().item() == 8008
     assert held() <= before + 2
-
-
-def test_a_part_of_a_mesh_is_refused(square: ProcMesh) -> None:
-    with pytest.raises(errors.UsageError, match="all processes of a mesh, not on a part"):
-        Mesh(square.slice(tp=1))

@@ -1,0 +1,94 @@
+"""A part of the processes is a mesh like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import meshbook
+from meshbook import ProcMesh, errors, this_host
+from meshbook.distributed import Mesh
+from meshbook.exceptions import TensorLost
+
+PARTS = ({"tp": 1}, {"dp": 0}, {"dp": slice(None), "tp": slice(0, 1)}, {"dp": slice(None, None, -1)})
+
+
+@pytest.fixture
+def hurt(clean_end: None) -> Iterator[ProcMesh]:
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
+        yield procs
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_a_part_does_what_a_mesh_does(square: ProcMesh, part: dict[str, int | slice]) -> None:
+    mesh = Mesh(square).slice(**part)
+    axes = list(mesh.axes)
+    a, b = torch.randn(5, 6), torch.randn(6, 3)
+    x = meshbook.distribute(a, square.slice(**part), [axes[0], *axes[1:]])
+    w = meshbook.distribute(b, mesh, [None, axes[-1]]).requires_grad_()
+    assert x.mesh is mesh
+    made = (x @ w).exp()
+    assert torch.allclose(made.full_tensor(), (a @ b).exp(), rtol=1e-4)
+    made.sum().backward()
+    assert w.grad is not None
+    assert torch.allclose(w.grad.full_tensor(), a.T @ (a @ b).exp(), rtol=1e-4)
+    turned = x.redistribute([None, axes[0]])
+    assert turned.placements[0] == Shard(1)
+    assert turned.tolist() == a.tolist()
+    torch.manual_seed(3)
+    drawn = meshbook.rand(4, 4, mesh=mesh, sharding_spec=axes).tolist()
+    torch.manual_seed(3)
+    assert drawn == meshbook.rand(4, 4, mesh=square).tolist()
+    square.slice(**part).push({"x": x}).get(20)
+    assert square.slice(**part).pull("x.device_mesh.size()").get(20).values() == [mesh.size()] * mesh.size()
+    if mesh.size() < 4:
+        with pytest.raises(errors.MeshError, match=r"is not in this process: send tensor\.full_tensor"):
+            square.push({"x": x}).get(20)
+
+
+def test_parts_work_at_the_same_time_and_are_not_mixed(square: ProcMesh) -> None:
+    batches = [torch.randn(4, 3), torch.randn(4, 3)]
+    meshes = [Mesh(square).slice(dp=index) for index in range(2)]
+    plain = nn.Linear(3, 3)
+    models = []
+    for mesh in meshes:
+        model = nn.Linear(3, 3)
+        model.load_state_dict(plain.state_dict())
+        models.append(meshbook.module_to_mesh(model, mesh, {"*": "shard"}))
+    for _ in range(50):
+        for model, mesh, batch in zip(models, meshes, batches, strict=True):
+            model(meshbook.distribute(batch, mesh, ["tp"])).pow(2).sum().backward()
+    for model, batch in zip(models, batches, strict=True):
+        plain.zero_grad()
+        plain(batch).pow(2).sum().backward()
+        assert plain.weight.grad is not None
+        assert torch.allclose(model.weight.grad.full_tensor() / 50, plain.weight.grad, atol=1e-4)
+    first, second = (meshbook.ones(4, mesh=mesh) for mesh in meshes)
+    with pytest.raises(errors.UsageError, match=r"two meshes.*square.*square"):
+        first + second
+    with pytest.raises(errors.UsageError, match=r"two meshes"):
+        first + meshbook.ones(4, mesh=square)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_part_is_repaired_whichever_rank_ended(hurt: ProcMesh, rank: int) -> None:
+    whole = Mesh(hurt)
+    column, corner = whole.slice(tp=1), whole.slice(dp=slice(0, 1))  # ranks 1 and 3; 0 and 1
+    everywhere, kept = meshbook.randn(6, mesh=column), meshbook.randn(6, mesh=whole, sharding_spec=["dp"])
+    cut = meshbook.distribute(torch.arange(6.0), column, ["dp"])
+    there = meshbook.distribute(torch.arange(4.0), corner, [("dp", "tp")])
+    values = everywhere.tolist(), kept.tolist()
+    hurt.respawn(rank)
+    assert (everywhere.tolist(), kept.tolist()) == values
+    assert (everywhere.redistribute(["dp"]) + 1).sum().item() == pytest.approx(everywhere.sum().item() + 6)
+    assert meshbook.ones(4, mesh=corner, sharding_spec=["dp", "tp"][1:]).sum().item() == 4
+    for tensor, holders, total in ((cut, (1, 3), 15), (there, (0, 1), 6)):
+        if rank in holders:
+            with pytest.raises(TensorLost, match=f"the part of rank {rank} ended"):
+                tensor.sum().item()
+        else:
+            assert tensor.sum().item() == total
