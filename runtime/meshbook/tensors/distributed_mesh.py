@@ -21,6 +21,8 @@ from meshbook.tensors.mesh_tensor import MeshTensor, adopt
 from meshbook.tensors.op_stream import OpStream
 from meshbook.tensors.operations import Adopted
 from meshbook.tensors.recovery import restore
+from meshbook.tensors.resharding import move
+from meshbook.tensors.spec import ShardingSpec, to_placements
 
 _names = itertools.count(1)
 _OF_THIS_PROCESS = secrets.token_hex(4)
@@ -85,9 +87,20 @@ class Mesh:
     def slice(self, **axes: Index) -> Mesh:
         """A part of it as a mesh of its own, as `ProcMesh.slice` cuts; equal parts are one mesh.
 
-        Raises: UnknownAxisError, RankError.
+        Tensors go from one to the other by ``tensor.to_mesh``. Raises: UnknownAxisError, RankError.
         """
         return mesh_of(self.procs.slice(**axes))
+
+    def move(
+        self,
+        tensor: MeshTensor,
+        to: Mesh | ProcMesh,
+        sharding_spec: ShardingSpec | None,
+        placements: Sequence[Placement] | None,
+    ) -> MeshTensor:
+        """`MeshTensor.to_mesh`, and `MeshTensor.redistribute`, of a tensor of this mesh."""
+        mesh = mesh_of(to)
+        return move(tensor, mesh, to_placements(mesh, tensor.shape, sharding_spec, placements))
 
     def execute(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call a function on every rank, and wait: mesh tensors arrive as the rank's DTensors.

@@ -30,9 +30,10 @@ from meshbook.tensors.metadata import (
 from meshbook.tensors.op_stream import Handle, OpStream
 from meshbook.tensors.operations import Adopted, Factory, NewOutput, TensorReference, written_arguments
 from meshbook.tensors.rank_tensors import SHOWN_ELEMENTS, TensorDescription, resolve
-from meshbook.tensors.spec import ShardingSpec, to_placements
+from meshbook.tensors.spec import ShardingSpec
 
 if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.tensors.distributed_mesh import Mesh
 
 aten = torch.ops.aten
@@ -109,12 +110,22 @@ class MeshTensor(torch.Tensor):
     def redistribute(
         self, sharding_spec: ShardingSpec | None = None, *, placements: Sequence[Placement] | None = None
     ) -> MeshTensor:
-        """The same values laid out in another way; of the gradient nothing is known there."""
-        wanted = to_placements(self.mesh, self.shape, sharding_spec, placements)
-        self.mesh.stream.check([self._handle.number])
-        number = self.mesh.stream.new_number()
-        self.mesh.stream.put("redistribute", number, self._handle.number, wanted)
-        return MeshTensor._of(self.mesh, NewOutput(tuple(self.shape), tuple(self.stride()), self.dtype), number)
+        """The same values laid out in another way."""
+        return self.mesh.move(self, self.mesh, sharding_spec, placements)
+
+    def to_mesh(
+        self,
+        mesh: Mesh | ProcMesh,
+        sharding_spec: ShardingSpec | None = None,
+        *,
+        placements: Sequence[Placement] | None = None,
+    ) -> MeshTensor:
+        """The same values on another mesh of the same processes: other axes, a part of them, other ranks.
+
+        Ranks send each other what they lack, and the gradient comes back in that way. Laid out as by `distribute`.
+        Raises: UsageError for a mesh of other processes.
+        """
+        return self.mesh.move(self, mesh, sharding_spec, placements)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -200,8 +211,11 @@ def make(factory: Factory, shape: Sequence[int], mesh: Mesh, placements: Sequenc
     """A tensor that each rank makes its part of."""
     number = mesh.stream.new_number()
     mesh.stream.put("make", number, factory, placements)
-    strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-    return MeshTensor._of(mesh, NewOutput(tuple(shape), strides, factory.dtype), number)
+    return MeshTensor._of(mesh, NewOutput(tuple(shape), contiguous_strides(shape), factory.dtype), number)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -318,7 +332,7 @@ def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
         if tensor.mesh is not mesh:
             raise UsageError(
                 f"tensors of two meshes cannot take part in one operation: {mesh} and {tensor.mesh}. "
-                "Bring one of them over: meshbook.distribute(tensor.full_tensor(), mesh)."
+                "Bring one of them over: tensor.to_mesh(other_mesh)."
             )
     return mesh
 

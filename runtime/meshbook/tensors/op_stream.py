@@ -78,6 +78,8 @@ class _Underway(NamedTuple):
 
     future: Future[ValueMesh[Any]]
     issued: Sequence[tuple[Any, ...]]
+    origin: Handle | None = None
+    """A tensor of another mesh that its result is made of."""
 
 
 class OpStream:
@@ -138,6 +140,11 @@ class OpStream:
             if (error := self._failed.get(number) or self._unsure.get(number)) is not None:
                 raise error
 
+    def why_not(self, number: TensorId) -> MeshError | None:
+        """Why a tensor could not be made, if it could not; waits until that is known."""
+        self.settle()
+        return self._failed.get(number)
+
     def flush(self) -> None:
         """Send what was issued so far."""
         with self._lock:
@@ -160,8 +167,13 @@ class OpStream:
     def put(self, method: str, number: TensorId, *args: Any) -> None:
         """Have the ranks make a tensor, by a method of `RankTensors` that takes its number first."""
         self.flush()
-        issued = [_Issued(method, _line_of_caller(), (number,))]
-        self._underway.append(_Underway(self.ask(method, number, *args), issued))
+        self.follow(method, number, self.ask(method, number, *args))
+
+    def follow(
+        self, operation: str, number: TensorId, future: Future[ValueMesh[Any]], origin: Handle | None = None
+    ) -> None:
+        """Count a call that makes a tensor, and tells if it could not, to what is under way. origin: made of which."""
+        self._underway.append(_Underway(future, [_Issued(operation, _line_of_caller(), (number,))], origin))
 
     def fetch(self, method: str, number: TensorId) -> Any:
         """What a method of `RankTensors` says of a tensor, on the first rank. Raises: the error of what it needs."""
@@ -189,7 +201,7 @@ class OpStream:
 
     def _settle(self) -> None:
         """Wait for the oldest batch, and note what failed in it."""
-        future, issued = self._underway[0]
+        future, issued, origin = self._underway[0]
         try:
             failed = {number: why for each in future.get().values() for number, why in (each or {}).items()}
         except KeyboardInterrupt:
@@ -199,10 +211,11 @@ class OpStream:
             self._note_lost(error, issued)
             return
         self._underway.popleft()
+        known = origin.stream.why_not(origin.number) if failed and origin is not None else None
         for each in map(_Issued._make, issued if failed else ()):
             for number in each.results:
                 if number in failed:
-                    self._failed[number] = TensorError(each.operator, _name(each.place), failed[number])
+                    self._failed[number] = known or TensorError(each.operator, _name(each.place), failed[number])
 
     def _note_lost(self, error: MeshError, issued: Sequence[tuple[Any, ...]]) -> None:
         """A batch was not done to its end: the results of the first operation that failed, and of all behind it."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
@@ -70,7 +70,7 @@ class RankTensors:
             for index, use in enumerate(map(Use._make, batch.uses)):
                 try:
                     self._run(self._compiled.get(use.template) or self._compile(use.template), use)
-                except _Refused as refused:
+                except NotMade as refused:
                     self._fail(use, str(refused), failed)
                 except BaseException as error:
                     name, why = self._templates[use.template].operator, f"{type(error).__name__}: {error}"
@@ -85,7 +85,7 @@ class RankTensors:
         try:
             made = self._compiled[number] = CompiledTemplate(self._templates[number])
         except AttributeError as error:
-            raise _Refused(f"the ranks do not know it: {error}") from error
+            raise NotMade(f"the ranks do not know it: {error}") from error
         return made
 
     def place(self, number: TensorId, whole: torch.Tensor, placements: Sequence[Placement]) -> None:
@@ -96,10 +96,35 @@ class RankTensors:
         """Take this rank's part of a tensor that is made here."""
         self.place(number, factory.make(), placements)
 
-    def redistribute(self, number: TensorId, source: TensorId, placements: Sequence[Placement]) -> None:
-        """Lay a tensor out in another way, as another tensor."""
-        laid = self._of(source).redistribute(placements=list(placements))
+    def redistribute(
+        self, number: TensorId, source: TensorId, placements: Sequence[Placement] | TensorId
+    ) -> Mapping[TensorId, str]:
+        """Lay a tensor out in another way, or as another one, as another tensor."""
+        try:
+            tensor = self._of(source)
+        except NotMade as refused:
+            self.give_up(number, str(refused))
+            return {number: str(refused)}
+        wanted = self.layout_of(placements) if isinstance(placements, TensorId) else placements
+        laid = tensor.redistribute(placements=list(wanted))
         self._tensors[number] = RankTensor(cast("DTensor", laid.clone()))
+        return {}
+
+    def layout_of(self, number: TensorId) -> Sequence[Placement]:
+        """How a tensor like this one can be laid out in blocks: sums are ended, and what is interleaved is whole."""
+        try:
+            placements = self._of(number).placements
+        except NotMade:
+            placements = (Replicate(),) * self.mesh.ndim
+        return [each if type(each) is Shard else Replicate() for each in placements]
+
+    def keep(self, number: TensorId, local: torch.Tensor, part: LocalPart) -> None:
+        """Know this rank's part of a tensor."""
+        self._tensors[number] = RankTensor(self._from_part(local, part))
+
+    def give_up(self, number: TensorId, why: str) -> None:
+        """A tensor could not be made, here as on the other ranks."""
+        self._tensors[number] = Failed(why)
 
     def whole(self, number: TensorId) -> torch.Tensor | None:
         """The whole tensor, on the first rank of the mesh; a collective."""
@@ -204,7 +229,7 @@ class RankTensors:
                 if isinstance(held, RankTensor):
                     held.tensor.to_local().copy_(local)
                 else:
-                    self._tensors[number] = RankTensor(self._from_part(local, part))
+                    self.keep(number, local, part)
 
     def _from_part(self, local: torch.Tensor, part: LocalPart) -> DTensor:
         return DTensor.from_local(
@@ -222,9 +247,9 @@ class RankTensors:
     def _operand(self, number: TensorId) -> RankTensor:
         found = self._tensors.get(number)
         if isinstance(found, Failed):
-            raise _Refused(found.why)
+            raise NotMade(found.why)
         if found is None:
-            raise _Refused("a tensor that it needs is not on this rank any more")
+            raise NotMade("a tensor that it needs is not on this rank any more")
         return found
 
     def _of(self, number: TensorId) -> DTensor:
@@ -232,7 +257,7 @@ class RankTensors:
 
     def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
         for number in use.results:
-            self._tensors[number] = Failed(why)
+            self.give_up(number, why)
             failed[number] = why
 
     @property
@@ -240,7 +265,7 @@ class RankTensors:
         return dist.get_rank() == int(self.mesh.mesh.flatten()[0])
 
 
-class _Refused(Exception):
+class NotMade(Exception):
     """An operation fails on all ranks alike, before any has begun with it."""
 
 
@@ -255,7 +280,7 @@ def _part_of(tensor: DTensor) -> LocalPart:
     )
 
 
-_meshes: dict[str, RankTensors] = {}
+meshes: dict[str, RankTensors] = {}
 """By the names that the controller has given them."""
 
 
@@ -265,23 +290,23 @@ def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int]) -> None:
         logging.getLogger(f"torch.distributed.tensor.{advises}").setLevel(logging.ERROR)
     mesh = own_groups().device_mesh(tuple(axes), tuple(axes.values()), ranks)  # whose groups new ranks find again
     controller = name.rpartition("/")[0]
-    for other in [other for other in _meshes if other.rpartition("/")[0] != controller]:
-        del _meshes[other]  # of a former controller, whose handles are gone
-    if (known := _meshes.get(name)) is not None:
+    for other in [other for other in meshes if other.rpartition("/")[0] != controller]:
+        del meshes[other]  # of a former controller, whose handles are gone
+    if (known := meshes.get(name)) is not None:
         known.move_to(mesh)
     else:
-        _meshes[name] = RankTensors(mesh)
+        meshes[name] = RankTensors(mesh)
 
 
 def resolve(reference: TensorReference) -> DTensor:
     """A mesh tensor as code on a rank sees it. Raises: UsageError where it is not."""
-    if (found := _meshes.get(reference.mesh)) is None:
+    if (found := meshes.get(reference.mesh)) is None:
         raise UsageError(f"a tensor on {reference.shown} is not in this process: send tensor.full_tensor()")
     return found.reference(reference.number)
 
 
 def ask(name: str, method: str, *args: Any) -> Any:
     """Call a method of a mesh's `RankTensors`."""
-    if (found := _meshes.get(name)) is None:
+    if (found := meshes.get(name)) is None:
         raise UsageError("this process does not know the mesh of these tensors: heal the mesh, or make another Mesh")
     return getattr(found, method)(*args)
