@@ -24,12 +24,20 @@ from meshbook.controller.logs import LogFollower, read_logs
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.queries import ask_rank, look
 from meshbook.controller.stacks import StackQuestion
-from meshbook.errors import CallInterrupted, LayoutError, MeshError, RankDeath, SerializationError, UsageError
+from meshbook.errors import (
+    CallInterrupted,
+    LayoutError,
+    MeshError,
+    RankDeath,
+    SerializationError,
+    UsageError,
+    WorkerLost,
+)
 from meshbook.formatting import format_sizes
 from meshbook.groups.absent import WITHOUT_TORCH
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
-from meshbook.mesh.repair import Note, Repair, Repaired
+from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
 from meshbook.mesh.resize import Change, Elastic
 from meshbook.shape.members import Choice, Extent, Members, Point, Region, arrange
 from meshbook.shape.value_mesh import ValueMesh
@@ -297,9 +305,18 @@ class ProcMesh(MeshView):
         return self._repair(chosen, setup, force=force, note=note)
 
     def _repair(self, ranks: Sequence[int], setup: Sequence[str], *, force: bool, note: Note | None) -> Repaired:
-        repaired = Repair(self._controller, self._mesh, self.base(), note).run(ranks, setup, force=force)
-        _call_living(self._mesh.after_repairs)
-        return repaired
+        new: set[int] = set()
+        for left in reversed(range(ROUNDS)):
+            repaired = Repair(self._controller, self._mesh, self.base(), note).run(ranks, setup, force=force)
+            new.update(repaired.ranks)
+            try:
+                _call_living(self._mesh.after_repairs)
+                break
+            except WorkerLost:
+                if not left or not self._mesh.lost:
+                    raise
+                ranks = ()  # another one has died meanwhile
+        return repaired._replace(ranks=tuple(sorted(new)))
 
     def grow(self, **more: int) -> ProcMesh:
         """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.

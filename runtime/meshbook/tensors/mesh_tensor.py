@@ -221,17 +221,22 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step: a rank that ends before the gradients are there leaves the step undone, here as on the ranks.
 
+    They then lie as their parameters do, so that the step needs no other rank, and the state that it makes is on as
+    many: if a rank ends meanwhile the others go on to the end of the step.
     Raises: the error of a gradient that could not be made.
     """
-    needed: dict[OpStream, list[int]] = {}
+    needed: dict[OpStream, list[tuple[int, int]]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, MeshTensor) and isinstance(parameter.grad, MeshTensor):
-                numbers = needed.setdefault(parameter.mesh.stream, [])
-                numbers += (parameter._handle.number, parameter.grad._handle.number)
-    for stream, numbers in needed.items():
+                pair = parameter.grad._handle.number, parameter._handle.number
+                needed.setdefault(parameter.mesh.stream, []).append(pair)
+    for stream, pairs in needed.items():
+        stream.flush()
+        laid = stream.ask("lay_like", pairs)
         stream.settle()
-        stream.check(numbers)
+        stream.check([number for pair in pairs for number in pair])
+        laid.get()
 
 
 register_optimizer_step_pre_hook(_await_gradients)

@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -190,9 +190,15 @@ class OpStream:
         while self._underway:
             self._settle()
 
-    def lose(self, errors: Mapping[TensorId, MeshError]) -> None:
-        """These tensors are gone; all others that exist are equal on the ranks that hold the same part of them."""
-        self._failed.update(errors)
+    def renew(self, whole: Collection[TensorId], lost: Mapping[TensorId, MeshError]) -> None:
+        """After a repair: what is ``whole`` again, equal on the ranks that hold the same part, and what is gone.
+
+        What was made while a rank died is whole where nothing else has failed: the others went on as far as they could.
+        """
+        for number in whole:
+            if not isinstance(self._failed.get(number), TensorError):
+                self._failed.pop(number, None)
+        self._failed.update(lost)
         self._unsure.clear()
         self._told.clear()  # by new ranks
 

@@ -272,11 +272,16 @@ class Operations:
         return part
 
 
-def end_sum(tensor: Any) -> None:
+def end_sum(tensor: DTensor) -> None:
     """Have each rank hold values of the tensor itself where it holds a part of a sum, say."""
-    if any(each.is_partial() for each in tensor.placements):
-        ended = tensor.redistribute(placements=[Replicate() if e.is_partial() else e for e in tensor.placements])
-        tensor._local_tensor, tensor._spec = ended._local_tensor, ended._spec
+    lay_out(tensor, [Replicate() if each.is_partial() else each for each in tensor.placements])
+
+
+def lay_out(tensor: Any, placements: Sequence[Placement]) -> None:
+    """Have the ranks hold a tensor in another way."""
+    if tuple(placements) != tensor.placements:
+        laid = tensor.redistribute(placements=placements)
+        tensor._local_tensor, tensor._spec = laid._local_tensor, laid._spec
 
 
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

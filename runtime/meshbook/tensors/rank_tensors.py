@@ -31,7 +31,7 @@ from meshbook.tensors.operations import (
     TensorReference,
     Use,
 )
-from meshbook.tensors.rank_operations import CompiledTemplate, Operations, RankTensor, full
+from meshbook.tensors.rank_operations import CompiledTemplate, Operations, RankTensor, full, lay_out
 
 _CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
@@ -125,6 +125,13 @@ class RankTensors:
     def give_up(self, number: TensorId, why: str) -> None:
         """A tensor could not be made, here as on the other ranks."""
         self._tensors[number] = Failed(why)
+
+    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
+        """Lay the first tensor of each pair out as the second; what has failed is left as it is."""
+        for number, other in pairs:
+            held, like = self._tensors.get(number), self._tensors.get(other)
+            if isinstance(held, RankTensor) and isinstance(like, RankTensor):
+                lay_out(self._operations.read(held), like.tensor.placements)
 
     def whole(self, number: TensorId) -> torch.Tensor | None:
         """The whole tensor, on the first rank of the mesh; a collective."""

@@ -46,8 +46,16 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
         (number for _, given_up in told.values() for number in given_up), ViewLost()
     )
     transfers: list[PartTransfer] = []
-    for number in sorted(set().union(*held.values()) - lost.keys()):
-        part = next(parts[number] for parts in held.values() if number in parts)
+    known = {number: part for parts in held.values() for number, part in parts.items()}
+    for number in sorted(known.keys() - lost.keys(), key=lambda number: (known[number].shares is not None, number)):
+        part, *others = [parts[number] for parts in held.values() if number in parts]
+        base = part.shares and part.shares[0]
+        if base in lost:
+            lost[number] = lost[base]
+            continue
+        if any(each.placements != part.placements or (each.shares and each.shares[0]) != base for each in others):
+            lost[number] = TensorLost(stream.procs.ranks, "in several ways")  # changed on some while others died
+            continue
         missing: list[int] = []
         found: list[PartTransfer] = []
         for ranks in _equal_parts(part, stream.procs.ranks, axes):
@@ -60,9 +68,8 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
             lost[number] = TensorLost(missing, ", ".join(map(repr, part.placements)))
         else:
             transfers += found
-    transfers.sort(key=lambda each: each.part.shares is not None)
     stream.ask("transfer", transfers).get()
-    stream.lose(lost)
+    stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost)
 
 
 def _equal_parts(part: LocalPart, ranks: Sequence[int], axes: Mapping[str, int]) -> list[list[int]]:

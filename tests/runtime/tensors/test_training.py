@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 import meshbook
 from meshbook import ProcMesh, errors, heal_mesh, this_host
 from meshbook.distributed import Mesh, show_plan
-from meshbook.exceptions import DeviceMeshError, TensorLost, ViewLost
+from meshbook.exceptions import DeviceMeshError, TensorError, TensorLost, ViewLost
 
 
 class Attention(nn.Module):
@@ -170,6 +170,28 @@ def test_a_view_across_parts_does_not_outlive_a_repair() -> None:
         with pytest.raises(ViewLost, match="make it again"):
             flat.sum().item()
         assert x.view(10).add_(1).sum().item() == x.sum().item() == 55.0
+
+
+def test_what_was_made_while_a_rank_died_is_whole_after_the_repair() -> None:
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
+        mesh = Mesh(procs)
+        x = meshbook.ones(8, mesh=mesh, sharding_spec=["dp"])
+        wrong = x[torch.tensor([1, 9])]
+        with pytest.raises(TensorError, match="index 9"):
+            wrong.tolist()
+        ended = procs.slice(dp=1, tp=1).run("import os, time; time.sleep(0.3); os.kill(os.getpid(), 9)")
+        made = x.clone()
+        made.add_(1)
+        with pytest.raises(errors.WorkerLost):
+            made.sum().item()
+        with pytest.raises(errors.WorkerLost):
+            ended.get(20)
+        heal_mesh(mesh)
+        assert made.tolist() == [2.0] * 8 and x.tolist() == [1.0] * 8
+        with pytest.raises(TensorError, match="index 9"):
+            wrong.tolist()
+        made.add_(1)
+        assert made.sum().item() == 24.0
 
 
 def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
