@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from meshbook.tensors.mesh_tensor import MeshTensor
     from meshbook.tensors.modules import module_to_mesh
+    from meshbook.tensors.recorded_steps import compile
 
 __all__ = [
     "Attachment",
@@ -64,6 +65,7 @@ __all__ = [
     "__version__",
     "arange",
     "attach",
+    "compile",
     "current_mesh",
     "detach",
     "distribute",
@@ -106,6 +108,7 @@ _FOUND_IN = {
     "tensors.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
     "tensors.mesh_tensor": ("MeshTensor",),
     "tensors.modules": ("module_to_mesh",),
+    "tensors.recorded_steps": ("compile",),
 }  # fmt: skip
 """Fetched when asked for: agents and workers, which import this package first, need nothing that drives meshes."""
 

@@ -233,10 +233,12 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 needed.setdefault(parameter.mesh.stream, []).append(pair)
     for stream, pairs in needed.items():
         stream.flush()
-        laid = stream.ask("lay_like", pairs)
+        laid = stream.send("lay_like", pairs)
         stream.settle()
         stream.check([number for pair in pairs for number in pair])
         laid.get()
+        if OpStream.recorder is not None:
+            OpStream.recorder.note_optimizer(optimizer, pairs)
 
 
 register_optimizer_step_pre_hook(_await_gradients)

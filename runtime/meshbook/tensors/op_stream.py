@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -26,7 +26,15 @@ from meshbook.shape.value_mesh import ValueMesh
 from meshbook.source.cells import name_line
 from meshbook.source.location import PACKAGE
 from meshbook.tensors import rank_tensors
-from meshbook.tensors.operations import NewOutput, OperationBatch, OperationFailed, Template, TensorId
+from meshbook.tensors.operations import (
+    NewOutput,
+    OperationBatch,
+    OperationFailed,
+    Recording,
+    Replay,
+    Template,
+    TensorId,
+)
 
 BATCH_USES = 256
 BATCHES_AHEAD = 16
@@ -74,16 +82,54 @@ class _Issued(NamedTuple):
 
 
 class _Underway(NamedTuple):
-    """A batch that the ranks have been sent."""
+    """A batch, or a recorded step, that the ranks have been sent."""
 
     future: Future[ValueMesh[Any]]
     issued: Sequence[tuple[Any, ...]]
+    names: Mapping[TensorId, TensorId] = {}
+    """What the tensors of a recorded step are called this time."""
+    step: RepeatedStep | None = None
+    turn: int = 0
     origin: Handle | None = None
     """A tensor of another mesh that its result is made of."""
 
 
+class RepeatedStep(Protocol):
+    """A recorded step."""
+
+    recording: Recording
+    issued: Sequence[tuple[Any, ...]]
+    """The fields of an `_Issued` for each use."""
+    captured: Sequence[TensorId]
+    """What it reads that was there before."""
+    left: Sequence[TensorId]
+    """What it leaves behind."""
+
+    def undo(self) -> None:
+        """The ranks have not done the last one."""
+
+
+class Recorder(Protocol):
+    """Is told what happens while a step is recorded."""
+
+    def note(self, stream: OpStream, template: Template, use: tuple[Any, ...], issued: tuple[Any, ...]) -> None:
+        """An operation."""
+
+    def note_put(self, method: str, number: TensorId, args: Sequence[Any]) -> None:
+        """A tensor that ranks are given."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
+        """It is about to step. pairs: of gradients and their parameters."""
+
+    def refuse(self, why: str) -> None:
+        """The step does what cannot be repeated."""
+
+
 class OpStream:
     """Of one mesh. Operations are issued by one thread at a time."""
+
+    recorder: ClassVar[Recorder | None] = None
+    """Of the step that is being recorded, on whichever mesh."""
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
         self.procs, self.name = procs, name
@@ -103,7 +149,12 @@ class OpStream:
         self._unsure: dict[TensorId, MeshError] = {}
         """Tensors that were written to by what failed: on some ranks perhaps, on others not."""
 
-        procs.call_before_calls(self.flush)
+        self._told_steps: set[TensorId] = set()
+        self._undecided: _Underway | None = None
+        """A recorded step of which nobody knows whether the ranks have done it, until they can be asked."""
+        self._step_failed: MeshError | None = None
+        """Of a recorded step whose failure nobody was told of yet."""
+        procs.call_before_calls(self._before_call)
 
     def new_number(self) -> TensorId:
         return next(self._numbers)
@@ -129,8 +180,10 @@ class OpStream:
             if template.number not in self._told:
                 self._told.add(template.number)
                 self._templates.append(template)
-            self._uses.append((template.number, tensors, numbers, results))
-            self._issued.append((template.operator, _line_of_caller(), results, written))
+            self._uses.append(use := (template.number, tensors, numbers, results))
+            self._issued.append(issued := (template.operator, line_of_caller(), results, written))
+        if self.recorder is not None:
+            self.recorder.note(self, template, use, issued)
         if len(self._uses) >= BATCH_USES:
             self.flush()
 
@@ -138,6 +191,8 @@ class OpStream:
         """Raises: the error of a tensor that could not be made."""
         for number in tensors:
             if (error := self._failed.get(number) or self._unsure.get(number)) is not None:
+                if error is self._step_failed:
+                    self._step_failed = None
                 raise error
 
     def why_not(self, number: TensorId) -> MeshError | None:
@@ -150,30 +205,57 @@ class OpStream:
         with self._lock:
             if self._sending or not (self._uses or self.freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
-            freed, self.freed = self.freed, []
-            for number in freed:
-                self._failed.pop(number, None)
-                self._unsure.pop(number, None)
-            batch = OperationBatch(self._templates, self._uses, freed)
+            batch = OperationBatch(self._templates, self._uses, self._take_freed())
             issued, self._templates, self._uses, self._issued = self._issued, [], [], []
-            self._sending = True
-            try:
-                self._underway.append(_Underway(self.ask("run", batch), issued))
-            finally:
-                self._sending = False
+            self._underway.append(_Underway(self.send("run", batch), issued))
         while len(self._underway) > BATCHES_AHEAD:
             self._settle()
+
+    def replay(
+        self,
+        step: RepeatedStep,
+        inputs: Sequence[TensorId],
+        numbers: dict[int, Sequence[float]],
+        results: Sequence[TensorId],
+    ) -> None:
+        """Have the ranks do a recorded step again, for which `check_step` has found nothing."""
+        recording, turn = step.recording, self.new_number()
+        if self._uses:
+            self.flush()
+        with self._lock:
+            unknown = None if recording.number in self._told_steps else recording
+            replay = Replay(recording.number, turn, unknown, inputs, numbers, results, self._take_freed())
+            names = dict(zip((*recording.inputs, *recording.results), (*inputs, *results), strict=True))
+            self._underway.append(_Underway(self.send("replay", replay), step.issued, names, step, turn))
+            self._told_steps.add(recording.number)
+        while len(self._underway) > BATCHES_AHEAD:
+            self._settle()
+
+    def check_step(self, step: RepeatedStep, inputs: Sequence[TensorId], *, in_turn: bool) -> None:
+        """Whether a recorded step can be done again; in_turn: when the last one is done, so that it can be undone.
+
+        Raises: the error of a tensor that it needs, or of the last step if nobody was told.
+        """
+        while in_turn and self._underway:
+            self._settle()
+        if self._failed or self._unsure:
+            self.check([*inputs, *step.captured])
+        if (error := self._step_failed) is not None:
+            self._step_failed = None
+            raise error
 
     def put(self, method: str, number: TensorId, *args: Any) -> None:
         """Have the ranks make a tensor, by a method of `RankTensors` that takes its number first."""
         self.flush()
-        self.follow(method, number, self.ask(method, number, *args))
+        if self.recorder is not None:
+            self.recorder.note_put(method, number, args)
+        self.follow(method, number, self.send(method, number, *args))
 
     def follow(
         self, operation: str, number: TensorId, future: Future[ValueMesh[Any]], origin: Handle | None = None
     ) -> None:
         """Count a call that makes a tensor, and tells if it could not, to what is under way. origin: made of which."""
-        self._underway.append(_Underway(future, [_Issued(operation, _line_of_caller(), (number,))], origin))
+        self._underway.append(_Underway(future, [_Issued(operation, line_of_caller(), (number,))], origin=origin))
 
     def fetch(self, method: str, number: TensorId) -> Any:
         """What a method of `RankTensors` says of a tensor, on the first rank. Raises: the error of what it needs."""
@@ -201,41 +283,92 @@ class OpStream:
         self._failed.update(lost)
         self._unsure.clear()
         self._told.clear()  # by new ranks
+        self._told_steps.clear()
+        self._step_failed = None
+        if (lost := self._undecided) is not None:
+            self._undecided = None
+            if lost.step is not None and lost.turn not in self.ask("stepped").get().values():
+                lost.step.undo()
 
     def ask(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
         return self.procs.execute(rank_tensors.ask, self.name, method, *args)
 
+    def send(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
+        """As `ask`, which is a call that would send what was issued before it."""
+        with self._lock:
+            self._sending = True
+            try:
+                return self.ask(method, *args)
+            finally:
+                self._sending = False
+
+    def _before_call(self) -> None:
+        if self.recorder is not None and not self._sending:
+            self.recorder.refuse("it asks the ranks for a value, or calls them")
+        self.flush()
+
+    def _take_freed(self) -> list[TensorId]:
+        freed, self.freed = self.freed, []
+        for number in freed if self._failed or self._unsure else ():
+            self._failed.pop(number, None)
+            self._unsure.pop(number, None)
+        return freed
+
     def _settle(self) -> None:
         """Wait for the oldest batch, and note what failed in it."""
-        future, issued, origin = self._underway[0]
+        future, issued, names, step, _, origin = self._underway[0]
         try:
             failed = {number: why for each in future.get().values() for number, why in (each or {}).items()}
         except KeyboardInterrupt:
             raise
         except MeshError as error:
-            self._underway.popleft()
-            self._note_lost(error, issued)
+            self._note_lost(error, self._underway.popleft())
             return
         self._underway.popleft()
+        if step is not None:
+            for number in step.left if self._failed else ():
+                self._failed.pop(number, None)
         known = origin.stream.why_not(origin.number) if failed and origin is not None else None
         for each in map(_Issued._make, issued if failed else ()):
-            for number in each.results:
-                if number in failed:
-                    self._failed[number] = known or TensorError(each.operator, _name(each.place), failed[number])
+            why = next((failed[number] for number in each.results if number in failed), "")
+            if why:
+                told = known or TensorError(each.operator, name_code_line(each.place), why)
+                self._failed.update(dict.fromkeys(_as_named(each.results, names), told))
 
-    def _note_lost(self, error: MeshError, issued: Sequence[tuple[Any, ...]]) -> None:
-        """A batch was not done to its end: the results of the first operation that failed, and of all behind it."""
+    def _note_lost(self, error: MeshError, lost: _Underway) -> None:
+        """A batch was not done to its end: the results of the first operation that failed, and of all behind it.
+
+        In a recorded step nobody goes past the second wait in a row unless all have passed the first: where a rank
+        failed before, nothing behind was written.
+        """
         begin, cause = 0, error
         causes = [f.load() for f in error.failures] if isinstance(error, CallFailed) else []
         found = [each for each in causes if isinstance(each, OperationFailed)]
+        issued = [_Issued._make(each) for each in lost.issued]
         if found:
             begin = min(each.index for each in found)
             first = next((e for e in found if "GroupAborted" not in e.why), found[0])
-            at = _Issued._make(issued[first.index])
-            cause = TensorError(at.operator, _name(at.place), first.why)
-        for each in map(_Issued._make, issued[begin:]):
-            self._failed.update(dict.fromkeys(each.results, cause))
-            self._unsure.update(dict.fromkeys(each.written, cause))
+            at = issued[first.index]
+            cause = TensorError(at.operator, name_code_line(at.place), first.why)
+        waits = [index for index, each in enumerate(issued) if each.operator == WAITS]
+        sure = next((index for index in waits[1::2] if found and index > begin), len(issued))
+        for index, each in enumerate(issued[begin:], begin):
+            self._failed.update(dict.fromkeys(_as_named(each.results, lost.names), cause))
+            if index < sure:
+                self._unsure.update(dict.fromkeys(_as_named(each.written, lost.names), cause))
+        if lost.step is not None and waits:
+            self._step_failed = cause
+            if sure == waits[1]:
+                lost.step.undo()
+            elif not found:
+                self._undecided = lost
+
+
+WAITS = "the wait before a step of an optimizer"
+
+def _as_named(numbers: Sequence[TensorId], names: Mapping[TensorId, TensorId]) -> list[TensorId]:
+    """Without those that are within a recorded step alone."""
+    return [named for number in numbers if (named := names.get(number, number)) > 0]
 
 
 _SKIPPED = (PACKAGE, f"{torch.__path__[0]}/", "<frozen ")
@@ -245,7 +378,7 @@ _skipped: dict[str, bool] = {}
 """By the name of a file."""
 
 
-def _line_of_caller() -> CodeLine:
+def line_of_caller() -> CodeLine:
     """The innermost line that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -259,5 +392,5 @@ def _line_of_caller() -> CodeLine:
     return None
 
 
-def _name(place: CodeLine) -> str:
+def name_code_line(place: CodeLine) -> str:
     return name_line(*place) or f"{place[0]}, line {place[1]}" if place else ""

@@ -62,6 +62,38 @@ class OperationBatch(NamedTuple):
     freed: Sequence[TensorId]
 
 
+WAIT = -1
+"""Stands for a template: here no rank goes on before all have come as far, and gradients, the first of each pair of
+tensors, lie as their parameters do."""
+
+
+class Recording(NamedTuple):
+    """A step that ranks can repeat. What it is given, makes and gives back has negative numbers, which are free again
+    after each time; what it leaves behind has the same number each time, and so has what was there before."""
+
+    number: TensorId
+    templates: Sequence[Template]
+    uses: Sequence[tuple[Any, ...]]
+    ends: Sequence[Sequence[TensorId]]
+    """What nobody needs any more, after each use."""
+    inputs: Sequence[TensorId]
+    results: Sequence[TensorId]
+
+
+class Replay(NamedTuple):
+    """One message: a step once more. recording: for ranks that do not know it yet."""
+
+    number: TensorId
+    turn: int
+    """Tells this time from all others."""
+    recording: Recording | None
+    inputs: Sequence[TensorId]
+    numbers: dict[int, Sequence[float]]
+    """Those of the uses whose numbers are others than when it was recorded."""
+    results: Sequence[TensorId]
+    freed: Sequence[TensorId]
+
+
 class TensorReference(NamedTuple):
     """A mesh tensor on its way to the ranks, who have it."""
 

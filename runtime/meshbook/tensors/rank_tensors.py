@@ -6,9 +6,10 @@ a rank while it runs ends the batch there: the ranks that wait for it are freed 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,12 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshbook.errors import UsageError
 from meshbook.groups.rank_groups import own_groups
 from meshbook.tensors.operations import (
+    WAIT,
     Adopted,
     Factory,
     LocalPart,
     OperationBatch,
     OperationFailed,
     PartTransfer,
+    Recording,
+    Replay,
     Template,
     TensorId,
     TensorReference,
@@ -53,6 +57,9 @@ class Failed(NamedTuple):
     why: str
 
 
+_GONE = "a tensor that it needs is not on this rank any more"
+
+
 class RankTensors:
     """The mesh tensors of one process, for one device mesh."""
 
@@ -61,25 +68,79 @@ class RankTensors:
         self._tensors: dict[TensorId, RankTensor | Failed] = {}
         self._templates: dict[int, Template] = {}
         self._compiled: dict[int, CompiledTemplate] = {}
+        self._recordings: dict[TensorId, Recording] = {}
+        self._turn = self._waits = self._waited = 0
 
     def run(self, batch: OperationBatch) -> dict[TensorId, str]:
         """Do what a batch says; returns which results failed, and why. Raises: OperationFailed."""
         self._templates.update((template.number, template) for template in batch.templates)
+        try:
+            return self._do(list(map(Use._make, batch.uses)), itertools.repeat(()))
+        finally:
+            self._free(batch.freed)
+
+    def replay(self, replay: Replay) -> dict[TensorId, str]:
+        """Do a recorded step once more; as `run`."""
+        if replay.recording is not None:
+            self._recordings[replay.number] = replay.recording
+            self._templates.update((template.number, template) for template in replay.recording.templates)
+        recording = self._recordings[replay.number]
+        uses = list(map(Use._make, recording.uses))
+        self._turn, self._waits = replay.turn, 0
+        for index, numbers in replay.numbers.items():
+            uses[index] = uses[index]._replace(numbers=numbers)
+        for name, number in zip(recording.inputs, replay.inputs, strict=True):
+            self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
+        try:
+            return self._do(uses, recording.ends)
+        finally:
+            for name, number in zip(recording.results, replay.results, strict=True):
+                self._tensors[number] = self._tensors[name]
+            for name in [name for name in self._tensors if name < 0]:
+                del self._tensors[name]
+            self._free(replay.freed)
+
+    def _do(self, uses: Sequence[Use], ends: Iterable[Sequence[TensorId]]) -> dict[TensorId, str]:
         failed: dict[TensorId, str] = {}
         with torch.no_grad():
-            for index, use in enumerate(map(Use._make, batch.uses)):
+            for index, (use, ended) in enumerate(zip(uses, ends, strict=False)):
                 try:
-                    self._run(self._compiled.get(use.template) or self._compile(use.template), use)
+                    if use.template == WAIT:
+                        self._wait_for_all(use.tensors)
+                    else:
+                        self._run(self._compiled.get(use.template) or self._compile(use.template), use)
                 except NotMade as refused:
                     self._fail(use, str(refused), failed)
                 except BaseException as error:
-                    name, why = self._templates[use.template].operator, f"{type(error).__name__}: {error}"
-                    for left in map(Use._make, batch.uses[index:]):
+                    name = self._templates[use.template].operator if use.template != WAIT else "a step of an optimizer"
+                    why = f"{type(error).__name__}: {error}"
+                    for left in uses[index:]:
                         self._fail(left, f"{name} failed: {why}", failed)
                     raise OperationFailed(index, name, why) from error
-        for number in batch.freed:
-            self._tensors.pop(number, None)
+                for number in ended:
+                    self._tensors.pop(number, None)
         return failed
+
+    def _free(self, numbers: Iterable[TensorId]) -> None:
+        for number in numbers:
+            if self._tensors.pop(number, None) is None:
+                self._recordings.pop(number, None)
+
+    def _wait_for_all(self, gradients: Sequence[TensorId]) -> None:
+        """gradients: each with its parameter behind it. Raises: RuntimeError if one could not be made."""
+        for number in gradients:
+            if isinstance(held := self._tensors.get(number), Failed):
+                raise RuntimeError(held.why)
+        self.lay_like(list(zip(gradients[::2], gradients[1::2], strict=True)))
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.mesh.get_group(axis))
+        self._waits += 1
+        if self._waits == 2:
+            self._waited = self._turn
+
+    def stepped(self) -> int:
+        """The turn in which all ranks last began to step with an optimizer."""
+        return self._waited
 
     def _compile(self, number: int) -> CompiledTemplate:
         try:
@@ -256,7 +317,7 @@ class RankTensors:
         if isinstance(found, Failed):
             raise NotMade(found.why)
         if found is None:
-            raise NotMade("a tensor that it needs is not on this rank any more")
+            raise NotMade(_GONE)
         return found
 
     def _of(self, number: TensorId) -> DTensor:
