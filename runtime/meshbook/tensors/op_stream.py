@@ -366,6 +366,7 @@ class OpStream:
 
 WAITS = "the wait before a step of an optimizer"
 
+
 def _as_named(numbers: Sequence[TensorId], names: Mapping[TensorId, TensorId]) -> list[TensorId]:
     """Without those that are within a recorded step alone."""
     return [named for number in numbers if (named := names.get(number, number)) > 0]

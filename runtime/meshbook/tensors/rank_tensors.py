@@ -95,7 +95,7 @@ class RankTensors:
             return self._do(uses, recording.ends)
         finally:
             for name, number in zip(recording.results, replay.results, strict=True):
-                self._tensors[number] = self._tensors[name]
+                self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
             for name in [name for name in self._tensors if name < 0]:
                 del self._tensors[name]
             self._free(replay.freed)

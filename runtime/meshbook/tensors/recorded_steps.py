@@ -32,15 +32,18 @@ from meshbook.tensors.step_guards import (
     read_argument,
     values_referred_to,
 )
-from meshbook.tensors.step_recorder import DoHere, Given, Recorded, Seed, Source, StepRecorder
+from meshbook.tensors.step_recorder import DoHere, Given, NumberSource, Recorded, Seed, StepRecorder
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 TRIED = 6
 """So many runs in a row that differ from each other are enough."""
+UNUSED = 3
+"""So many recordings that nobody could use are enough, too."""
 SIGNATURES = 16
 """So many are known of one step."""
+
 
 class Unrepeatable(UserWarning):
     """A step is run as it is, since it cannot be repeated; the text says why."""
@@ -73,7 +76,8 @@ class CompiledStep(Generic[P, R]):
         if OpStream.recorder is not None:  # it is a part of a step that is being recorded
             return self._function(*args, **kwargs)
         try:
-            signature = (read_argument(args, inputs, scalars), read_argument(kwargs, inputs, scalars), self._names(), modes_of_torch())
+            given = read_argument(args, inputs, scalars), read_argument(kwargs, inputs, scalars)
+            signature = (given, self._names(), modes_of_torch())
             known = self._known.get(signature)
         except (UnknownArgument, TypeError) as error:
             self._refuse(str(error))
@@ -86,13 +90,12 @@ class CompiledStep(Generic[P, R]):
         if known.step is not None:
             if known.step.is_current():
                 return known.step.repeat(inputs, scalars)  # type: ignore[no-any-return]
-            known.step = None
+            known.drop()
         if known.why_not:
+            self._refuse(known.why_not)
             return self._function(*args, **kwargs)
         made, recorder, returned = _record(functools.partial(self._function, *args, **kwargs), inputs, scalars)
         known.note(recorder, returned)
-        if known.why_not:
-            self._refuse(known.why_not)
         return made  # type: ignore[no-any-return]
 
     def _refuse(self, why: str) -> None:
@@ -118,9 +121,17 @@ class _Signature:
         self.why_not = ""
         self._last: Recorded | None = None
         self._key: object = None
-        self._runs = 0
+        self._runs = self._unused = 0
 
-    def note(self, recorder: _Recording, returned: _Returned) -> None:
+    def drop(self) -> None:
+        """The recording is of no use any more: something has changed."""
+        if self.step is not None:
+            self._unused = 0 if self.step.times else self._unused + 1
+        if self._unused > UNUSED:
+            self.why_not = "what it reads or leaves behind is changed before each call: is zero_grad() within the step?"
+        self.step = None
+
+    def note(self, recorder: _RecordedRun, returned: _Returned) -> None:
         """A run is over. If it has done the same as the last one, it is the one to repeat."""
         recorded = recorder.steps.finish(returned.numbers)
         self.why_not = recorder.steps.why
@@ -144,7 +155,7 @@ def _difference(one: Recorded, other: Recorded) -> str:
     return "no two calls do, leave behind and return the same"
 
 
-class _Recording:
+class _RecordedRun:
     """What is looked at while a step runs, and what a repeated one depends on."""
 
     def __init__(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> None:
@@ -164,9 +175,9 @@ class _Recording:
 
 def _record(
     step: Callable[[], Any], inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]
-) -> tuple[Any, _Recording, _Returned]:
+) -> tuple[Any, _RecordedRun, _Returned]:
     """Run a step; returns what it returns, its tensors detached, and what was noted."""
-    recording = _Recording(inputs, scalars)
+    recording = _RecordedRun(inputs, scalars)
     numbers: list[TensorId] = []
     about: list[object] = []
     with recording:
@@ -187,7 +198,7 @@ def _record(
 class _RepeatableStep:
     """A recorded step with all that has to be as it was."""
 
-    def __init__(self, recorded: Recorded, recording: _Recording, returned: _Returned) -> None:
+    def __init__(self, recorded: Recorded, recording: _RecordedRun, returned: _Returned) -> None:
         self.recording, self.issued = recorded.recording, recorded.issued
         self.captured, self.left = recorded.captured, recorded.left
         self._mesh, self._here, self._written = recorded.mesh, recorded.here, recorded.written
@@ -200,6 +211,7 @@ class _RepeatableStep:
         written = [tensor for each in self._here if isinstance(each, DoHere) for tensor in each.written]
         self._counters = list({id(tensor): tensor for tensor in written}.values())
         self._counted: list[Any] = []
+        self.times = 0
 
     def _on_gone(self, _: object) -> None:
         self._is_gone = True
@@ -225,6 +237,7 @@ class _RepeatableStep:
             self.undo()
             raise
         torch.autograd.graph.increment_version([tensor for each in self._written if (tensor := each()) is not None])
+        self.times += 1
         fresh = iter(results)
         made = [
             MeshTensor._of(self._mesh, each, next(fresh)) if isinstance(each, NewOutput) else each
@@ -250,7 +263,7 @@ class _RepeatableStep:
         return numbers
 
 
-def _number(source: Source, scalars: Sequence[torch.Tensor]) -> float:
+def _number(source: NumberSource, scalars: Sequence[torch.Tensor]) -> float:
     if isinstance(source, torch.Tensor):
         return source.item()
     if isinstance(source, Given):

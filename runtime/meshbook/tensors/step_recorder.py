@@ -48,7 +48,7 @@ class Given(NamedTuple):
     at: int
 
 
-Source: TypeAlias = float | torch.Tensor | Seed | Given
+NumberSource: TypeAlias = float | torch.Tensor | Seed | Given
 
 
 class ReadNumbers(NamedTuple):
@@ -56,7 +56,7 @@ class ReadNumbers(NamedTuple):
 
     use: int
     """Its index."""
-    sources: Sequence[Source]
+    sources: Sequence[NumberSource]
 
 
 class DoHere(NamedTuple):
@@ -200,7 +200,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "it takes the value of a tensor of this process, which may be another one next time; "
                 "optimizers do so to count their steps, unless they are made with fused=True"
             )
-        written = [each for at in written_arguments(func) for each in tree_leaves(args[at : at + 1])]
+        targets = [argument.of(args, kwargs) for argument in written_arguments(func)]
+        written = [each for each in tree_leaves(targets) if isinstance(each, torch.Tensor)]
         if any(self._depends(tensor) for tensor in written):
             given = [id(scalar) for scalar in self._scalars]
             if any(tensor.dim() or id(tensor) in given for tensor in tensors) or any(
@@ -219,8 +220,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a plain tensor was there before, or was made of one that was."""
         return self._made.get(id(tensor), (None, True))[1]
 
-    def _numbers(self, template: Template, numbers: Sequence[float]) -> list[Source]:
-        sources: list[Source] = list(numbers)
+    def _numbers(self, template: Template, numbers: Sequence[float]) -> list[NumberSource]:
+        sources: list[NumberSource] = list(numbers)
         places = [
             each.at
             for each in tree_leaves((template.args, list(template.kwargs.values())), is_leaf=_is_place)

@@ -203,7 +203,12 @@ def test_what_cannot_be_repeated_is_run_as_it_is_and_says_why(mesh: Mesh, replay
 
     refused(carry, "reads a tensor that is not there any more after it")
     assert state[0].tolist() == [9.0] * 4
-    model, _ = linear(mesh)
+    model, optimizer = linear(mesh)
+    compiled = meshbook.compile(stepping(model, optimizer))
+    with pytest.warns(Unrepeatable, match="is zero_grad\\(\\) within the step"):
+        for _ in range(14):
+            compiled(x.view(1, 4))
+            optimizer.zero_grad()
     refused(stepping(model, torch.optim.AdamW(model.parameters())), "fused=True", x.view(1, 4))
     assert not replays
 
