@@ -285,10 +285,9 @@ class OpStream:
         self._told.clear()  # by new ranks
         self._told_steps.clear()
         self._step_failed = None
-        if (lost := self._undecided) is not None:
-            self._undecided = None
-            if lost.step is not None and lost.turn not in self.ask("stepped").get().values():
-                lost.step.undo()
+        last, self._undecided = self._undecided, None
+        if last is not None and last.step is not None and last.turn not in self.ask("stepped").get().values():
+            last.step.undo()
 
     def ask(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
         return self.procs.execute(rank_tensors.ask, self.name, method, *args)
