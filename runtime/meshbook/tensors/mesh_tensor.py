@@ -157,6 +157,12 @@ class MeshTensor(torch.Tensor):
         statistics = f", {found.statistics}" if found.statistics else ""
         return f"MeshTensor({about}{statistics}; its corner:\n{shown})"
 
+    def _repr_html_(self) -> str:
+        """How a notebook shows it; of one whose mesh has ended, the error."""
+        from meshbook.tensors.pictures import to_html  # it reads tensors
+
+        return to_html(self)
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else repr(self)
 
