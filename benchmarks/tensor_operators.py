@@ -4,8 +4,9 @@
     python -m benchmarks.tensor_operators softmax nn.functional.gelu
     python -m benchmarks.tensor_operators --write docs/tensors.md
 
-Each operator gets sample inputs of its own in float32, replicated, cut along the first dim and along the last one, on
-two ranks, with sizes that are not divisible among them. Values and gradients are compared with those of plain torch.
+Each operator gets sample inputs of its own in float32, with sizes that are not divisible among the ranks: on two ranks
+replicated, cut along the first dim and along the last one; on four in a square cut along either axis, along both in two
+dims, and twice in one dim. Values and gradients are compared with those of plain torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,11 +29,11 @@ from meshbook.distributed import Mesh
 from meshbook.tensors.operations import is_random
 
 RIGHT, REFUSED, WRONG, RANDOM = "right", "refused", "wrong", "random"
-LAYOUTS: tuple[Callable[[torch.Tensor], Placement], ...] = (
-    lambda _: Replicate(),
-    lambda tensor: Shard(0) if tensor.dim() else Replicate(),
-    lambda tensor: Shard(tensor.dim() - 1) if tensor.dim() else Replicate(),
-)
+CUTS: dict[int, tuple[tuple[int | None, ...], ...]] = {
+    1: ((None,), (0,), (-1,)),
+    2: ((0, None), (None, -1), (0, -1), (0, 0)),
+}
+"""By the number of a mesh's axes: the dim that each of them cuts."""
 
 
 class Outcome:
@@ -88,11 +89,12 @@ def _try(mesh: Mesh, name: str, function: Callable[..., Any], sample: Any, outco
     except Exception:  # not on this machine, whatever the tensors are
         return
     draws = watch.has_drawn or "empty" in name
-    for layout in LAYOUTS:
+    for cuts in CUTS[len(mesh.axes)]:
 
-        def put(tensor: torch.Tensor, layout: Callable[[torch.Tensor], Placement] = layout) -> torch.Tensor:
-            placed = distribute(tensor.detach(), mesh, placements=[layout(tensor)])
-            return placed.requires_grad_(tensor.requires_grad)
+        def put(tensor: torch.Tensor, cuts: Sequence[int | None] = cuts) -> torch.Tensor:
+            whole = Replicate()
+            placements = [whole if cut is None or not tensor.dim() else Shard(cut % tensor.dim()) for cut in cuts]
+            return distribute(tensor.detach(), mesh, placements=placements).requires_grad_(tensor.requires_grad)
 
         try:
             got = _run(function, tree_map_only(torch.Tensor, put, inputs))
@@ -103,7 +105,9 @@ def _try(mesh: Mesh, name: str, function: Callable[..., Any], sample: Any, outco
         if draws and [each.shape for each in got] == [each.shape for each in wanted]:
             outcome.counts[RANDOM] += 1
         else:
-            outcome.counts[RIGHT if _equal(got, wanted) else WRONG] += 1
+            is_right = _equal(got, wanted)
+            outcome.counts[RIGHT if is_right else WRONG] += 1
+            outcome.why = outcome.why if is_right else f"wrong where axes cut dims {cuts}"
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

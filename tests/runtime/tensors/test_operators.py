@@ -28,6 +28,14 @@ def test_operators_of_everyday_are_right(mesh2: ProcMesh) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_operators_of_everyday_are_right_on_two_axes(square: ProcMesh) -> None:
+    found = sweep(Mesh(square), OFTEN_USED, samples=1)
+    assert {name: outcome.why for name, outcome in found.items() if outcome.verdict != RIGHT} == {}
+    assert len(found) > len(OFTEN_USED) - 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_operator_is_silently_wrong(mesh2: ProcMesh) -> None:
     found = sweep(Mesh(mesh2), samples=1)
     counts = Counter(outcome.verdict for outcome in found.values())
