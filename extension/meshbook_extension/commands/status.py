@@ -1,11 +1,12 @@
-"""What the ranks are doing: status, top, actors."""
+"""What the ranks are doing and what they hold: status, top, actors, tensors."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 from meshbook.formatting import format_sizes
-from meshbook_extension.commands import on_ranks
+from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.widget.display import HealthDisplays
@@ -59,3 +60,20 @@ def actors(session: Session, arguments: Arguments) -> None:
         print(
             f'no actors on these ranks. Make some: %mesh use {procs.name} --out procs, then procs.spawn("name", Class)'
         )
+
+
+@Command(
+    name="%mesh tensors",
+    summary="The notebook's mesh tensors: how they lie, and what each rank holds of them.",
+    examples=("%mesh tensors",),
+    notes="Tensors and modules that a variable holds, of all meshes; the totals count those without a name too.",
+)
+def tensors(session: Session, arguments: Arguments) -> None:
+    """A table for each mesh."""
+    tables: list[str] = []
+    if "meshbook.tensors.mesh_tensor" in sys.modules:  # there is none otherwise, and torch need not be imported
+        from meshbook.tensors.listing import tensor_tables
+
+        names = session.shell.user_ns
+        tables = tensor_tables({name: value for name, value in list(names.items()) if not name.startswith("_")})
+    print("\n".join(tables) or "no mesh tensors yet. Make one: meshbook.distribute(tensor, mesh)")

@@ -96,3 +96,27 @@ def test_calls_that_alternate_between_two_meshes_have_one_output_each(empty_note
     assert ran.stdout == "".join(f"[0] train {k}\n[0] make {k}\n" for k in range(20))
     assert len(listeners) == before + 2
     empty_notebook.run("trainers.stop(); generators.stop()")
+
+
+TENSORS = """
+import torch, meshbook
+from meshbook.distributed import Mesh
+mesh = Mesh(shape=(2,), mesh_dim_names=("gpus",))
+x = meshbook.distribute(torch.ones(3, 4), mesh, ["gpus", None])
+y = same = meshbook.ones(10, mesh=mesh)
+model = meshbook.module_to_mesh(torch.nn.Linear(4, 4), mesh)
+"""
+
+
+def test_mesh_tensors_are_listed_with_what_ranks_hold(empty_notebook: Any) -> None:
+    assert "no mesh tensors yet" in empty_notebook.run("%mesh tensors").stdout
+    empty_notebook.run(TENSORS)
+    title, *rows = empty_notebook.run("%mesh tensors").stdout.splitlines()
+    assert title.startswith("Mesh(") and title.endswith("136 B to 152 B per rank in all tensors, named or not")
+    assert [" ".join(row.split()) for row in rows] == [
+        "x (3, 4) float32 Shard(dim=0) 16 B to 32 B per rank",
+        "y, same (10,) float32 Replicate() 40 B per rank",
+        "model (Linear) 2 tensors 80 B per rank",
+    ]
+    empty_notebook.run("mesh.stop()")
+    assert "its ranks do not say what they hold" in empty_notebook.run("%mesh tensors").stdout
