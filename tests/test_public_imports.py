@@ -22,6 +22,7 @@ PUBLIC = {
         concurrent_endpoint context current_actor_name current_rank current_size endpoint
         get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
     """,
+    "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
     "meshbook.mesh": """
         Attachment HostMesh ProcMesh SavedSession attach detach heal_mesh prewarm recall remember sessions
         set_output_source shutdown start_hosts this_host

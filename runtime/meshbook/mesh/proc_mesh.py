@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
@@ -393,6 +394,12 @@ class ProcMesh(MeshView):
     def call_after_repairs(self, method: Callable[[], object]) -> None:
         """Call a method when ranks of these processes were started again, as long as its object lives."""
         self._mesh.after_repairs = [*_living(self._mesh.after_repairs), weakref.WeakMethod(method)]
+
+    def activate(self) -> AbstractContextManager[None]:
+        """While it lasts, tensors that begin here begin on each of these processes; see docs/tensors.md."""
+        from meshbook.tensors.local_view import activate
+
+        return activate(self)
 
     def spawn(self, name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> TActor:
         """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch.distributed.tensor import Placement
 from torch.utils._pytree import tree_leaves, tree_map
@@ -39,6 +39,10 @@ def _is_adopted(value: object) -> bool:
 class Mesh:
     """Processes arranged by named axes, over which tensors are laid out."""
 
+    held_by: type[rank_tensors.RankTensors] = rank_tensors.RankTensors
+    """What the ranks have of them."""
+    stream_of: type[OpStream] = OpStream
+
     def __init__(
         self,
         procs: ProcMesh | None = None,
@@ -56,15 +60,16 @@ class Mesh:
             raise UsageError("processes have their axes already: give either them, or shape and mesh_dim_names")
         self.procs = procs
         self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
-        self.stream = OpStream(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
+        self.stream = self.stream_of(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
         self._open()
         procs.call_after_repairs(self._go_on)
         for key in [key for key, mesh in _made.items() if not mesh.procs.alive]:
             del _made[key]
-        _made[_key_of(procs)] = self
+        _made[(type(self), *_key_of(procs))] = self
 
     def _open(self) -> None:
-        self.procs.execute(rank_tensors.open_mesh, self.stream.name, dict(self.axes), self.procs.ranks).get()
+        about = self.stream.name, dict(self.axes), self.procs.ranks, self.held_by
+        self.procs.execute(rank_tensors.open_mesh, *about).get()
 
     def _go_on(self) -> None:
         """After a repair of the processes."""
@@ -101,6 +106,14 @@ class Mesh:
         """`MeshTensor.to_mesh`, and `MeshTensor.redistribute`, of a tensor of this mesh."""
         mesh = mesh_of(to)
         return move(tensor, mesh, to_placements(mesh, tensor.shape, sharding_spec, placements))
+
+    def reduce(self, tensor: MeshTensor, axes: str | Sequence[str] | None, reduction: str, scatter: bool) -> MeshTensor:
+        """`MeshTensor.reduce`. Raises: UsageError for a tensor in parts."""
+        raise _of_each_rank("reduce")
+
+    def part(self, tensor: MeshTensor, **axes: Index) -> MeshTensor:
+        """`MeshTensor.slice_mesh`. Raises: UsageError for a tensor in parts."""
+        raise _of_each_rank("slice_mesh")
 
     def execute(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call a function on every rank, and wait: mesh tensors arrive as the rank's DTensors.
@@ -150,11 +163,27 @@ _made: dict[tuple[object, ...], Mesh] = {}
 """Of processes that are there: one that came and went with its tensors would leave the last of them on the ranks."""
 
 
+TMesh = TypeVar("TMesh", bound=Mesh)
+
+
 def mesh_of(procs: ProcMesh | Mesh) -> Mesh:
     """The `Mesh` of these processes, made when there is none: tensors of one can take part in one operation."""
-    if isinstance(procs, Mesh):
+    return procs if isinstance(procs, Mesh) else one_mesh_of(procs, Mesh)
+
+
+def one_mesh_of(procs: ProcMesh | Mesh, kind: type[TMesh]) -> TMesh:
+    """The mesh of a kind."""
+    if isinstance(procs, kind):
         return procs
-    return _made.get(_key_of(procs)) or Mesh(procs)
+    procs = procs.procs if isinstance(procs, Mesh) else procs
+    return cast("TMesh | None", _made.get((kind, *_key_of(procs)))) or kind(procs)
+
+
+def _of_each_rank(name: str) -> UsageError:
+    return UsageError(
+        f"{name} is for the local view, of tensors that each rank has of its own (procs.activate()), and this one is "
+        "in parts of one tensor: use the operations of torch, or redistribute"
+    )
 
 
 def _key_of(procs: ProcMesh) -> tuple[object, ...]:

@@ -34,6 +34,7 @@ from meshbook.tensors.spec import ShardingSpec
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape import Index
     from meshbook.tensors.distributed_mesh import Mesh
 
 aten = torch.ops.aten
@@ -73,7 +74,7 @@ class MeshTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
     # ---- values ---------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,26 @@ class MeshTensor(torch.Tensor):
         Raises: UsageError for a mesh of other processes.
         """
         return self.mesh.move(self, mesh, sharding_spec, placements)
+
+    # ---- the local view: of tensors of each rank's own --------------------------------------------------------------
+
+    def reduce(
+        self, dims: str | Sequence[str] | None = None, reduction: str = "sum", *, scatter: bool = False
+    ) -> MeshTensor:
+        """What the ranks' own tensors are together, along axes of the mesh: along all of them by default.
+
+        reduction: sum, avg, product, min, max, or stack, which puts them along new dims, before the others.
+        scatter: each rank gets its part of that, along the first dim.
+        """
+        return self.mesh.reduce(self, dims, reduction, scatter)
+
+    def reduce_(self, dims: str | Sequence[str] | None = None, reduction: str = "sum") -> MeshTensor:
+        """`reduce` in place."""
+        return cast("MeshTensor", self.copy_(self.reduce(dims, reduction)))
+
+    def slice_mesh(self, **axes: Index) -> MeshTensor:
+        """The tensors of a part of the ranks, in the same memory; `ProcMesh.slice` says which."""
+        return self.mesh.part(self, **axes)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -257,7 +278,10 @@ _known: dict[object, Metadata] = {}
 _KEPT = 100_000
 
 
-def _dispatch(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def dispatch(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | None = None
+) -> Any:
+    """mesh: of what is made of no tensor."""
     if operator is aten._local_scalar_dense.default:
         return _few_of(args[0]).item()
     operator = AT_ONCE.get(operator, operator)
@@ -267,7 +291,7 @@ def _dispatch(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kw
         read = tuple([read_arguments(each, tensors, numbers, MeshTensor) for each in args])
         named = tuple([(name, read_arguments(v, tensors, numbers, MeshTensor)) for name, v in kwargs.items()])
     except NotOnMesh:
-        return _dispatch(operator, *_all_on_mesh(operator, args, kwargs))
+        return dispatch(operator, *_all_on_mesh(operator, args, kwargs))
     known = _known.get((operator, read, named))
     if known is None:
         try:
@@ -279,7 +303,7 @@ def _dispatch(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kw
         if len(_known) >= _KEPT:
             _known.clear()
         _known[operator, read, named] = known
-    mesh = _mesh_of(tensors)
+    mesh = mesh or _mesh_of(tensors)
     if known.draws:
         numbers.append(float(new_seed()))
     return _issue(mesh, known, tensors, numbers)
@@ -361,7 +385,7 @@ def _view_in_place(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """The tensor becomes a view of what it was."""
-    made = _dispatch(view, args, kwargs)
+    made = dispatch(view, args, kwargs)
     with torch._C._DisableTorchDispatch():
         operator(*args, **kwargs)  # its shape and strides: there is nothing else here
     args[0]._handle = made._handle

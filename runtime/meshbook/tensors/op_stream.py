@@ -249,13 +249,13 @@ class OpStream:
         self.flush()
         if self.recorder is not None:
             self.recorder.note_put(method, number, args)
-        self.follow(method, number, self.send(method, number, *args))
+        self.follow(method, (number,), self.send(method, number, *args))
 
     def follow(
-        self, operation: str, number: TensorId, future: Future[ValueMesh[Any]], origin: Handle | None = None
+        self, operation: str, made: Sequence[TensorId], future: Future[ValueMesh[Any]], origin: Handle | None = None
     ) -> None:
-        """Count a call that makes a tensor, and tells if it could not, to what is under way. origin: made of which."""
-        self._underway.append(_Underway(future, [_Issued(operation, line_of_caller(), (number,))], origin=origin))
+        """Count a call that makes tensors, and tells if it could not, to what is under way. origin: made of which."""
+        self._underway.append(_Underway(future, [_Issued(operation, line_of_caller(), made)], origin=origin))
 
     def fetch(self, method: str, number: TensorId) -> Any:
         """What a method of `RankTensors` says of a tensor, on the first rank. Raises: the error of what it needs."""

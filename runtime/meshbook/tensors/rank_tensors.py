@@ -37,7 +37,7 @@ from meshbook.tensors.operations import (
 )
 from meshbook.tensors.rank_operations import CompiledTemplate, Operations, RankTensor, full, lay_out
 
-_CORNER = 6
+CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
 SHOWN_ELEMENTS = 1000
 """A tensor with no more is shown whole."""
@@ -215,7 +215,7 @@ class RankTensors:
             statistics = "mean {:.4g}, std {:.4g}, min {:.4g}, max {:.4g}".format(*numbers)
         corner: Any = tensor
         for dim, size in enumerate(tensor.shape):
-            corner = corner.narrow(dim, 0, min(size, _CORNER))
+            corner = corner.narrow(dim, 0, min(size, CORNER))
         shown = full(corner)
         return TensorDescription(_name(tensor.placements), shown.cpu(), statistics) if self._is_first else None
 
@@ -231,9 +231,7 @@ class RankTensors:
 
     def adopt_name(self, number: TensorId, name: str, placements: Sequence[Placement] | None) -> Adopted:
         """Know the tensor that cells of this rank call ``name``; placements: of what is no DTensor."""
-        found = vars(sys.modules["__main__"]).get(name)
-        if not isinstance(found, torch.Tensor):
-            raise UsageError(f"{name} is no tensor on rank {dist.get_rank()}, but {type(found).__name__}")
+        found = find_tensor(name)
         if not isinstance(found, DTensor):
             if placements is None:
                 raise UsageError(f"{name} is a tensor of each rank's own: say by placements how they make one")
@@ -352,7 +350,15 @@ meshes: dict[str, RankTensors] = {}
 """By the names that the controller has given them."""
 
 
-def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int]) -> None:
+def find_tensor(name: str) -> torch.Tensor:
+    """What cells of this rank call ``name``."""
+    found = vars(sys.modules["__main__"]).get(name)
+    if not isinstance(found, torch.Tensor):
+        raise UsageError(f"{name} is no tensor on rank {dist.get_rank()}, but {type(found).__name__}")
+    return found
+
+
+def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: type[RankTensors]) -> None:
     """Make the device mesh of these ranks with these axes, or make it again; all of them do."""
     for advises in ("_redistribute", "_collective_utils"):  # users of DTensor
         logging.getLogger(f"torch.distributed.tensor.{advises}").setLevel(logging.ERROR)
@@ -363,7 +369,7 @@ def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int]) -> None:
     if (known := meshes.get(name)) is not None:
         known.move_to(mesh)
     else:
-        meshes[name] = RankTensors(mesh)
+        meshes[name] = kind(mesh)
 
 
 def resolve(reference: TensorReference) -> DTensor:

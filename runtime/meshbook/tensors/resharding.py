@@ -69,7 +69,7 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
     ends = [MeshEnd(each.stream.name, each.shape, each.procs.ranks) for each in (source, mesh)]
     ranks = base.select(sorted({*ends[0].ranks, *ends[1].ranks}))
     moved = Resharding(ends[0], ends[1], handle.number, number, wanted, output)
-    stream.follow("to_mesh", number, ranks.execute(take_part, moved), handle)
+    stream.follow("to_mesh", (number,), ranks.execute(take_part, moved), handle)
     return MeshTensor._of(mesh, output, number)
 
 
@@ -170,7 +170,7 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
     given, parts = moved.source.boxes(shape, _decode(codes)), moved.target.boxes(shape, placements)
     held, part = given.get(me, ()), parts.get(me, ())
     made = torch.empty([end - begin for begin, end in part], dtype=moved.output.dtype, device=device)
-    _send_pieces([piece for piece in pieces(given, parts) if me in piece[:2]], local, held, made, part)
+    send_pieces([piece for piece in pieces(given, parts) if me in piece[:2]], local, held, made, part)
     if there is not None:
         strides = contiguous_strides(shape)
         there.keep(
@@ -195,7 +195,7 @@ def _telling(values: torch.Tensor, by: MeshEnd, to: MeshEnd) -> list[dist.P2POp]
     return [dist.P2POp(dist.irecv, values, teller)] if me not in by.ranks else []
 
 
-def _send_pieces(mine: Sequence[TensorPiece], local: torch.Tensor, held: Box, made: torch.Tensor, wanted: Box) -> None:
+def send_pieces(mine: Sequence[TensorPiece], local: torch.Tensor, held: Box, made: torch.Tensor, wanted: Box) -> None:
     """mine: of all pieces those that come from this rank, or go to it. held, wanted: its own parts."""
     me, operations = dist.get_rank(), []
     landed: list[tuple[torch.Tensor, torch.Tensor]] = []
