@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshbook.shape.members import Extent, Point
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
     from meshbook.shape.value_mesh import ValueMesh
+    from meshbook.tensors.anomalies import detect_anomaly
     from meshbook.tensors.distributed_mesh import current_mesh, from_ranks
     from meshbook.tensors.factories import (
         arange,
@@ -68,6 +69,7 @@ __all__ = [
     "compile",
     "current_mesh",
     "detach",
+    "detect_anomaly",
     "distribute",
     "empty",
     "errors",
@@ -104,6 +106,7 @@ _FOUND_IN = {
     "shape.members": ("Extent", "Point"),
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
     "shape.value_mesh": ("ValueMesh",),
+    "tensors.anomalies": ("detect_anomaly",),
     "tensors.distributed_mesh": ("current_mesh", "from_ranks"),
     "tensors.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
     "tensors.mesh_tensor": ("MeshTensor",),

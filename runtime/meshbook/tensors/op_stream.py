@@ -25,7 +25,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.source.cells import name_line
 from meshbook.source.location import PACKAGE
-from meshbook.tensors import rank_tensors
+from meshbook.tensors import anomalies, rank_tensors
 from meshbook.tensors.operations import (
     NewOutput,
     OperationBatch,
@@ -154,7 +154,9 @@ class OpStream:
         """A recorded step of which nobody knows whether the ranks have done it, until they can be asked."""
         self._step_failed: MeshError | None = None
         """Of a recorded step whose failure nobody was told of yet."""
+        self.anomaly: MeshError | None = None
         procs.call_before_calls(self._before_call)
+        anomalies.streams.add(self)
 
     def new_number(self) -> TensorId:
         return next(self._numbers)
@@ -205,7 +207,7 @@ class OpStream:
         with self._lock:
             if self._sending or not (self._uses or self.freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
-            batch = OperationBatch(self._templates, self._uses, self._take_freed())
+            batch = OperationBatch(self._templates, self._uses, self._take_freed(), anomalies.hunted)
             issued, self._templates, self._uses, self._issued = self._issued, [], [], []
             self._underway.append(_Underway(self.send("run", batch), issued))
         while len(self._underway) > BATCHES_AHEAD:
@@ -224,7 +226,9 @@ class OpStream:
             self.flush()
         with self._lock:
             unknown = None if recording.number in self._told_steps else recording
-            replay = Replay(recording.number, turn, unknown, inputs, numbers, results, self._take_freed())
+            replay = Replay(
+                recording.number, turn, unknown, inputs, numbers, results, self._take_freed(), anomalies.hunted
+            )
             names = dict(zip((*recording.inputs, *recording.results), (*inputs, *results), strict=True))
             self._underway.append(_Underway(self.send("replay", replay), step.issued, names, step, turn))
             self._told_steps.add(recording.number)
@@ -267,10 +271,13 @@ class OpStream:
         return next(iter(asked.get().values()))
 
     def settle(self) -> None:
-        """Wait until all that was issued has been done, or has failed."""
+        """Wait until all that was issued has been done, or has failed. Raises: TensorError of a hunt's find."""
         self.flush()
         while self._underway:
             self._settle()
+        if self.anomaly is not None:
+            found, self.anomaly = self.anomaly, None
+            raise found
 
     def renew(self, whole: Collection[TensorId], lost: Mapping[TensorId, MeshError]) -> None:
         """After a repair: what is ``whole`` again, equal on the ranks that hold the same part, and what is gone.
@@ -327,6 +334,10 @@ class OpStream:
         if step is not None:
             for number in step.left if self._failed else ():
                 self._failed.pop(number, None)
+        if (anomaly := failed.pop(anomalies.FOUND, "")) and self.anomaly is None:
+            index, _, why = anomaly.partition(" ")
+            at = _Issued._make(issued[int(index)])
+            self.anomaly = TensorError(at.operator, name_code_line(at.place), why)
         known = origin.stream.why_not(origin.number) if failed and origin is not None else None
         for each in map(_Issued._make, issued if failed else ()):
             why = next((failed[number] for number in each.results if number in failed), "")

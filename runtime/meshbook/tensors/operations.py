@@ -60,6 +60,8 @@ class OperationBatch(NamedTuple):
     uses: Sequence[tuple[Any, ...]]
     """Each the fields of a `Use`: plain tuples are pickled in a fifth of the time."""
     freed: Sequence[TensorId]
+    hunted: str = ""
+    """What results are searched for."""
 
 
 WAIT = -1
@@ -92,6 +94,7 @@ class Replay(NamedTuple):
     """Those of the uses whose numbers are others than when it was recorded."""
     results: Sequence[TensorId]
     freed: Sequence[TensorId]
+    hunted: str = ""
 
 
 class TensorReference(NamedTuple):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
 from meshbook.groups.rank_groups import own_groups
+from meshbook.tensors.anomalies import Search
 from meshbook.tensors.operations import (
     WAIT,
     Adopted,
@@ -75,7 +76,7 @@ class RankTensors:
         """Do what a batch says; returns which results failed, and why. Raises: OperationFailed."""
         self._templates.update((template.number, template) for template in batch.templates)
         try:
-            return self._do(list(map(Use._make, batch.uses)), itertools.repeat(()))
+            return self._do(list(map(Use._make, batch.uses)), itertools.repeat(()), batch.hunted)
         finally:
             self._free(batch.freed)
 
@@ -92,7 +93,7 @@ class RankTensors:
         for name, number in zip(recording.inputs, replay.inputs, strict=True):
             self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
         try:
-            return self._do(uses, recording.ends)
+            return self._do(uses, recording.ends, replay.hunted)
         finally:
             for name, number in zip(recording.results, replay.results, strict=True):
                 self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
@@ -100,15 +101,18 @@ class RankTensors:
                 del self._tensors[name]
             self._free(replay.freed)
 
-    def _do(self, uses: Sequence[Use], ends: Iterable[Sequence[TensorId]]) -> dict[TensorId, str]:
+    def _do(self, uses: Sequence[Use], ends: Iterable[Sequence[TensorId]], hunted: str) -> dict[TensorId, str]:
         failed: dict[TensorId, str] = {}
+        search = Search(hunted, self.mesh, len(uses)) if hunted else None
         with torch.no_grad():
             for index, (use, ended) in enumerate(zip(uses, ends, strict=False)):
                 try:
                     if use.template == WAIT:
                         self._wait_for_all(use.tensors)
-                    else:
+                    elif search is None:
                         self._run(self._compiled.get(use.template) or self._compile(use.template), use)
+                    else:
+                        self._run_searched(use, search, index)
                 except NotMade as refused:
                     self._fail(use, str(refused), failed)
                 except BaseException as error:
@@ -119,6 +123,8 @@ class RankTensors:
                     raise OperationFailed(index, name, why) from error
                 for number in ended:
                     self._tensors.pop(number, None)
+            if search is not None:
+                search.tell(failed)
         return failed
 
     def _free(self, numbers: Iterable[TensorId]) -> None:
@@ -309,6 +315,15 @@ class RankTensors:
         if len(results) < len(use.results):
             raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
         self._tensors.update(zip(use.results, results, strict=False))
+
+    def _run_searched(self, use: Use, search: Search, index: int) -> None:
+        """As `_run`. What memory happens to hold, in a tensor that is empty, is nobody's mistake."""
+        template = self._compiled.get(use.template) or self._compile(use.template)
+        search.note_operands(index, [self._of(number) for number in use.tensors])
+        self._run(template, use)
+        written = use.tensors if template.written else ()
+        if "empty" not in template.name:
+            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
 
     def _operand(self, number: TensorId) -> RankTensor:
         found = self._tensors.get(number)

@@ -152,6 +152,28 @@ def test_a_failure_comes_where_the_result_is_used_and_names_its_line(grid: Mesh)
     assert equal(table * 2, table.full_tensor() * 2)
 
 
+def test_a_nan_is_traced_to_the_operation_that_made_it(grid: Mesh) -> None:
+    x = meshbook.distribute(torch.tensor([4.0, 1.0, 0.0, -1.0]), grid, ["dp"])
+    before = x.sqrt() * 2
+    wanted = r"aten.sqrt.default .*test_mesh_tensors.py.*NaN is on ranks? 2.*3"
+    with pytest.raises(TensorError, match=wanted) as told, meshbook.detect_anomaly():
+        assert (before + 1).isnan().any().item()  # it was there already
+        bad = (x + 0).sqrt() + 1
+        bad.sum().item()
+    assert "rank 0" not in str(told.value)
+    assert bad.isnan().tolist() == [False, False, False, True]  # and tensors stay what they are
+    with pytest.raises(TensorError, match=r"aten.log.default .* not finite"), meshbook.detect_anomaly(infinities=True):
+        x.abs().log()
+    with meshbook.detect_anomaly():
+        x.masked_fill(x < 1, -torch.inf).softmax(0).sum().item()
+    parameter = x.abs().requires_grad_()
+    with pytest.raises(TensorError, match="NaN"), meshbook.detect_anomaly():
+        (parameter.sqrt() * 0).sum().backward()
+    with pytest.raises(TensorError, match=r"div_.Tensor"), meshbook.detect_anomaly():
+        x.sub(x).div_(0)
+    assert (x + 1).tolist() == [5.0, 2.0, 1.0, 0.0]
+
+
 def test_what_cannot_be_is_refused(grid: Mesh, lone: Mesh) -> None:
     x = meshbook.distribute(torch.randn(6, 4), grid, ["dp", "tp"])
     with pytest.raises(errors.UnknownAxisError, match=r'"dpp".*Did you mean "dp"'):

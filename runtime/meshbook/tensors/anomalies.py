@@ -1,0 +1,102 @@
+"""The hunt for the operation that made a NaN of values that were none.
+
+While it is on, each rank looks at its parts of what every operation reads and gives. At the end of a batch all ranks
+put together what they saw, so that all know the same first operation; it is told as soon as a value is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshbook.errors import MeshError
+from meshbook.formatting import name_ranks
+
+NAN, NOT_FINITE = "nan", "not finite"
+
+hunted = ""
+"""What batches are sent to be searched for now."""
+
+
+class Searched(Protocol):
+    """Operations on their way."""
+
+    anomaly: MeshError | None
+    """What a hunt has found, until it is told."""
+
+    def settle(self) -> None: ...
+
+
+FOUND = 0
+"""The number, of no tensor, under which ranks tell among what failed that they have found one."""
+
+streams: weakref.WeakSet[Searched] = weakref.WeakSet()
+"""All that there are."""
+
+
+@contextlib.contextmanager
+def detect_anomaly(*, infinities: bool = False) -> Iterator[None]:
+    """Within it, the first operation on mesh tensors that makes a NaN of values without is an error.
+
+    It names the operation, the line that asked for it (of one for gradients: the line of ``backward``) and the ranks,
+    where a value is next waited for, at the end of the block at the latest. infinities: they count as well. The
+    tensors stay what they are. Each operation costs a look at its operands and results.
+    Raises: TensorError.
+    """
+    global hunted
+    before = hunted
+    _settle_all()
+    hunted = NOT_FINITE if infinities else NAN
+    try:
+        yield
+        _settle_all()
+    finally:
+        hunted = before
+        for stream in list(streams):
+            stream.anomaly = None
+
+
+def _settle_all() -> None:
+    for stream in list(streams):
+        stream.settle()
+
+
+class Search:
+    """What one rank saw in the operations of a batch."""
+
+    def __init__(self, what: str, mesh: DeviceMesh, operations: int) -> None:
+        self._what, self._mesh = what, mesh
+        self._me = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
+        self._seen = torch.zeros(operations, 1 + mesh.size(), dtype=torch.int32)
+        """Of each operation: whether an operand had one; and for each rank, whether a result has one."""
+
+    def note_operands(self, index: int, tensors: Iterable[Any]) -> None:
+        self._seen[index, 0] = any(map(self._has_one, tensors))
+
+    def note_results(self, index: int, tensors: Iterable[Any]) -> None:
+        self._seen[index, 1 + self._me] = any(map(self._has_one, tensors))
+
+    def _has_one(self, tensor: Any) -> bool:
+        local = tensor.to_local()
+        if not (local.is_floating_point() or local.is_complex()):
+            return False
+        found = local.isnan() if self._what == NAN else ~local.isfinite()
+        return bool(found.any())
+
+    def tell(self, failed: dict[int, str]) -> None:
+        """Put the first operation that made one, and on which ranks, under `FOUND`; a collective."""
+        seen = self._seen.to(self._mesh.device_type)
+        for axis in range(self._mesh.ndim):
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
+        guilty = ((seen[:, 0] == 0) & seen[:, 1:].any(1)).nonzero().flatten().tolist()
+        if not guilty:
+            return
+        ranks: Sequence[int] = self._mesh.mesh.flatten()[seen[guilty[0], 1:].bool().cpu()].tolist()
+        kind = "a NaN" if self._what == NAN else "a value that is not finite"
+        failed[FOUND] = f"{guilty[0]} {kind} is on {name_ranks(ranks)} in what it made, and none in what it was made of"
