@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshbook.errors import MeshError
+from meshbook.errors import HostLost, MeshError, MeshStoppedError, WorkerLost
 from meshbook.formatting import name_ranks
 
 NAN, NOT_FINITE = "nan", "not finite"
@@ -63,8 +63,10 @@ def detect_anomaly(*, infinities: bool = False) -> Iterator[None]:
 
 
 def _settle_all() -> None:
+    """Raises: what a hunt has found; of a mesh that is gone its tensors tell."""
     for stream in list(streams):
-        stream.settle()
+        with contextlib.suppress(MeshStoppedError, WorkerLost, HostLost):
+            stream.settle()
 
 
 class Search:

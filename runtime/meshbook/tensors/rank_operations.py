@@ -41,7 +41,7 @@ APART = frozenset(
 WHOLE = frozenset(
     {
         "argmax", "argmin", "gather", "index_copy", "multi_margin_loss_backward", "multilabel_margin_loss_backward",
-        "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "view_copy",
+        "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "squeeze_copy", "view_copy",
     }
 )  # fmt: skip
 """DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded; also for those that work in place."""
