@@ -66,6 +66,14 @@ ALONG_BATCH = frozenset(
 """DTensor does them on parts that do not fit each other, unless what is sharded is the batch alone."""
 
 
+ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+"""Unknown to DTensor; each head of each item of the batch is by itself."""
+
 GRADED = frozenset({aten.mkldnn_rnn_layer.default})
 """Operators that give what their gradients need only where gradients are wanted."""
 
@@ -215,6 +223,8 @@ class Operations:
             return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
         if template.apart is not None:
             return template.apart(*args, **kwargs)
+        if template.operator in ATTENTION and (laid := _by_heads(template.operator, args, kwargs)) is not None:
+            return self._do_by_heads(template, laid, kwargs)
         if (
             template.is_on_whole
             or (template.along_batch and not _is_cut_along_batch(template.operator, args))
@@ -230,6 +240,16 @@ class Operations:
             return self._do_on_whole(template, use, args, kwargs)
         if isinstance(made, DTensor) and _is_mean_of_unequal(made, tensors):
             return self._do_on_whole(template, use, args, kwargs)
+        return made
+
+    def _do_by_heads(self, template: CompiledTemplate, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DTensor]:
+        """Attention on parts that are heads, or items of the batch."""
+        like = next(each for each in args if isinstance(each, DTensor))
+        made: list[DTensor] = []
+        for local in template.operator(*tree_map_only(DTensor, DTensor.to_local, list(args)), **kwargs):
+            shape = torch.Size((*like.shape[:2], *local.shape[2:]))
+            told: dict[str, Any] = {"run_check": False, "shape": shape, "stride": _strides_as(local, shape)}
+            made.append(DTensor.from_local(local, self._mesh, like.placements, **told))
         return made
 
     def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -352,6 +372,27 @@ def _is_mean_of_unequal(made: DTensor, tensors: Sequence[DTensor]) -> bool:
             if isinstance(cut, Shard) and tensor.shape[cut.dim] % made.device_mesh.size(axis):
                 return True
     return False
+
+
+def _by_heads(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any] | None:
+    """The arguments of attention, all laid out as the queries, if these are cut along items and heads at most."""
+    query = args[[argument.name for argument in operator._schema.arguments].index("query")]
+    if not all(each.is_replicate() or each.is_shard(0) or each.is_shard(1) for each in query.placements):
+        return None
+    unlike = any(each.shape[:2] != query.shape[:2] for each in args if isinstance(each, DTensor))
+    if unlike or kwargs.get("attn_mask") is not None:  # heads share keys, or a mask is for all of them
+        return None
+    return [each.redistribute(placements=query.placements) if isinstance(each, DTensor) else each for each in args]
+
+
+def _strides_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a whole tensor whose parts lie in memory as one of them does."""
+    strides, stride = [1] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: local.stride(dim)):
+        strides[dim], stride = stride, stride * max(shape[dim], 1)
+    return tuple(strides)
 
 
 def _is_cut_along_batch(operator: object, args: Sequence[Any]) -> bool:

@@ -120,6 +120,27 @@ def test_modules_of_torch_train_as_in_one_process(grid: Mesh, name: str) -> None
     assert losses[True] == pytest.approx(losses[False], abs=1e-5)
 
 
+@pytest.mark.parametrize("spec", [["dp"], ["dp", "tp"], [None, ("dp", "tp")], [None, None, "tp"], None], ids=str)
+@pytest.mark.parametrize("how", ["causal", "masked", "heads that share keys"])
+def test_attention_is_that_of_one_process(grid: Mesh, how: str, spec: list[Any] | None) -> None:
+    torch.manual_seed(7)
+    shapes = [(3, 4, 5, 8), (3, 2 if "share" in how else 4, 5, 8), (3, 2 if "share" in how else 4, 5, 8)]
+    plain = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    mask = torch.rand(5, 5) > 0.3 if how == "masked" else None
+    given = [meshbook.distribute(each, grid, spec).requires_grad_() for each in plain]
+    made: list[torch.Tensor] = []
+    for tensors in (given, plain):
+        out = nn.functional.scaled_dot_product_attention(
+            *tensors, attn_mask=mask, is_causal=how == "causal", enable_gqa="share" in how
+        )
+        joined = out.transpose(1, 2).reshape(3, 5, 32)
+        joined.square().sum().backward()
+        made.append(joined)
+    assert torch.allclose(made[0].full_tensor(), made[1], atol=1e-5)
+    for got, wanted in zip(given, plain, strict=True):
+        assert torch.allclose(got.grad.full_tensor(), wanted.grad, atol=1e-4)
+
+
 def test_a_plan_is_shown_with_bytes_per_rank(grid: Mesh) -> None:
     model = nn.ModuleDict({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
     meshbook.module_to_mesh(model, grid, {"up": "column"})
