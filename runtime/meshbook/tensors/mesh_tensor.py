@@ -172,11 +172,10 @@ class MeshTensor(torch.Tensor):
         found = self.mesh.stream.fetch("describe", self._handle.number)
         assert isinstance(found, TensorDescription)
         about = f"shape={tuple(self.shape)}, dtype={self.dtype}, placements=({found.placements}), mesh={self.mesh}"
-        shown = repr(found.shown).removeprefix("tensor(").removesuffix(")")
         if self.numel() <= SHOWN_ELEMENTS:
-            return f"MeshTensor({shown}, {about})"
+            return f"MeshTensor({found.values(len('MeshTensor('))}, {about})"
         statistics = f", {found.statistics}" if found.statistics else ""
-        return f"MeshTensor({about}{statistics}; its corner:\n{shown})"
+        return f"MeshTensor({about}{statistics}; its corner:\n{found.values(0)})"
 
     def _repr_html_(self) -> str:
         """How a notebook shows it; of one whose mesh has ended, the error."""

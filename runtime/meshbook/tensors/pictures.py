@@ -30,24 +30,23 @@ def to_html(tensor: MeshTensor) -> str:
     except MeshError as error:
         return f"<div>{title}<br><b>its values are not there:</b> {html.escape(str(error))}</div>"
     assert isinstance(found, TensorDescription)
-    about = [f"({found.placements})", found.statistics, *(["its corner:"] if tensor.numel() > SHOWN_ELEMENTS else [])]
-    values = repr(found.shown).removeprefix("tensor(").removesuffix(")")
-    picture = _picture(tensor, placements)
-    words = html.escape("; ".join(filter(None, about)))
-    return f"<div>{title}<br>{words}<br>{picture}<pre>{html.escape(values)}</pre></div>"
+    words = html.escape("; ".join(filter(None, [f"({found.placements})", found.statistics])))
+    corner = "its corner:" if tensor.numel() > SHOWN_ELEMENTS else ""
+    values = f"{corner}<pre>{html.escape(found.values(0))}</pre>"
+    return f"<div>{title}<br>{words}<br>{_picture(tensor, placements)}{values}</div>"
 
 
 def _picture(tensor: MeshTensor, placements: Sequence[Placement]) -> str:
-    """Nothing for a tensor whose parts are interleaved, or no parts of it but of a sum."""
+    """Nothing for a number, a tensor whose parts are interleaved, or no parts of it but of a sum."""
     mesh, shape = tensor.mesh, tuple(tensor.shape)
-    if not all(type(each) in (Shard, Replicate) for each in placements) or not tensor.numel():
+    if not all(type(each) in (Shard, Replicate) for each in placements) or not shape or not tensor.numel():
         return ""
     boxes = MeshEnd(mesh.stream.name, mesh.shape, mesh.procs.ranks).boxes(shape, placements)
     sharded = [each.dim for each in placements if isinstance(each, Shard)]
     drawn = sorted(list(dict.fromkeys([*sharded, *range(len(shape))]))[:2])
     size_bytes = max(_elements(box) for box in boxes.values()) * tensor.element_size()
     caption = f"{format_bytes(size_bytes)} per rank" + (f", dims {drawn} of {len(shape)}" if len(shape) > 2 else "")
-    return f"{draw(boxes, shape, drawn)}<br><small>{html.escape(caption)}</small>"
+    return f"{draw(boxes, shape, drawn)}<br><small>{html.escape(caption)}</small><br>"
 
 
 def _elements(box: Box) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -50,6 +51,11 @@ class TensorDescription(NamedTuple):
     placements: str
     shown: torch.Tensor
     statistics: str
+
+    def values(self, indent: int) -> str:
+        """The numbers as torch prints them, further lines of them behind so many spaces."""
+        text = re.sub(r"(,\s+(size|dtype)=[^\n]*)?\)$", "", repr(self.shown).removeprefix("tensor("))
+        return text.replace("\n" + " " * len("tensor("), "\n" + " " * indent)
 
 
 class Failed(NamedTuple):

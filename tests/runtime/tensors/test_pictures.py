@@ -46,7 +46,7 @@ def test_tensors_of_any_number_of_dims_are_drawn(square: ProcMesh) -> None:
         "ranks 0,2: [0:3]",
         "ranks 1,3: [3:6]",
     ]
-    assert labels(meshbook.zeros((), mesh=mesh)._repr_html_()) == ["ranks 0-3: [0:1]"]
+    assert "<svg" not in meshbook.zeros((), mesh=mesh)._repr_html_()
     shown = meshbook.zeros(2, 4, 6, mesh=mesh, sharding_spec=[None, "dp", "tp"])._repr_html_()
     assert labels(shown)[1] == "rank 1: [0:2, 3:6]" and "dims [1, 2] of 3" in shown
     assert "<svg" not in meshbook.zeros(0, 4, mesh=mesh)._repr_html_()
