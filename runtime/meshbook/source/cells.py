@@ -61,8 +61,8 @@ def name_line(file_name: str, line: int | None) -> str:
     label = cell_label(file_name)
     if label is None and (found := _NAME.fullmatch(file_name)) is not None:
         label = f"cell {found[1]}" if found[1] else "a cell"
-    if label is None and file_name in linecache.cache and not Path(file_name).exists():
-        number = number_of_input("".join(linecache.getlines(file_name)))
+    if label is None and (known := linecache.cache.get(file_name)) is not None and len(known) == 4 and known[1] is None:
+        number = number_of_input("".join(known[2]))  # without a time of modification it is of no file
         label = None if number is None else f"cell {number}"
     if label is None:
         return ""

@@ -108,3 +108,9 @@ def test_a_line_of_the_kernels_own_cell_has_its_number(monkeypatch: pytest.Monke
     assert name_place("/tmp/ipykernel_1/2.py", 2) == "2.py:2"
     monkeypatch.setattr(sys.modules["__main__"], "In", ["", "x = 1", text], raising=False)
     assert name_place("/tmp/ipykernel_1/2.py", 2) == "cell 2, line 2"
+
+
+def test_names_that_no_file_can_have_are_only_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in ((lambda: "x = 1\n",), (6, 0.0, ["x = 1\n"], "a.py")):
+        monkeypatch.setitem(linecache.cache, "\udce9\ud83d", entry)
+        assert name_place("\udce9\ud83d", 1) == "\udce9\ud83d:1"
