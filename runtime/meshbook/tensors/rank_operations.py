@@ -1,7 +1,4 @@
-"""One operation on DTensors: DTensor's own way where that is right, and another where it is not.
-
-One for which DTensor knows no way to keep the shards apart is done on whole tensors by every rank, which is slower and
-always right. What DTensor is known to get wrong is done whole as well (`WHOLE`), or taken apart (`APART`).
+"""One operation on DTensors: DTensor's own way where that is right, and another where it is not (`operator_rules`).
 
 Random numbers are drawn for the whole tensor, from a seed that the controller has drawn, and each rank keeps its part:
 so they do not depend on the shape of the mesh, nor on the placements.
@@ -13,107 +10,24 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch._decomp import decomposition_table
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from meshbook.tensors.operations import (
-    NumberPlace,
-    Template,
-    TensorPlace,
-    Use,
-    find_operator,
-    is_random,
-    written_arguments,
+from meshbook.tensors.operations import Use
+from meshbook.tensors.operator_rules import (
+    ATTENTION,
+    EASY_VIEWS,
+    GRADED,
+    CompiledTemplate,
+    by_heads,
+    has_no_way,
+    is_cut_along_batch,
+    is_mean_of_unequal,
+    is_uneven,
 )
 
 aten = torch.ops.aten
-
-APART = frozenset(
-    {
-        aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
-        aten.smooth_l1_loss_backward.default,
-    }
-)  # fmt: skip
-"""DTensor 2.13 divides these gradients by the size of a part."""
-
-WHOLE = frozenset(
-    {
-        "argmax", "argmin", "gather", "index_copy", "multi_margin_loss_backward", "multilabel_margin_loss_backward",
-        "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "squeeze_copy", "view_copy",
-    }
-)  # fmt: skip
-"""DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded; also for those that work in place."""
-
-LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default})
-"""Of sums whose parts are on the ranks they give such sums, as views do; all others are given sums that are done."""
-
-EASY_VIEWS = frozenset(
-    {
-        aten.alias.default, aten.detach.default, aten.permute.default, aten.t.default, aten.transpose.int,
-        aten.unsqueeze.default,
-    }
-)  # fmt: skip
-"""Views for which it is all the same to DTensor whether parts are equal."""
-
-ALONG_BATCH = frozenset(
-    {
-        aten.convolution.default, aten.convolution_backward.default, aten.native_group_norm.default,
-        aten.native_group_norm_backward.default,
-    }
-)  # fmt: skip
-"""DTensor does them on parts that do not fit each other, unless what is sharded is the batch alone."""
-
-
-ATTENTION = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    }
-)
-"""Unknown to DTensor; each head of each item of the batch is by itself."""
-
-GRADED = frozenset({aten.mkldnn_rnn_layer.default})
-"""Operators that give what their gradients need only where gradients are wanted."""
-
-
-class CompiledTemplate:
-    """A template with its operator found."""
-
-    def __init__(self, template: Template) -> None:
-        self.name = template.operator
-        self.operator = find_operator(template.operator)
-        self.args, self.kwargs = template.args, template.kwargs
-        schema = self.operator._schema
-        self.written = written_arguments(self.operator)
-        self.is_view = not self.written and any(result.alias_info is not None for result in schema.returns)
-        self.is_random = is_random(self.operator)
-        base_name = self.name.split(".")[1].removesuffix("_")
-        named = zip(schema.arguments, self.args, strict=False)
-        reduces_all = any(argument.name == "dim" and value == [] for argument, value in named)
-        self.is_on_whole = self.is_random or base_name in WHOLE or reduces_all  # DTensor takes [] for no dim
-        """Whether DTensor has no way to do it on shards."""
-        self.is_linear = self.is_view or self.operator in LINEAR
-        self.is_fused = self.name.startswith("aten._fused_") and bool(self.written)
-        self.along_batch = self.operator in ALONG_BATCH
-        self.apart = decomposition_table[self.operator] if self.operator in APART else None
-
-    def fill(self, use: Use, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        args = [_fill(argument, tensors, use.numbers) for argument in self.args]
-        return args, {name: _fill(value, tensors, use.numbers) for name, value in self.kwargs.items()}
-
-
-def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
-    kind = type(value)
-    if kind is TensorPlace:
-        return tensors[value.at]
-    if kind is NumberPlace:
-        number = numbers[value.at]
-        return number if value.dtype is None else torch.tensor(number, dtype=value.dtype)
-    if kind is list or kind is tuple:
-        return [_fill(each, tensors, numbers) for each in value]
-    return value
 
 
 class RankTensor:
@@ -223,12 +137,12 @@ class Operations:
             return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
         if template.apart is not None:
             return template.apart(*args, **kwargs)
-        if template.operator in ATTENTION and (laid := _by_heads(template.operator, args, kwargs)) is not None:
+        if template.operator in ATTENTION and (laid := by_heads(template.operator, args, kwargs)) is not None:
             return self._do_by_heads(template, laid, kwargs)
         if (
             template.is_on_whole
-            or (template.along_batch and not _is_cut_along_batch(template.operator, args))
-            or (template.is_view and template.operator not in EASY_VIEWS and any(map(_is_uneven, tensors)))
+            or (template.along_batch and not is_cut_along_batch(template.operator, args))
+            or (template.is_view and template.operator not in EASY_VIEWS and any(map(is_uneven, tensors)))
         ):
             return self._do_on_whole(template, use, args, kwargs)
         try:
@@ -236,9 +150,9 @@ class Operations:
                 args[0] = args[0].contiguous()  # the controller's order of memory is another one
             made = template.operator(*args, **kwargs)
         except Exception as error:
-            template.is_on_whole = _has_no_way(error)
+            template.is_on_whole = has_no_way(error)
             return self._do_on_whole(template, use, args, kwargs)
-        if isinstance(made, DTensor) and _is_mean_of_unequal(made, tensors):
+        if isinstance(made, DTensor) and is_mean_of_unequal(made, tensors):
             return self._do_on_whole(template, use, args, kwargs)
         return made
 
@@ -343,68 +257,12 @@ def _parts(arguments: Any, like: Sequence[DTensor]) -> Any:
     return found
 
 
-def _has_no_way(error: Exception) -> bool:
-    """Whether DTensor never has a way to do an operation, rather than not with these placements.
-
-    It finds that out before anything was done. Raises: the error, if it is another one.
-    """
-    if not isinstance(error, NotImplementedError) and "Sharding propagation failed" not in str(error):
-        raise error
-    return isinstance(error, NotImplementedError)
-
-
-def _is_uneven(tensor: DTensor) -> bool:
-    """Whether parts of different sizes make it."""
-    sizes = [1] * tensor.dim()
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            sizes[placement.dim] *= tensor.device_mesh.size(axis)
-    return any(size % parts for size, parts in zip(tensor.shape, sizes, strict=True))
-
-
-def _is_mean_of_unequal(made: DTensor, tensors: Sequence[DTensor]) -> bool:
-    """Whether a mean is to be the mean of those of parts of different sizes: DTensor 2.13 does that for losses."""
-    for axis, placement in enumerate(made.placements):
-        if not placement.is_partial("avg"):
-            continue
-        for tensor in tensors:
-            cut = tensor.placements[axis]
-            if isinstance(cut, Shard) and tensor.shape[cut.dim] % made.device_mesh.size(axis):
-                return True
-    return False
-
-
-def _by_heads(
-    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Any] | None:
-    """The arguments of attention, all laid out as the queries, if these are cut along items and heads at most."""
-    query = args[[argument.name for argument in operator._schema.arguments].index("query")]
-    if not all(each.is_replicate() or each.is_shard(0) or each.is_shard(1) for each in query.placements):
-        return None
-    unlike = any(each.shape[:2] != query.shape[:2] for each in args if isinstance(each, DTensor))
-    if unlike or kwargs.get("attn_mask") is not None:  # heads share keys, or a mask is for all of them
-        return None
-    return [each.redistribute(placements=query.placements) if isinstance(each, DTensor) else each for each in args]
-
-
 def _strides_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Of a whole tensor whose parts lie in memory as one of them does."""
     strides, stride = [1] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: local.stride(dim)):
         strides[dim], stride = stride, stride * max(shape[dim], 1)
     return tuple(strides)
-
-
-def _is_cut_along_batch(operator: object, args: Sequence[Any]) -> bool:
-    """Whether what is sharded are the images, and what comes of them, along their first dim, into equal parts."""
-    images = (0, 1) if operator is aten.convolution_backward.default else (0,)
-    for index, value in enumerate(args):
-        if isinstance(value, DTensor) and index in images and not value.shape[0] % value.device_mesh.size():
-            if not all(each.is_replicate() or each.is_shard(0) for each in value.placements):
-                return False
-        elif isinstance(value, DTensor) and not all(each.is_replicate() for each in value.placements):
-            return False
-    return True
 
 
 def listed(value: Any) -> list[Any]:

@@ -37,7 +37,8 @@ from meshbook.tensors.operations import (
     TensorReference,
     Use,
 )
-from meshbook.tensors.rank_operations import CompiledTemplate, Operations, RankTensor, full, lay_out
+from meshbook.tensors.operator_rules import CompiledTemplate
+from meshbook.tensors.rank_operations import Operations, RankTensor, full, lay_out
 
 CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
