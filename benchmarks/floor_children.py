@@ -58,9 +58,9 @@ def zmq_echo(address: str, identity: str) -> None:
 
 
 def forks(fd: int) -> None:
-    """Import torch; for each request of one byte (a count) fork that many processes, which send their pids.
+    """Import torch; for each request of two bytes (a count) fork that many processes, which send their pids.
 
-    The children stay, idle, until the next byte; a zero ends us.
+    The children stay, idle, until the next two; zeros end us.
     """
     import torch.distributed.tensor  # noqa: F401
 
@@ -68,10 +68,10 @@ def forks(fd: int) -> None:
     gc.freeze()
     sock = socket.socket(fileno=fd)
     sock.sendall(b"\0" * 8)
-    while count := sock.recv(1)[0]:
+    while count := int.from_bytes(sock.recv(2, socket.MSG_WAITALL), "little"):
         stay_read, stay_write = os.pipe()
         pids = [_fork_idle(sock, stay_read, stay_write) for _ in range(count)]
-        sock.recv(1)
+        sock.recv(2, socket.MSG_WAITALL)
         os.close(stay_write)
         os.close(stay_read)
         for pid in pids:

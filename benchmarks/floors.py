@@ -217,13 +217,13 @@ class Forks(Floor):
     def fork(self, count: int) -> Iterator[tuple[float, list[int]]]:
         """Fork ``count`` children, ended on leaving; yields the seconds until all answered and their pids."""
         started = time.perf_counter()
-        self._sock.sendall(bytes([count]))
+        self._sock.sendall(count.to_bytes(2, "little"))
         pids = [int.from_bytes(self._sock.recv(8, socket.MSG_WAITALL), "little") for _ in range(count)]
         took = time.perf_counter() - started
         try:
             yield took, pids
         finally:
-            self._sock.sendall(b"\1")
+            self._sock.sendall(b"\1\0")
             self._sock.recv(8, socket.MSG_WAITALL)
 
 

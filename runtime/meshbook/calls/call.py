@@ -41,6 +41,7 @@ WAIT_NOTE_S = 1.5
 
 _decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str]).decode
 _NOTHING = object()
+_NO_OUTCOME = None, TimeoutError(), None
 
 
 class Results(Mapping[int, Any]):
@@ -100,7 +101,7 @@ class OpenCall:
         self.beside = beside
         """Other messages to the mailbox may be handled while this one is."""
         self.fail_fast, self._on_reply = fail_fast, on_reply
-        self.waiting = set(members.ranks())
+        self.waiting = set(members.rank_set)
         self.phase = CallPhase.OPEN if self.waiting else CallPhase.ENDED
         self.interrupts = 0
         """How often it was interrupted (`meshbook.calls.interrupt`)."""
@@ -325,7 +326,8 @@ class RequestFuture(Future[T], Generic[T]):
         try:
             if not self._final:
                 timeout = self._serve(timeout)
-            return super().get(timeout)
+            value, error, _ = self._final.get(0, _NO_OUTCOME)
+            return value if error is None else super().get(timeout)
         except CallInterrupted:
             raise
         except KeyboardInterrupt as pressed:

@@ -91,6 +91,7 @@ class CallTable:
         self.default_listener: OutputListener = ConsoleOutput()
         """Gets what belongs to no cell."""
         self._calls: dict[int, OpenCall] = {}
+        self.find: Callable[[int], OpenCall | None] = self._calls.get
         self.ids = self._calls.keys()
         """Of the open calls, as they are now."""
         self._failing: dict[int, FailingCall] = {}
@@ -115,9 +116,6 @@ class CallTable:
         for output in unused[: max(0, len(unused) - KEPT_LISTENERS)]:
             del self._listeners[output]
         self._look_at = len(self._listeners) + LOOKED_AT_ONCE
-
-    def find(self, id: int) -> OpenCall | None:
-        return self._calls.get(id)
 
     def all(self) -> list[OpenCall]:
         """Those that some rank has not answered, oldest first; from any thread."""
@@ -192,7 +190,9 @@ class CallTable:
 
     def next_deadline(self) -> float:
         """When `expire` wants to be called, on the monotonic clock; infinity if never."""
-        due = min((failing.due for failing in self._failing.values()), default=math.inf)
+        due = math.inf
+        for failing in self._failing.values():
+            due = min(due, failing.due)
         for question in self._questions.values():
             due = min(due, question.until if question.is_open else 0.0)
         return due

@@ -55,7 +55,7 @@ class SigintScope:
         """
         if threading.get_ident() != forks.main_thread:
             return False
-        signals = self._signals = _signals()
+        signals = self._signals = _plain_signals if signal.signal.__module__ == "signal" else signal
         handler = signals.getsignal(_SIGINT)
         if not callable(handler):
             return False

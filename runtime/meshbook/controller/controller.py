@@ -63,8 +63,8 @@ class FrontEnd(Protocol):
     output_source: OutputSource | None
     """Asked, for each call without a listener, where its prints belong."""
 
-    def refusal(self) -> str:
-        """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
+    refusal: Callable[[], str]
+    """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
 
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         """Open the prompt of ranks that have stopped in a call that the main thread waits for."""
@@ -230,7 +230,7 @@ class Controller:
         head, buffers = request.pickled
         inline, payload = place_head(head)
         message = wire.Call(
-            call.id, mesh.id, request.endpoint, members.encode(), call.output,
+            call.id, mesh.id, request.endpoint, members.encoded, call.output,
             inline=inline, label=what if request.reply else "", mailbox=request.mailbox,
             reply=request.reply, no_prompt=self.front_end.refusal(),
         )  # fmt: skip
@@ -270,7 +270,7 @@ class Controller:
             meant = call.members
             if ranks is not None:
                 meant = Region.of(mesh.extent).select(sorted(call.waiting.intersection(ranks)))
-            mesh.tell(wire.Cancel(mesh.id, id, meant.encode(), insist))
+            mesh.tell(wire.Cancel(mesh.id, id, meant.encoded, insist))
 
         self.submit(send)
 

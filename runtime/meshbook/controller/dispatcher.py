@@ -200,17 +200,17 @@ class Dispatcher:
 
     def _on_message(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
         try:
-            self._dispatch(host, message, payload)
+            if not isinstance(message, wire.Replies):
+                self._dispatch(host, message, payload)
+            elif not host.bulk_in.hold_back(message, payload):  # the path of every call
+                self._on_replies(host, message, payload)
         except (*wire.MALFORMED, PeerProtocolError):
             raise
         except Exception as error:
             tell(error, f"a message of host {host.name}")  # it costs this message, not the meshes, nor the host
 
     def _dispatch(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
-        if isinstance(message, wire.Replies):  # the path of every call
-            if not host.bulk_in.hold_back(message, payload):
-                self._on_replies(host, message, payload)
-            return
+        assert not isinstance(message, wire.Replies)
         check(host, message, self.meshes)
         match message:
             case wire.Call() | wire.Cancel():
@@ -346,9 +346,9 @@ class Dispatcher:
         call = self.calls.find(message.id)
         if call is not None and (mesh := self.meshes.get(call.mesh)) is not None and len(mesh.hosts) > 1:
             check_ranks(host, mesh, [reply.rank for reply in message.replies])
-        buffers = [
-            self.payloads.receive(host, reply) if reply.bulk or reply.segment else () for reply in message.replies
-        ]  # also where nobody waits for them: that gives them back
+        buffers: list[Sequence[object]] = []
+        for reply in message.replies:  # also where nobody waits for them: that gives them back
+            buffers.append(self.payloads.receive(host, reply) if reply.bulk or reply.segment else ())
         if call is not None:
             self.calls.answer(call, message, frames, buffers)
         else:

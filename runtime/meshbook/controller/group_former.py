@@ -199,7 +199,7 @@ class GroupFormer:
         mesh = self._mesh
         target = [rank for rank in range(mesh.extent.nelements) if rank not in mesh.lost and rank not in spare]
         if target:
-            encoded = Region.of(mesh.extent).select(target).encode()
+            encoded = Region.of(mesh.extent).select(target).encoded
             self._mesh.tell(wire.AbortGroups(mesh.id, encoded, self._next_id(), why or self.why, tuple(groups)))
 
     def end_draining(self) -> None:
@@ -253,7 +253,7 @@ class GroupFormer:
         call.when_ended(lambda: self._own.discard(call.id))
         self._calls.open(call, None)
         pickled, _ = dumps((args, {}), what=call.what)
-        message = wire.Call(call.id, self._mesh.id, endpoint, call.members.encode(), inline=pickled, label=call.what)
+        message = wire.Call(call.id, self._mesh.id, endpoint, call.members.encoded, inline=pickled, label=call.what)
         for host in self._mesh.hosts:
             host.send(message)
 
@@ -282,7 +282,7 @@ class GroupFormer:
             return
         forming.give_up_at = math.inf
         self.why = f"{self.name_late()} did not come"
-        self._mesh.tell(wire.Cancel(self._mesh.id, forming.call.id, forming.call.members.encode()))
+        self._mesh.tell(wire.Cancel(self._mesh.id, forming.call.id, forming.call.members.encoded))
 
     def is_forming(self, call: OpenCall) -> bool:
         """Whether it is the attempt that is under way."""

@@ -90,7 +90,10 @@ class SocketTurn:
                 self._rest.wait(_LOOK_S)
                 continue
             with self._turn:
-                self._go_on(None)
+                try:
+                    self._serve(None)
+                except Exception as error:
+                    self._rest_from(error)
 
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """On the main thread: serve until ``done()``, the timeout, or an interrupt, which is raised afterwards.
@@ -122,20 +125,21 @@ class SocketTurn:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         break
-                    self._go_on(left)
+                    try:
+                        self._serve(left)
+                    except Exception as error:
+                        self._rest_from(error)
             finally:
                 self._turn.release()
         finally:
             self._rest_until = time.monotonic() + REST_S
             self._driving = False
 
-    def _go_on(self, timeout_s: float | None) -> None:
-        """Serve once; a fault of ours costs what was served just then, not the thread."""
-        try:
-            self._serve(timeout_s)
-        except Exception as error:
-            tell(error, "the thread of the hosts")
-            time.sleep(_LOOK_S)  # it may be met again at once
+    @staticmethod
+    def _rest_from(error: Exception) -> None:
+        """A fault of ours costs what was served just then, not the thread."""
+        tell(error, "the thread of the hosts")
+        time.sleep(_LOOK_S)  # it may be met again at once
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._interrupted = True

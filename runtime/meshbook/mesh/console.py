@@ -64,18 +64,19 @@ class ProcessFrontEnd:
     """The front end of this process: the terminal, until a notebook extension puts itself in its place.
 
     output_source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
-    prompt_handler: answers ranks that stop at breakpoints. current: returns the mesh that a notebook calls current.
+    current: returns the mesh that a notebook calls current.
     """
 
     def __init__(self) -> None:
         self.output_source: OutputSource | None = None
-        self.prompt_handler: PromptHandler = ConsolePromptHandler()
+        self.have_prompts_answered(ConsolePromptHandler())
         self.current: Callable[[], ProcMesh] = _no_current_mesh
 
-    def refusal(self) -> str:
-        return self.prompt_handler.refusal()
+    def have_prompts_answered(self, by: PromptHandler) -> None:
+        """Have ``by`` answer ranks that stop at breakpoints."""
+        self._prompt_handler, self.refusal = by, by.refusal
 
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         procs = ProcMesh(controller, mesh, call.members)
-        if self.prompt_handler.attend(procs, lambda: call.is_told):
+        if self._prompt_handler.attend(procs, lambda: call.is_told):
             raise LeftStopped(call.what, mesh.stopped_ranks.of(procs.ranks))

@@ -163,7 +163,7 @@ def current_procs() -> ProcMesh:
 
 def set_prompt_handler(prompt_handler: PromptHandler | None) -> None:
     """Have ``prompt_handler`` answer ranks that stop at breakpoints; without one: the terminal, where there is one."""
-    _driven.front_end.prompt_handler = prompt_handler or ConsolePromptHandler()
+    _driven.front_end.have_prompts_answered(prompt_handler or ConsolePromptHandler())
 
 
 def prewarm() -> None:

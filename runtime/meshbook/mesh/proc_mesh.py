@@ -379,7 +379,8 @@ class ProcMesh(MeshView):
         roots: Mapping[str, object] | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
-        self._present()
+        if self._generation != self._mesh.generation:  # `_present`, on the path of every call
+            raise stale_view(self._mesh)
         if self._mesh.before_calls:
             _call_living(self._mesh.before_calls)
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)

@@ -44,6 +44,8 @@ class Members(ABC):
     """Some members of a mesh, arranged by an extent. Immutable; every view is a new object."""
 
     extent: Extent
+    encoded: tuple[Piece, ...]
+    """Few slices whose ranks, one after the other, are those of `ranks`."""
 
     @abstractmethod
     def ranks(self) -> Iterator[int]:
@@ -53,9 +55,14 @@ class Members(ABC):
     def find(self, rank: int) -> int | None:
         """The position of base rank ``rank`` in C order, or None if it is no member."""
 
-    @abstractmethod
-    def encode(self) -> tuple[Piece, ...]:
-        """Few slices whose ranks, one after the other, are those of `ranks`."""
+    @cached_property
+    def rank_set(self) -> frozenset[int]:
+        """The members' base ranks; each call asks for them."""
+        return frozenset(self.ranks())
+
+    def __getstate__(self) -> dict[str, object]:
+        """What it is, without what was made of that."""
+        return {name: value for name, value in vars(self).items() if name not in ("rank_set", "_positions")}
 
     @abstractmethod
     def _places(self) -> Region:
@@ -230,7 +237,9 @@ class Region(Members):
             raise LayoutError(f"axes overlap in {self.layout}; a stride must exceed all that lies inside it")
         offset, sizes, strides = self.layout
         used = tuple(stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True))
-        object.__setattr__(self, "layout", Piece(offset, sizes, used))  # so that equal views are equal
+        layout = Piece(offset, sizes, used)  # so that equal views are equal
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "encoded", (layout,))
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Region:
@@ -253,9 +262,6 @@ class Region(Members):
     def find(self, rank: int) -> int | None:
         return self.layout.find(rank)
 
-    def encode(self) -> tuple[Piece, ...]:
-        return (self.layout,)
-
     def _places(self) -> Region:
         return self
 
@@ -276,7 +282,8 @@ class Picked(Members):
     def find(self, rank: int) -> int | None:
         return self._positions.get(rank)
 
-    def encode(self) -> tuple[Piece, ...]:
+    @cached_property
+    def encoded(self) -> tuple[Piece, ...]:  # type: ignore[override]
         return group(self.members)
 
     @cached_property

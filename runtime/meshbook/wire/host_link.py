@@ -112,11 +112,12 @@ class HostLink:
         return not waits and all(link.unacked_bytes == 0 for link in self._links.values())
 
     def _send_or_wait(self, header: bytes, payload: Sequence[Buffer]) -> None:
-        if self.backlog or self._links["calls"].full:
+        link = self._links["calls"]
+        if self.backlog or link.unacked_bytes >= link.max_unacked_bytes:  # `Link.full`, on the path of every call
             check_message(header, payload)
             self.backlog.append((header, payload))
-        else:
-            self._transmit("calls", header, payload)
+        elif not self.lost:
+            self._sock.send(self.id, "calls", link.send(header, payload))
 
     def _transmit(self, lane: LaneName, header: bytes, payload: Sequence[Buffer]) -> None:
         if not self.lost:

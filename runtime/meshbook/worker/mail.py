@@ -86,7 +86,7 @@ class MailCalls:
         head, buffers = request.pickled
         inline, payload = place_head(head)
         message = wire.Call(
-            id, request.mesh, request.endpoint, request.members.encode(), output, inline=inline,
+            id, request.mesh, request.endpoint, request.members.encoded, output, inline=inline,
             label=request.what if request.reply else "", mailbox=request.mailbox, reply=request.reply,
             segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain,
             generation=request.generation, origin=self.lanes.origin,
@@ -112,7 +112,7 @@ class MailCalls:
     def _cancel(self, id: int) -> None:
         """Ask for the end of a call on all of its members that have not answered."""
         if (call := self._table.find(id)) is not None:
-            cancel = wire.Cancel(call.mesh, id, call.members.encode(), False)
+            cancel = wire.Cancel(call.mesh, id, call.members.encoded, False)
             if not self.lanes.cancel(cancel):
                 self._channel.send(cancel)
 

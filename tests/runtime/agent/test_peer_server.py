@@ -111,7 +111,7 @@ def test_strangers_cost_the_agent_nothing(port: Port) -> None:
 
 def _call(port: Port, endpoint: str, argument: object, mailbox: int) -> tuple[bytes, list[Buffer]]:
     body = dumps(((argument,), {}), what="an attack")
-    target = Region.of(port.mesh.sizes).slice(hosts=1).encode()
+    target = Region.of(port.mesh.sizes).slice(hosts=1).encoded
     origin = wire.Origin(port.mesh.id, 0, 1)
     return wire.encode(
         wire.Call(1, port.mesh.id, endpoint, target, inline=body.head, mailbox=mailbox, origin=origin)

@@ -31,11 +31,11 @@ def same(members: Members, expected: np.ndarray[Any, Any]) -> bool:
     assert len(members) == members.size() == expected.size
     order = [int(rank) for rank in expected.flat]
     assert list(members.ranks()) == order
-    assert [rank for part in members.encode() for rank in part.ranks()] == order
-    assert sum(part.total for part in members.encode()) == len(order)
+    assert [rank for part in members.encoded for rank in part.ranks()] == order
+    assert sum(part.total for part in members.encoded) == len(order)
     universe = range(-2, 2 * max(order) + 3)
     assert [rank for rank in universe if members.has(rank)] == sorted(order)
-    assert [rank for rank in universe if any(part.has(rank) for part in members.encode())] == sorted(order)
+    assert [rank for rank in universe if any(part.has(rank) for part in members.encoded)] == sorted(order)
     for index, rank in enumerate(order):
         point = members.point(rank)
         assert point.rank == index
@@ -167,7 +167,7 @@ def test_rank_and_point_are_inverse(members: Region) -> None:
 @given(st.lists(st.integers(0, 60), unique=True))
 @quick
 def test_group_keeps_order_and_members(ranks: list[int]) -> None:
-    parts = Picked(Extent(("rank",), (len(ranks),)), tuple(ranks)).encode() if ranks else ()
+    parts = Picked(Extent(("rank",), (len(ranks),)), tuple(ranks)).encoded if ranks else ()
     assert [rank for part in parts for rank in part.ranks()] == ranks
     assert all(part.is_nested() for part in parts)
 
@@ -179,13 +179,13 @@ def test_encoding_of_ten_thousand_ranks_is_a_few_bytes() -> None:
         mesh.slice(hosts=slice(0, None, 2)),
         mesh.slice(gpus=slice(1, 5)).split(hosts=("a", "b"), b=5),
     ):
-        assert len(msgspec.msgpack.encode(view.encode())) < 40
-    assert len(mesh.pick(hosts=[*range(600), *range(700, 1250)], gpus=slice(0, 4)).encode()) == 2
-    assert len(mesh.pick(hosts=[7, 3, 1], gpus=slice(None)).encode()) == 2
+        assert len(msgspec.msgpack.encode(view.encoded)) < 40
+    assert len(mesh.pick(hosts=[*range(600), *range(700, 1250)], gpus=slice(0, 4)).encoded) == 2
+    assert len(mesh.pick(hosts=[7, 3, 1], gpus=slice(None)).encoded) == 2
 
 
 def test_slices_cross_the_wire_as_they_are() -> None:
-    parts = Region.of({"gpus": 8}).pick(gpus=[0, 1, 5]).encode()
+    parts = Region.of({"gpus": 8}).pick(gpus=[0, 1, 5]).encoded
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=tuple[Piece, ...]) == parts
 
 

@@ -62,9 +62,9 @@ def test_bytes_of_protocol_1_are_still_understood() -> None:
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 35))
 def test_a_target_has_exactly_the_ranks_of_its_members(hosts: int, gpus: int, rank: int) -> None:
     members = Region.of(dict(zip(("hosts", "gpus"), (hosts, gpus), strict=True))).slice(gpus=slice(0, None, 2))
-    assert wire.target_has(members.encode(), rank) == (rank in set(members.ranks()))
+    assert wire.target_has(members.encoded, rank) == (rank in set(members.ranks()))
 
 
 def test_a_target_of_ten_thousand_ranks_takes_a_few_bytes() -> None:
     members = Region.of(dict(zip(("hosts", "gpus"), (1250, 8), strict=True)))
-    assert len(wire.encode(wire.Call(1, 1, "push", members.encode()))) < 40
+    assert len(wire.encode(wire.Call(1, 1, "push", members.encoded))) < 40
