@@ -28,9 +28,10 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from meshbook.system.huge_pages import use_huge_pages
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import (
     die_with_parent,
@@ -67,6 +68,7 @@ IDLE_S = 1.0
 
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")
+_DONE = object()
 
 
 class _Fork(NamedTuple):
@@ -105,7 +107,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
         gc.freeze()  # keeps the collector of the children away from our objects, else it would copy their pages
         sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, why_not_to_fork())))
         flock = SpawnedWorkers()
-        child = _serve(sock, flock, later or [])
+        child = _serve(sock, flock, SpareWork(later or []))
         if child is None:
             flock.end()
             os._exit(0)
@@ -161,12 +163,42 @@ class SpawnedWorkers:
                 kill_session(pid)
 
 
-def _serve(sock: socket.socket, flock: SpawnedWorkers, later: list[str]) -> _Fork | None:
+class SpareWork:
+    """What a template does while nobody asks anything of it: imports that can wait, then its memory in huge pages."""
+
+    def __init__(self, later: list[str]) -> None:
+        self._later = later
+
+    def import_now(self) -> None:
+        """Another template is forked from here, and is to have these too."""
+        if self._later:
+            _import(self._later)
+            self._later.clear()
+            gc.freeze()
+
+    def do_until_asked(self, sock: socket.socket) -> None:
+        """Piece by piece, so that what comes on the socket does not wait for long."""
+        pieces, wait_s = self._pieces(), IDLE_S
+        while not select.select([sock], [], [], wait_s)[0]:
+            wait_s = 0.0
+            if next(pieces, _DONE) is _DONE:
+                return
+
+    def _pieces(self) -> Iterator[None]:
+        self.import_now()
+        yield
+        yield from use_huge_pages()
+
+
+def _serve(sock: socket.socket, flock: SpawnedWorkers, spare: SpareWork) -> _Fork | None:
     """Serve requests; returns in a forked child with what it became, or None when the agent is gone."""
-    while data := _next_request(sock, later):
+    while True:
+        spare.do_until_asked(sock)
+        if not (data := sock.recv(_PACKET_BYTES)):
+            return None
         request = decode_request(data)
         if isinstance(request, ForkTemplate):
-            _import_now(later)
+            spare.import_now()
         try:
             read, write = os.pipe()
             batch = os.fork()
@@ -182,20 +214,6 @@ def _serve(sock: socket.socket, flock: SpawnedWorkers, later: list[str]) -> _For
         os.close(read)
         if os.waitpid(batch, 0)[1]:
             os._exit(1)  # it was killed: nobody knows how far it came, so the agent gives up what it asked of us
-    return None
-
-
-def _next_request(sock: socket.socket, later: list[str]) -> bytes:
-    """Empty when the agent is gone."""
-    if later and not select.select([sock], [], [], IDLE_S)[0]:
-        _import_now(later)
-    return sock.recv(_PACKET_BYTES)
-
-
-def _import_now(later: list[str]) -> None:
-    _import(later)
-    later.clear()
-    gc.freeze()
 
 
 def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
