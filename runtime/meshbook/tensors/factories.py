@@ -11,8 +11,9 @@ from typing_extensions import Required, TypedDict, Unpack
 
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.distributed_mesh import Mesh, mesh_of
-from meshbook.tensors.mesh_tensor import MeshTensor, make, new_seed, place
+from meshbook.tensors.mesh_tensor import MeshTensor, make, new_seed
 from meshbook.tensors.operations import Factory
+from meshbook.tensors.placing import lay_out
 from meshbook.tensors.spec import ShardingSpec, to_placements
 
 
@@ -23,14 +24,14 @@ def distribute(
     *,
     placements: Sequence[Placement] | None = None,
 ) -> MeshTensor:
-    """Lay a tensor of this process out over a mesh; it is whole on every rank by default.
+    """Lay a tensor of this process out over a mesh; it is whole on every rank by default, else each keeps its part.
 
     sharding_spec: for each dim of the tensor the axis, or axes, that it is cut along, or None. placements: the same in
     torch's words, one for each axis of the mesh. Sizes need not be divisible.
     Raises: UnknownAxisError; UsageError if what is given does not fit the tensor.
     """
     mesh = mesh_of(mesh)
-    made = place(tensor, mesh, to_placements(mesh, tensor.shape, sharding_spec, placements))
+    made = lay_out(tensor, mesh, to_placements(mesh, tensor.shape, sharding_spec, placements))
     return made.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 

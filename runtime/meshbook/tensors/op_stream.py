@@ -163,9 +163,15 @@ class OpStream:
 
     def new_numbers(self, count: int) -> range:
         """So many at once."""
-        first = next(self._numbers)
-        self._numbers = itertools.count(first + count)
-        return range(first, first + count)
+        with self._lock:
+            first = next(self._numbers)
+            self._numbers = itertools.count(first + count)
+            return range(first, first + count)
+
+    def new_number_aside(self) -> TensorId:
+        """One for a thread that issues no operations."""
+        with self._lock:
+            return next(self._numbers)
 
     def issue(
         self,
@@ -203,15 +209,18 @@ class OpStream:
         return self._failed.get(number)
 
     def flush(self) -> None:
-        """Send what was issued so far."""
+        """Send what was issued so far; where the ranks are far behind, wait for them."""
+        self._send_issued()
+        while not self._sending and len(self._underway) > BATCHES_AHEAD:
+            self._settle()
+
+    def _send_issued(self) -> None:
         with self._lock:
             if self._sending or not (self._uses or self.freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
             batch = OperationBatch(self._templates, self._uses, self._take_freed(), anomalies.hunted)
             issued, self._templates, self._uses, self._issued = self._issued, [], [], []
             self._underway.append(_Underway(self.send("run", batch), issued))
-        while len(self._underway) > BATCHES_AHEAD:
-            self._settle()
 
     def replay(
         self,
@@ -254,6 +263,26 @@ class OpStream:
         if self.recorder is not None:
             self.recorder.note_put(method, number, args)
         self.follow(method, (number,), self.send(method, number, *args))
+
+    def give(self, made: Sequence[TensorId], sent: Sequence[tuple[ProcMesh, Any]], line: CodeLine) -> list[Future[Any]]:
+        """Have ranks take tensors of this process; any thread may, it does not wait for ranks.
+
+        sent: which ranks are given what, as `RankTensors.take` says. Returns: done when they have come as far.
+        """
+        with self._lock:
+            self._sending = True
+            try:
+                given = [procs.execute(rank_tensors.ask, self.name, "take", parts) for procs, parts in sent]
+            finally:
+                self._sending = False
+            for number in made:
+                self._failed.pop(number, None)
+            self._underway += [_Underway(future, [_Issued("distribute", line, made)]) for future in given]
+        return given
+
+    def give_up(self, made: Sequence[TensorId], error: MeshError) -> None:
+        """Tensors could not be made."""
+        self._failed.update(dict.fromkeys(made, error))
 
     def follow(
         self, operation: str, made: Sequence[TensorId], future: Future[ValueMesh[Any]], origin: Handle | None = None
@@ -311,7 +340,7 @@ class OpStream:
     def _before_call(self) -> None:
         if self.recorder is not None and not self._sending:
             self.recorder.refuse("it asks the ranks for a value, or calls them")
-        self.flush()
+        self._send_issued()  # calls of other threads come here as well: one thread alone settles
 
     def _take_freed(self) -> list[TensorId]:
         freed, self.freed = self.freed, []

@@ -127,6 +127,22 @@ class LocalPart(NamedTuple):
     """The tensor in whose memory it lies, and how many elements behind its beginning."""
 
 
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""A part of a tensor: where it begins and ends along each dim."""
+
+
+class SentTensor(NamedTuple):
+    """A tensor of the controller, as some of the ranks are sent it."""
+
+    number: TensorId
+    placements: Sequence[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pieces: Sequence[torch.Tensor]
+    parts: Mapping[int, tuple[int, Box]]
+    """What each rank is to keep: of which piece, and what of that."""
+
+
 class PartTransfer(NamedTuple):
     """A part that a rank is to be given by another one, which holds an equal part."""
 

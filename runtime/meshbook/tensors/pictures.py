@@ -10,8 +10,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from meshbook.errors import MeshError
 from meshbook.formatting import format_bytes, format_ranks, group_ranks, name_ranks
 from meshbook.tensors.mesh_tensor import MeshTensor
+from meshbook.tensors.operations import Box
 from meshbook.tensors.rank_tensors import SHOWN_ELEMENTS, TensorDescription
-from meshbook.tensors.resharding import Box, MeshEnd
+from meshbook.tensors.resharding import MeshEnd
 
 WIDTH, HEIGHT, LEAST = 240, 140, 24
 """Of the picture, in pixels: at most, and of its shorter side at least."""

@@ -32,6 +32,7 @@ from meshbook.tensors.operations import (
     PartTransfer,
     Recording,
     Replay,
+    SentTensor,
     Template,
     TensorId,
     TensorReference,
@@ -165,6 +166,19 @@ class RankTensors:
     def place(self, number: TensorId, whole: torch.Tensor, placements: Sequence[Placement]) -> None:
         """Take this rank's part of a tensor that all ranks were sent."""
         self._tensors[number] = RankTensor(self._operations.part_of(whole.to(self.mesh.device_type), placements))
+
+    def take(self, tensors: Sequence[SentTensor]) -> None:
+        """Keep this rank's parts of tensors of the controller, each in memory of its own and no more of it."""
+        taken: set[int] = set()
+        for sent in tensors:
+            piece, box = sent.parts[dist.get_rank()]
+            local = sent.pieces[piece][tuple(slice(*ends) for ends in box)].to(self.mesh.device_type)
+            memory = local.untyped_storage()
+            if memory.nbytes() > local.numel() * local.element_size() or memory.data_ptr() in taken:
+                local = local.clone(memory_format=torch.contiguous_format)
+            taken.add(memory.data_ptr())
+            part = LocalPart(sent.placements, sent.shape, sent.strides, local.dtype, tuple(local.shape), local.stride())
+            self.keep(sent.number, local, part)
 
     def make(self, number: TensorId, factory: Factory, placements: Sequence[Placement]) -> None:
         """Take this rank's part of a tensor that is made here."""

@@ -20,16 +20,13 @@ from meshbook.errors import UsageError
 from meshbook.tensors import rank_tensors
 from meshbook.tensors.mesh_tensor import MeshTensor, contiguous_strides
 from meshbook.tensors.op_stream import Handle
-from meshbook.tensors.operations import LocalPart, NewOutput, TensorId
+from meshbook.tensors.operations import Box, LocalPart, NewOutput, TensorId
 
 if TYPE_CHECKING:
     from meshbook.tensors.distributed_mesh import Mesh
 
 LayoutThere: TypeAlias = "tuple[Placement, ...] | Handle"
 """A placement per axis, or those that another tensor of the mesh has."""
-
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""A part of a tensor: where it begins and ends along each dim."""
 
 
 class _Move(torch.autograd.Function):
