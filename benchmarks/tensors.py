@@ -22,7 +22,8 @@ from meshbook.distributed import Mesh
 QUESTION = (
     "CPU time of the thread that issues operations, beside plain torch in turns: a small add, a step of AdamW on an "
     "MLP of 8 layers, the whole step as it is and recorded. Wall time of a transformer's step (4 layers, d 256) on 2 "
-    "ranks, written here and as SPMD with DDP on the same ranks. Memory per handle. Resharding beside one memcpy."
+    "ranks, written here and as SPMD with DDP on the same ranks. Memory per handle. Resharding, and sending a "
+    "tensor of this process, beside one memcpy; a loop over data that is read ahead."
 )
 RANKS = 2
 FLOATS = 4
@@ -37,6 +38,7 @@ def run(settings: Settings) -> Iterator[Figure]:
         yield from _recorded(over, settings)
         yield from _memory(over, settings)
         yield from _resharding(over, settings)
+        yield from _data(over, settings)
         yield from _transformer(over, procs, settings)
 
 
@@ -158,6 +160,37 @@ def _resharding(over: Mesh, settings: Settings) -> Iterator[Figure]:
     what, size = "reshard rows as columns", f"{size_bytes / 1e6:.0f} MB"
     yield Figure("tensors", what, size, "memcpy", "GB/s", floor)
     yield Figure("tensors", what, size, "meshbook", "GB/s", ours, "memcpy", floor.median / ours.median)
+
+
+READ_S = 0.01
+"""What it takes to read a batch: as from a disk, without the processor."""
+
+
+def _data(over: Mesh, settings: Settings) -> Iterator[Figure]:
+    """Rows to their ranks beside one copy of the bytes; a loop whose batches are read ahead, and one that reads."""
+    whole, other, count = torch.ones(5000, 5000), torch.zeros(5000, 5000), 20
+
+    def spread() -> None:
+        meshbook.distribute(whole, over, ["gpus"])
+        over.stream.settle()
+
+    subjects: dict[str, Callable[[], Any]] = {"memcpy": lambda: other.copy_(whole), "meshbook": spread}
+    seconds = interleave(subjects, rounds=settings.count(10), per_round=1, warmup=2)
+    yield from side_by_side("tensors", "distribute rows", "100 MB", "ms", seconds)
+
+    def read() -> Iterator[torch.Tensor]:
+        for _ in range(count):
+            time.sleep(READ_S)
+            yield whole[:200]
+
+    def loop(prefetch: int) -> None:
+        for batch in meshbook.stream(read(), over, prefetch=prefetch):
+            (batch @ batch.T).sum().item()
+
+    subjects = {"read in the loop": lambda: loop(0), "meshbook": lambda: loop(2)}
+    seconds = interleave(subjects, rounds=settings.count(20), per_round=1, warmup=1)
+    each = {name: [loop_s / count for loop_s in samples] for name, samples in seconds.items()}
+    yield from side_by_side("tensors", f"a batch, {READ_S * 1e3:.0f} ms to read", "4 MB", "ms", each)
 
 
 # ---- a transformer, here and on the ranks --------------------------------------------------------------------------

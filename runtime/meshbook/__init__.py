@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from meshbook.tensors.mesh_tensor import MeshTensor
     from meshbook.tensors.modules import module_to_mesh
     from meshbook.tensors.recorded_steps import compile
+    from meshbook.tensors.streams import stream
 
 __all__ = [
     "Attachment",
@@ -86,6 +87,7 @@ __all__ = [
     "sessions",
     "shutdown",
     "start_hosts",
+    "stream",
     "this_host",
     "zeros",
 ]
@@ -112,6 +114,7 @@ _FOUND_IN = {
     "tensors.mesh_tensor": ("MeshTensor",),
     "tensors.modules": ("module_to_mesh",),
     "tensors.recorded_steps": ("compile",),
+    "tensors.streams": ("stream",),
 }  # fmt: skip
 """Fetched when asked for: agents and workers, which import this package first, need nothing that drives meshes."""
 
