@@ -81,6 +81,8 @@ def test_machines_are_sent_the_blocks_of_their_ranks_once(mesh2x2: ProcMesh) -> 
         assert torch.equal(x.full_tensor(), whole)
         assert x.placements == tuple(placements)
     assert whole.nbytes > CUT_BYTES
+    for batch in meshbook.stream([whole] * 4, mesh, ["hosts", "gpus"]):
+        assert torch.equal(batch.full_tensor(), whole)
 
     def sent(*placements: Placement, ranks: tuple[int, ...]) -> SentTensor:
         boxes = MeshEnd("", mesh.shape, mesh.procs.ranks).boxes(whole.shape, placements)
