@@ -15,7 +15,7 @@ class RunningKernel:
 
     def __init__(self, name: str = "python3", **start_options: Any) -> None:
         self.manager = KernelManager(kernel_name=name)
-        self.manager.start_kernel(**start_options)
+        self.manager.start_kernel(extra_arguments=["--log-level=ERROR"], **start_options)
         self.client: BlockingKernelClient = self.manager.blocking_client()
         self.client.start_channels()
 
