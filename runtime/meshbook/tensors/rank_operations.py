@@ -26,6 +26,7 @@ from meshbook.tensors.operator_rules import (
     is_mean_of_unequal,
     is_uneven,
 )
+from meshbook.tensors.partial_sums import end_sums
 
 aten = torch.ops.aten
 
@@ -70,8 +71,7 @@ class Operations:
         """Do an operation; returns its results. Raises: whatever it does."""
         tensors = [self.read(operand) for operand in operands]
         if not template.is_linear or len({tensor.placements for tensor in tensors}) > 1:
-            for tensor in tensors:
-                end_sum(tensor)
+            end_sums(tensors)
         args, kwargs = template.fill(use, tensors)
         targets = [target for argument in template.written for target in listed(argument.of(args, kwargs))]
         written = [o for o, tensor in zip(operands, tensors, strict=True) if any(tensor is each for each in targets)]
@@ -97,7 +97,7 @@ class Operations:
         self, result: DTensor, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]
     ) -> RankTensor:
         if any(placement.is_partial() and type(placement) is not Partial for placement in result.placements):
-            end_sum(result)  # it remembers what it was made of, for one use
+            end_sums([result])  # it remembers what it was made of, for one use
         if not template.is_view or len(operands) != 1:
             return RankTensor(result)
         base = operands[0]
@@ -124,7 +124,7 @@ class Operations:
     def _whole_view(self, operand: RankTensor, wholes: dict[int, torch.Tensor]) -> Any:
         """A view of the whole of its root, which is put into ``wholes``."""
         if operand.made is None:
-            end_sum(operand.tensor)
+            end_sums([operand.tensor])
             return wholes.setdefault(id(operand.root), full(operand.tensor).clone())
         template, use, base = operand.made
         args, kwargs = template.fill(use, [self._whole_view(base, wholes)])
@@ -204,18 +204,6 @@ class Operations:
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
             part._local_tensor = local.clone()
         return part
-
-
-def end_sum(tensor: DTensor) -> None:
-    """Have each rank hold values of the tensor itself where it holds a part of a sum, say."""
-    lay_out(tensor, [Replicate() if each.is_partial() else each for each in tensor.placements])
-
-
-def lay_out(tensor: Any, placements: Sequence[Placement]) -> None:
-    """Have the ranks hold a tensor in another way."""
-    if tuple(placements) != tensor.placements:
-        laid = tensor.redistribute(placements=placements)
-        tensor._local_tensor, tensor._spec = laid._local_tensor, laid._spec
 
 
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

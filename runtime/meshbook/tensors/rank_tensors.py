@@ -39,7 +39,8 @@ from meshbook.tensors.operations import (
     Use,
 )
 from meshbook.tensors.operator_rules import CompiledTemplate
-from meshbook.tensors.rank_operations import Operations, RankTensor, full, lay_out
+from meshbook.tensors.partial_sums import lay_all_out
+from meshbook.tensors.rank_operations import Operations, RankTensor, full
 
 CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
@@ -216,10 +217,12 @@ class RankTensors:
 
     def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
         """Lay the first tensor of each pair out as the second; what has failed is left as it is."""
+        wanted = []
         for number, other in pairs:
             held, like = self._tensors.get(number), self._tensors.get(other)
             if isinstance(held, RankTensor) and isinstance(like, RankTensor):
-                lay_out(self._operations.read(held), like.tensor.placements)
+                wanted.append((self._operations.read(held), like.tensor.placements))
+        lay_all_out(wanted)
 
     def whole(self, number: TensorId) -> torch.Tensor | None:
         """The whole tensor, on the first rank of the mesh; a collective."""
