@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -256,3 +257,31 @@ def test_statistics_that_a_module_keeps_are_kept(grid: Mesh) -> None:
         assert torch.allclose(got.full_tensor(), wanted, atol=1e-5)
     for name, value in plain.state_dict().items():
         assert torch.allclose(model.state_dict()[name].full_tensor(), value, atol=1e-5), name
+
+
+def _collectives_so_far() -> int:
+    import torch.distributed as dist
+
+    return sum(getattr(group, "issued", 0) for group in dist.distributed_c10d._world.pg_map)
+
+
+def test_gradients_are_summed_together(grid: Mesh) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+    model = meshbook.module_to_mesh(copy.deepcopy(plain), grid)
+    x = torch.randn(6, 8)
+    spread = meshbook.distribute(x, grid, [tuple(grid.axes), None])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for each, given in ((plain, x), (model, spread)):
+        each(given).pow(2).sum().backward()
+    grid.stream.settle()
+    before = grid.procs.execute(_collectives_so_far).get(60)
+    for optimizer in optimizers:
+        optimizer.step()
+    grid.stream.settle()
+    after = grid.procs.execute(_collectives_so_far).get(60)
+    used = [b - a for a, b in zip(before.values(), after.values(), strict=True)]
+    assert 2 <= max(used) < 12, used  # of 24 gradients
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.full_tensor(), its, atol=1e-6)
+        assert torch.allclose(mine.grad.full_tensor(), its.grad, atol=1e-6)
