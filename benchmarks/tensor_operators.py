@@ -1,7 +1,8 @@
 """PyTorch's own database of operators, on mesh tensors: what is right in all layouts, what is refused, what is wrong.
 
-    python -m benchmarks.tensor_operators                        all of it, some minutes
+    python -m benchmarks.tensor_operators                        all of it
     python -m benchmarks.tensor_operators softmax nn.functional.gelu
+    python -m benchmarks.tensor_operators --axes 2               on two axes alone
     python -m benchmarks.tensor_operators --write docs/tensors.md
 
 Each operator gets sample inputs of its own in float32, with sizes that are not divisible among the ranks: on two ranks
@@ -12,9 +13,12 @@ dims, and twice in one dim. Values and gradients are compared with those of plai
 from __future__ import annotations
 
 import argparse
+import sys
+import textwrap
+import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ CUTS: dict[int, tuple[tuple[int | None, ...], ...]] = {
     2: ((0, None), (None, -1), (0, -1), (0, 0)),
 }
 """By the number of a mesh's axes: the dim that each of them cuts."""
+NAMESPACES = ("nn.functional.", "linalg.", "fft.", "special.", "masked.", "signal.", "_refs.")
 
 
 class Outcome:
@@ -48,8 +53,11 @@ class Outcome:
         return next((each for each in (WRONG, RANDOM, REFUSED, RIGHT) if self.counts[each]), "")
 
 
-def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3) -> dict[str, Outcome]:
-    """The outcome of each operator with float32 inputs, or of those named."""
+def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3, *, tell: bool = False) -> dict[str, Outcome]:
+    """The outcome of each operator with float32 inputs, or of those named.
+
+    tell: what is not right is told at once, and how far it is.
+    """
     from torch.testing._internal.common_methods_invocations import op_db
 
     found: dict[str, Outcome] = defaultdict(Outcome)
@@ -59,6 +67,11 @@ def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3) -> dict[str, 
                 _try(mesh, operator.name, operator.op, sample, found[operator.name])
                 if operator.inplace_variant is not None:
                     _try(mesh, operator.name, _on_copy(operator.inplace_variant), sample, found[f"{operator.name}_"])
+            for name in (operator.name, f"{operator.name}_") if tell else ():
+                if found[name].verdict in (WRONG, REFUSED):
+                    print(f"{found[name].verdict}: {name}: {found[name].why}", file=sys.stderr, flush=True)
+            if tell and not len(found) % 50:
+                print(f"{len(found)} operators", file=sys.stderr, flush=True)
     return {name: outcome for name, outcome in found.items() if outcome.verdict}
 
 
@@ -143,33 +156,62 @@ def _equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def table(found: dict[str, Outcome]) -> list[str]:
-    """For a document."""
-    counts = Counter(outcome.verdict for outcome in found.values())
-    named = {verdict: sorted(n for n, o in found.items() if o.verdict == verdict) for verdict in counts}
-    lines = [
-        f"Of {len(found)} operators {counts[RIGHT]} are right in all layouts, {counts[WRONG]} wrong; {counts[RANDOM]} "
-        f"give what chance, or memory, says (compared by shape); {counts[REFUSED]} are refused in some layout:",
-        "",
-        "| refused | with the words |",
-        "| --- | --- |",
-        *(f"| `{name}` | {found[name].why[:160].replace('|', '&#124;')} |" for name in named.get(REFUSED, [])),
-        "",
-        "Right: " + ", ".join(f"`{name}`" for name in named.get(RIGHT, [])) + ".",
-    ]
-    if named.get(WRONG):
-        lines += ["", "**Wrong**: " + ", ".join(f"`{name}`" for name in named[WRONG]) + "."]
-    return lines
+def table(found: Mapping[int, Mapping[str, Outcome]]) -> list[str]:
+    """For a document: found by the number of a mesh's axes."""
+    lines = [f"- {_summary(axes, outcomes)}" for axes, outcomes in found.items()]
+    for verdict in (WRONG, REFUSED):
+        rows = _rows(found, verdict)
+        if rows:
+            lines += ["", f"| {verdict} | axes | why |", "| --- | --- | --- |", *rows]
+    right = set.intersection(*({n for n, o in each.items() if o.verdict == RIGHT} for each in found.values()))
+    lines += ["", f"<details><summary>The {len(right)} that are right in all layouts</summary>", ""]
+    for group, names in sorted(_by_group(right).items()):
+        text = ", ".join(f"`{name.removeprefix(group)}`" for name in sorted(names))
+        lines += [*textwrap.wrap(f"**{group.rstrip('.') or 'torch'}**: {text}", 120, break_long_words=False), ""]
+    return [*lines, "</details>"]
+
+
+def _summary(axes: int, outcomes: Mapping[str, Outcome]) -> str:
+    counts = Counter(outcome.verdict for outcome in outcomes.values())
+    return (
+        f"on {' x '.join('2' * axes)} ranks, of {len(outcomes)} operators: {counts[RIGHT]} right in all layouts, "
+        f"{counts[WRONG]} wrong, {counts[REFUSED]} refused in some layout; {counts[RANDOM]} give what chance, or "
+        "memory, says (compared by shape)"
+    )
+
+
+def _rows(found: Mapping[int, Mapping[str, Outcome]], verdict: str) -> list[str]:
+    """One for each operator and its words, with the numbers of axes for which they are said."""
+    said: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for axes, outcomes in found.items():
+        for name, outcome in outcomes.items():
+            if outcome.verdict == verdict:
+                said[name, outcome.why[:160].replace("|", "&#124;")].append(str(axes))
+    return [f"| `{name}` | {', '.join(axes)} | {why} |" for (name, why), axes in sorted(said.items())]
+
+
+def _by_group(names: Iterable[str]) -> dict[str, list[str]]:
+    """By namespace, with its point; names of torch itself under the empty name."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[next((each for each in NAMESPACES if name.startswith(each)), "")].append(name)
+    return groups
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="operators on mesh tensors beside plain torch")
     parser.add_argument("names", nargs="*", help="of operators; all by default")
-    parser.add_argument("--samples", type=int, default=3, help="inputs for each operator")
+    parser.add_argument("--samples", type=int, default=2, help="inputs for each operator")
+    parser.add_argument("--axes", type=int, nargs="*", choices=list(CUTS), default=list(CUTS), help="of meshes to try")
     parser.add_argument("--write", type=Path, help="a document whose table of operators to replace")
     arguments = parser.parse_args()
-    with this_host().spawn_procs({"gpus": 2}, name="operators") as procs:
-        lines = table(sweep(Mesh(procs), arguments.names, arguments.samples))
+    found: dict[int, dict[str, Outcome]] = {}
+    for axes in arguments.axes:
+        begun = time.monotonic()
+        with this_host().spawn_procs(dict.fromkeys("xy"[:axes], 2), name="operators") as procs:
+            found[axes] = sweep(Mesh(procs), arguments.names, arguments.samples, tell=True)
+        print(f"{axes} axes: {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    lines = table(found)
     print("\n".join(lines))
     if arguments.write:
         replace_block(arguments.write, "operators", "\n".join(lines) + "\n")
