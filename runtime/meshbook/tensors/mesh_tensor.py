@@ -57,6 +57,8 @@ class MeshTensor(torch.Tensor):
 
     mesh: Mesh
     _handle: Handle
+    _viewed = False
+    """Whether there was a view of it."""
 
     @staticmethod
     def _of(mesh: Mesh, output: NewOutput, number: int) -> MeshTensor:
@@ -303,6 +305,8 @@ def dispatch(
             _known.clear()
         _known[operator, read, named] = known
     mesh = mesh or _mesh_of(tensors)
+    if known.is_view:
+        tensors[0]._viewed = True
     if known.draws:
         numbers.append(float(new_seed()))
     return _issue(mesh, known, tensors, numbers)
@@ -383,7 +387,12 @@ def _view_in_place(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The tensor becomes a view of what it was."""
+    """The tensor becomes a view of what it was.
+
+    Raises: UsageError if autograd knows views of the tensor: it would take them for others.
+    """
+    if args[0]._viewed and args[0].requires_grad and torch.is_grad_enabled():
+        raise UsageError(f"{operator} of a tensor that needs a gradient, and has views, would spoil theirs: use {view}")
     made = dispatch(view, args, kwargs)
     with torch._C._DisableTorchDispatch():
         operator(*args, **kwargs)  # its shape and strides: there is nothing else here

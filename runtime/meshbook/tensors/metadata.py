@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from meshbook.errors import UsageError
-from meshbook.tensors.operations import NewOutput, NumberPlace, Template, TensorPlace, is_random, written_arguments
+from meshbook.tensors.operations import (
+    NewOutput,
+    NumberPlace,
+    Template,
+    TensorPlace,
+    gives_alias,
+    is_random,
+    written_arguments,
+)
 
 aten = torch.ops.aten
 
@@ -42,6 +50,8 @@ class Metadata(NamedTuple):
     draws: bool
     writes: tuple[int, ...]
     """Which of its tensors it writes to."""
+    is_view: bool
+    """Whether its results are views, of which autograd keeps account."""
 
 
 class NotOnMesh(Exception):
@@ -84,8 +94,7 @@ def _view_of(operator: torch._ops.OpOverload[..., Any]) -> torch._ops.OpOverload
     packet = getattr(aten, operator._schema.name.removeprefix("aten::").removesuffix("_"), None)
     for overload in packet.overloads() if packet is not None else ():
         view: torch._ops.OpOverload[..., Any] = getattr(packet, overload)
-        gives_view = any(result.alias_info is not None for result in view._schema.returns)
-        if gives_view and _types(view) == _types(operator):
+        if gives_alias(view) and _types(view) == _types(operator):
             return view
     raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
 
@@ -114,7 +123,7 @@ def learn(
         raise ViewInPlace(_view_of(operator))
     metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
     places = _Places()
-    template_args = [places.put(argument, tensors) for argument in args]
+    template_args = [places.put(argument, tensors) for argument in _with_dims_from_the_first(operator, args)]
     template_kwargs = {name: places.put(value, tensors) for name, value in kwargs.items()}
     try:
         made = operator(
@@ -142,7 +151,31 @@ def learn(
     template = Template(next(_numbers_of_templates), str(operator), template_args, template_kwargs)
     form = torch.Tensor if isinstance(made, torch.Tensor) else None if made is None else type(made)
     written = _written(operator, template_args, template_kwargs)
-    return Metadata(template, tuple(outputs), form, is_random(operator), written)
+    is_view = not written and operator is not aten.detach.default and gives_alias(operator)
+    return Metadata(template, tuple(outputs), form, is_random(operator), written, is_view)
+
+
+_OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")
+"""Operators, or arguments, for which a dim is not one of the first tensor."""
+
+
+def _with_dims_from_the_first(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments with dims counted from the first one: DTensor 2.13 takes some that are negative for whole ones."""
+    named = operator._schema.arguments
+    if not args or not isinstance(args[0], torch.Tensor) or not (count := args[0].dim()):
+        return args
+    if any(each in str(operator) or any(argument.name == each for argument in named) for each in _OF_OTHER_DIMS):
+        return args
+    return [
+        _from_the_first(value, count) if argument.name == "dim" else value
+        for argument, value in zip(named, args, strict=False)
+    ]
+
+
+def _from_the_first(dims: Any, count: int) -> Any:
+    if isinstance(dims, (list, tuple)):
+        return [_from_the_first(dim, count) for dim in dims]
+    return dims + count if type(dims) is int and -count <= dims < 0 else dims
 
 
 class _Places:

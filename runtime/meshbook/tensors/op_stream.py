@@ -338,7 +338,8 @@ class OpStream:
                 self._sending = False
 
     def _before_call(self) -> None:
-        if self.recorder is not None and not self._sending:
+        sends = any(isinstance(stream, OpStream) and stream._sending for stream in anomalies.streams)
+        if self.recorder is not None and not sends:
             self.recorder.refuse("it asks the ranks for a value, or calls them")
         self._send_issued()  # calls of other threads come here as well: one thread alone settles
 

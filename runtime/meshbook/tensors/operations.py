@@ -13,6 +13,15 @@ import torch
 
 TensorId: TypeAlias = int
 
+_OPERATORS = torch.library.Library("meshbook", "DEF")  # type: ignore[no-untyped-call]
+_OPERATORS.define("lay_out(Tensor(a) self, int axis, int? dim) -> Tensor(a)")  # type: ignore[no-untyped-call]
+_OPERATORS.impl(  # type: ignore[no-untyped-call]
+    "lay_out", lambda tensor, axis, dim: torch.ops.aten.alias(tensor), "CompositeExplicitAutograd"
+)
+
+LAY_OUT: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.lay_out.default
+"""The same tensor; on the ranks cut in a dim, or whole, along one axis of the mesh."""
+
 
 class TensorPlace(NamedTuple):
     """Where a tensor of the use is to be put."""
@@ -175,6 +184,11 @@ def find_operator(name: str) -> torch._ops.OpOverload[..., Any]:
 def is_random(operator: torch._ops.OpOverload[..., Any]) -> bool:
     """Whether an operator draws numbers; the last number of its uses is the seed for that."""
     return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def gives_alias(operator: torch._ops.OpOverload[..., Any]) -> bool:
+    """Whether results are in the memory of an argument: views, or what was written."""
+    return any(result.alias_info is not None for result in operator._schema.returns)
 
 
 _WRITES_UNSAID = {torch.ops.aten.native_batch_norm.default: (3, 4)}

@@ -7,12 +7,13 @@ parts where that is all the same (`ATTENTION`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshbook.tensors.operations import (
     NumberPlace,
@@ -20,6 +21,7 @@ from meshbook.tensors.operations import (
     TensorPlace,
     Use,
     find_operator,
+    gives_alias,
     is_random,
     written_arguments,
 )
@@ -36,7 +38,8 @@ APART = frozenset(
 
 WHOLE = frozenset(
     {
-        "argmax", "argmin", "gather", "index_copy", "multi_margin_loss_backward", "multilabel_margin_loss_backward",
+        "_index_put_impl", "argmax", "argmin", "gather", "index_copy", "index_put",
+        "multi_margin_loss_backward", "multilabel_margin_loss_backward",
         "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "squeeze_copy", "view_copy",
     }
 )  # fmt: skip
@@ -52,6 +55,9 @@ EASY_VIEWS = frozenset(
     }
 )  # fmt: skip
 """Views for which it is all the same to DTensor whether parts are equal."""
+
+UNVIEWS = frozenset({aten._unsafe_view.default, aten.slice_backward.default})
+"""No views, and as hard for DTensor where parts are unequal."""
 
 ALONG_BATCH = frozenset(
     {
@@ -74,6 +80,19 @@ GRADED = frozenset({aten.mkldnn_rnn_layer.default})
 """Operators that give what their gradients need only where gradients are wanted."""
 
 
+WRITTEN_APART = frozenset({aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+"""Operators that work in place and that DTensor does rightly, as it does those that are pointwise. Of others it may
+take the tensor for one that lies in another way afterwards."""
+
+BEARS_NOTHING = frozenset(
+    {
+        aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.embedding.default, aten.mm.default,
+        aten.sum.default, aten.sum.dim_IntList,
+    }
+)  # fmt: skip
+"""Operators that DTensor does rightly where a rank's part is empty, as it does those that are pointwise."""
+
+
 class CompiledTemplate:
     """A template with its operator found."""
 
@@ -83,15 +102,24 @@ class CompiledTemplate:
         self.args, self.kwargs = template.args, template.kwargs
         schema = self.operator._schema
         self.written = written_arguments(self.operator)
-        self.is_view = not self.written and any(result.alias_info is not None for result in schema.returns)
+        self.is_view = not self.written and gives_alias(self.operator)
+        self.needs_equal_parts = self.operator in UNVIEWS or (self.is_view and self.operator not in EASY_VIEWS)
         self.is_random = is_random(self.operator)
+        self.is_fused = self.name.startswith("aten._fused_") and bool(self.written)
         base_name = self.name.split(".")[1].removesuffix("_")
         named = zip(schema.arguments, self.args, strict=False)
         reduces_all = any(argument.name == "dim" and value == [] for argument, value in named)
-        self.is_on_whole = self.is_random or base_name in WHOLE or reduces_all  # DTensor takes [] for no dim
+        is_pointwise = torch.Tag.pointwise in self.operator.tags
+        is_written_apart = is_pointwise or base_name.startswith("_foreach_") or self.operator in WRITTEN_APART
+        self.is_on_whole = (
+            self.is_random or base_name in WHOLE
+            or reduces_all  # DTensor takes [] for no dim
+            or (bool(self.written) and not is_written_apart and not self.is_fused)
+        )  # fmt: skip
         """Whether DTensor has no way to do it on shards."""
         self.is_linear = self.is_view or self.operator in LINEAR
-        self.is_fused = self.name.startswith("aten._fused_") and bool(self.written)
+        self.bears_nothing = self.is_view or is_written_apart or self.operator in BEARS_NOTHING
+        """Whether it may be done where a rank's part is empty: a maximum of nothing fails, on that rank alone."""
         self.along_batch = self.operator in ALONG_BATCH
         self.apart = decomposition_table[self.operator] if self.operator in APART else None
 
@@ -122,8 +150,10 @@ def has_no_way(error: Exception) -> bool:
     return isinstance(error, NotImplementedError)
 
 
-def is_uneven(tensor: DTensor) -> bool:
-    """Whether parts of different sizes make it."""
+def is_unequal(tensor: DTensor) -> bool:
+    """Whether parts of different sizes make it, or none: DTensor 2.13 divides no elements without end."""
+    if not tensor.numel():
+        return True
     sizes = [1] * tensor.dim()
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
@@ -131,16 +161,33 @@ def is_uneven(tensor: DTensor) -> bool:
     return any(size % parts for size, parts in zip(tensor.shape, sizes, strict=True))
 
 
+def has_empty_part(tensor: DTensor) -> bool:
+    """Whether a rank has nothing of it, since it is cut into more parts than it has rows, say."""
+    if not tensor.numel():
+        return True
+    if all(type(placement) is not Shard for placement in tensor.placements):
+        return False
+    return _has_empty_part(tensor.shape, tensor.placements, tensor.device_mesh.shape)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _has_empty_part(shape: Sequence[int], placements: Sequence[Placement], axes: Sequence[int]) -> bool:
+    sizes = [{size} for size in shape]
+    for placement, parts in zip(placements, axes, strict=True):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = {part for size in sizes[placement.dim] for part in _chunks(size, parts)}
+    return any(0 in each for each in sizes)
+
+
+def _chunks(size: int, parts: int) -> set[int]:
+    """The sizes of what `torch.chunk` makes, and of those parts for which nothing is left."""
+    step = max(1, -(-size // parts))
+    return {max(0, min(step, size - at * step)) for at in range(parts)}
+
+
 def is_mean_of_unequal(made: DTensor, tensors: Sequence[DTensor]) -> bool:
     """Whether a mean is to be the mean of those of parts of different sizes: DTensor 2.13 does that for losses."""
-    for axis, placement in enumerate(made.placements):
-        if not placement.is_partial("avg"):
-            continue
-        for tensor in tensors:
-            cut = tensor.placements[axis]
-            if isinstance(cut, Shard) and tensor.shape[cut.dim] % made.device_mesh.size(axis):
-                return True
-    return False
+    return any(each.is_partial("avg") for each in made.placements) and any(map(is_unequal, tensors))
 
 
 def by_heads(
@@ -149,6 +196,8 @@ def by_heads(
     """The arguments of attention, all laid out as the queries, if these are cut along items and heads at most."""
     query = args[[argument.name for argument in operator._schema.arguments].index("query")]
     if not all(each.is_replicate() or each.is_shard(0) or each.is_shard(1) for each in query.placements):
+        return None
+    if has_empty_part(query):  # native code divides by the number of items
         return None
     unlike = any(each.shape[:2] != query.shape[:2] for each in args if isinstance(each, DTensor))
     if unlike or kwargs.get("attn_mask") is not None:  # heads share keys, or a mask is for all of them

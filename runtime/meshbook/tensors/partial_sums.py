@@ -5,8 +5,9 @@ The gradients of parameters that are whole on every rank are such sums; a collec
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,63 @@ BUCKET_BYTES = 25 << 20
 def end_sums(tensors: Sequence[DTensor]) -> None:
     """Have each rank hold values of the tensors themselves where it holds a part of a sum, say."""
     if sums := [tensor for tensor in tensors if any(each.is_partial() for each in tensor.placements)]:
-        lay_all_out([(t, [Replicate() if each.is_partial() else each for each in t.placements]) for t in sums])
+        lay_all_out([(tensor, _ended(tensor)) for tensor in sums])
+
+
+class Holder(Protocol):
+    """Who has a tensor."""
+
+    tensor: DTensor
+    sum: SharedSum | None
+
+
+class SharedSum(NamedTuple):
+    """A sum of which ranks hold parts, and of which there are views."""
+
+    whole: DTensor
+    """All of the memory."""
+    holders: list[weakref.ref[Holder]]
+    """Who has it, and its views."""
+
+
+def share_sum(view: Holder, base: Holder) -> None:
+    """Know of a view that shares the memory of its base; where that is no sum nothing needs to be known."""
+    if not any(each.is_partial() for each in view.tensor.placements):
+        return
+    if base.sum is None:
+        base.sum = SharedSum(_said_to_lie(base.tensor, base.tensor.placements), [weakref.ref(base)])
+    base.sum.holders.append(weakref.ref(view))
+    view.sum = base.sum
+
+
+def end_shared_sums(operands: Sequence[Holder]) -> None:
+    """As `end_sums`. Where views share memory the values are put there, so that they go on to do so."""
+    alone: list[DTensor] = []
+    for operand in operands:
+        if not any(each.is_partial() for each in operand.tensor.placements):
+            continue
+        shared, operand.sum = operand.sum, None
+        alive = [holder for each in shared.holders if (holder := each()) is not None] if shared else []
+        if shared is None or len(alive) == 1:
+            alone.append(operand.tensor)
+            continue
+        memory, laid = shared.whole.to_local(), shared.whole.redistribute(placements=_ended(shared.whole))
+        memory.copy_(laid.to_local())
+        for holder in alive:
+            if holder.tensor.to_local().untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+                holder.tensor._spec = _said_to_lie(holder.tensor, _ended(holder.tensor))._spec
+                holder.sum = None
+    end_sums(alone)
+
+
+def _ended(tensor: DTensor) -> list[Placement]:
+    return [Replicate() if each.is_partial() else each for each in tensor.placements]
+
+
+def _said_to_lie(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A tensor of the same parts."""
+    told: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(tensor.to_local(), tensor.device_mesh, placements, **told)
 
 
 def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> None:

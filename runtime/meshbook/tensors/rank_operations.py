@@ -7,26 +7,26 @@ so they do not depend on the shape of the mesh, nor on the placements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from meshbook.tensors.operations import Use
+from meshbook.tensors.operations import LAY_OUT, Use
 from meshbook.tensors.operator_rules import (
     ATTENTION,
-    EASY_VIEWS,
     GRADED,
     CompiledTemplate,
     by_heads,
+    has_empty_part,
     has_no_way,
     is_cut_along_batch,
     is_mean_of_unequal,
-    is_uneven,
+    is_unequal,
 )
-from meshbook.tensors.partial_sums import end_sums
+from meshbook.tensors.partial_sums import SharedSum, end_shared_sums, end_sums, share_sum
 
 aten = torch.ops.aten
 
@@ -43,7 +43,9 @@ class RankTensor:
         self.tensor = tensor
         self.version: list[int] = [0] if base is None else base.version
         """How often the memory was written, in a list that all share who share the memory."""
-        self.made: tuple[CompiledTemplate, Use, RankTensor] | None = None
+        self.sum: SharedSum | None = None
+        """Of a sum whose parts are on the ranks: who else has them."""
+        self.made: Making | None = None
         """How a view was made that shares no memory with its base."""
         self.seen = 0
         """The base's version at that time."""
@@ -53,12 +55,26 @@ class RankTensor:
         """Whether its base, or the base's base, was written since it was made."""
         if self.made is None:
             return False
-        base = self.made[2]
+        base = self.made.base
         return base.version[0] != self.seen or base.is_stale
 
     @property
     def root(self) -> RankTensor:
-        return self if self.made is None else self.made[2].root
+        return self if self.made is None else self.made.base.root
+
+
+class Making(NamedTuple):
+    """How a view was made of its base."""
+
+    template: CompiledTemplate
+    use: Use
+    base: RankTensor
+    at: int
+    """Which of the results it is, where there are several."""
+
+    def of(self, made: Any) -> Any:
+        """It, of what the operation gives."""
+        return made[self.at] if isinstance(made, (list, tuple)) else made
 
 
 class Operations:
@@ -71,7 +87,7 @@ class Operations:
         """Do an operation; returns its results. Raises: whatever it does."""
         tensors = [self.read(operand) for operand in operands]
         if not template.is_linear or len({tensor.placements for tensor in tensors}) > 1:
-            end_sums(tensors)
+            end_shared_sums(operands)
         args, kwargs = template.fill(use, tensors)
         targets = [target for argument in template.written for target in listed(argument.of(args, kwargs))]
         written = [o for o, tensor in zip(operands, tensors, strict=True) if any(tensor is each for each in targets)]
@@ -82,29 +98,33 @@ class Operations:
         for operand in written:
             operand.version[0] += 1
         results: list[Any] = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
-        return [self._known(result, template, use, operands) for result in results if result is not None]
+        return [self._known(each, template, use, operands, at) for at, each in enumerate(results) if each is not None]
 
     def read(self, operand: RankTensor) -> DTensor:
         """The values as they are now."""
         if operand.made is not None and operand.is_stale:
-            template, use, base = operand.made
+            template, use, base, _ = operand.made
             args, kwargs = template.fill(use, [self.read(base)])
-            operand.tensor, operand.seen = self._do(template, use, args, kwargs, [base.tensor]), base.version[0]
+            made = self._do(template, use, args, kwargs, [base.tensor])
+            operand.tensor, operand.seen = operand.made.of(made), base.version[0]
             operand.version[0] += 1  # for views of it
         return operand.tensor
 
     def _known(
-        self, result: DTensor, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]
+        self, result: DTensor, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor], at: int
     ) -> RankTensor:
+        """at: which of the results it is."""
         if any(placement.is_partial() and type(placement) is not Partial for placement in result.placements):
             end_sums([result])  # it remembers what it was made of, for one use
         if not template.is_view or len(operands) != 1:
             return RankTensor(result)
         base = operands[0]
         if base.made is None and _shares(result, base.tensor):
-            return RankTensor(result, base)
+            view = RankTensor(result, base)
+            share_sum(view, base)
+            return view
         view = RankTensor(result)
-        view.made, view.seen = (template, use, base), base.version[0]
+        view.made, view.seen = Making(template, use, base, at), base.version[0]
         return view
 
     def _write_through(
@@ -124,15 +144,17 @@ class Operations:
     def _whole_view(self, operand: RankTensor, wholes: dict[int, torch.Tensor]) -> Any:
         """A view of the whole of its root, which is put into ``wholes``."""
         if operand.made is None:
-            end_sums([operand.tensor])
+            end_shared_sums([operand])
             return wholes.setdefault(id(operand.root), full(operand.tensor).clone())
-        template, use, base = operand.made
+        template, use, base, _ = operand.made
         args, kwargs = template.fill(use, [self._whole_view(base, wholes)])
-        return template.operator(*args, **kwargs)
+        return operand.made.of(template.operator(*args, **kwargs))
 
     def _do(
         self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any], tensors: Sequence[DTensor]
     ) -> Any:
+        if template.operator is LAY_OUT:
+            return _along(*args)
         if template.is_fused:
             return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
         if template.apart is not None:
@@ -142,7 +164,8 @@ class Operations:
         if (
             template.is_on_whole
             or (template.along_batch and not is_cut_along_batch(template.operator, args))
-            or (template.is_view and template.operator not in EASY_VIEWS and any(map(is_uneven, tensors)))
+            or (template.needs_equal_parts and any(map(is_unequal, tensors)))
+            or (not template.bears_nothing and any(map(has_empty_part, tensors)))
         ):
             return self._do_on_whole(template, use, args, kwargs)
         try:
@@ -168,8 +191,9 @@ class Operations:
 
     def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Do an operation on whole tensors, on every rank, and keep this rank's part of what it wrote to."""
-        wholes = [_whole(argument) for argument in args]
-        named = {name: _whole(value) for name, value in kwargs.items()}
+        written = [argument.of(args, kwargs) for argument in template.written]
+        wholes = [_whole(value, own=any(value is each for each in written)) for value in args]
+        named = {name: _whole(value, own=any(value is each for each in written)) for name, value in kwargs.items()}
         made = self._draw_and_do(template, use, wholes, named)
         targets: dict[int, DTensor] = {}
         for argument in template.written:
@@ -206,6 +230,13 @@ class Operations:
         return part
 
 
+def _along(tensor: DTensor, axis: int, dim: int | None) -> DTensor:
+    """The tensor, cut or whole along one axis."""
+    wanted = [*tensor.placements]
+    wanted[axis] = Replicate() if dim is None else Shard(dim)
+    return tensor.redistribute(placements=wanted)
+
+
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -223,11 +254,12 @@ def _shares(view: DTensor, base: DTensor) -> bool:
     return not mine.numel() or mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: Any, *, own: bool = False) -> Any:
+    """own: in memory of its own, in order."""
     if isinstance(value, DTensor):
-        return full(value)
+        return full(value).clone(memory_format=torch.contiguous_format) if own else full(value)
     if isinstance(value, (list, tuple)):
-        return [_whole(each) for each in value]
+        return [_whole(each, own=own) for each in value]
     return value
 
 

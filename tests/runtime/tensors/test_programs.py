@@ -1,0 +1,64 @@
+"""Random programs on mesh tensors: values and gradients are those of plain torch, whatever is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.tensor_program_lines import Leaf, Program
+from benchmarks.tensor_programs import difference, try_programs
+from meshbook import ProcMesh
+from meshbook.distributed import Mesh
+
+SHORT_S, LONG_S = 6.0, 300.0
+
+
+def check(mesh: Mesh, seed: int, seconds: float) -> None:
+    found = list(try_programs(mesh, seed, seconds))
+    assert not any(found), "\n\n".join(map(str, filter(None, found)))
+    assert found
+
+
+def test_programs_do_what_plain_torch_does(square: ProcMesh) -> None:
+    check(Mesh(square), 0, SHORT_S)
+    check(Mesh(square).slice(dp=0), 1_000, SHORT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_programs_do_what_plain_torch_does(square: ProcMesh) -> None:
+    check(Mesh(square), 10_000, LONG_S)
+    check(Mesh(square).slice(dp=0), 20_000, LONG_S)
+
+
+def cut(shape: tuple[int, ...], *dims: int | None) -> Leaf:
+    return Leaf(shape, dims, seed=1, graded=True)
+
+
+FOUND = {
+    "views of a sum": Program(
+        (cut((5, 6), 0, None),), ("t1 = t0.T @ t0", "t2 = t1[1:3]", "t3 = t1[:, 1:]", "t2.mul_(2)", "t4 = t3 * 2")
+    ),
+    "no elements": Program((cut((3, 0, 2), 0, 1),), ("t1 = t0.reshape(-1, 2)", "t2 = t0.flatten()")),
+    "nothing on a rank": Program((cut((4, 1), None, 1),), ("t1 = t0.min()", "t2 = t0.max(0).values")),
+    "no item on a rank": Program(
+        (cut((1, 3, 6), 0, None),), ("t1 = torch.nn.functional.scaled_dot_product_attention(*[t0[None]] * 3)",)
+    ),
+    "negative dims": Program((cut((4, 7), 0, None),), ("t1 = t0.logcumsumexp(-2)",)),
+    "sums in place": Program(
+        (cut((6, 3, 1), 0, 1),), ("t1 = t0 * 2", "t1.index_add_(-3, torch.tensor([4]), t0.narrow(0, 4, 1))")
+    ),
+    "means of parts of parts": Program(
+        (cut((6, 1), 0, 0),), ("t1 = F.binary_cross_entropy_with_logits(t0, t0.detach().sigmoid())",)
+    ),
+    "one of several views": Program(
+        (cut((2, 7), 1, 0)._replace(graded=False),), ("t1 = t0.split(3, 1)[-1]", "t0.cumsum_(-1)")
+    ),
+    "slices": Program((cut((4,), 0, 0),), ("t1 = t0.diff(dim=-1)", "t2 = F.pad(t1, (0, -1))")),
+    "masks": Program((cut((3, 3), None, None),), ("t1 = t0[t0 > 0]", "t2 = laid(t1, None, 0)", "t3 = t2 * t1")),
+}
+"""Programs that were done otherwise."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_program_that_once_was_wrong_is_right(square: ProcMesh, name: str) -> None:
+    assert difference(FOUND[name], Mesh(square)) == ""
