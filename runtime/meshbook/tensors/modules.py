@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshbook.errors import UnknownAxisError, UsageError
 from meshbook.formatting import format_bytes
@@ -20,13 +21,14 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.factories import distribute
 from meshbook.tensors.mesh_tensor import MeshTensor
+from meshbook.tensors.parallel_styles import layouts_of, parameter_spec, read_style
 from meshbook.tensors.spec import ShardingSpec
 
 TModule = TypeVar("TModule", bound=torch.nn.Module)
 
-Style: TypeAlias = str | ShardingSpec
-"""``column`` cuts the outputs of a linear layer, ``row`` its inputs, ``shard`` any parameter along its first dim; what
-is no text is the sharding spec of the parameter."""
+Style: TypeAlias = str | ShardingSpec | ParallelStyle
+"""``column`` cuts the outputs of a linear layer, ``row`` its inputs, ``shard`` any parameter along its first dim; a
+style of torch also says how a module's inputs and outputs lie; a sequence is the sharding spec of the parameter."""
 
 _STYLES = ("column", "row", "shard")
 
@@ -37,22 +39,25 @@ def module_to_mesh(
     """Put a module on a mesh, in place, and return it; parameters and buffers are whole on every rank by default.
 
     plan: from patterns of names, of parameters or of the modules that have them, as in ``{"*.qkv": "column", "*.o":
-    "row", "embed.weight": ["tensor", None]}``, to how they are cut; the first that fits counts. axis: along which the
-    styles cut, the last one by default. Tied parameters stay tied.
+    "row", "embed.weight": ["tensor", None]}``, to how they are cut; the first that fits counts. torch's styles, as in
+    ``{"*.qkv": ColwiseParallel()}``, are for modules; tensors stay whole to a module, whatever ``use_local_output`` is.
+    axis: along which the styles cut, the last one by default. Tied parameters stay tied.
     Raises: UsageError for a style that is none, or a pattern that fits nothing; UnknownAxisError.
     """
     mesh = mesh_of(mesh)
     axis = list(mesh.axes)[-1] if axis is None else axis
     if axis not in mesh.axes:
         raise UnknownAxisError(axis, mesh.axes)
-    unused = set(plan or ())
+    plan = plan or {}
+    unused = set(plan)
     placed: dict[torch.Tensor, torch.nn.Parameter] = {}
     for path, part in module.named_modules():
+        unused.discard(_put_style(part, path, plan, list(mesh.axes).index(axis)))
         for name, parameter in part.named_parameters(recurse=False):
-            pattern = _pattern_of(f"{path}.{name}".removeprefix("."), path, plan or {})
+            pattern = _pattern_of(plan, f"{path}.{name}".removeprefix("."), path)
             unused.discard(pattern)
             if parameter not in placed:
-                spec = _spec(plan[pattern], name, parameter, axis) if plan and pattern else None
+                spec = _spec(plan[pattern], part, path, name, axis) if pattern else None
                 value = distribute(parameter.detach(), mesh, spec)
                 placed[parameter] = torch.nn.Parameter(value, parameter.requires_grad)
             part.register_parameter(name, placed[parameter])
@@ -63,22 +68,42 @@ def module_to_mesh(
     return module
 
 
-def _pattern_of(name: str, path: str, plan: Mapping[str, Style]) -> str:
-    return next((each for each in plan if fnmatch.fnmatch(name, each) or fnmatch.fnmatch(path, each)), "")
+def _pattern_of(plan: Mapping[str, Style], *names: str) -> str:
+    return next((each for each in plan if any(fnmatch.fnmatch(name, each) for name in names)), "")
 
 
-def _spec(style: Style, name: str, parameter: torch.Tensor, axis: str) -> ShardingSpec | None:
+def _put_style(module: torch.nn.Module, path: str, plan: Mapping[str, Style], axis: int) -> str:
+    """Have a module lay out what goes in and out as one of torch's styles says; the pattern under which it is."""
+    pattern = _pattern_of(plan, path)
+    style = plan[pattern] if pattern else None
+    if not isinstance(style, ParallelStyle):
+        return ""
+    read_style(style, module, path, axis).put_on(module)
+    return pattern
+
+
+def _spec(style: Style, module: torch.nn.Module, path: str, name: str, axis: str) -> ShardingSpec | None:
+    parameter = getattr(module, name)
+    if isinstance(style, ParallelStyle):
+        if not layouts_of(module):
+            raise UsageError(f"{type(style).__name__} is for modules: its pattern fits {name} of {path}, not {path}")
+        return parameter_spec(style, module, path, name, axis)
     if not isinstance(style, str):
         return style
     if style not in _STYLES:
-        raise UsageError(f"{style!r} is no way to cut a parameter: {', '.join(_STYLES)}, or a sharding spec")
+        raise UsageError(
+            f"{style!r} is no way to cut a parameter: {', '.join(_STYLES)}, a style of torch, or a sharding spec"
+        )
     if not parameter.dim() or (style == "row" and name == "bias"):
         return None
     return (None, axis) if style == "row" and parameter.dim() > 1 else (axis,)
 
 
 def show_plan(module: torch.nn.Module) -> str:
-    """A table of a module's parameters: shape, placements, and how much of each a rank holds."""
+    """A table of a module's parameters: shape, placements, and how much of each a rank holds.
+
+    Below it, how the inputs and outputs of modules with a style of torch are laid out along the axis of the styles.
+    """
     rows = [("parameter", "shape", "placements", "bytes per rank")]
     total = 0
     for name, parameter in module.named_parameters():
@@ -89,7 +114,12 @@ def show_plan(module: torch.nn.Module) -> str:
         total += size_bytes
         rows.append((name, str(tuple(parameter.shape)), ", ".join(map(repr, placements)), format_bytes(size_bytes)))
     rows.append(("all", "", "", format_bytes(total)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    styles = [(each.path, each.style, str(each)) for part in module.modules() for each in layouts_of(part)]
+    return _in_columns(rows) + ("\n\n" + _in_columns([("module", "style", "layouts"), *styles]) if styles else "")
+
+
+def _in_columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 

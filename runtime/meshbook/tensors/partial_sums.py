@@ -23,7 +23,7 @@ def end_sums(tensors: Sequence[DTensor]) -> None:
         lay_all_out([(tensor, _ended(tensor)) for tensor in sums])
 
 
-class Holder(Protocol):
+class SumHolder(Protocol):
     """Who has a tensor."""
 
     tensor: DTensor
@@ -35,11 +35,11 @@ class SharedSum(NamedTuple):
 
     whole: DTensor
     """All of the memory."""
-    holders: list[weakref.ref[Holder]]
+    holders: list[weakref.ref[SumHolder]]
     """Who has it, and its views."""
 
 
-def share_sum(view: Holder, base: Holder) -> None:
+def share_sum(view: SumHolder, base: SumHolder) -> None:
     """Know of a view that shares the memory of its base; where that is no sum nothing needs to be known."""
     if not any(each.is_partial() for each in view.tensor.placements):
         return
@@ -49,7 +49,7 @@ def share_sum(view: Holder, base: Holder) -> None:
     view.sum = base.sum
 
 
-def end_shared_sums(operands: Sequence[Holder]) -> None:
+def end_shared_sums(operands: Sequence[SumHolder]) -> None:
     """As `end_sums`. Where views share memory the values are put there, so that they go on to do so."""
     alone: list[DTensor] = []
     for operand in operands:
