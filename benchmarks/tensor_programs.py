@@ -21,7 +21,7 @@ from benchmarks.tensor_program_lines import Program, write_program
 from meshbook import errors, this_host
 from meshbook.distributed import Mesh
 
-MEANT = ("would spoil theirs", "writes what depends on values")
+MEANT = ("would spoil gradients", "writes what depends on values")
 """What is refused with these words is to be."""
 REFUSALS = (errors.MeshError, RuntimeError, TypeError, IndexError, NotImplementedError, AttributeError, ValueError)
 

@@ -389,10 +389,11 @@ def _view_in_place(
 ) -> Any:
     """The tensor becomes a view of what it was.
 
-    Raises: UsageError if autograd knows views of the tensor: it would take them for others.
+    Raises: UsageError if it needs a gradient, and autograd knows views of it, or a base: those would go astray.
     """
-    if args[0]._viewed and args[0].requires_grad and torch.is_grad_enabled():
-        raise UsageError(f"{operator} of a tensor that needs a gradient, and has views, would spoil theirs: use {view}")
+    known_to_autograd = args[0].requires_grad and torch.is_grad_enabled()
+    if known_to_autograd and (args[0]._viewed or args[0]._is_view()):
+        raise UsageError(f"{operator} of a tensor that is a view, or has views, would spoil gradients: use {view}")
     made = dispatch(view, args, kwargs)
     with torch._C._DisableTorchDispatch():
         operator(*args, **kwargs)  # its shape and strides: there is nothing else here

@@ -80,7 +80,13 @@ GRADED = frozenset({aten.mkldnn_rnn_layer.default})
 """Operators that give what their gradients need only where gradients are wanted."""
 
 
-WRITTEN_APART = frozenset({aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+WRITTEN_APART = frozenset(
+    {
+        aten.abs_.default, aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.gelu_.default,
+        aten.hardswish_.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.mish_.default,
+        aten.threshold_.default, aten.zero_.default,
+    }
+)  # fmt: skip
 """Operators that work in place and that DTensor does rightly, as it does those that are pointwise. Of others it may
 take the tensor for one that lies in another way afterwards."""
 
@@ -203,6 +209,13 @@ def by_heads(
     if unlike or kwargs.get("attn_mask") is not None:  # heads share keys, or a mask is for all of them
         return None
     return [each.redistribute(placements=query.placements) if isinstance(each, DTensor) else each for each in args]
+
+
+def has_rows_cut_twice(operator: object, args: Sequence[Any]) -> bool:
+    """Whether the rows of an embedding are cut along two axes: DTensor 2.13 has a mask for one."""
+    if operator is not aten.embedding.default or not isinstance(args[0], DTensor):
+        return False
+    return sum(each.is_shard(0) for each in args[0].placements) > 1
 
 
 def is_cut_along_batch(operator: object, args: Sequence[Any]) -> bool:

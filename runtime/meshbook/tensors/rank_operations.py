@@ -22,6 +22,7 @@ from meshbook.tensors.operator_rules import (
     by_heads,
     has_empty_part,
     has_no_way,
+    has_rows_cut_twice,
     is_cut_along_batch,
     is_mean_of_unequal,
     is_unequal,
@@ -164,6 +165,7 @@ class Operations:
         if (
             template.is_on_whole
             or (template.along_batch and not is_cut_along_batch(template.operator, args))
+            or has_rows_cut_twice(template.operator, args)
             or (template.needs_equal_parts and any(map(is_unequal, tensors)))
             or (not template.bears_nothing and any(map(has_empty_part, tensors)))
         ):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import meshbook
 from benchmarks.tensor_program_lines import Leaf, Program
 from benchmarks.tensor_programs import difference, try_programs
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
+from meshbook.errors import UsageError
 
 SHORT_S, LONG_S = 6.0, 300.0
 
@@ -62,3 +65,16 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_a_program_that_once_was_wrong_is_right(square: ProcMesh, name: str) -> None:
     assert difference(FOUND[name], Mesh(square)) == ""
+
+
+def test_a_tensor_that_autograd_knows_views_of_becomes_no_view_in_place(square: ProcMesh) -> None:
+    x = meshbook.ones(3, 3, mesh=square).requires_grad_() * 2
+    first = x[0]
+    for tensor in (x, first):
+        with pytest.raises(
+            UsageError, match=r"that is a view, or has views, would spoil gradients: use aten.unsqueeze"
+        ):
+            tensor.unsqueeze_(0)
+        with torch.no_grad():
+            tensor.detach().unsqueeze_(0)
+    assert (x * 2).unsqueeze_(0).sum().item() == 36
