@@ -6,6 +6,7 @@ and floats. A batch is the templates that are new, the uses of templates and the
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -173,9 +174,15 @@ class OperationFailed(RuntimeError):
         return f"{self.operator}: {self.why}"
 
 
+_DEFINED_LATE = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
+"""Modules of torch that define operators only when something of theirs is used, by the namespace."""
+
+
 def find_operator(name: str) -> torch._ops.OpOverload[..., Any]:
     """The operator that ``str`` of it names. Raises: AttributeError if this torch does not have it."""
     namespace, operator, overload = name.split(".")
+    if namespace in _DEFINED_LATE:
+        importlib.import_module(_DEFINED_LATE[namespace])
     found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     assert isinstance(found, torch._ops.OpOverload)
     return found

@@ -78,3 +78,9 @@ def test_a_tensor_that_autograd_knows_views_of_becomes_no_view_in_place(square: 
         with torch.no_grad():
             tensor.detach().unsqueeze_(0)
     assert (x * 2).unsqueeze_(0).sum().item() == 36
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this torch does not have it")
+def test_an_operator_that_torch_defines_late_is_known_to_the_ranks(square: ProcMesh) -> None:
+    lines = ("t2 = F.linear_cross_entropy(t0, t1, t0.detach().argmax(-1))",)
+    assert difference(Program((cut((5, 4), 0, None), cut((7, 4), None, 1)), lines), Mesh(square)) == ""
