@@ -126,6 +126,8 @@ def _describe_runtime(called: list[FrameType]) -> str:
 
 def _name_running_call(frame: FrameType) -> str:
     """Name the function that the frame waits in, as the source text of the running instruction spells it."""
+    if "." in frame.f_code.co_name:  # no name of a function: the frame stands for an operation
+        return frame.f_code.co_name
     positions = getattr(frame.f_code, "co_positions", None)  # from Python 3.11 on
     if positions is None or frame.f_lasti < 0:
         return ""

@@ -9,23 +9,22 @@ freed by number, with the next batch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from types import FrameType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from meshbook.concurrency.future import Future
-from meshbook.errors import CallFailed, MeshError
+from meshbook.errors import CallFailed, CallTimeout, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
-from meshbook.source.cells import name_line
-from meshbook.source.location import PACKAGE
 from meshbook.tensors import anomalies, rank_tensors
+from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
 from meshbook.tensors.operations import (
     NewOutput,
     OperationBatch,
@@ -39,6 +38,8 @@ from meshbook.tensors.operations import (
 BATCH_USES = 256
 BATCHES_AHEAD = 16
 """The controller is at most so far ahead of the ranks."""
+HANG_NOTE_S = 10.0
+"""A wait that takes longer says who holds the ranks up."""
 
 
 class TensorError(MeshError):
@@ -66,10 +67,6 @@ class Handle:
     def __del__(self) -> None:
         if (stream := getattr(self, "stream", None)) is not None:  # torch.compile makes such an object of no init
             stream.freed.append(self.number)
-
-
-CodeLine: TypeAlias = tuple[str, int] | None
-"""A line: the name of its file, and its number there."""
 
 
 class _Issued(NamedTuple):
@@ -150,6 +147,8 @@ class OpStream:
         """Tensors that were written to by what failed: on some ranks perhaps, on others not."""
 
         self._told_steps: set[TensorId] = set()
+        self._was_interrupted = False
+        """Whether it is not known yet what an interrupt has left undone."""
         self._undecided: _Underway | None = None
         """A recorded step of which nobody knows whether the ranks have done it, until they can be asked."""
         self._step_failed: MeshError | None = None
@@ -182,7 +181,7 @@ class OpStream:
         written: Sequence[TensorId] = (),
     ) -> None:
         """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
-        if self._failed or self._unsure:
+        if self._failed or self._unsure or self._was_interrupted:
             self.check(tensors)
         with self._lock:
             if template.number not in self._told:
@@ -197,6 +196,10 @@ class OpStream:
 
     def check(self, tensors: Sequence[TensorId]) -> None:
         """Raises: the error of a tensor that could not be made."""
+        if self._was_interrupted:
+            self._was_interrupted = False
+            while self._underway:
+                self._settle()
         for number in tensors:
             if (error := self._failed.get(number) or self._unsure.get(number)) is not None:
                 if error is self._step_failed:
@@ -218,7 +221,8 @@ class OpStream:
         with self._lock:
             if self._sending or not (self._uses or self.freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
-            batch = OperationBatch(self._templates, self._uses, self._take_freed(), anomalies.hunted)
+            lines = for_ranks(each[1] for each in self._issued)
+            batch = OperationBatch(self._templates, self._uses, lines, self._take_freed(), anomalies.hunted)
             issued, self._templates, self._uses, self._issued = self._issued, [], [], []
             self._underway.append(_Underway(self.send("run", batch), issued))
 
@@ -326,7 +330,9 @@ class OpStream:
             last.step.undo()
 
     def ask(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
-        return self.procs.execute(rank_tensors.ask, self.name, method, *args)
+        place = line_of_caller() if method not in ("run", "replay") else None  # what is in those has its own
+        ((_, place),) = for_ranks([place])
+        return self.procs.execute(rank_tensors.ask_at, place, self.name, method, *args)
 
     def send(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
         """As `ask`, which is a call that would send what was issued before it."""
@@ -354,8 +360,9 @@ class OpStream:
         """Wait for the oldest batch, and note what failed in it."""
         future, issued, names, step, _, origin = self._underway[0]
         try:
-            failed = {number: why for each in future.get().values() for number, why in (each or {}).items()}
+            failed = {number: why for each in self._await(future).values() for number, why in (each or {}).items()}
         except KeyboardInterrupt:
+            self._was_interrupted = True
             raise
         except MeshError as error:
             self._note_lost(error, self._underway.popleft())
@@ -375,12 +382,23 @@ class OpStream:
                 told = known or TensorError(each.operator, name_code_line(each.place), why)
                 self._failed.update(dict.fromkeys(_as_named(each.results, names), told))
 
+    def _await(self, future: Future[ValueMesh[Any]]) -> ValueMesh[Any]:
+        """What the ranks answer; where some hold others up meanwhile, who does is said once."""
+        with contextlib.suppress(CallTimeout):
+            return future.get(HANG_NOTE_S)
+        with contextlib.suppress(MeshError):
+            if (verdict := self.procs.stacks().verdict) is not None:
+                print(f"mesh tensors wait for this: {verdict.text}", file=sys.stderr)
+        return future.get()
+
     def _note_lost(self, error: MeshError, lost: _Underway) -> None:
         """A batch was not done to its end: the results of the first operation that failed, and of all behind it.
 
         In a recorded step nobody goes past the second wait in a row unless all have passed the first: where a rank
         failed before, nothing behind was written.
         """
+        self._told.clear()  # a rank that was interrupted before it began has not read what it was sent
+        self._told_steps.clear()
         begin, cause = 0, error
         causes = [f.load() for f in error.failures] if isinstance(error, CallFailed) else []
         found = [each for each in causes if isinstance(each, OperationFailed)]
@@ -410,28 +428,3 @@ WAITS = "the wait before a step of an optimizer"
 def _as_named(numbers: Sequence[TensorId], names: Mapping[TensorId, TensorId]) -> list[TensorId]:
     """Without those that are within a recorded step alone."""
     return [named for number in numbers if (named := names.get(number, number)) > 0]
-
-
-_SKIPPED = (PACKAGE, f"{torch.__path__[0]}/", "<frozen ")
-
-
-_skipped: dict[str, bool] = {}
-"""By the name of a file."""
-
-
-def line_of_caller() -> CodeLine:
-    """The innermost line that is neither ours nor torch's."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        skipped = _skipped.get(name)
-        if skipped is None:
-            skipped = _skipped[name] = name.startswith(_SKIPPED)
-        if not skipped:
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-def name_code_line(place: CodeLine) -> str:
-    return name_line(*place) or f"{place[0]}, line {place[1]}" if place else ""

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+from meshbook.tensors.issued_lines import LinesOfUses
+
 TensorId: TypeAlias = int
 
 _OPERATORS = torch.library.Library("meshbook", "DEF")  # type: ignore[no-untyped-call]
@@ -69,6 +71,7 @@ class OperationBatch(NamedTuple):
     templates: Sequence[Template]
     uses: Sequence[tuple[Any, ...]]
     """Each the fields of a `Use`: plain tuples are pickled in a fifth of the time."""
+    lines: LinesOfUses
     freed: Sequence[TensorId]
     hunted: str = ""
     """What results are searched for."""
@@ -88,6 +91,7 @@ class Recording(NamedTuple):
     uses: Sequence[tuple[Any, ...]]
     ends: Sequence[Sequence[TensorId]]
     """What nobody needs any more, after each use."""
+    lines: LinesOfUses
     inputs: Sequence[TensorId]
     results: Sequence[TensorId]
 

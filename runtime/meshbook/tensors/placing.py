@@ -16,8 +16,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
+from meshbook.tensors.issued_lines import CodeLine, line_of_caller
 from meshbook.tensors.mesh_tensor import MeshTensor, contiguous_strides, place
-from meshbook.tensors.op_stream import CodeLine, line_of_caller
 from meshbook.tensors.operations import Box, NewOutput, SentTensor, TensorId
 from meshbook.tensors.resharding import MeshEnd
 

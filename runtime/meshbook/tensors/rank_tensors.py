@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshbook.errors import UsageError
 from meshbook.groups.rank_groups import own_groups
 from meshbook.tensors.anomalies import Search
+from meshbook.tensors.issued_lines import CodeLine, LinesOfUses, each_line, frame_at, name_code_line
 from meshbook.tensors.operations import (
     WAIT,
     Adopted,
@@ -85,7 +86,7 @@ class RankTensors:
         """Do what a batch says; returns which results failed, and why. Raises: OperationFailed."""
         self._templates.update((template.number, template) for template in batch.templates)
         try:
-            return self._do(list(map(Use._make, batch.uses)), itertools.repeat(()), batch.hunted)
+            return self._do(list(map(Use._make, batch.uses)), itertools.repeat(()), batch.lines, batch.hunted)
         finally:
             self._free(batch.freed)
 
@@ -102,7 +103,7 @@ class RankTensors:
         for name, number in zip(recording.inputs, replay.inputs, strict=True):
             self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
         try:
-            return self._do(uses, recording.ends, replay.hunted)
+            return self._do(uses, recording.ends, recording.lines, replay.hunted)
         finally:
             for name, number in zip(recording.results, replay.results, strict=True):
                 self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
@@ -110,25 +111,29 @@ class RankTensors:
                 del self._tensors[name]
             self._free(replay.freed)
 
-    def _do(self, uses: Sequence[Use], ends: Iterable[Sequence[TensorId]], hunted: str) -> dict[TensorId, str]:
+    def _do(
+        self, uses: Sequence[Use], ends: Iterable[Sequence[TensorId]], lines: LinesOfUses, hunted: str
+    ) -> dict[TensorId, str]:
         failed: dict[TensorId, str] = {}
         search = Search(hunted, self.mesh, len(uses)) if hunted else None
         with torch.no_grad():
-            for index, (use, ended) in enumerate(zip(uses, ends, strict=False)):
+            for index, (use, ended, line) in enumerate(zip(uses, ends, each_line(lines, len(uses)), strict=False)):
                 try:
                     if use.template == WAIT:
-                        self._wait_for_all(use.tensors)
+                        frame_at(line, "optimizer.step")(self._wait_for_all, use.tensors)
                     elif search is None:
-                        self._run(self._compiled.get(use.template) or self._compile(use.template), use)
+                        template = self._compiled.get(use.template) or self._compile(use.template)
+                        frame_at(line, template.name)(self._run, template, use)
                     else:
-                        self._run_searched(use, search, index)
+                        frame_at(line, self._name(use))(self._run_searched, use, search, index)
                 except NotMade as refused:
                     self._fail(use, str(refused), failed)
                 except BaseException as error:
-                    name = self._templates[use.template].operator if use.template != WAIT else "a step of an optimizer"
+                    name = self._name(use)
                     why = f"{type(error).__name__}: {error}"
+                    named = f"{name} ({place})" if (place := name_code_line(line)) else name
                     for left in uses[index:]:
-                        self._fail(left, f"{name} failed: {why}", failed)
+                        self._fail(left, f"{named} failed: {why}", failed)
                     raise OperationFailed(index, name, why) from error
                 for number in ended:
                     self._tensors.pop(number, None)
@@ -157,7 +162,13 @@ class RankTensors:
         """The turn in which all ranks last began to step with an optimizer."""
         return self._waited
 
+    def _name(self, use: Use) -> str:
+        known = self._templates.get(use.template)
+        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
+
     def _compile(self, number: int) -> CompiledTemplate:
+        if number not in self._templates:
+            raise RuntimeError("this rank was interrupted before it was told what it is")
         try:
             made = self._compiled[number] = CompiledTemplate(self._templates[number])
         except AttributeError as error:
@@ -416,6 +427,11 @@ def resolve(reference: TensorReference) -> DTensor:
     if (found := meshes.get(reference.mesh)) is None:
         raise UsageError(f"a tensor on {reference.shown} is not in this process: send tensor.full_tensor()")
     return found.reference(reference.number)
+
+
+def ask_at(place: CodeLine, name: str, method: str, *args: Any) -> Any:
+    """`ask`, for a line of the notebook."""
+    return frame_at(place, f"tensor.{method}")(ask, name, method, *args)
 
 
 def ask(name: str, method: str, *args: Any) -> Any:

@@ -20,8 +20,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import ParamSpec
 
+from meshbook.tensors.issued_lines import name_code_line
 from meshbook.tensors.mesh_tensor import MeshTensor, new_seed
-from meshbook.tensors.op_stream import Handle, OpStream, name_code_line
+from meshbook.tensors.op_stream import Handle, OpStream
 from meshbook.tensors.operations import NewOutput, TensorId
 from meshbook.tensors.step_guards import (
     PLAIN,

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.tensors.distributed_mesh import Mesh
+from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
 from meshbook.tensors.mesh_tensor import MeshTensor, place
-from meshbook.tensors.op_stream import WAITS, CodeLine, Handle, OpStream, line_of_caller, name_code_line
+from meshbook.tensors.op_stream import WAITS, Handle, OpStream
 from meshbook.tensors.operations import (
     WAIT,
     NumberPlace,
@@ -307,7 +308,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         templates = {each.template.number: each.template for each in self._noted if each.template is not self._wait}
         written_there = {number for each in self._noted for number in each.issued[3]}.intersection(captured)
         number, inputs = self._mesh.stream.new_number(), [names[number] for number in self._inputs]
-        recording = Recording(number, list(templates.values()), uses, ends, inputs, results)
+        recording = Recording(
+            number, list(templates.values()), uses, ends, for_ranks(each[1] for each in issued), inputs, results
+        )
         return Recorded(
             self._mesh, key, lines, recording, issued, self._here, captured, left,
             [self._handles[number] for number in (*captured, *left)],

@@ -28,7 +28,8 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors import placing
 from meshbook.tensors.batches import Layouts, SpecStructure, is_arrow
 from meshbook.tensors.distributed_mesh import Mesh, mesh_of
-from meshbook.tensors.op_stream import CodeLine, Handle, OpStream, line_of_caller
+from meshbook.tensors.issued_lines import CodeLine, line_of_caller
+from meshbook.tensors.op_stream import Handle, OpStream
 from meshbook.tensors.placing import Placing
 
 T = TypeVar("T")
