@@ -63,11 +63,12 @@ def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3, *, tell: bool
     found: dict[str, Outcome] = defaultdict(Outcome)
     for operator in op_db:
         if torch.float32 in operator.dtypes and (not names or operator.name in names):
+            in_place = operator.name.removesuffix("_") + "_"
             for sample in _samples(operator, samples):
                 _try(mesh, operator.name, operator.op, sample, found[operator.name])
                 if operator.inplace_variant is not None:
-                    _try(mesh, operator.name, _on_copy(operator.inplace_variant), sample, found[f"{operator.name}_"])
-            for name in (operator.name, f"{operator.name}_") if tell else ():
+                    _try(mesh, operator.name, _on_copy(operator.inplace_variant), sample, found[in_place])
+            for name in (operator.name, in_place) if tell else ():
                 if found[name].verdict in (WRONG, REFUSED):
                     print(f"{found[name].verdict}: {name}: {found[name].why}", file=sys.stderr, flush=True)
             if tell and not len(found) % 50:
