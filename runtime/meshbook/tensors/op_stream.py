@@ -408,6 +408,8 @@ class OpStream:
             first = next((e for e in found if "GroupAborted" not in e.why), found[0])
             at = issued[first.index]
             cause = TensorError(at.operator, name_code_line(at.place), first.why)
+        elif issued and isinstance(error, CallFailed) and any(f.ename == "KeyboardInterrupt" for f in error.failures):
+            cause = TensorError(issued[0].operator, name_code_line(issued[0].place), str(error))
         waits = [index for index, each in enumerate(issued) if each.operator == WAITS]
         sure = next((index for index in waits[1::2] if found and index > begin), len(issued))
         for index, each in enumerate(issued[begin:], begin):

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +104,26 @@ def test_an_interrupt_names_the_line_and_leaves_the_others_tensors(grid: Mesh) -
     assert f"line {line}" in str(lost.value) or f":{line}" in str(lost.value)
     assert kept.sum().item() == 64 + sum(range(64))
     assert (kept * 2).sum().item() == 2 * (64 + sum(range(64)))
+
+
+def test_an_interrupt_before_a_rank_has_begun_is_told_with_the_line(mesh2: ProcMesh, tmp_path: Path) -> None:
+    x = meshbook.distribute(torch.ones(4, 2), Mesh(mesh2), ["gpus", None])
+    assert x.softmax(0).sum().item() == 2
+    busy = mesh2.select([1]).execute(wait_until, lambda: (tmp_path / "go").exists(), timeout_s=60)
+
+    def press() -> None:
+        wait_until(lambda: "test_issued_lines.py" in mesh2.where()[0])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    spread = x.softmax(0)
+    with beside(press), pytest.raises(KeyboardInterrupt):
+        spread.sum().item()
+    (tmp_path / "go").touch()
+    busy.get(60)
+    with pytest.raises(TensorError, match=rf"softmax.*line {line}\) failed: .*before it started"):
+        spread.sum().item()
+    assert x.softmax(0).sum().item() == 2
 
 
 def test_a_recorded_step_shows_its_lines(grid: Mesh) -> None:
