@@ -126,6 +126,8 @@ class CompiledTemplate:
         self.is_linear = self.is_view or self.operator in LINEAR
         self.bears_nothing = self.is_view or is_written_apart or self.operator in BEARS_NOTHING
         """Whether it may be done where a rank's part is empty: a maximum of nothing fails, on that rank alone."""
+        self.can_be_lowered = not (self.is_random or self.is_fused or self.operator in GRADED)
+        """Whether it comes to the same for operands that lie in the same way."""
         self.along_batch = self.operator in ALONG_BATCH
         self.apart = decomposition_table[self.operator] if self.operator in APART else None
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from meshbook.tensors.lowered_operations import LoweredOperations, way_of
 from meshbook.tensors.operations import LAY_OUT, Use
 from meshbook.tensors.operator_rules import (
     ATTENTION,
@@ -82,20 +83,29 @@ class Operations:
     """How operations are done on one device mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+        self._mesh, self._lowered = mesh, LoweredOperations()
 
     def do(self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]) -> list[RankTensor]:
         """Do an operation; returns its results. Raises: whatever it does."""
         tensors = [self.read(operand) for operand in operands]
-        if not template.is_linear or len({tensor.placements for tensor in tensors}) > 1:
+        written: Sequence[RankTensor] = ()
+        known = self._lowered.find(way_of(template, tensors, use.numbers)) if template.can_be_lowered else None
+        if known is None and (not template.is_linear or len({tensor.placements for tensor in tensors}) > 1):
             end_shared_sums(operands)
-        args, kwargs = template.fill(use, tensors)
-        targets = [target for argument in template.written for target in listed(argument.of(args, kwargs))]
-        written = [o for o, tensor in zip(operands, tensors, strict=True) if any(tensor is each for each in targets)]
-        if any(operand.made is not None for operand in written):
-            self._write_through(template, use, operands, written)
-            return []
-        made = self._do(template, use, args, kwargs, tensors)
+        if known is None or template.written:
+            args, kwargs = template.fill(use, tensors)
+            targets = [target for argument in template.written for target in listed(argument.of(args, kwargs))]
+            written = [o for o, t in zip(operands, tensors, strict=True) if any(t is each for each in targets)]
+            if any(operand.made is not None for operand in written):
+                self._write_through(template, use, operands, written)
+                return []
+        if known is not None:
+            made = known.do(tensors)
+        elif template.can_be_lowered:
+            way = way_of(template, tensors, use.numbers)
+            made = self._lowered.do(way, tensors, lambda: self._do(template, use, args, kwargs, tensors))
+        else:
+            made = self._do(template, use, args, kwargs, tensors)
         for operand in written:
             operand.version[0] += 1
         results: list[Any] = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
