@@ -13,6 +13,7 @@ dims, and twice in one dim. Values and gradients are compared with those of plai
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import textwrap
 import time
@@ -53,10 +54,13 @@ class Outcome:
         return next((each for each in (WRONG, RANDOM, REFUSED, RIGHT) if self.counts[each]), "")
 
 
-def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3, *, tell: bool = False) -> dict[str, Outcome]:
+def sweep(
+    mesh: Mesh, names: Sequence[str] = (), samples: int = 3, *, times: int = 1, tell: bool = False
+) -> dict[str, Outcome]:
     """The outcome of each operator with float32 inputs, or of those named.
 
-    tell: what is not right is told at once, and how far it is.
+    times: how often each is done, the last time counts; ranks do it without DTensor from the third time on. tell: what
+    is not right is told at once, and how far it is.
     """
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -65,9 +69,9 @@ def sweep(mesh: Mesh, names: Sequence[str] = (), samples: int = 3, *, tell: bool
         if torch.float32 in operator.dtypes and (not names or operator.name in names):
             in_place = operator.name.removesuffix("_") + "_"
             for sample in _samples(operator, samples):
-                _try(mesh, operator.name, operator.op, sample, found[operator.name])
+                _try(mesh, operator.name, operator.op, sample, times, found[operator.name])
                 if operator.inplace_variant is not None:
-                    _try(mesh, operator.name, _on_copy(operator.inplace_variant), sample, found[in_place])
+                    _try(mesh, operator.name, _on_copy(operator.inplace_variant), sample, times, found[in_place])
             for name in (operator.name, in_place) if tell else ():
                 if found[name].verdict in (WRONG, REFUSED):
                     print(f"{found[name].verdict}: {name}: {found[name].why}", file=sys.stderr, flush=True)
@@ -95,7 +99,7 @@ def _on_copy(in_place: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _try(mesh: Mesh, name: str, function: Callable[..., Any], sample: Any, outcome: Outcome) -> None:
+def _try(mesh: Mesh, name: str, function: Callable[..., Any], sample: Any, times: int, outcome: Outcome) -> None:
     inputs = (sample.input, sample.args, sample.kwargs)
     try:
         with _Watch() as watch:  # type: ignore[no-untyped-call]
@@ -110,6 +114,13 @@ def _try(mesh: Mesh, name: str, function: Callable[..., Any], sample: Any, outco
             placements = [whole if cut is None or not tensor.dim() else Shard(cut % tensor.dim()) for cut in cuts]
             return distribute(tensor.detach(), mesh, placements=placements).requires_grad_(tensor.requires_grad)
 
+        def put_other(tensor: torch.Tensor) -> torch.Tensor:
+            other = tensor.detach() * 0.9 if tensor.is_floating_point() else tensor.detach()
+            return put(other.requires_grad_(tensor.requires_grad))
+
+        for _ in range(times - 1):
+            with contextlib.suppress(errors.MeshError, RuntimeError, TypeError, NotImplementedError):
+                _run(function, tree_map_only(torch.Tensor, put_other, inputs))
         try:
             got = _run(function, tree_map_only(torch.Tensor, put, inputs))
         except (errors.MeshError, RuntimeError, TypeError, NotImplementedError) as error:
@@ -203,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="operators on mesh tensors beside plain torch")
     parser.add_argument("names", nargs="*", help="of operators; all by default")
     parser.add_argument("--samples", type=int, default=2, help="inputs for each operator")
+    parser.add_argument("--times", type=int, default=1, help="3: also as the ranks do it without DTensor")
     parser.add_argument("--axes", type=int, nargs="*", choices=list(CUTS), default=list(CUTS), help="of meshes to try")
     parser.add_argument("--write", type=Path, help="a document whose table of operators to replace")
     arguments = parser.parse_args()
@@ -210,7 +222,7 @@ def main() -> None:
     for axes in arguments.axes:
         begun = time.monotonic()
         with this_host().spawn_procs(dict.fromkeys("xy"[:axes], 2), name="operators") as procs:
-            found[axes] = sweep(Mesh(procs), arguments.names, arguments.samples, tell=True)
+            found[axes] = sweep(Mesh(procs), arguments.names, arguments.samples, times=arguments.times, tell=True)
         print(f"{axes} axes: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     lines = table(found)
     print("\n".join(lines))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,6 +125,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # DTensor finds out shapes: no values are made
         if any(kind is not torch.Tensor for kind in types):
             return NotImplemented  # it comes here again, as what it comes to
         if not func._schema.name.startswith(_UNDERSTOOD) or func in _READS_VALUES:
