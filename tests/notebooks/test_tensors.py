@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from executed_notebooks import execute, text_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(340)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import nbformat
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-RUN_LIMIT_S = 110
+RUN_LIMIT_S = 300
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

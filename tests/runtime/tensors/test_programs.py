@@ -12,7 +12,7 @@ from meshbook import ProcMesh
 from meshbook.distributed import Mesh
 from meshbook.errors import UsageError
 
-SHORT_S, LONG_S = 6.0, 60.0
+SHORT_S, LONG_S = 6.0, 30.0
 
 
 def check(mesh: Mesh, seed: int, seconds: float) -> None:
