@@ -300,7 +300,7 @@ def _items_of(source: Any) -> Iterator[Any]:
     try:
         return iter(source)
     except TypeError as error:
-        raise UsageError(f"a {type(source).__name__} cannot be read batch by batch: give an iterable") from error
+        raise UsageError(f"{type(source).__name__} cannot be read batch by batch: give an iterable") from error
 
 
 def _length_of(source: object) -> int | None:
