@@ -11,8 +11,9 @@ sizes that fit no number of ranks. What fails is made shorter, and printed; then
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -79,17 +80,20 @@ class Finding(NamedTuple):
         return f"seed {self.seed}: {self.why}\n{self.program}"
 
 
-def try_programs(mesh: Mesh, seed: int, seconds: float) -> Iterator[Finding | None]:
-    """For each program what it is not done as, or None; with seeds from this one on, for so long."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def try_programs(mesh: Mesh, seeds: Iterable[int]) -> Iterator[Finding | None]:
+    """For the program of each seed what it is not done as, or None."""
+    for seed in seeds:
         program = write_program(seed, len(mesh.axes))
         if why := difference(program, mesh):
             shorter = shorten(program, mesh)
             yield Finding(seed, difference(shorter, mesh) or why, shorter)
         else:
             yield None
-        seed += 1
+
+
+def _seeds_for(seconds: float, first: int) -> Iterator[int]:
+    end = time.monotonic() + seconds
+    return itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))
 
 
 def main() -> None:
@@ -107,7 +111,8 @@ def main() -> None:
                 print(program, difference(program, Mesh(procs)) or "as plain torch does", sep="\n")
                 continue
             tried, found = 0, 0
-            for finding in try_programs(Mesh(procs), arguments.seed, arguments.seconds / len(arguments.axes)):
+            seeds = _seeds_for(arguments.seconds / len(arguments.axes), arguments.seed)
+            for finding in try_programs(Mesh(procs), seeds):
                 tried += 1
                 if finding is not None:
                     found += 1

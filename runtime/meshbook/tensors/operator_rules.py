@@ -32,9 +32,10 @@ APART = frozenset(
     {
         aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
         aten.smooth_l1_loss_backward.default,
+        aten.logsumexp.default,
     }
 )  # fmt: skip
-"""DTensor 2.13 divides these gradients by the size of a part."""
+"""DTensor 2.13 divides these gradients by the size of a part, and takes a dim that is kept for one that is gone."""
 
 WHOLE = frozenset(
     {
