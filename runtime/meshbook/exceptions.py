@@ -11,7 +11,7 @@ except DeviceMeshError:
 from __future__ import annotations
 
 from meshbook.errors import HostLost, MeshError, WorkerLost
-from meshbook.tensors.op_stream import TensorError
+from meshbook.tensors.op_failures import TensorError
 from meshbook.tensors.recovery import TensorLost, ViewLost
 
 DeviceMeshError = MeshError

@@ -15,8 +15,9 @@ from meshbook.errors import UsageError
 from meshbook.tensors import rank_tensors
 from meshbook.tensors.operations import Adopted, Factory, LocalPart, TensorId, Use
 from meshbook.tensors.operator_rules import CompiledTemplate
+from meshbook.tensors.rank_batches import NotMade
 from meshbook.tensors.rank_operations import Operations, RankTensor
-from meshbook.tensors.rank_tensors import NotMade, RankTensors, TensorDescription
+from meshbook.tensors.rank_tensors import RankTensors, TensorDescription
 from meshbook.tensors.resharding import TensorPiece, send_pieces
 
 

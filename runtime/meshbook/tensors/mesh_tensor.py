@@ -260,11 +260,7 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 pair = parameter.grad._handle.number, parameter._handle.number
                 needed.setdefault(parameter.mesh.stream, []).append(pair)
     for stream, pairs in needed.items():
-        stream.flush()
-        laid = stream.send("lay_like", pairs)
-        stream.settle()
-        stream.check([number for pair in pairs for number in pair])
-        laid.get()
+        stream.ask_with(stream.send, [number for pair in pairs for number in pair], "lay_like", pairs)
         if OpStream.recorder is not None:
             OpStream.recorder.note_optimizer(optimizer, pairs)
 

@@ -106,6 +106,10 @@ def _types(operator: torch._ops.OpOverload[..., Any]) -> list[tuple[str, str]]:
 _numbers_of_templates = itertools.count()
 
 
+def new_template(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Template:
+    return Template(next(_numbers_of_templates), str(operator), args, kwargs)
+
+
 def learn(
     operator: torch._ops.OpOverload[..., Any],
     args: Sequence[Any],
@@ -148,7 +152,7 @@ def learn(
         outputs.append(
             OutputOf(same[0]) if same else NewOutput(tuple(result.shape), tuple(result.stride()), result.dtype)
         )
-    template = Template(next(_numbers_of_templates), str(operator), template_args, template_kwargs)
+    template = new_template(operator, template_args, template_kwargs)
     form = torch.Tensor if isinstance(made, torch.Tensor) else None if made is None else type(made)
     written = _written(operator, template_args, template_kwargs)
     is_view = not written and operator is not aten.detach.default and gives_alias(operator)

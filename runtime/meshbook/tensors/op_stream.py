@@ -10,49 +10,46 @@ freed by number, with the next batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from meshbook.concurrency.future import Future
-from meshbook.errors import CallFailed, CallTimeout, MeshError
+from meshbook.errors import CallTimeout, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors import anomalies, rank_tensors
-from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
+from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller
+from meshbook.tensors.op_failures import (
+    OVERWRITING,
+    FailedOperations,
+    Families,
+    Issued,
+    TensorError,
+    Window,
+    first_failure,
+)
 from meshbook.tensors.operations import (
+    HaltedAt,
     NewOutput,
     OperationBatch,
-    OperationFailed,
-    Recording,
-    Replay,
     Template,
     TensorId,
 )
+from meshbook.tensors.replays import RepeatedStep, Replays, Turn, as_named
 
 BATCH_USES = 256
 BATCHES_AHEAD = 16
 """The controller is at most so far ahead of the ranks."""
 HANG_NOTE_S = 10.0
 """A wait that takes longer says who holds the ranks up."""
-
-
-class TensorError(MeshError):
-    """An operation on mesh tensors failed; told where its result, or what was made of it, is used."""
-
-    def __init__(self, operation: str, place: str, why: str) -> None:
-        """place: the line that asked for it."""
-        super().__init__(operation, place, why)
-        self.operation, self.place, self.why = operation, place, why
-
-    def __str__(self) -> str:
-        where = f" ({self.place})" if self.place else ""
-        return f"{self.operation}{where} failed: {self.why}"
 
 
 class Handle:
@@ -69,41 +66,16 @@ class Handle:
             stream.freed.append(self.number)
 
 
-class _Issued(NamedTuple):
-    """An operation, as long as it may fail."""
-
-    operator: str
-    place: CodeLine
-    results: Sequence[TensorId]
-    written: Sequence[TensorId] = ()
-
-
 class _Underway(NamedTuple):
     """A batch, or a recorded step, that the ranks have been sent."""
 
     future: Future[ValueMesh[Any]]
     issued: Sequence[tuple[Any, ...]]
-    names: Mapping[TensorId, TensorId] = {}
-    """What the tensors of a recorded step are called this time."""
-    step: RepeatedStep | None = None
-    turn: int = 0
+    turn: Turn | None = None
     origin: Handle | None = None
     """A tensor of another mesh that its result is made of."""
-
-
-class RepeatedStep(Protocol):
-    """A recorded step."""
-
-    recording: Recording
-    issued: Sequence[tuple[Any, ...]]
-    """The fields of an `_Issued` for each use."""
-    captured: Sequence[TensorId]
-    """What it reads that was there before."""
-    left: Sequence[TensorId]
-    """What it leaves behind."""
-
-    def undo(self) -> None:
-        """The ranks have not done the last one."""
+    window: Window | None = None
+    """The operations of a batch."""
 
 
 class Recorder(Protocol):
@@ -111,6 +83,9 @@ class Recorder(Protocol):
 
     def note(self, stream: OpStream, template: Template, use: tuple[Any, ...], issued: tuple[Any, ...]) -> None:
         """An operation."""
+
+    def note_tensors(self, tensors: Iterable[object]) -> None:
+        """What an operation reads and makes."""
 
     def note_put(self, method: str, number: TensorId, args: Sequence[Any]) -> None:
         """A tensor that ranks are given."""
@@ -140,19 +115,18 @@ class OpStream:
         self._templates: list[Template] = []
         self._uses: list[tuple[Any, ...]] = []
         self._issued: list[tuple[Any, ...]] = []
-        """The fields of an `_Issued` each."""
+        """The fields of an `Issued` each."""
+        self._first = 0
+        """The number of the first operation of the next batch."""
         self._underway: deque[_Underway] = deque()
-        self._failed: dict[TensorId, MeshError] = {}
-        self._unsure: dict[TensorId, MeshError] = {}
-        """Tensors that were written to by what failed: on some ranks perhaps, on others not."""
-
-        self._told_steps: set[TensorId] = set()
+        self._halted: list[tuple[Window, MeshError | None]] = []
+        """Batches from the first on that failed, until all that is under way has come back."""
+        self._resumed = 0
+        """How often the ranks were told to go on behind what failed."""
+        self._failures = FailedOperations()
+        self._replays = Replays(self._failures)
         self._was_interrupted = False
         """Whether it is not known yet what an interrupt has left undone."""
-        self._undecided: _Underway | None = None
-        """A recorded step of which nobody knows whether the ranks have done it, until they can be asked."""
-        self._step_failed: MeshError | None = None
-        """Of a recorded step whose failure nobody was told of yet."""
         self.anomaly: MeshError | None = None
         procs.call_before_calls(self._before_call)
         anomalies.streams.add(self)
@@ -181,8 +155,8 @@ class OpStream:
         written: Sequence[TensorId] = (),
     ) -> None:
         """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
-        if self._failed or self._unsure or self._was_interrupted:
-            self.check(tensors)
+        if self._was_interrupted or self._failures.exist:
+            self.check(tensors, written if template.operator in OVERWRITING else ())
         with self._lock:
             if template.number not in self._told:
                 self._told.add(template.number)
@@ -194,22 +168,20 @@ class OpStream:
         if len(self._uses) >= BATCH_USES:
             self.flush()
 
-    def check(self, tensors: Sequence[TensorId]) -> None:
-        """Raises: the error of a tensor that could not be made."""
+    def check(self, tensors: Sequence[TensorId], overwritten: Sequence[TensorId] = ()) -> None:
+        """Raises: the error of a tensor that could not be made. overwritten: of which no value is read."""
         if self._was_interrupted:
             self._was_interrupted = False
-            while self._underway:
-                self._settle()
-        for number in tensors:
-            if (error := self._failed.get(number) or self._unsure.get(number)) is not None:
-                if error is self._step_failed:
-                    self._step_failed = None
-                raise error
+            self._settle_all()
+        if (error := self._failures.find(tensors, overwritten)) is not None:
+            if error is self._replays.untold:
+                self._replays.untold = None
+            raise error
 
     def why_not(self, number: TensorId) -> MeshError | None:
         """Why a tensor could not be made, if it could not; waits until that is known."""
         self.settle()
-        return self._failed.get(number)
+        return self._failures.lost.get(number)
 
     def flush(self) -> None:
         """Send what was issued so far; where the ranks are far behind, wait for them."""
@@ -222,9 +194,13 @@ class OpStream:
             if self._sending or not (self._uses or self.freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
             lines = for_ranks(each[1] for each in self._issued)
-            batch = OperationBatch(self._templates, self._uses, lines, self._take_freed(), anomalies.hunted)
-            issued, self._templates, self._uses, self._issued = self._issued, [], [], []
-            self._underway.append(_Underway(self.send("run", batch), issued))
+            window = Window(self._first, self._issued, [tensors for _, tensors, _, _ in self._uses])
+            batch = OperationBatch(
+                self._first, self._templates, self._uses, lines, self._take_freed(), anomalies.hunted
+            )
+            self._first += len(self._uses)
+            self._templates, self._uses, self._issued = [], [], []
+            self._underway.append(_Underway(self.send("run", batch), window.issued, window=window))
 
     def replay(
         self,
@@ -234,17 +210,13 @@ class OpStream:
         results: Sequence[TensorId],
     ) -> None:
         """Have the ranks do a recorded step again, for which `check_step` has found nothing."""
-        recording, turn = step.recording, self.new_number()
+        names = dict(zip((*step.recording.inputs, *step.recording.results), (*inputs, *results), strict=True))
+        turn = Turn(step, self.new_number(), names)
         if self._uses:
             self.flush()
         with self._lock:
-            unknown = None if recording.number in self._told_steps else recording
-            replay = Replay(
-                recording.number, turn, unknown, inputs, numbers, results, self._take_freed(), anomalies.hunted
-            )
-            names = dict(zip((*recording.inputs, *recording.results), (*inputs, *results), strict=True))
-            self._underway.append(_Underway(self.send("replay", replay), step.issued, names, step, turn))
-            self._told_steps.add(recording.number)
+            replay = self._replays.message(turn, inputs, numbers, results, self._take_freed())
+            self._underway.append(_Underway(self.send("replay", replay), step.issued, turn))
         while len(self._underway) > BATCHES_AHEAD:
             self._settle()
 
@@ -253,12 +225,11 @@ class OpStream:
 
         Raises: the error of a tensor that it needs, or of the last step if nobody was told.
         """
-        while in_turn and self._underway:
-            self._settle()
-        if self._failed or self._unsure:
+        if in_turn:
+            self._settle_all()
+        if self._failures.exist:
             self.check([*inputs, *step.captured])
-        if (error := self._step_failed) is not None:
-            self._step_failed = None
+        if (error := self._replays.take_untold()) is not None:
             raise error
 
     def put(self, method: str, number: TensorId, *args: Any) -> None:
@@ -279,55 +250,66 @@ class OpStream:
                 given = [procs.execute(rank_tensors.ask, self.name, "take", parts) for procs, parts in sent]
             finally:
                 self._sending = False
-            for number in made:
-                self._failed.pop(number, None)
-            self._underway += [_Underway(future, [_Issued("distribute", line, made)]) for future in given]
+            self._failures.forget(made)
+            self._underway += [_Underway(future, [Issued("distribute", line, made)]) for future in given]
         return given
 
     def give_up(self, made: Sequence[TensorId], error: MeshError) -> None:
         """Tensors could not be made."""
-        self._failed.update(dict.fromkeys(made, error))
+        self._failures.lost.update(dict.fromkeys(made, error))
 
     def follow(
         self, operation: str, made: Sequence[TensorId], future: Future[ValueMesh[Any]], origin: Handle | None = None
     ) -> None:
         """Count a call that makes tensors, and tells if it could not, to what is under way. origin: made of which."""
-        self._underway.append(_Underway(future, [_Issued(operation, line_of_caller(), made)], origin=origin))
+        self._underway.append(_Underway(future, [Issued(operation, line_of_caller(), made)], origin=origin))
 
     def fetch(self, method: str, number: TensorId) -> Any:
         """What a method of `RankTensors` says of a tensor, on the first rank. Raises: the error of what it needs."""
-        self.check([number])
-        self.flush()
-        asked = self.ask(method, number)
-        self.settle()
-        self.check([number])
-        return next(iter(asked.get().values()))
+        return next(iter(self.ask_with(self.ask, [number], method, number).values()))
+
+    def ask_with(
+        self, ask: Callable[..., Future[ValueMesh[Any]]], needed: Sequence[TensorId], method: str, *args: Any
+    ) -> ValueMesh[Any]:
+        """What a method of `RankTensors` answers when tensors are there. Raises: the error of one that it needs.
+
+        ask: `ask` or `send`. It is asked at once, so again where ranks had halted before they had the tensors.
+        """
+        self.check(needed)
+        while True:
+            self.flush()
+            resumed, asked = self._resumed, ask(method, *args)
+            self._underway.append(_Underway(asked, ()))  # who has halted goes on when nobody waits in this any more
+            self.settle()
+            self.check(needed)
+            if resumed == self._resumed:
+                return asked.get()
 
     def settle(self) -> None:
         """Wait until all that was issued has been done, or has failed. Raises: TensorError of a hunt's find."""
         self.flush()
-        while self._underway:
-            self._settle()
+        self._settle_all()
         if self.anomaly is not None:
             found, self.anomaly = self.anomaly, None
             raise found
+
+    def _settle_all(self) -> None:
+        while self._underway or self._halted:
+            self._settle()
 
     def renew(self, whole: Collection[TensorId], lost: Mapping[TensorId, MeshError]) -> None:
         """After a repair: what is ``whole`` again, equal on the ranks that hold the same part, and what is gone.
 
         What was made while a rank died is whole where nothing else has failed: the others went on as far as they could.
         """
+        lost_ones = self._failures.lost
         for number in whole:
-            if not isinstance(self._failed.get(number), TensorError):
-                self._failed.pop(number, None)
-        self._failed.update(lost)
-        self._unsure.clear()
-        self._told.clear()  # by new ranks
-        self._told_steps.clear()
-        self._step_failed = None
-        last, self._undecided = self._undecided, None
-        if last is not None and last.step is not None and last.turn not in self.ask("stepped").get().values():
-            last.step.undo()
+            if not isinstance(lost_ones.get(number), TensorError):
+                lost_ones.pop(number, None)
+        lost_ones.update(lost)
+        self._failures.unsure.clear()
+        self._forget_told()
+        self._replays.decide(self.ask("stepped").get().values() if self._replays.are_undecided else ())
 
     def ask(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
         place = line_of_caller() if method not in ("run", "replay") else None  # what is in those has its own
@@ -351,36 +333,88 @@ class OpStream:
 
     def _take_freed(self) -> list[TensorId]:
         freed, self.freed = self.freed, []
-        for number in freed if self._failed or self._unsure else ():
-            self._failed.pop(number, None)
-            self._unsure.pop(number, None)
+        self._failures.forget(freed)
         return freed
 
     def _settle(self) -> None:
         """Wait for the oldest batch, and note what failed in it."""
-        future, issued, names, step, _, origin = self._underway[0]
         try:
-            failed = {number: why for each in self._await(future).values() for number, why in (each or {}).items()}
+            if self._underway:
+                self._settle_oldest()
+            if self._halted:
+                with self._lock:  # nobody sends a batch that it does not know of
+                    if not self._underway:
+                        self._go_on()
         except KeyboardInterrupt:
             self._was_interrupted = True
             raise
-        except MeshError as error:
-            self._note_lost(error, self._underway.popleft())
-            return
+
+    def _settle_oldest(self) -> None:
+        oldest, error = self._underway[0], None
+        try:
+            self._note_answers(oldest, self._await(oldest.future))
+        except KeyboardInterrupt:  # of which some are MeshErrors
+            raise
+        except MeshError as raised:
+            error = raised
         self._underway.popleft()
-        if step is not None:
-            for number in step.left if self._failed else ():
-                self._failed.pop(number, None)
+        if oldest.window is not None and (error is not None or self._halted):
+            self._halted.append((oldest.window, error))
+        elif error is not None:
+            self._forget_told()
+            self._replays.note_lost(error, oldest.issued, oldest.turn)
+
+    def _forget_told(self) -> None:
+        """A rank that is new, or was interrupted before it began, has not read what it was sent."""
+        self._told.clear()
+        self._replays.forget_told()
+
+    def _note_answers(self, done: _Underway, answers: ValueMesh[Any]) -> None:
+        if not done.issued:
+            return  # a value was asked for
+        failed = {number: why for each in answers.values() for number, why in (each or {}).items()}
+        if done.turn is not None:
+            self._failures.forget(done.turn.step.left)
         if (anomaly := failed.pop(anomalies.FOUND, "")) and self.anomaly is None:
             index, _, why = anomaly.partition(" ")
-            at = _Issued._make(issued[int(index)])
-            self.anomaly = TensorError(at.operator, name_code_line(at.place), why)
-        known = origin.stream.why_not(origin.number) if failed and origin is not None else None
-        for each in map(_Issued._make, issued if failed else ()):
-            why = next((failed[number] for number in each.results if number in failed), "")
-            if why:
-                told = known or TensorError(each.operator, name_code_line(each.place), why)
-                self._failed.update(dict.fromkeys(_as_named(each.results, names), told))
+            self.anomaly = Issued._make(done.issued[int(index)]).failed(why)
+        known = done.origin.stream.why_not(done.origin.number) if failed and done.origin is not None else None
+        for each in map(Issued._make, done.issued if failed else ()):
+            if why := next((failed[number] for number in each.results if number in failed), ""):
+                told = known or each.failed(why)
+                self._failures.lost.update(dict.fromkeys(as_named(each.results, done.turn), told))
+
+    def _go_on(self) -> None:
+        """Have the ranks go on behind an operation that failed, or give up all that is left where they cannot.
+
+        All have halted, or have nothing to do: what was under way has come back.
+        """
+        window = functools.reduce(Window.joined, [each for each, _ in self._halted])
+        errors = [error for _, error in self._halted if error is not None]
+        told: list[HaltedAt] = []
+        if causes := window.causes(errors):
+            try:
+                told = list(self.send("progress", window.written()).get().values())
+            except KeyboardInterrupt:
+                raise
+            except MeshError as error:
+                errors.insert(0, error)
+        families, undone_from = Families(told), math.inf
+        if causes and told:
+            undone_from = max(math.inf if each.number is None else each.number for each in told)
+            refused = window.spread(causes, self._failures, families)
+        else:
+            self._forget_told()
+            begin, cause, _ = first_failure(errors[0], window.issued, window.first)
+            refused = {**dict.fromkeys(range(begin, window.first + len(window.issued)), cause), **window.refused}
+        self._failures.note(window, refused, families, undone_from)
+        self._halted.clear()
+        self._resumed += 1
+        why = {number: str(error) for number, error in refused.items()}
+        lost = {number: why[at] for at, each, _ in window.each() if at in refused for number in each.results}
+        with contextlib.suppress(MeshError):  # of a mesh that cannot be called they are gone
+            resumed, now = self.send("resume", why, lost), window._replace(refused=refused) if told else None
+            self._underway.append(_Underway(resumed, window.issued if told else (), window=now))
 
     def _await(self, future: Future[ValueMesh[Any]]) -> ValueMesh[Any]:
         """What the ranks answer; where some hold others up meanwhile, who does is said once."""
@@ -390,43 +424,3 @@ class OpStream:
             if (verdict := self.procs.stacks().verdict) is not None:
                 print(f"mesh tensors wait for this: {verdict.text}", file=sys.stderr)
         return future.get()
-
-    def _note_lost(self, error: MeshError, lost: _Underway) -> None:
-        """A batch was not done to its end: the results of the first operation that failed, and of all behind it.
-
-        In a recorded step nobody goes past the second wait in a row unless all have passed the first: where a rank
-        failed before, nothing behind was written.
-        """
-        self._told.clear()  # a rank that was interrupted before it began has not read what it was sent
-        self._told_steps.clear()
-        begin, cause = 0, error
-        causes = [f.load() for f in error.failures] if isinstance(error, CallFailed) else []
-        found = [each for each in causes if isinstance(each, OperationFailed)]
-        issued = [_Issued._make(each) for each in lost.issued]
-        if found:
-            begin = min(each.index for each in found)
-            first = next((e for e in found if "GroupAborted" not in e.why), found[0])
-            at = issued[first.index]
-            cause = TensorError(at.operator, name_code_line(at.place), first.why)
-        elif issued and isinstance(error, CallFailed) and any(f.ename == "KeyboardInterrupt" for f in error.failures):
-            cause = TensorError(issued[0].operator, name_code_line(issued[0].place), str(error))
-        waits = [index for index, each in enumerate(issued) if each.operator == WAITS]
-        sure = next((index for index in waits[1::2] if found and index > begin), len(issued))
-        for index, each in enumerate(issued[begin:], begin):
-            self._failed.update(dict.fromkeys(_as_named(each.results, lost.names), cause))
-            if index < sure:
-                self._unsure.update(dict.fromkeys(_as_named(each.written, lost.names), cause))
-        if lost.step is not None and waits:
-            self._step_failed = cause
-            if sure == waits[1]:
-                lost.step.undo()
-            elif not found:
-                self._undecided = lost
-
-
-WAITS = "the wait before a step of an optimizer"
-
-
-def _as_named(numbers: Sequence[TensorId], names: Mapping[TensorId, TensorId]) -> list[TensorId]:
-    """Without those that are within a recorded step alone."""
-    return [named for number in numbers if (named := names.get(number, number)) > 0]

@@ -22,8 +22,13 @@ _OPERATORS.impl(  # type: ignore[no-untyped-call]
     "lay_out", lambda tensor, axis, dim: torch.ops.aten.alias(tensor), "CompositeExplicitAutograd"
 )
 
+_OPERATORS.define("redistribute(Tensor self, Tensor? layout) -> Tensor")  # type: ignore[no-untyped-call]
+
 LAY_OUT: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.lay_out.default
 """The same tensor; on the ranks cut in a dim, or whole, along one axis of the mesh."""
+
+REDISTRIBUTE: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.redistribute.default
+"""A copy that lies in another way, with gradients elsewhere; layout: a tensor that lies so, or the placements."""
 
 
 class TensorPlace(NamedTuple):
@@ -68,6 +73,8 @@ class Use(NamedTuple):
 class OperationBatch(NamedTuple):
     """What one message carries, in the order in which it was issued."""
 
+    first: int
+    """The number of its first operation: those of a mesh are numbered one after the other."""
     templates: Sequence[Template]
     uses: Sequence[tuple[Any, ...]]
     """Each the fields of a `Use`: plain tuples are pickled in a fifth of the time."""
@@ -167,15 +174,24 @@ class PartTransfer(NamedTuple):
 
 
 class OperationFailed(RuntimeError):
-    """An operation of a batch failed on a rank, so that what followed in the batch was not done there."""
+    """An operation failed on a rank, which does nothing that is behind it until it is told what the failure costs."""
 
-    def __init__(self, index: int, operator: str, why: str) -> None:
-        """index: of the operation in the batch."""
-        super().__init__(index, operator, why)
-        self.index, self.operator, self.why = index, operator, why
+    def __init__(self, index: int, operator: str, place: str, why: str) -> None:
+        """index: the number of the operation; of one in a recorded step, its place there. place: its line."""
+        super().__init__(index, operator, place, why)
+        self.index, self.operator, self.place, self.why = index, operator, place, why
 
     def __str__(self) -> str:
-        return f"{self.operator}: {self.why}"
+        return f"{self.operator} ({self.place}) failed: {self.why}" if self.place else f"{self.operator}: {self.why}"
+
+
+class HaltedAt(NamedTuple):
+    """How far a rank has come that may have halted."""
+
+    number: int | None
+    """The number of the operation that it does next when it goes on; None if it has done all."""
+    families: Sequence[Sequence[TensorId]]
+    """The tensors that lie in the same memory as one of those that were asked for."""
 
 
 _DEFINED_LATE = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}

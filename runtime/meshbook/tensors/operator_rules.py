@@ -16,6 +16,7 @@ from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshbook.tensors.operations import (
+    REDISTRIBUTE,
     NumberPlace,
     Template,
     TensorPlace,
@@ -46,7 +47,7 @@ WHOLE = frozenset(
 )  # fmt: skip
 """DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded; also for those that work in place."""
 
-LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default})
+LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, REDISTRIBUTE})
 """Of sums whose parts are on the ranks they give such sums, as views do; all others are given sums that are done."""
 
 EASY_VIEWS = frozenset(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 
 from meshbook.tensors.lowered_operations import LoweredOperations, way_of
-from meshbook.tensors.operations import LAY_OUT, Use
+from meshbook.tensors.operations import LAY_OUT, REDISTRIBUTE, Use
 from meshbook.tensors.operator_rules import (
     ATTENTION,
     GRADED,
@@ -166,6 +166,8 @@ class Operations:
     ) -> Any:
         if template.operator is LAY_OUT:
             return _along(*args)
+        if template.operator is REDISTRIBUTE:
+            return _redistributed(*args)
         if template.is_fused:
             return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
         if template.apart is not None:
@@ -247,6 +249,18 @@ def _along(tensor: DTensor, axis: int, dim: int | None) -> DTensor:
     wanted = [*tensor.placements]
     wanted[axis] = Replicate() if dim is None else Shard(dim)
     return tensor.redistribute(placements=wanted)
+
+
+def _redistributed(tensor: DTensor, layout: DTensor | Sequence[Placement]) -> DTensor:
+    """A copy. Like a tensor it lies in blocks: sums are ended, and what is interleaved is whole."""
+    if isinstance(layout, DTensor):
+        layout = block_placements(layout)
+    return cast("DTensor", tensor.redistribute(placements=list(layout)).clone())
+
+
+def block_placements(tensor: DTensor) -> list[Placement]:
+    """How one can be laid out that lies in blocks, else as this one."""
+    return [each if type(each) is Shard else Replicate() for each in tensor.placements]
 
 
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

@@ -1,47 +1,33 @@
-"""The rank's end of mesh tensors: their DTensors by number, and what is asked of them.
-
-An operation that fails on all ranks alike, before any of them has begun with it, costs its results. One that fails on
-a rank while it runs ends the batch there: the ranks that wait for it are freed as those of a cell are.
-"""
+"""The rank's end of mesh tensors: their DTensors by number, and what is asked of them."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
 from meshbook.groups.rank_groups import own_groups
-from meshbook.tensors.anomalies import Search
-from meshbook.tensors.issued_lines import CodeLine, LinesOfUses, each_line, frame_at, name_code_line
+from meshbook.tensors.issued_lines import CodeLine, frame_at
 from meshbook.tensors.operations import (
-    WAIT,
     Adopted,
     Factory,
     LocalPart,
-    OperationBatch,
-    OperationFailed,
     PartTransfer,
-    Recording,
-    Replay,
     SentTensor,
-    Template,
     TensorId,
     TensorReference,
-    Use,
 )
-from meshbook.tensors.operator_rules import CompiledTemplate
-from meshbook.tensors.partial_sums import lay_all_out
-from meshbook.tensors.rank_operations import Operations, RankTensor, full
+from meshbook.tensors.rank_batches import NotMade, RankBatches
+from meshbook.tensors.rank_operations import Operations, RankTensor, block_placements, full
 
 CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
@@ -62,118 +48,8 @@ class TensorDescription(NamedTuple):
         return text.replace("\n" + " " * len("tensor("), "\n" + " " * indent)
 
 
-class Failed(NamedTuple):
-    """Stands for the result of an operation that failed."""
-
-    why: str
-
-
-_GONE = "a tensor that it needs is not on this rank any more"
-
-
-class RankTensors:
-    """The mesh tensors of one process, for one device mesh."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self._operations = mesh, Operations(mesh)
-        self._tensors: dict[TensorId, RankTensor | Failed] = {}
-        self._templates: dict[int, Template] = {}
-        self._compiled: dict[int, CompiledTemplate] = {}
-        self._recordings: dict[TensorId, Recording] = {}
-        self._turn = self._waits = self._waited = 0
-
-    def run(self, batch: OperationBatch) -> dict[TensorId, str]:
-        """Do what a batch says; returns which results failed, and why. Raises: OperationFailed."""
-        self._templates.update((template.number, template) for template in batch.templates)
-        try:
-            return self._do(list(map(Use._make, batch.uses)), itertools.repeat(()), batch.lines, batch.hunted)
-        finally:
-            self._free(batch.freed)
-
-    def replay(self, replay: Replay) -> dict[TensorId, str]:
-        """Do a recorded step once more; as `run`."""
-        if replay.recording is not None:
-            self._recordings[replay.number] = replay.recording
-            self._templates.update((template.number, template) for template in replay.recording.templates)
-        recording = self._recordings[replay.number]
-        uses = list(map(Use._make, recording.uses))
-        self._turn, self._waits = replay.turn, 0
-        for index, numbers in replay.numbers.items():
-            uses[index] = uses[index]._replace(numbers=numbers)
-        for name, number in zip(recording.inputs, replay.inputs, strict=True):
-            self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
-        try:
-            return self._do(uses, recording.ends, recording.lines, replay.hunted)
-        finally:
-            for name, number in zip(recording.results, replay.results, strict=True):
-                self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
-            for name in [name for name in self._tensors if name < 0]:
-                del self._tensors[name]
-            self._free(replay.freed)
-
-    def _do(
-        self, uses: Sequence[Use], ends: Iterable[Sequence[TensorId]], lines: LinesOfUses, hunted: str
-    ) -> dict[TensorId, str]:
-        failed: dict[TensorId, str] = {}
-        search = Search(hunted, self.mesh, len(uses)) if hunted else None
-        with torch.no_grad():
-            for index, (use, ended, line) in enumerate(zip(uses, ends, each_line(lines, len(uses)), strict=False)):
-                try:
-                    if use.template == WAIT:
-                        frame_at(line, "optimizer.step")(self._wait_for_all, use.tensors)
-                    elif search is None:
-                        template = self._compiled.get(use.template) or self._compile(use.template)
-                        frame_at(line, template.name)(self._run, template, use)
-                    else:
-                        frame_at(line, self._name(use))(self._run_searched, use, search, index)
-                except NotMade as refused:
-                    self._fail(use, str(refused), failed)
-                except BaseException as error:
-                    name = self._name(use)
-                    why = f"{type(error).__name__}: {error}"
-                    named = f"{name} ({place})" if (place := name_code_line(line)) else name
-                    for left in uses[index:]:
-                        self._fail(left, f"{named} failed: {why}", failed)
-                    raise OperationFailed(index, name, why) from error
-                for number in ended:
-                    self._tensors.pop(number, None)
-            if search is not None:
-                search.tell(failed)
-        return failed
-
-    def _free(self, numbers: Iterable[TensorId]) -> None:
-        for number in numbers:
-            if self._tensors.pop(number, None) is None:
-                self._recordings.pop(number, None)
-
-    def _wait_for_all(self, gradients: Sequence[TensorId]) -> None:
-        """gradients: each with its parameter behind it. Raises: RuntimeError if one could not be made."""
-        for number in gradients:
-            if isinstance(held := self._tensors.get(number), Failed):
-                raise RuntimeError(held.why)
-        self.lay_like(list(zip(gradients[::2], gradients[1::2], strict=True)))
-        for axis in range(self.mesh.ndim):
-            dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.mesh.get_group(axis))
-        self._waits += 1
-        if self._waits == 2:
-            self._waited = self._turn
-
-    def stepped(self) -> int:
-        """The turn in which all ranks last began to step with an optimizer."""
-        return self._waited
-
-    def _name(self, use: Use) -> str:
-        known = self._templates.get(use.template)
-        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
-
-    def _compile(self, number: int) -> CompiledTemplate:
-        if number not in self._templates:
-            raise RuntimeError("this rank was interrupted before it was told what it is")
-        try:
-            made = self._compiled[number] = CompiledTemplate(self._templates[number])
-        except AttributeError as error:
-            raise NotMade(f"the ranks do not know it: {error}") from error
-        return made
+class RankTensors(RankBatches):
+    """The mesh tensors of one process, as the controller makes, asks for and brings back single ones."""
 
     def place(self, number: TensorId, whole: torch.Tensor, placements: Sequence[Placement]) -> None:
         """Take this rank's part of a tensor that all ranks were sent."""
@@ -196,44 +72,16 @@ class RankTensors:
         """Take this rank's part of a tensor that is made here."""
         self.place(number, factory.make(), placements)
 
-    def redistribute(
-        self, number: TensorId, source: TensorId, placements: Sequence[Placement] | TensorId
-    ) -> Mapping[TensorId, str]:
-        """Lay a tensor out in another way, or as another one, as another tensor."""
-        try:
-            tensor = self._of(source)
-        except NotMade as refused:
-            self.give_up(number, str(refused))
-            return {number: str(refused)}
-        wanted = self.layout_of(placements) if isinstance(placements, TensorId) else placements
-        laid = tensor.redistribute(placements=list(wanted))
-        self._tensors[number] = RankTensor(cast("DTensor", laid.clone()))
-        return {}
-
     def layout_of(self, number: TensorId) -> Sequence[Placement]:
         """How a tensor like this one can be laid out in blocks: sums are ended, and what is interleaved is whole."""
         try:
-            placements = self._of(number).placements
+            return block_placements(self._of(number))
         except NotMade:
-            placements = (Replicate(),) * self.mesh.ndim
-        return [each if type(each) is Shard else Replicate() for each in placements]
+            return (Replicate(),) * self.mesh.ndim
 
     def keep(self, number: TensorId, local: torch.Tensor, part: LocalPart) -> None:
         """Know this rank's part of a tensor."""
         self._tensors[number] = RankTensor(self._from_part(local, part))
-
-    def give_up(self, number: TensorId, why: str) -> None:
-        """A tensor could not be made, here as on the other ranks."""
-        self._tensors[number] = Failed(why)
-
-    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
-        """Lay the first tensor of each pair out as the second; what has failed is left as it is."""
-        wanted = []
-        for number, other in pairs:
-            held, like = self._tensors.get(number), self._tensors.get(other)
-            if isinstance(held, RankTensor) and isinstance(like, RankTensor):
-                wanted.append((self._operations.read(held), like.tensor.placements))
-        lay_all_out(wanted)
 
     def whole(self, number: TensorId) -> torch.Tensor | None:
         """The whole tensor, on the first rank of the mesh; a collective."""
@@ -343,46 +191,9 @@ class RankTensors:
             local, self.mesh, list(part.placements), run_check=False, shape=torch.Size(part.shape), stride=part.strides
         )
 
-    # ---- one operation ------------------------------------------------------------------------------------------
-
-    def _run(self, template: CompiledTemplate, use: Use) -> None:
-        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
-        if len(results) < len(use.results):
-            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
-        self._tensors.update(zip(use.results, results, strict=False))
-
-    def _run_searched(self, use: Use, search: Search, index: int) -> None:
-        """As `_run`. What memory happens to hold, in a tensor that is empty, is nobody's mistake."""
-        template = self._compiled.get(use.template) or self._compile(use.template)
-        search.note_operands(index, [self._of(number) for number in use.tensors])
-        self._run(template, use)
-        written = use.tensors if template.written else ()
-        if "empty" not in template.name:
-            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
-
-    def _operand(self, number: TensorId) -> RankTensor:
-        found = self._tensors.get(number)
-        if isinstance(found, Failed):
-            raise NotMade(found.why)
-        if found is None:
-            raise NotMade(_GONE)
-        return found
-
-    def _of(self, number: TensorId) -> DTensor:
-        return self._operations.read(self._operand(number))
-
-    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
-        for number in use.results:
-            self.give_up(number, why)
-            failed[number] = why
-
     @property
     def _is_first(self) -> bool:
         return dist.get_rank() == int(self.mesh.mesh.flatten()[0])
-
-
-class NotMade(Exception):
-    """An operation fails on all ranks alike, before any has begun with it."""
 
 
 def _name(placements: Sequence[Placement]) -> str:
@@ -417,6 +228,7 @@ def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: ty
     for other in [other for other in meshes if other.rpartition("/")[0] != controller]:
         del meshes[other]  # of a former controller, whose handles are gone
     if (known := meshes.get(name)) is not None:
+        known.drop_left()
         known.move_to(mesh)
     else:
         meshes[name] = kind(mesh)
@@ -438,4 +250,10 @@ def ask(name: str, method: str, *args: Any) -> Any:
     """Call a method of a mesh's `RankTensors`."""
     if (found := meshes.get(name)) is None:
         raise UsageError("this process does not know the mesh of these tensors: heal the mesh, or make another Mesh")
+    if (why := found.why_halted) and method not in ALWAYS:
+        raise NotMade(why)  # others wait in an earlier call
     return getattr(found, method)(*args)
+
+
+ALWAYS = ("run", "replay", "progress", "resume", "take", "place", "make", "stepped")
+"""Methods that do not wait for ranks, or know what to do when this one has halted."""

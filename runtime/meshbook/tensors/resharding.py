@@ -9,6 +9,7 @@ the target may not have the source: the first rank of each mesh tells those who 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from meshbook.errors import UsageError
-from meshbook.tensors import rank_tensors
+from meshbook.tensors import rank_batches, rank_tensors
 from meshbook.tensors.mesh_tensor import MeshTensor, contiguous_strides
+from meshbook.tensors.metadata import new_template
 from meshbook.tensors.op_stream import Handle
-from meshbook.tensors.operations import Box, LocalPart, NewOutput, TensorId
+from meshbook.tensors.operations import REDISTRIBUTE, Box, LocalPart, NewOutput, Template, TensorId, TensorPlace
 
 if TYPE_CHECKING:
     from meshbook.tensors.distributed_mesh import Mesh
@@ -49,14 +51,18 @@ def move(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
 
 def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
     source, stream, handle = tensor.mesh, mesh.stream, tensor._handle
-    source.stream.check([handle.number])
     number = stream.new_number()
     wanted = layout.number if isinstance(layout, Handle) else layout
     shape = tuple(tensor.shape)
     output = NewOutput(shape, contiguous_strides(shape), tensor.dtype)
     if source is mesh:
-        stream.put("redistribute", number, handle.number, wanted)
-        return MeshTensor._of(mesh, output._replace(strides=tuple(tensor.stride())), number)
+        read = [handle.number, *([wanted] if isinstance(wanted, TensorId) else [])]
+        stream.issue(_template(wanted if len(read) == 1 else None), read, (), [number])
+        made = MeshTensor._of(mesh, output._replace(strides=tuple(tensor.stride())), number)
+        if stream.recorder is not None:
+            stream.recorder.note_tensors((tensor, made))
+        return made
+    source.stream.check([handle.number])
     base = source.procs.base()
     if (base.session, base.id) != (mesh.procs.session, mesh.procs.id):
         raise UsageError(
@@ -68,6 +74,12 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
     moved = Resharding(ends[0], ends[1], handle.number, number, wanted, output)
     stream.follow("to_mesh", (number,), ranks.execute(take_part, moved), handle)
     return MeshTensor._of(mesh, output, number)
+
+
+@functools.lru_cache(maxsize=1000)
+def _template(placements: tuple[Placement, ...] | None) -> Template:
+    """placements: if it is not to lie as another tensor does."""
+    return new_template(REDISTRIBUTE, [TensorPlace(0), TensorPlace(1) if placements is None else placements], {})
 
 
 # ---- on the ranks -------------------------------------------------------------------------------------------------
@@ -142,7 +154,7 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
             placements = here.layout_of(moved.number)
             tensor = here.reference(moved.number).redistribute(placements=placements)
             local, codes = tensor.to_local(), _encode(placements)
-        except rank_tensors.NotMade as refused:
+        except rank_batches.NotMade as refused:
             why = str(refused)
     layout = moved.layout
     if isinstance(layout, tuple):

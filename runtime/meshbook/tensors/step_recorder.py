@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshbook.tensors.distributed_mesh import Mesh
 from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
 from meshbook.tensors.mesh_tensor import MeshTensor, place
-from meshbook.tensors.op_stream import WAITS, Handle, OpStream
+from meshbook.tensors.op_stream import Handle, OpStream
 from meshbook.tensors.operations import (
     WAIT,
     NumberPlace,
@@ -35,6 +35,7 @@ from meshbook.tensors.operations import (
     is_random,
     written_arguments,
 )
+from meshbook.tensors.replays import WAITS
 
 aten = torch.ops.aten
 
@@ -156,7 +157,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
         self.optimizers.append(optimizer)
-        for tensors in ([number for pair in pairs for number in pair], []):  # two waits, see OpStream._note_lost
+        for tensors in ([number for pair in pairs for number in pair], []):  # two waits, see Replays.note_lost
             self._noted.append(_Noted(self._wait, (WAIT, tensors, (), ()), (WAITS, line_of_caller(), (), ())))
 
     def __torch_dispatch__(
@@ -179,11 +180,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*args, **kwargs)
         finally:
             self._sources = None
-        for tensor in (*tensors, *tree_leaves(made)):
+        self.note_tensors((*tensors, *tree_leaves(made)))
+        return made
+
+    def note_tensors(self, tensors: Iterable[object]) -> None:
+        for tensor in tensors:
             if isinstance(tensor, MeshTensor):
                 self._handles[tensor._handle.number] = weakref.ref(tensor._handle)
                 self._tensors[tensor._handle.number] = weakref.ref(tensor)
-        return made
 
     def _note_here(
         self,

@@ -257,3 +257,22 @@ def test_a_step_is_repeated_after_a_repair_and_one_that_a_rank_did_not_survive_i
             plain = plain or losses
             assert losses == plain
     assert len(replays) >= 12
+
+
+def test_a_step_that_lays_tensors_out_anew_is_repeated(square: ProcMesh, replays: list[int]) -> None:
+    mesh = Mesh(square)
+    weight = meshbook.ones(4, 4, mesh=mesh, sharding_spec=["dp", "tp"]).requires_grad_()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        turned = (x @ weight.redistribute([None, "dp"])).redistribute(["tp"])
+        turned.pow(2).sum().backward()
+        assert weight.grad is not None
+        found = weight.grad.redistribute([]).sum() + turned.sum()
+        weight.grad = None
+        return found
+
+    repeated = meshbook.compile(step)
+    for at in range(6):
+        x = meshbook.full((8, 4), float(at), mesh=mesh, sharding_spec=["dp"])
+        assert repeated(x).item() == step(x).item() == 16 * (8 * 8 * at * at) + 8 * 4 * 4 * at
+    assert replays and not repeated.why_not

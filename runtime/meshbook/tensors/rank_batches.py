@@ -1,0 +1,273 @@
+"""Batches of operations as one rank does them, and where it halts when one fails.
+
+An operation that cannot begin, on all ranks alike, costs its results. One that fails while it runs halts this rank
+there: the ranks that wait for it are freed, as those of a cell are, and halt where they were. What comes meanwhile is
+laid aside. Once all have halted, or have nothing left to do, the controller says which operations the failure costs
+(`resume`), and each rank goes on from where it was with the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshbook.tensors.anomalies import Search
+from meshbook.tensors.issued_lines import CodeLine, each_line, frame_at, name_code_line
+from meshbook.tensors.operations import (
+    WAIT,
+    HaltedAt,
+    OperationBatch,
+    OperationFailed,
+    Recording,
+    Replay,
+    Template,
+    TensorId,
+    Use,
+)
+from meshbook.tensors.operator_rules import CompiledTemplate
+from meshbook.tensors.partial_sums import lay_all_out
+from meshbook.tensors.rank_operations import Operations, RankTensor
+
+
+class Failed(NamedTuple):
+    """Stands for the result of an operation that failed."""
+
+    why: str
+
+
+class NotMade(Exception):
+    """An operation fails on all ranks alike, before any has begun with it."""
+
+
+_GONE = "a tensor that it needs is not on this rank any more"
+
+
+class _Left(NamedTuple):
+    """Operations that are still to be done, one behind the other, and what nobody needs after them."""
+
+    first: int
+    """The number of the first operation."""
+    uses: Sequence[Use]
+    lines: Sequence[CodeLine]
+    freed: Sequence[TensorId]
+
+
+class RankBatches:
+    """The mesh tensors of one process, for one device mesh, and what is done with them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self._operations = mesh, Operations(mesh)
+        self._tensors: dict[TensorId, RankTensor | Failed] = {}
+        self._templates: dict[int, Template] = {}
+        self._compiled: dict[int, CompiledTemplate] = {}
+        self._recordings: dict[TensorId, Recording] = {}
+        self._turn = self._waits = self._waited = 0
+        self._left: list[_Left] = []
+        """What this rank goes on with when it is told to, if it has halted."""
+        self._halted_by = OperationFailed(0, "", "", "")
+
+    def run(self, batch: OperationBatch) -> dict[TensorId, str]:
+        """Do what a batch says; returns which results failed, and why. Raises: OperationFailed."""
+        self._templates.update((template.number, template) for template in batch.templates)
+        uses = list(map(Use._make, batch.uses))
+        left = _Left(batch.first, uses, list(each_line(batch.lines, len(uses))), batch.freed)
+        if self._left:
+            self._left.append(left)
+            raise OperationFailed(*self._halted_by.args)  # else nobody frees the ranks that wait for this one
+        return self._go_on([left], {}, batch.hunted)
+
+    @property
+    def why_halted(self) -> str:
+        """Empty while this rank goes on."""
+        return str(self._halted_by) if self._left else ""
+
+    def progress(self, written: Collection[TensorId]) -> HaltedAt:
+        """Where this rank has halted, and which tensors lie in the memory of each of ``written``."""
+        memory: dict[TensorId, int] = {}
+        families: dict[int, list[TensorId]] = {}
+        for number, held in self._tensors.items():
+            if isinstance(held, RankTensor):
+                memory[number] = id(held.root.version)
+                families.setdefault(memory[number], []).append(number)
+        wanted = {memory[number] for number in written if number in memory}
+        return HaltedAt(self._left[0].first if self._left else None, [families[each] for each in wanted])
+
+    def resume(self, refused: Mapping[int, str], lost: Mapping[TensorId, str]) -> dict[TensorId, str]:
+        """Go on from where this rank has halted; as `run`.
+
+        refused: operations, by their numbers, that are not done, and why. lost: their results, which it may have.
+        """
+        for number in lost.keys() & self._tensors.keys():
+            self.give_up(number, lost[number])
+        left, self._left = self._left, []
+        return self._go_on(left, refused)
+
+    def drop_left(self) -> None:
+        """Never go on with what was left."""
+        left, self._left = self._left, []
+        why = str(self._halted_by)
+        self._go_on(left, {each.first + at: why for each in left for at in range(len(each.uses))})
+
+    def _go_on(self, left: Sequence[_Left], refused: Mapping[int, str], hunted: str = "") -> dict[TensorId, str]:
+        failed: dict[TensorId, str] = {}
+        for at, each in enumerate(left):
+            try:
+                made = self._do(each.uses, itertools.repeat(()), each.lines, hunted, each.first, refused)
+            except OperationFailed as failure:
+                done = failure.index - each.first
+                rest = _Left(failure.index, each.uses[done:], each.lines[done:], each.freed)
+                self._left, self._halted_by = [rest, *left[at + 1 :]], OperationFailed(*failure.args)
+                raise
+            failed.update(made)
+            self._free(each.freed)
+        return failed
+
+    def replay(self, replay: Replay) -> dict[TensorId, str]:
+        """Do a recorded step once more; as `run`, but what fails costs all that is behind it in the step."""
+        if replay.recording is not None:
+            self._recordings[replay.number] = replay.recording
+            self._templates.update((template.number, template) for template in replay.recording.templates)
+        recording = self._recordings[replay.number]
+        uses = list(map(Use._make, recording.uses))
+        self._turn, self._waits = replay.turn, 0
+        for index, numbers in replay.numbers.items():
+            uses[index] = uses[index]._replace(numbers=numbers)
+        for name, number in zip(recording.inputs, replay.inputs, strict=True):
+            self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
+        try:
+            if self._left:
+                raise OperationFailed(0, self._name(uses[0]), "", self.why_halted)
+            return self._do(uses, recording.ends, each_line(recording.lines, len(uses)), replay.hunted)
+        except OperationFailed as failure:
+            for use in uses[failure.index :]:
+                self._fail(use, str(failure), {})
+            raise
+        finally:
+            for name, number in zip(recording.results, replay.results, strict=True):
+                self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
+            for name in [name for name in self._tensors if name < 0]:
+                del self._tensors[name]
+            self._free(replay.freed)
+
+    def _do(
+        self,
+        uses: Sequence[Use],
+        ends: Iterable[Sequence[TensorId]],
+        lines: Iterable[CodeLine],
+        hunted: str,
+        first: int = 0,
+        refused: Mapping[int, str] = {},
+    ) -> dict[TensorId, str]:
+        failed: dict[TensorId, str] = {}
+        search = Search(hunted, self.mesh, len(uses)) if hunted else None
+        with torch.no_grad():
+            for index, (use, ended, line) in enumerate(zip(uses, ends, lines, strict=False), first):
+                try:
+                    if refused and index in refused:
+                        self._fail(use, refused[index], {})
+                    elif use.template == WAIT:
+                        frame_at(line, "optimizer.step")(self._wait_for_all, use.tensors)
+                    elif search is None:
+                        template = self._compiled.get(use.template) or self._compile(use.template)
+                        frame_at(line, template.name)(self._run, template, use)
+                    else:
+                        frame_at(line, self._name(use))(self._run_searched, use, search, index - first)
+                except NotMade as refusal:
+                    self._fail(use, str(refusal), failed)
+                except BaseException as error:
+                    why = f"{type(error).__name__}: {error}"
+                    raise OperationFailed(index, self._name(use), name_code_line(line), why) from error
+                for number in ended:
+                    self._tensors.pop(number, None)
+            if search is not None:
+                search.tell(failed)
+        return failed
+
+    def _free(self, numbers: Sequence[TensorId]) -> None:
+        if self._left:  # it may be needed for what is left
+            self._left.append(_Left(self._left[-1].first + len(self._left[-1].uses), (), (), numbers))
+            return
+        for number in numbers:
+            if self._tensors.pop(number, None) is None:
+                self._recordings.pop(number, None)
+
+    def _wait_for_all(self, gradients: Sequence[TensorId]) -> None:
+        """gradients: each with its parameter behind it. Raises: RuntimeError if one could not be made."""
+        for number in gradients:
+            if isinstance(held := self._tensors.get(number), Failed):
+                raise RuntimeError(held.why)
+        self.lay_like(list(zip(gradients[::2], gradients[1::2], strict=True)))
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.mesh.get_group(axis))
+        self._waits += 1
+        if self._waits == 2:
+            self._waited = self._turn
+
+    def stepped(self) -> int:
+        """The turn in which all ranks last began to step with an optimizer."""
+        return self._waited
+
+    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
+        """Lay the first tensor of each pair out as the second; what has failed is left as it is."""
+        wanted = []
+        for number, other in pairs:
+            held, like = self._tensors.get(number), self._tensors.get(other)
+            if isinstance(held, RankTensor) and isinstance(like, RankTensor):
+                wanted.append((self._operations.read(held), like.tensor.placements))
+        lay_all_out(wanted)
+
+    def give_up(self, number: TensorId, why: str) -> None:
+        """A tensor could not be made, here as on the other ranks."""
+        self._tensors[number] = Failed(why)
+
+    # ---- one operation ------------------------------------------------------------------------------------------
+
+    def _name(self, use: Use) -> str:
+        known = self._templates.get(use.template)
+        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
+
+    def _compile(self, number: int) -> CompiledTemplate:
+        if number not in self._templates:
+            raise RuntimeError("this rank was interrupted before it was told what it is")
+        try:
+            made = self._compiled[number] = CompiledTemplate(self._templates[number])
+        except AttributeError as error:
+            raise NotMade(f"the ranks do not know it: {error}") from error
+        return made
+
+    def _run(self, template: CompiledTemplate, use: Use) -> None:
+        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
+        if len(results) < len(use.results):
+            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
+        self._tensors.update(zip(use.results, results, strict=False))
+
+    def _run_searched(self, use: Use, search: Search, index: int) -> None:
+        """As `_run`. What memory happens to hold, in a tensor that is empty, is nobody's mistake."""
+        template = self._compiled.get(use.template) or self._compile(use.template)
+        search.note_operands(index, [self._of(number) for number in use.tensors])
+        self._run(template, use)
+        written = use.tensors if template.written else ()
+        if "empty" not in template.name:
+            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
+
+    def _operand(self, number: TensorId) -> RankTensor:
+        found = self._tensors.get(number)
+        if isinstance(found, Failed):
+            raise NotMade(found.why)
+        if found is None:
+            raise NotMade(self.why_halted or _GONE)
+        return found
+
+    def _of(self, number: TensorId) -> DTensor:
+        return self._operations.read(self._operand(number))
+
+    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
+        for number in use.results:
+            self.give_up(number, why)
+            failed[number] = why

@@ -1,0 +1,173 @@
+"""An operation that fails on a rank costs what depends on it, and nothing that is issued behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import meshbook
+from benchmarks.tensor_program_lines import run_line, write_program
+from meshbook import ProcMesh
+from meshbook.distributed import Mesh
+from meshbook.exceptions import DeviceMeshError, TensorError
+
+OUT_OF_RANGE = r"aten\.embedding.*test_failures.py, line \d+\) failed: IndexError"
+
+
+@pytest.fixture
+def grid(square: ProcMesh) -> Iterator[Mesh]:
+    yield Mesh(square)
+
+
+def embed(mesh: Mesh, *indices: int) -> torch.Tensor:
+    """Rows of a table of four; indices are cut over the ranks along dp, so only some have one that is out of range."""
+    table = meshbook.ones(4, 3, mesh=mesh)
+    return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
+
+
+@pytest.mark.parametrize("indices", [(0, 1, 2, 9), (9, 0, 1, 2), (9, 0, 0, 9)])
+def test_what_is_issued_behind_is_done_and_what_depends_is_not(grid: Mesh, indices: tuple[int, ...]) -> None:
+    x = meshbook.distribute(torch.arange(16.0).view(4, 4), grid, ["dp", "tp"])
+    counted = meshbook.zeros(4, mesh=grid, sharding_spec=["dp"])
+    bad = embed(grid, *indices)
+    worse = bad @ bad.T + 1
+    products = [x @ x.T for _ in range(3)]  # collectives, for which ranks wait that have not failed
+    for _ in range(5):
+        counted.add_(x.sum(1))
+    total = counted.sum() + products[0].sum()
+    plain = torch.arange(16.0).view(4, 4)
+    assert total.item() == 5 * plain.sum() + (plain @ plain.T).sum()
+    assert torch.equal(products[2].full_tensor(), plain @ plain.T)
+    for lost in (bad, worse):
+        with pytest.raises(TensorError, match=OUT_OF_RANGE):
+            lost.sum().item()
+
+
+def test_several_failures_each_have_their_line(grid: Mesh) -> None:
+    x = meshbook.distribute(torch.arange(8.0), grid, ["dp"])
+    failed = [embed(grid, 0, 9), embed(grid, 9, 0), embed(grid, 1, 8)]
+    kept = [(x * at).sum() for at in range(3)]
+    failed.append(embed(grid, 7, 0))
+    kept.append(x.cumsum(0))
+    assert [each.item() for each in kept[:3]] == [0.0, 28.0, 56.0]
+    assert kept[3].tolist() == torch.arange(8.0).cumsum(0).tolist()
+    for each in failed:
+        with pytest.raises(TensorError, match=OUT_OF_RANGE):
+            each.tolist()
+
+
+def test_batches_behind_are_done_as_well(grid: Mesh) -> None:
+    x = meshbook.ones(6, mesh=grid, sharding_spec=["dp"])
+    bad = embed(grid, 9, 1)
+    for _ in range(700):  # three batches
+        x.add_(1)
+    more = bad + 1
+    for _ in range(700):
+        x.add_(1)
+    assert x.tolist() == [1401.0] * 6
+    with pytest.raises(TensorError, match=OUT_OF_RANGE):
+        more.tolist()
+
+
+def test_a_write_of_what_failed_is_told_once_and_not_done(grid: Mesh) -> None:
+    x = meshbook.ones(2, 3, mesh=grid)
+    row, apart = x[0], meshbook.ones(3, mesh=grid)
+    x.add_(embed(grid, 0, 9))
+    y = x * 2
+    with pytest.raises(TensorError, match=OUT_OF_RANGE):
+        row.sum().item()
+    with pytest.raises(TensorError, match=OUT_OF_RANGE):
+        y.sum().item()
+    assert x.tolist() == [[1.0] * 3] * 2 and row.tolist() == [1.0] * 3 and apart.tolist() == [1.0] * 3
+    x.add_(1)
+    assert row.tolist() == [2.0] * 3
+
+
+def test_what_some_ranks_have_written_is_refused_until_it_is_overwritten(grid: Mesh) -> None:
+    x = meshbook.ones(4, mesh=grid, sharding_spec=["dp"])
+    bad = embed(grid, 0, 9).sum(1)  # the first ranks have it
+    x.narrow(0, 0, 4).add_(bad.redistribute(["dp"]).sum())
+    with pytest.raises(TensorError, match=OUT_OF_RANGE):
+        x.sum().item()
+    x.copy_(torch.zeros(4))
+    assert x.sum().item() == 0.0
+
+
+def test_values_of_the_ranks_are_asked_for_again(grid: Mesh) -> None:
+    x = meshbook.distribute(torch.arange(8.0), grid, ["dp"])
+    bad = embed(grid, 0, 9)
+    assert (x * 2).tolist() == (torch.arange(8.0) * 2).tolist()
+    with pytest.raises(DeviceMeshError, match="out of range"):
+        grid.execute(lambda tensor: tensor.sum(), bad)
+    assert "mean" in repr(meshbook.ones(2000, mesh=grid) + x.sum())
+
+
+def test_an_optimizer_does_not_step_with_what_failed(grid: Mesh) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Embedding(4, 3)
+    plain = layer.weight.detach().clone()
+    model = meshbook.module_to_mesh(layer, grid)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for indices in ((0, 9), (0, 1)):
+        optimizer.zero_grad()
+        loss = model(meshbook.distribute(torch.tensor(indices), grid, ["dp"])).sum()
+        loss.backward()
+        if 9 in indices:
+            with pytest.raises(TensorError, match=OUT_OF_RANGE):
+                optimizer.step()
+            assert torch.equal(model.weight.full_tensor(), plain)
+        else:
+            optimizer.step()
+            assert loss.item() == pytest.approx(float(plain[:2].sum()), abs=1e-5)
+    step = next(iter(optimizer.state.values()))["step"]
+    assert float(step) == 1.0
+
+
+def _has_elements(seed: int) -> bool:
+    """Nobody waits in a collective of no bytes, so a rank may get past one where the others cannot follow."""
+    return all(leaf.make().numel() for leaf in write_program(seed, 2).leaves)
+
+
+@pytest.mark.parametrize("seed", list(filter(_has_elements, range(40_000, 40_020)))[:8])
+def test_programs_are_done_around_what_fails(grid: Mesh, seed: int) -> None:
+    program, chance = write_program(seed, 2), random.Random(seed)
+    wanted = program.run([leaf.make() for leaf in program.leaves])
+    names = {f"t{at}": leaf.place(grid) for at, leaf in enumerate(program.leaves)}
+    failed = []
+    for line in program.lines:
+        if chance.random() < 0.3:
+            failed.append(embed(grid, *chance.choice([(0, 9), (9, 0), (9, 9)])) * 2)
+        run_line(line, names)
+    for name, tensor in names.items():
+        if isinstance(tensor, torch.Tensor):
+            whole = tensor.full_tensor() if isinstance(tensor, meshbook.MeshTensor) else tensor
+            torch.testing.assert_close(whole.detach(), wanted[name], equal_nan=True)
+    for each in failed:
+        with pytest.raises(TensorError, match=OUT_OF_RANGE):
+            each.tolist()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01, 0.03, 0.1])
+def test_an_interrupt_behind_a_failure_leaves_the_mesh_usable(grid: Mesh, delay_s: float) -> None:
+    x, kept = meshbook.ones(4, mesh=grid, sharding_spec=["dp"]), meshbook.ones(4, mesh=grid)
+    kept.sum().item()
+    bad = embed(grid, 0, 9)
+    for _ in range(1000):
+        x.add_(1)
+    pressed = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    with contextlib.suppress(KeyboardInterrupt, DeviceMeshError):
+        pressed.start()
+        assert x.sum().item() == 4004
+        pressed.join()
+    with pytest.raises(DeviceMeshError):
+        bad.tolist()
+    with contextlib.suppress(DeviceMeshError):  # whether it was done depends on when
+        assert x.sum().item() == 4004
+    assert kept.sum().item() == meshbook.ones(4, mesh=grid).sum().item() == 4.0
