@@ -255,6 +255,9 @@ def reduction(writer: Writer) -> str:
     name = writer.pick()
     dim = writer.dim(name) if writer.tensors[name].dim() else 0
     keep = writer.random.choice(["", ", keepdim=True"])
+    count = writer.tensors[name].dim()
+    dims = [each - writer.random.choice((0, count)) for each in writer.random.sample(range(count), min(count, 2))]
+    nan = f"torch.where({name} > 1, float('nan'), {name}.detach())"
     choice = writer.random.choice(
         [
             "sum()", f"sum({dim}{keep})", f"mean({dim}{keep})", "mean()", f"amax({dim}{keep})", "max()", "min()",
@@ -265,9 +268,19 @@ def reduction(writer: Writer) -> str:
             f"argsort({dim})", f"cummax({dim}).values", f"cumprod({dim})", f"diff(dim={dim})", f"norm(1, {dim}{keep})",
             f"aminmax(dim={dim}{keep}).max", f"gt(0.3).sum({dim}{keep})", "sum((0, -1))", "trace()",
             f"logcumsumexp({dim})", f"count_nonzero({dim})", "gt(0).sum()", f"std({dim}{keep})",
-            f"renorm(2, {dim}, 1.0)",
+            f"renorm(2, {dim}, 1.0)", f"sum({dims}{keep})", f"mean({dims}{keep})", f"amin({dims}{keep})",
+            f"logsumexp({dims}{keep})", f"var({dims}, correction=2{keep})", f"norm(3, {dims}{keep})",
+            f"norm(float('inf'), {dims}{keep})", f"std({dims}, correction=0{keep})", f"nansum({dims}{keep})",
+            f"gt(0.3).any({dims}{keep})", f"prod({dim}{keep})", f"kthvalue(1, {dim}{keep}).values",
+            f"mode({dim}{keep}).values", f"topk(1, {dim}, largest=False).indices", f"quantile(0.3, {dim}{keep})",
+            f"sort(dim={dim}, stable=True, descending=True).indices", f"abs().histc(4, {len(dims)}, 1)",
+            f"byte().any({dim}{keep})",
+            f"cummin({dim}).indices", f"argmin({dim}{keep})", f"diff(2, {dim})", f"to(torch.int32).sum({dims}{keep})",
         ]
     )  # fmt: skip
+    if writer.random.random() < 0.1:
+        some = writer.random.choice([f"amax({dims}{keep})", "min()", f"norm(float('inf'), {dim})", f"nanmean({dim})"])
+        return f"{writer.new()} = {nan}.{some}.nan_to_num(-3.0)"
     return f"{writer.new()} = {name}.{choice}"
 
 
@@ -303,7 +316,11 @@ def indexing(writer: Writer) -> str:
             f"{name}.index_select({dim}, {indices})", f"{name}[{first}]", f"{name}[torch.tensor({first})]",
             f"{name}[..., {first}]", f"{name}.gather({dim}, {name}.argsort({dim}))",
             f"torch.take_along_dim({name}, {name}.argsort({dim}), {dim})", f"{name}[{name} > 0]",
-            f"{name}.masked_select({name} > 0.5)", f"{name}.roll(1, {dim})", f"{name}.flip({dim})", f"{name}.tril()",
+            f"{name}.masked_select({name} > 0.5)", f"{name}.roll(1, {dim})", f"{name}.flip({dim})", f"{name}.roll(-2)",
+            f"{name}.flip({dim}, {-1 - dim % 2})", f"{name}.roll((1, -2), ({dim}, 0))",
+            f"{name}.scatter_reduce({dim}, {name}.argsort({dim}), {name} * 2, 'amax', include_self=False)",
+            f"{name}.index_reduce({dim}, {indices}, {name}.index_select({dim}, {indices}), 'mean')",
+            f"{name}.slice_scatter({name}.narrow({dim}, 0, 1) * 3, {dim}, -1)", f"{name}.tril()",
             f"{name}.triu(1)", f"F.pad({name}, (1, 2))", f"F.pad({name}, (0, -1))",
             f"{name}.repeat_interleave(2, {dim})", f"{name}.scatter({dim}, {name}.argsort({dim}), {name} * 2)",
             f"{name}.scatter_add({dim}, {name}.argsort({dim}), {name})",
@@ -341,6 +358,7 @@ def joining(writer: Writer) -> str:
 def module(writer: Writer) -> str:
     name, other = writer.pick(1), writer.pick(1)
     last = writer.size(name, -1)
+    how = writer.random.choice(["mean", "mean", "sum", "none"])
     choice = writer.random.choice(
         [
             f"F.layer_norm({name}, ({last},))", f"F.mse_loss({name}, {other})", f"F.smooth_l1_loss({name}, {other})",
@@ -348,6 +366,11 @@ def module(writer: Writer) -> str:
             f"F.cross_entropy({name}, {name}.detach().softmax(-1))", f"F.huber_loss({name}, {other})",
             f"F.rms_norm({name}, ({last},))", f"F.binary_cross_entropy_with_logits({name}, {name}.detach().sigmoid())",
             f"F.kl_div({name}.log_softmax(-1), {name}.detach().softmax(-1))",
+            f"F.cross_entropy({name}, {name}.detach().argmax(-1), ignore_index=1, reduction='{how}')",
+            f"F.cross_entropy({name}, {name}.detach().argmin(-1), weight={name}.detach()[0].abs(), reduction='{how}')",
+            f"F.cross_entropy({name}, {name}.detach().argmax(-1), label_smoothing=0.1, ignore_index=0)",
+            f"F.embedding({name}.detach().argmax(-1), {other}, scale_grad_by_freq=True)",
+            f"F.embedding({name}.detach().argmin(0), {other}, padding_idx=0)",
             f"F.cosine_similarity({name}, {other}, -1)", f"F.normalize({name}, dim=-1)", f"F.glu({name})",
             f"F.leaky_relu({name})",
             f"F.nll_loss({name}.log_softmax(-1), {name}.detach().argmin(-1), reduction='none')",

@@ -223,7 +223,11 @@ for _name in ("__dlpack__", "apply_", "map_", "map2_", "pin_memory", "share_memo
 
 
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
-    """A tensor of this process, on the ranks."""
+    """A tensor of this process, on the ranks. Raises: UsageError for one that is not dense."""
+    if whole.layout is not torch.strided:
+        raise UsageError(
+            f"a sparse tensor ({whole.layout}) cannot be on {mesh}: use to_dense(), or take tensor.full_tensor() first"
+        )
     number = mesh.stream.new_number()
     whole = whole.detach().contiguous()
     mesh.stream.put("place", number, whole, placements)
@@ -385,12 +389,12 @@ def _view_in_place(
 ) -> Any:
     """The tensor becomes a view of what it was.
 
-    Raises: UsageError if it needs a gradient, and autograd knows views of it, or a base: those would go astray.
+    Raises: UsageError if autograd knows views of it, or a base: gradients, now or later, would go astray.
     """
-    known_to_autograd = args[0].requires_grad and torch.is_grad_enabled()
-    if known_to_autograd and (args[0]._viewed or args[0]._is_view()):
+    if not args[0].is_inference() and (args[0]._viewed or args[0]._is_view()):
         raise UsageError(f"{operator} of a tensor that is a view, or has views, would spoil gradients: use {view}")
     made = dispatch(view, args, kwargs)
+    args[0]._viewed = False  # by this one: there is no other
     with torch._C._DisableTorchDispatch():
         operator(*args, **kwargs)  # its shape and strides: there is nothing else here
     args[0]._handle = made._handle

@@ -122,7 +122,8 @@ def learn(
     Raises: DependsOnValues; UsageError for one that mesh tensors lack; what the operator says of impossible shapes.
     """
     if operator in REFUSED:
-        raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
+        users = ", which stft is made of," if operator is aten.as_strided.default else ""
+        raise UsageError(f"{operator}{users} has no meaning for a tensor in parts: use tensor.full_tensor()")
     if torch.Tag.inplace_view in operator.tags:
         raise ViewInPlace(_view_of(operator))
     metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]

@@ -8,12 +8,13 @@ parts where that is all the same (`ATTENTION`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshbook.tensors.operations import (
     REDISTRIBUTE,
@@ -27,16 +28,18 @@ from meshbook.tensors.operations import (
     written_arguments,
 )
 
-aten = torch.ops.aten
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 APART = frozenset(
     {
         aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
         aten.smooth_l1_loss_backward.default,
         aten.logsumexp.default,
+        aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
     }
 )  # fmt: skip
-"""DTensor 2.13 divides these gradients by the size of a part, and takes a dim that is kept for one that is gone."""
+"""DTensor 2.13 divides these gradients by the size of a part, takes a dim that is kept for one that is gone, and takes
+the mean of parts' means where items have weights, or are ignored."""
 
 WHOLE = frozenset(
     {
@@ -131,11 +134,25 @@ class CompiledTemplate:
         self.can_be_lowered = not (self.is_random or self.is_fused or self.operator in GRADED)
         """Whether it comes to the same for operands that lie in the same way."""
         self.along_batch = self.operator in ALONG_BATCH
-        self.apart = decomposition_table[self.operator] if self.operator in APART else None
+        self.apart = _way_apart(self.operator) if self.operator in APART and not reduces_all else None
 
     def fill(self, use: Use, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         args = [_fill(argument, tensors, use.numbers) for argument in self.args]
         return args, {name: _fill(value, tensors, use.numbers) for name, value in self.kwargs.items()}
+
+
+def _way_apart(operator: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    is_loss = "nll_loss" in operator._schema.name
+    return functools.partial(_mean_of_items, operator) if is_loss else decomposition_table[operator]
+
+
+def _mean_of_items(
+    operator: torch._ops.OpOverload[..., Any], scores: Any, classes: Any, weight: Any, reduction: int, ignored: int
+) -> Any:
+    """The loss of classes: a mean is the sum of all items' losses by that of their weights."""
+    is_mean = reduction == 1
+    loss, weights = operator(scores, classes, weight, 2 if is_mean else reduction, ignored)
+    return (loss / weights if is_mean else loss), weights
 
 
 def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
@@ -215,11 +232,62 @@ def by_heads(
     return [each.redistribute(placements=query.placements) if isinstance(each, DTensor) else each for each in args]
 
 
-def has_rows_cut_twice(operator: object, args: Sequence[Any]) -> bool:
-    """Whether the rows of an embedding are cut along two axes: DTensor 2.13 has a mask for one."""
-    if operator is not aten.embedding.default or not isinstance(args[0], DTensor):
+def is_misread(operator: object, args: Sequence[Any]) -> bool:
+    """Whether DTensor 2.13 does an operation, but not with these arguments."""
+    first = args[0] if args else None
+    if operator in _LARGEST_OF_EACH:  # there is none where a part is empty
+        is_norm = operator is aten._foreach_norm.Scalar and (len(args) < 2 or not math.isinf(args[1]))
+        return not is_norm and any(map(has_empty_part, args[0]))
+    if not isinstance(first, DTensor):
         return False
-    return sum(each.is_shard(0) for each in args[0].placements) > 1
+    if operator in (aten.view.default, aten._unsafe_view.default):
+        return _splits_unequally(first, args[1])
+    if operator is aten.embedding.default:  # it has a mask for rows that are cut along one axis, and whole indices
+        cut = sum(each.is_shard(0) for each in first.placements)
+        return cut > 1 or (cut == 1 and not all(each.is_replicate() for each in args[1].placements))
+    if operator is aten.embedding_dense_backward.default:  # it counts how often a row is used in a part
+        return bool(args[4])
+    if operator is aten.histc.default:  # equal ends stand for those of the values, which it takes for those of a part
+        return len(args) > 3 and args[2] == args[3]
+    return operator in _ANY and first.dtype is torch.uint8  # what is true is 1, and of two parts 2
+
+
+def _splits_unequally(tensor: DTensor, shape: Sequence[int]) -> bool:
+    """Whether a view has in the place of a dim that is cut a smaller one, which makes no equal parts."""
+    known = math.prod(size for size in shape if size != -1)
+    shape = [tensor.numel() // max(known, 1) if size == -1 else size for size in shape]
+    for dim in {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}:
+        axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(dim)]
+        parts = math.prod(map(tensor.device_mesh.size, axes))
+        before = math.prod(tensor.shape[:dim])
+        place = next((at for at, size in enumerate(shape) if size != 1 and math.prod(shape[:at]) == before), None)
+        if place is not None and shape[place] % parts:
+            return True
+    return False
+
+
+_LARGEST_OF_EACH = (aten._foreach_max.default, aten._foreach_norm.Scalar)
+_ANY = (aten.any.default, aten.any.dim, aten.any.dims)
+
+
+def with_nan(made: Any) -> Any:
+    """What an operation gives, largest and smallest values of all parts with it: of NaN collectives lose sight."""
+    if isinstance(made, (list, tuple)):
+        return [with_nan(each) for each in made]
+    if not isinstance(made, DTensor) or not made.dtype.is_floating_point:
+        return made
+    local, placements = made._local_tensor, list(made.placements)
+    for axis, placement in enumerate(placements):
+        if placement.is_partial("max") or placement.is_partial("min"):
+            group = made.device_mesh.get_group(axis)
+            parts = collectives.all_gather_into_tensor(local.contiguous()[None], group.size(), group.group_name)
+            parts = collectives.wait_tensor(parts)
+            local = parts.amax(0) if placement.is_partial("max") else parts.amin(0)
+            placements[axis] = Replicate()
+    if local is made._local_tensor:
+        return made
+    told: dict[str, Any] = {"run_check": False, "shape": made.shape, "stride": made.stride()}
+    return DTensor.from_local(local, made.device_mesh, placements, **told)
 
 
 def is_cut_along_batch(operator: object, args: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ laid aside. Once all have halted, or have nothing left to do, the controller say
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from meshbook.tensors.operations import (
     Use,
 )
 from meshbook.tensors.operator_rules import CompiledTemplate
-from meshbook.tensors.partial_sums import lay_all_out
+from meshbook.tensors.partial_sums import end_shared_sums, lay_all_out
 from meshbook.tensors.rank_operations import Operations, RankTensor
 
 
@@ -214,13 +215,18 @@ class RankBatches:
         return self._waited
 
     def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
-        """Lay the first tensor of each pair out as the second; what has failed is left as it is."""
-        wanted = []
-        for number, other in pairs:
-            held, like = self._tensors.get(number), self._tensors.get(other)
-            if isinstance(held, RankTensor) and isinstance(like, RankTensor):
-                wanted.append((self._operations.read(held), like.tensor.placements))
-        lay_all_out(wanted)
+        """Lay the first tensor of each pair out as the second; what has failed is left as it is.
+
+        What views share, or may share, memory with stays where it is: it is no sum any more, and that is all.
+        """
+        found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
+        both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
+        wanted = [(held, self._operations.read(held), like.tensor.placements) for held, like in both]
+        families: Counter[int] = Counter()
+        if any(tensor.placements != placements for _, tensor, placements in wanted):
+            families.update(id(each.family) for each in self._tensors.values() if isinstance(each, RankTensor))
+        end_shared_sums([held for held, _, _ in wanted if families[id(held.family)] > 1])
+        lay_all_out([(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1])
 
     def give_up(self, number: TensorId, why: str) -> None:
         """A tensor could not be made, here as on the other ranks."""

@@ -23,10 +23,11 @@ from meshbook.tensors.operator_rules import (
     by_heads,
     has_empty_part,
     has_no_way,
-    has_rows_cut_twice,
     is_cut_along_batch,
     is_mean_of_unequal,
+    is_misread,
     is_unequal,
+    with_nan,
 )
 from meshbook.tensors.partial_sums import SharedSum, end_shared_sums, end_sums, share_sum
 
@@ -45,6 +46,8 @@ class RankTensor:
         self.tensor = tensor
         self.version: list[int] = [0] if base is None else base.version
         """How often the memory was written, in a list that all share who share the memory."""
+        self.family: object = object()
+        """The same for all views of a tensor, whether they share its memory or not: equal on all ranks."""
         self.sum: SharedSum | None = None
         """Of a sum whose parts are on the ranks: who else has them."""
         self.made: Making | None = None
@@ -132,9 +135,11 @@ class Operations:
         base = operands[0]
         if base.made is None and _shares(result, base.tensor):
             view = RankTensor(result, base)
+            view.family = base.family
             share_sum(view, base)
             return view
         view = RankTensor(result)
+        view.family = base.family
         view.made, view.seen = Making(template, use, base, at), base.version[0]
         return view
 
@@ -177,7 +182,7 @@ class Operations:
         if (
             template.is_on_whole
             or (template.along_batch and not is_cut_along_batch(template.operator, args))
-            or has_rows_cut_twice(template.operator, args)
+            or is_misread(template.operator, args)
             or (template.needs_equal_parts and any(map(is_unequal, tensors)))
             or (not template.bears_nothing and any(map(has_empty_part, tensors)))
         ):
@@ -185,7 +190,7 @@ class Operations:
         try:
             if template.operator is aten.view.default and not args[0].to_local().is_contiguous():
                 args[0] = args[0].contiguous()  # the controller's order of memory is another one
-            made = template.operator(*args, **kwargs)
+            made = with_nan(template.operator(*args, **kwargs))
         except Exception as error:
             template.is_on_whole = has_no_way(error)
             return self._do_on_whole(template, use, args, kwargs)

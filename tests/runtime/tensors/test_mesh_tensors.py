@@ -257,11 +257,9 @@ def test_a_tensor_becomes_a_view_of_itself_in_place(grid: Mesh) -> None:
     a = torch.randn(6, 4)
     x = meshbook.distribute(a, grid, ["dp", "tp"])
     flipped = x.clone()
-    rows = flipped[0]
     assert flipped.transpose_(0, 1) is flipped
     assert flipped.shape == (4, 6) and flipped.stride() == (1, 4) and equal(flipped, a.T)
     flipped.mul_(2)
-    assert equal(rows, 2 * a[0])
     assert equal(flipped.t_().unsqueeze_(1), 2 * a.unsqueeze(1))
     with pytest.raises(errors.UsageError, match="no meaning for a tensor in parts"):
         flipped.set_(torch.zeros(3))  # type: ignore[call-overload]
