@@ -15,6 +15,7 @@ import itertools
 import math
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -60,10 +61,15 @@ class Handle:
     def __init__(self, number: TensorId, stream: OpStream, output: NewOutput) -> None:
         """output: what it is, which is a part of the signature of operations that read it."""
         self.number, self.stream, self.output = number, stream, output
+        # not by __del__: an interrupt that comes within Python's code there is lost
+        stream.held[number] = held = _HandleRef(self, stream.note_freed)
+        held.number = number
 
-    def __del__(self) -> None:
-        if (stream := getattr(self, "stream", None)) is not None:  # torch.compile makes such an object of no init
-            stream.freed.append(self.number)
+
+class _HandleRef(weakref.ref[Handle]):
+    __slots__ = ("number",)
+
+    number: TensorId
 
 
 class _Underway(NamedTuple):
@@ -108,7 +114,10 @@ class OpStream:
         self._lock = threading.RLock()
         """Held to note or send an operation: calls of other threads send what was issued, too."""
         self._sending = False
-        self.freed: list[TensorId] = []
+        self._freed: list[_HandleRef] = []
+        self.note_freed = self._freed.append
+        self.held: dict[TensorId, _HandleRef] = {}
+        """What notes that a handle is gone; by its number."""
         self._numbers = itertools.count(1)
         self._told: set[int] = set()
         """Templates that the ranks know."""
@@ -191,7 +200,7 @@ class OpStream:
 
     def _send_issued(self) -> None:
         with self._lock:
-            if self._sending or not (self._uses or self.freed):
+            if self._sending or not (self._uses or self._freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
             lines = for_ranks(each[1] for each in self._issued)
             window = Window(self._first, self._issued, [tensors for _, tensors, _, _ in self._uses])
@@ -332,7 +341,11 @@ class OpStream:
         self._send_issued()  # calls of other threads come here as well: one thread alone settles
 
     def _take_freed(self) -> list[TensorId]:
-        freed, self.freed = self.freed, []
+        count = len(self._freed)
+        freed = [each.number for each in self._freed[:count]]
+        del self._freed[:count]
+        for number in freed:
+            self.held.pop(number, None)
         self._failures.forget(freed)
         return freed
 

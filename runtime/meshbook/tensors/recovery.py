@@ -68,7 +68,7 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
             lost[number] = TensorLost(missing, ", ".join(map(repr, part.placements)))
         else:
             transfers += found
-    stream.ask("transfer", transfers).get()
+    stream.send("transfer", transfers).get()  # with nothing before it that frees what is to be transferred
     stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost)
 
 
