@@ -19,7 +19,8 @@ from meshbook.shape import Index
 from meshbook.tensors import rank_tensors
 from meshbook.tensors.mesh_tensor import MeshTensor, adopt
 from meshbook.tensors.op_stream import OpStream
-from meshbook.tensors.operations import Adopted
+from meshbook.tensors.operations import Adopted, LocalPart
+from meshbook.tensors.rank_parts import join
 from meshbook.tensors.recovery import restore
 from meshbook.tensors.resharding import move
 from meshbook.tensors.spec import ShardingSpec, to_placements
@@ -133,10 +134,17 @@ class Mesh:
         """The tensor that cells on the ranks call ``name``: the same memory, so each side sees what the other writes.
 
         placements: how the ranks' own tensors make one; not needed for DTensors.
+        Raises: UsageError if they make none: their sizes are not those of `torch.chunk`, or they differ in more.
         """
         number = self.stream.new_number()
-        found = self.procs.execute(rank_tensors.ask, self.stream.name, "adopt_name", number, name, placements).get()
+        told = self.procs.execute(rank_tensors.ask, self.stream.name, "look", name).get().values()
+        part = self.join(name, dict(zip(self.procs.ranks, told, strict=True)), placements)
+        found = self.procs.execute(rank_tensors.ask, self.stream.name, "adopt_name", number, name, part).get()
         return adopt(next(iter(found.values())), self)
+
+    def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:
+        """What the tensors that ranks call ``name`` are together."""
+        return join(name, parts, self, placements)
 
     def heal(self, setup: Sequence[str] = (), *, force: bool = False) -> Repaired:
         """Bring ranks that ended back. They are given what others hold as well; what is lost says so when it is used.

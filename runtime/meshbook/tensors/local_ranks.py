@@ -88,7 +88,7 @@ class LocalTensors(RankTensors):
         left = iter(numbers)
         return tree_map_only(torch.Tensor, lambda made: self.know(next(left), made), function(*args, **kwargs))
 
-    def adopt_name(self, number: TensorId, name: str, placements: Sequence[Placement] | None) -> Adopted:
+    def adopt_name(self, number: TensorId, name: str, part: LocalPart) -> Adopted:
         return self.know(number, rank_tensors.find_tensor(name))
 
     def reduce(

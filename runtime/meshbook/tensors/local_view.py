@@ -31,7 +31,8 @@ from meshbook.tensors.distributed_mesh import Mesh, one_mesh_of
 from meshbook.tensors.local_ranks import REDUCTIONS, LocalMove, LocalTensors
 from meshbook.tensors.mesh_tensor import MeshTensor, contiguous_strides, dispatch
 from meshbook.tensors.op_stream import OpStream
-from meshbook.tensors.operations import NewOutput
+from meshbook.tensors.operations import LocalPart, NewOutput
+from meshbook.tensors.rank_parts import check_alike
 from meshbook.tensors.spec import ShardingSpec
 
 
@@ -63,6 +64,13 @@ class LocalMesh(Mesh):
         if mesh is self or sharding_spec is not None or placements is not None:
             raise UsageError("each rank has a tensor of its own, and nothing is laid out: use tensor.reduce(...)")
         return cast("MeshTensor", _LocalMove.apply(tensor, mesh))  # type: ignore[no-untyped-call]
+
+    def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:
+        """Each rank's is its own. Raises: UsageError unless they have one shape and dtype, and are no DTensors."""
+        if placements is not None or any(part.placements for part in parts.values()):
+            raise UsageError(f"{name} is to be in parts of one tensor: use meshbook.distributed.Mesh(procs).from_ranks")
+        check_alike(name, parts, "differ", lambda part: f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}")
+        return next(iter(parts.values()))
 
     def send(self, tensor: MeshTensor, mesh: LocalMesh) -> MeshTensor:
         base = self.procs.base()

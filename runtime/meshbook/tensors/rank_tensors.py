@@ -118,20 +118,30 @@ class RankTensors(RankBatches):
         left = iter(numbers)
         return tree_map_only(DTensor, lambda tensor: self._adopt(next(left), tensor), made)
 
-    def adopt_name(self, number: TensorId, name: str, placements: Sequence[Placement] | None) -> Adopted:
-        """Know the tensor that cells of this rank call ``name``; placements: of what is no DTensor."""
+    def look(self, name: str) -> LocalPart:
+        """What cells of this rank call ``name``; of a tensor of its own without placements."""
         found = find_tensor(name)
-        if not isinstance(found, DTensor):
-            if placements is None:
-                raise UsageError(f"{name} is a tensor of each rank's own: say by placements how they make one")
-            found = DTensor.from_local(found, self.mesh, list(placements), run_check=False)
-        return self._adopt(number, found)
+        if found.layout is not torch.strided:
+            raise UsageError(f"{name} is a sparse tensor ({found.layout}) on rank {dist.get_rank()}: use to_dense()")
+        if isinstance(found, DTensor):
+            self._check_mesh(found)
+            return _part_of(found)
+        shape, strides = tuple(found.shape), tuple(found.stride())
+        return LocalPart((), shape, strides, found.dtype, shape, strides)
+
+    def adopt_name(self, number: TensorId, name: str, part: LocalPart) -> Adopted:
+        """Know the tensor that cells of this rank call ``name``, as a part of one."""
+        found = find_tensor(name)
+        return self._adopt(number, found if isinstance(found, DTensor) else self._from_part(found, part))
 
     def _adopt(self, number: TensorId, tensor: DTensor) -> Adopted:
-        if tensor.device_mesh != self.mesh:
-            raise UsageError(f"a DTensor on another mesh, {tensor.device_mesh}, cannot be known as one of {self.mesh}")
+        self._check_mesh(tensor)
         self._tensors[number] = RankTensor(cast("DTensor", tensor.detach()))
         return Adopted(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def _check_mesh(self, tensor: DTensor) -> None:
+        if tensor.device_mesh != self.mesh:
+            raise UsageError(f"a DTensor on another mesh, {tensor.device_mesh}, cannot be known as one of {self.mesh}")
 
     def reference(self, number: TensorId) -> DTensor:
         """The tensor, for code on the rank."""

@@ -21,6 +21,12 @@ def own(square: ProcMesh) -> meshbook.MeshTensor:
     return local_mesh_of(square).from_ranks("own")
 
 
+def test_tensors_of_the_ranks_that_differ_in_shape_are_refused(square: ProcMesh) -> None:
+    square.run("uneven = torch.ones(2 + rank // 3)").get(20)
+    with pytest.raises(errors.UsageError, match=r"uneven differ: ranks 0-2: \[2\] float32; rank 3: \[3\] float32"):
+        local_mesh_of(square).from_ranks("uneven")
+
+
 def each(tensor: torch.Tensor) -> list[object]:
     assert isinstance(tensor, meshbook.MeshTensor)
     procs = tensor.mesh.procs

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshbook
 from meshbook import ProcMesh, errors, this_host
@@ -115,6 +115,84 @@ def test_both_sides_see_what_either_writes(grid: Mesh, square: ProcMesh) -> None
     made = grid.from_ranks("own", placements=[Shard(0), Replicate()])
     assert made.shape == (4, 3)
     assert made.sum().item() == 12.0  # of ranks 0 and 2: the others are taken for copies
+
+
+PARTS = {
+    "torch.full((3 if rank < 2 else 2, 2), float(rank // 2))": ([Shard(0), Replicate()], (5, 2)),
+    "torch.full((2, 3), float(rank // 2)).t()": ([Shard(1), Replicate()], (3, 4)),
+    "torch.full((1 if rank < 3 else 0, 2), float(rank))": ([Shard(0), Shard(0)], (3, 2)),
+    "torch.full(((2, 1)[rank % 2], (2, 1)[rank // 2]), float(rank))": ([Shard(-1), Shard(0)], (3, 3)),
+    "torch.zeros(0, 2)": ([Shard(0), Replicate()], (0, 2)),
+    "torch.full((2,), float(rank))": ([Partial(), Shard(0)], (4,)),
+}
+
+
+@pytest.mark.parametrize("code", PARTS)
+def test_parts_of_the_ranks_are_a_tensor_where_their_sizes_fit(grid: Mesh, square: ProcMesh, code: str) -> None:
+    placements, shape = PARTS[code]
+    square.run(f"part = {code}").get(20)
+    parts = [part.clone() for part in square.pull("part").get(20).values()]
+    made = grid.from_ranks("part", placements=placements)
+    by_rows = torch.cat if placements[0] == Shard(0) else lambda some: torch.cat(some, 1)
+    if isinstance(placements[1], Replicate):
+        wanted = by_rows([parts[0], parts[2]])
+    elif isinstance(placements[0], Partial):
+        wanted = torch.cat([parts[0] + parts[2], parts[1] + parts[3]])
+    else:
+        wanted = by_rows([torch.cat(parts[:2]), torch.cat(parts[2:])])
+    assert made.shape == shape and equal(made, wanted)
+    assert equal(made.redistribute([None] * len(shape)) + 1, wanted + 1)
+    assert equal(made.sum(0), wanted.sum(0))
+    assert equal(made.to_mesh(square.flatten("gpus"), ["gpus"]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("torch.ones(3 if rank < 2 else 1, 2)", r"\[4, 2\] as .*ranks 0,1: \[3, 2\], which should be \[2, 2\].*chunk"),
+        ("torch.ones(0 if rank < 2 else 4, 2)", r"ranks 0,1: \[0, 2\], which should be \[2, 2\]"),
+        ("torch.ones(2 + rank, 2)", r"\[6, 2\] as .*rank 0: \[2, 2\], which should be \[3, 2\]"),
+        ("torch.ones(2, 2 + rank // 2)", r"ranks 2,3: \[2, 3\], which should be \[2, 2\]"),
+        (
+            "torch.ones(2, 2, dtype=torch.int64 if rank == 3 else None)",
+            r"ranks 0-2: torch.float32; rank 3: torch.int64",
+        ),
+        ("torch.ones(2, *[1] * rank)", r"different numbers of dims: rank 0: shape \[2\]; rank 1: shape \[2, 1\]"),
+        ("torch.eye(2).to_sparse()", "use to_dense"),
+        ("None if rank == 2 else torch.ones(2)", "is no tensor on rank 2"),
+    ],
+)
+def test_parts_of_the_ranks_that_do_not_fit_are_refused(grid: Mesh, square: ProcMesh, code: str, why: str) -> None:
+    square.run(f"part = {code}").get(20)
+    with pytest.raises(DeviceMeshError, match=why):
+        grid.from_ranks("part", placements=[Shard(0), Replicate()])
+    assert equal(meshbook.ones(3, mesh=grid), torch.ones(3))
+
+
+def test_dtensors_that_are_not_one_are_refused(grid: Mesh, square: ProcMesh) -> None:
+    square.push({"good": meshbook.ones(5, 2, mesh=grid, sharding_spec=["dp"])}).get(20)
+    square.run(
+        "from torch.distributed.tensor import DTensor, Replicate, Shard\n"
+        "mesh, lies = good.device_mesh, [Shard(0), Replicate()]\n"
+        "odd = DTensor.from_local(torch.ones(3 if rank < 2 else 1, 2), mesh, lies, run_check=False)\n"
+        "cut = DTensor.from_local(torch.ones(3 if rank < 2 else 1, 2), mesh, lies, shape=(4, 2), stride=(2, 1))\n"
+        "some = good if rank else torch.ones(3, 2)"
+    ).get(20)
+    assert equal(grid.from_ranks("good"), torch.ones(5, 2))
+    assert equal(grid.from_ranks("good", placements=[Shard(-2), Replicate()]), torch.ones(5, 2))
+    with pytest.raises(errors.UsageError, match="leave placements out"):
+        grid.from_ranks("good", placements=[Shard(1), Replicate()])
+    with pytest.raises(
+        errors.UsageError, match=r"not one DTensor: ranks 0,1: shape \[6, 2\].*ranks 2,3: shape \[2, 2\]"
+    ):
+        grid.from_ranks("odd")
+    with pytest.raises(errors.UsageError, match=r"ranks 0,1: \[3, 2\], which should be \[2, 2\]"):
+        grid.from_ranks("cut")
+    with pytest.raises(errors.UsageError, match="rank 0: no DTensor"):
+        grid.from_ranks("some")
+    with pytest.raises(errors.UsageError, match="by placements"):
+        square.run("plain = torch.ones(2)").get(20)
+        grid.from_ranks("plain")
 
 
 def test_execute_takes_dtensors_to_the_ranks_and_back(grid: Mesh) -> None:
