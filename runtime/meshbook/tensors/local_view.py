@@ -33,6 +33,7 @@ from meshbook.tensors.mesh_tensor import MeshTensor, contiguous_strides, dispatc
 from meshbook.tensors.op_stream import OpStream
 from meshbook.tensors.operations import LocalPart, NewOutput
 from meshbook.tensors.rank_parts import check_alike
+from meshbook.tensors.recovery import OwnTensorsLost
 from meshbook.tensors.spec import ShardingSpec
 
 
@@ -157,7 +158,7 @@ class _Share(torch.autograd.Function):
         ctx.origin = tensor.mesh
         number, shape = mesh.stream.new_number(), tuple(tensor.shape)
         source = tensor.mesh.stream
-        source.check([tensor._handle.number])
+        _check(tensor, mesh.procs.ranks)
         names = source.name, mesh.stream.name, tensor.mesh.procs.ranks
         shared = mesh.procs.execute(local_ranks.share, *names, tensor._handle.number, number, shape, tensor.dtype)
         mesh.stream.follow("slice_mesh", (number,), shared, tensor._handle)
@@ -250,8 +251,8 @@ def fetch_shard(tensor: MeshTensor, **coordinates: int) -> Future[torch.Tensor]:
     if not isinstance(tensor.mesh, LocalMesh):
         raise UsageError("a tensor in parts has one value: use tensor.full_tensor()")
     mesh = tensor.mesh
-    mesh.stream.check([tensor._handle.number])
     one = mesh.procs.slice(**coordinates)
+    _check(tensor, one.ranks[:1])
     asked = one.select(one.ranks[:1]).execute(local_ranks.own_of, mesh.stream.name, tensor._handle.number)
     return asked.then(lambda found: next(iter(found.values())))
 
@@ -260,8 +261,18 @@ def inspect(tensor: MeshTensor, **coordinates: int) -> torch.Tensor:
     """`fetch_shard`, waiting for it."""
     found = fetch_shard(tensor, **coordinates)
     tensor.mesh.stream.settle()
-    tensor.mesh.stream.check([tensor._handle.number])
+    _check(tensor, tensor.mesh.procs.slice(**coordinates).ranks[:1])
     return found.get()
+
+
+def _check(tensor: MeshTensor, ranks: Sequence[int]) -> None:
+    """Raises: the error of what these ranks have of a tensor; that others have lost theirs is none."""
+    number = tensor._handle.number
+    try:
+        tensor.mesh.stream.check([number])
+    except OwnTensorsLost as lost:
+        if lost.number != number or not set(ranks).isdisjoint(lost.ranks):  # else it is of a tensor made of that one
+            raise
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

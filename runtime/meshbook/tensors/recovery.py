@@ -13,6 +13,7 @@ import torch
 
 from meshbook.errors import MeshError
 from meshbook.formatting import name_ranks
+from meshbook.tensors.local_ranks import EachItsOwn
 from meshbook.tensors.op_stream import OpStream
 from meshbook.tensors.operations import LocalPart, PartTransfer, TensorId
 
@@ -28,6 +29,24 @@ class TensorLost(MeshError):
         return (
             f"this tensor was laid out as ({self.placements}), and the part of {name_ranks(self.ranks)} ended with "
             "them: make it again, or restore it from a checkpoint"
+        )
+
+
+class OwnTensorsLost(TensorLost):
+    """Some ranks have ended with their own tensors of a local view; the others have theirs."""
+
+    def __init__(self, ranks: Sequence[int], living: Sequence[int], number: TensorId) -> None:
+        MeshError.__init__(self, tuple(ranks), tuple(living), number)
+        self.ranks, self.living, self.placements, self.number = tuple(ranks), tuple(living), "each rank its own", number
+
+    def __str__(self) -> str:
+        left = (
+            f"; {name_ranks(self.living)} still have theirs: take a part of the mesh without the lost ones "
+            "(tensor.slice_mesh, inspect), and to_mesh brings it to all"
+        )
+        return (
+            f"each rank had its own tensor here, and that of {name_ranks(self.ranks)} ended with the process"
+            f"{left if self.living else ''}; or make it again"
         )
 
 
@@ -64,7 +83,9 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
                 missing += ranks
             else:
                 found += [PartTransfer(number, source, rank, held[source][number]) for rank in ranks if rank != source]
-        if missing:
+        if missing and any(isinstance(each, EachItsOwn) for each in part.placements):
+            lost[number] = OwnTensorsLost(missing, [rank for rank in held if rank not in missing], number)
+        elif missing:
             lost[number] = TensorLost(missing, ", ".join(map(repr, part.placements)))
         else:
             transfers += found

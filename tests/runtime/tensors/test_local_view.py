@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import meshbook
-from meshbook import ProcMesh, errors, this_host
+from meshbook import ProcMesh, errors, heal_mesh, this_host
 from meshbook.distributed import Mesh, fetch_shard, inspect, remote
-from meshbook.exceptions import TensorError, TensorLost
+from meshbook.exceptions import TensorError, TensorLost, WorkerLost
 from meshbook.tensors.local_view import local_mesh_of
 
 
@@ -172,7 +175,49 @@ def test_own_tensors_end_with_their_ranks() -> None:
         assert inspect(x.reduce()).tolist() == [2.0] * 3
         with procs.activate():
             procs.respawn(1)
-        with pytest.raises(TensorLost, match=r"each rank its own.*the part of rank 1"):
-            inspect(x)
+        assert inspect(x, gpus=0).tolist() == [1.0] * 3
+        with pytest.raises(TensorLost, match=r"each rank had its own.*that of rank 1 ended"):
+            inspect(x, gpus=1)
         with procs.activate():
             assert inspect(torch.ones(3).reduce(), gpus=1).tolist() == [2.0] * 3
+
+
+def test_what_living_ranks_hold_survives_a_repair() -> None:
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="torn") as procs:
+        mesh = Mesh(procs)
+        with procs.activate():
+            x = torch.randn(3)
+        wanted = each(x)
+        whole, rows, blocks = (
+            meshbook.distribute(torch.arange(8.0).view(4, 2), mesh, spec) for spec in (None, ["dp"], ["dp", "tp"])
+        )
+        written = x * 1
+        inspect(written)
+        kill(procs, 3)
+        assert whole.tolist() == rows.tolist() == torch.arange(8.0).view(4, 2).tolist()
+        with pytest.raises(TensorLost, match=r"Shard.*the part of rank 3"):
+            blocks.tolist()
+        assert [inspect(x, dp=rank // 2, tp=rank % 2).tolist() for rank in range(3)] == wanted[:3]
+        upper = x.slice_mesh(dp=0)
+        assert each(upper) == wanted[:2]
+        assert each(upper.reduce("tp", "max")) == [torch.tensor(wanted[:2]).amax(0).tolist()] * 2
+        assert each(x.slice_mesh(dp=1, tp=0).to_mesh(procs)) == [wanted[2]] * 4
+        said = r"that of rank 3 ended with the process; ranks 0-2 still have theirs.*slice_mesh"
+        for use in (lambda: inspect(x, dp=1, tp=1), lambda: inspect(x * 2), lambda: each(x.slice_mesh(dp=1))):
+            with pytest.raises(TensorLost, match=said):
+                use()
+        with pytest.raises(TensorLost, match=said):
+            inspect(written.add_(1))
+        upper.mul_(2)
+        kill(procs, 0)
+        with pytest.raises(TensorLost, match=r"that of ranks 0,3 ended .* ranks 1,2 still have theirs"):
+            inspect(x)
+        assert inspect(x, dp=0, tp=1).tolist() == (torch.tensor(wanted[1]) * 2).tolist()  # written through the slice
+
+
+def kill(procs: ProcMesh, rank: int) -> None:
+    """End a process, and bring its mesh back."""
+    os.kill(procs.status()[rank].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        procs.run("pass").get(30)
+    heal_mesh(procs)
