@@ -63,7 +63,8 @@ class LocalTensors(RankTensors):
         self._operations = LocalOperations(mesh)
 
     def make(self, number: TensorId, factory: Factory, placements: Sequence[Placement]) -> None:
-        super().make(number, factory._replace(seed=factory.seed and factory.seed + dist.get_rank()), placements)
+        own = factory._replace(seed=factory.seed and factory.seed + dist.get_rank())
+        self.place(number, own.make(), placements)
 
     def own(self, number: TensorId) -> torch.Tensor:
         return cast("torch.Tensor", self._of(number))

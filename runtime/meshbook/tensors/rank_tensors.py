@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
@@ -33,6 +34,9 @@ CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
 SHOWN_ELEMENTS = 1000
 """A tensor with no more is shown whole."""
+
+UNIFORM = ("zeros", "ones", "full")
+"""Functions that make tensors of equal values, of a shape that is their first argument."""
 
 
 class TensorDescription(NamedTuple):
@@ -69,8 +73,16 @@ class RankTensors(RankBatches):
             self.keep(sent.number, local, part)
 
     def make(self, number: TensorId, factory: Factory, placements: Sequence[Placement]) -> None:
-        """Take this rank's part of a tensor that is made here."""
-        self.place(number, factory.make(), placements)
+        """Take this rank's part of a tensor that is made here; where all values are equal, without memory for more."""
+        if factory.function not in UNIFORM or any(type(each) not in (Shard, Replicate) for each in placements):
+            self.place(number, factory.make(), placements)
+            return
+        shape = tuple(factory.args[0])
+        local_shape, _ = compute_local_shape_and_global_offset(shape, self.mesh, placements)
+        made = factory._replace(args=(local_shape, *factory.args[1:])).make().to(self.mesh.device_type)
+        strides = torch.empty(shape, device="meta").stride()
+        part = LocalPart(tuple(placements), shape, strides, made.dtype, tuple(made.shape), made.stride())
+        self.keep(number, made, part)
 
     def layout_of(self, number: TensorId) -> Sequence[Placement]:
         """How a tensor like this one can be laid out in blocks: sums are ended, and what is interleaved is whole."""

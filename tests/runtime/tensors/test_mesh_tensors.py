@@ -104,6 +104,28 @@ def test_factories(grid: Mesh) -> None:
     assert 0 <= meshbook.rand(100, **layout).min().item() < meshbook.rand(100, **layout).max().item() < 1
 
 
+@pytest.mark.parametrize("spec", [*LAYOUTS, [("tp", "dp"), None]])
+def test_tensors_of_equal_values_are_made_in_parts(grid: Mesh, spec: list[object]) -> None:
+    for shape in ((5, 3), (3, 1), (0, 2)):
+        made = meshbook.full(shape, 7, mesh=grid, sharding_spec=spec)
+        assert equal(made, torch.full(shape, 7)) and equal(made.t() + 1, torch.full(shape, 8).t())
+        laid = meshbook.distribute(torch.full(shape, 7), grid, spec)
+        assert made.placements == laid.placements and local_shapes(made) == local_shapes(laid)
+        assert equal(made.add_(laid), torch.full(shape, 14))
+    assert meshbook.zeros((), mesh=grid).item() == 0
+
+
+def local_shapes(tensor: torch.Tensor) -> list[tuple[int, ...]]:
+    assert isinstance(tensor, meshbook.MeshTensor)
+    return tensor.mesh.execute(lambda part: tuple(part.to_local().shape), tensor).values()  # type: ignore[no-any-return]
+
+
+def test_a_rank_has_memory_for_its_part_of_zeros_alone(grid: Mesh) -> None:
+    rows = meshbook.zeros(1 << 22, mesh=grid, sharding_spec=[("dp", "tp")])
+    memory = grid.execute(lambda part: part.to_local().untyped_storage().nbytes(), rows)
+    assert memory.values() == [(1 << 20) * 4] * 4
+
+
 def test_both_sides_see_what_either_writes(grid: Mesh, square: ProcMesh) -> None:
     w = meshbook.distribute(torch.arange(12.0).view(6, 2), grid, ["dp", "tp"])
     square.push({"w": w}).get(20)
