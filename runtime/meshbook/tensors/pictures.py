@@ -46,8 +46,18 @@ def _picture(tensor: MeshTensor, placements: Sequence[Placement]) -> str:
     sharded = [each.dim for each in placements if isinstance(each, Shard)]
     drawn = sorted(list(dict.fromkeys([*sharded, *range(len(shape))]))[:2])
     size_bytes = max(_elements(box) for box in boxes.values()) * tensor.element_size()
-    caption = f"{format_bytes(size_bytes)} per rank" + (f", dims {drawn} of {len(shape)}" if len(shape) > 2 else "")
+    told = [f"{format_bytes(size_bytes)} per rank", *([f"dims {drawn} of {len(shape)}"] if len(shape) > 2 else [])]
+    caption = ", ".join([*told, *not_drawn(boxes, sharded, drawn)])
     return f"{draw(boxes, shape, drawn)}<br><small>{html.escape(caption)}</small><br>"
+
+
+def not_drawn(boxes: Mapping[int, Box], sharded: Sequence[int], drawn: Sequence[int]) -> list[str]:
+    """What the picture leaves out: dims that are cut as well, and blocks that are too many."""
+    found = [f"cut along dim {dim} as well, which is not drawn" for dim in sorted({*sharded} - {*drawn})]
+    blocks = len({tuple(box[dim] for dim in drawn) for box in boxes.values() if _elements(box)})
+    if blocks > DRAWN_BLOCKS:
+        found.append(f"the first {DRAWN_BLOCKS} of {blocks} blocks are drawn")
+    return found
 
 
 def _elements(box: Box) -> int:

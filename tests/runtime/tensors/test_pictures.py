@@ -11,6 +11,7 @@ import torch
 import meshbook
 from meshbook import ProcMesh, this_host
 from meshbook.distributed import Mesh
+from meshbook.tensors.pictures import draw, not_drawn
 
 
 def labels(shown: str) -> list[str]:
@@ -50,6 +51,16 @@ def test_tensors_of_any_number_of_dims_are_drawn(square: ProcMesh) -> None:
     shown = meshbook.zeros(2, 4, 6, mesh=mesh, sharding_spec=[None, "dp", "tp"])._repr_html_()
     assert labels(shown)[1] == "rank 1: [0:2, 3:6]" and "dims [1, 2] of 3" in shown
     assert "<svg" not in meshbook.zeros(0, 4, mesh=mesh)._repr_html_()
+
+
+def test_what_is_not_drawn_is_said() -> None:
+    cubes = {rank: tuple((at, at + 1) for at in (rank // 4, rank // 2 % 2, rank % 2)) for rank in range(8)}
+    assert not_drawn(cubes, [0, 1, 2], [0, 1]) == ["cut along dim 2 as well, which is not drawn"]
+    assert labels(draw(cubes, (2, 2, 2), [0, 1]))[0] == "ranks 0,1: [0:1, 0:1]"
+    rows = {rank: ((rank, rank + 1),) for rank in range(300)}
+    assert not_drawn(rows, [0], [0]) == ["the first 256 of 300 blocks are drawn"]
+    assert len(labels(draw(rows, (300,), [0]))) == 256
+    assert not_drawn({0: ((0, 2),), 1: ((2, 4),)}, [0], [0]) == []
 
 
 def test_a_tensor_of_a_mesh_that_has_ended_shows_why(clean_end: None) -> None:
