@@ -204,6 +204,10 @@ class ProcMesh(MeshView):
             roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
             return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
 
+    def execute_as(self, what: str, function: Callable[..., T], *args: object) -> Future[ValueMesh[T]]:
+        """As `execute`, of a function that ranks can import. what: the call, as notes, errors and status name it."""
+        return self._call("invoke", (function, *args), what=what)
+
     def evaluate(self, expression: str) -> Future[Values]:
         """The value of an expression in each member's namespace."""
         return self._call("pull", ([expression],), what=expression)

@@ -27,7 +27,7 @@ from meshbook.errors import CallTimeout, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors import anomalies, rank_tensors
-from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller
+from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
 from meshbook.tensors.op_failures import (
     OVERWRITING,
     FailedOperations,
@@ -209,7 +209,9 @@ class OpStream:
             )
             self._first += len(self._uses)
             self._templates, self._uses, self._issued = [], [], []
-            self._underway.append(_Underway(self.send("run", batch), window.issued, window=window))
+            asked_by = window.issued[0][1] if window.issued else None
+            sent = self.send("run", batch, asked_by=asked_by)
+            self._underway.append(_Underway(sent, window.issued, window=window))
 
     def replay(
         self,
@@ -225,7 +227,8 @@ class OpStream:
             self.flush()
         with self._lock:
             replay = self._replays.message(turn, inputs, numbers, results, self._take_freed())
-            self._underway.append(_Underway(self.send("replay", replay), step.issued, turn))
+            sent = self.send("replay", replay, asked_by=step.issued[0][1])
+            self._underway.append(_Underway(sent, step.issued, turn))
         while len(self._underway) > BATCHES_AHEAD:
             self._settle()
 
@@ -320,17 +323,20 @@ class OpStream:
         self._forget_told()
         self._replays.decide(self.ask("stepped").get().values() if self._replays.are_undecided else ())
 
-    def ask(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
-        place = line_of_caller() if method not in ("run", "replay") else None  # what is in those has its own
+    def ask(self, method: str, *args: Any, asked_by: CodeLine = None) -> Future[ValueMesh[Any]]:
+        """Call a method of `RankTensors` on all ranks. asked_by: the line of what has none of its own on ranks."""
+        place = line_of_caller() if asked_by is None else None
+        line = name_code_line(asked_by or place)
         ((_, place),) = for_ranks([place])
-        return self.procs.execute(rank_tensors.ask_at, place, self.name, method, *args)
+        what = f"mesh tensors ({line})" if line else "mesh tensors"
+        return self.procs.execute_as(what, rank_tensors.ask_at, place, self.name, method, *args)
 
-    def send(self, method: str, *args: Any) -> Future[ValueMesh[Any]]:
+    def send(self, method: str, *args: Any, asked_by: CodeLine = None) -> Future[ValueMesh[Any]]:
         """As `ask`, which is a call that would send what was issued before it."""
         with self._lock:
             self._sending = True
             try:
-                return self.ask(method, *args)
+                return self.ask(method, *args, asked_by=asked_by)
             finally:
                 self._sending = False
 

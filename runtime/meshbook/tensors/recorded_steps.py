@@ -12,7 +12,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -254,19 +254,28 @@ class _RepeatableStep:
     @torch.no_grad()
     def _do_here(self, scalars: Sequence[torch.Tensor]) -> dict[int, Sequence[float]]:
         """What the step does in this process; returns numbers of uses."""
-        self._counted = [tensor.item() for tensor in self._counters]
+        self._counted = _values(self._counters)
         numbers: dict[int, Sequence[float]] = {}
         for each in self._here:
             if isinstance(each, DoHere):
                 each.operator(*each.args, **each.kwargs)
             else:
-                numbers[each.use] = [_number(source, scalars) for source in each.sources]
+                read = iter(_values([source for source in each.sources if isinstance(source, torch.Tensor)]))
+                numbers[each.use] = [_number(source, scalars, read) for source in each.sources]
         return numbers
 
 
-def _number(source: NumberSource, scalars: Sequence[torch.Tensor]) -> float:
+def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Of tensors without dims; of many of one kind, such as the counters of an optimizer, at once."""
+    if len(tensors) > 2 and len({tensor.dtype for tensor in tensors}) == 1:
+        return torch.stack(list(tensors)).tolist()
+    return [tensor.item() for tensor in tensors]
+
+
+def _number(source: NumberSource, scalars: Sequence[torch.Tensor], read: Iterator[float]) -> float:
+    """read: the values of those sources that are tensors."""
     if isinstance(source, torch.Tensor):
-        return source.item()
+        return next(read)
     if isinstance(source, Given):
         return scalars[source.at].item()
     return float(new_seed()) if isinstance(source, Seed) else source

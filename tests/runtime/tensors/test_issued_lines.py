@@ -166,6 +166,17 @@ def test_a_long_wait_says_who_holds_the_ranks_up(
     assert "test_issued_lines.py:" in noted[-1]
 
 
+def test_calls_for_mesh_tensors_are_named_by_their_line(grid: Mesh) -> None:
+    with one_rank_stopped(grid):
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        asked = grid.stream.ask("stepped")
+        with pytest.raises(
+            errors.CallTimeout, match=rf"^mesh tensors \(.*test_issued_lines.py, line {line}\): no answer"
+        ):
+            asked.get(0.5)
+    asked.get(60)
+
+
 def test_lines_travel_once_for_operations_in_a_row() -> None:
     a, b = ("a.py", 1), ("a.py", 2)
     places = [a, a, b, None, None, a]
