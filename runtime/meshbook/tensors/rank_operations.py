@@ -175,12 +175,13 @@ class Operations:
             return _redistributed(*args)
         if template.is_fused:
             return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
-        if template.apart is not None:
+        if template.apart is not None and not any(map(has_empty_part, tensors)):
             return template.apart(*args, **kwargs)
         if template.operator in ATTENTION and (laid := by_heads(template.operator, args, kwargs)) is not None:
             return self._do_by_heads(template, laid, kwargs)
         if (
             template.is_on_whole
+            or template.apart is not None
             or (template.along_batch and not is_cut_along_batch(template.operator, args))
             or is_misread(template.operator, args)
             or (template.needs_equal_parts and any(map(is_unequal, tensors)))

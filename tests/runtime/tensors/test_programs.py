@@ -59,6 +59,7 @@ FOUND = {
     ),
     "slices": Program((cut((4,), 0, 0),), ("t1 = t0.diff(dim=-1)", "t2 = F.pad(t1, (0, -1))")),
     "masks": Program((cut((3, 3), None, None),), ("t1 = t0[t0 > 0]", "t2 = laid(t1, None, 0)", "t3 = t2 * t1")),
+    "a largest value of nothing": Program((cut((1, 5, 1), 2, 0),), ("t1 = t0.logsumexp(0, keepdim=True)",)),
     "a dim that is kept": Program((cut((1, 7), 1, None),), ("t1 = t0.logsumexp(0, keepdim=True)",)),
     "all dims, by no name": Program((cut((5, 3), 0, 1),), ("t1 = t0.logsumexp((), keepdim=True)",)),
     "a mean of weighted items": Program(
