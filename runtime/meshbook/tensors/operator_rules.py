@@ -242,14 +242,21 @@ def is_misread(operator: object, args: Sequence[Any]) -> bool:
         return False
     if operator in (aten.view.default, aten._unsafe_view.default):
         return _splits_unequally(first, args[1])
-    if operator is aten.embedding.default:  # it has a mask for rows that are cut along one axis, and whole indices
-        cut = sum(each.is_shard(0) for each in first.placements)
-        return cut > 1 or (cut == 1 and not all(each.is_replicate() for each in args[1].placements))
+    if operator is aten.embedding.default:
+        return _has_no_mask(first.placements, args[1])
     if operator is aten.embedding_dense_backward.default:  # it counts how often a row is used in a part
         return bool(args[4])
     if operator is aten.histc.default:  # equal ends stand for those of the values, which it takes for those of a part
         return len(args) > 3 and args[2] == args[3]
     return operator in _ANY and first.dtype is torch.uint8  # what is true is 1, and of two parts 2
+
+
+def _has_no_mask(table: Sequence[Placement], indices: DTensor) -> bool:
+    """Whether DTensor has no mask for rows that are elsewhere: it has one, for an axis that cuts nothing but rows."""
+    rows = sum(each.is_shard(0) for each in table)
+    is_cut = not all(each.is_replicate() for each in indices.placements)
+    is_cut_else = any(each.is_shard() and not each.is_shard(0) for each in table)
+    return rows > 1 or (rows == 1 and (has_empty_part(indices) or (is_cut and is_cut_else)))
 
 
 def _splits_unequally(tensor: DTensor, shape: Sequence[int]) -> bool:
