@@ -7,7 +7,6 @@ diagrams in docs/protocol.md are made from these tables.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from typing import TypeVar
 
 from meshbook.errors import LocalProtocolError
@@ -17,6 +16,18 @@ class _TableEnum(enum.Enum):
     """Members are found by identity: that of an enumeration is a hash of names, computed in Python."""
 
     __hash__ = object.__hash__
+
+
+_Phase = TypeVar("_Phase", bound=_TableEnum)
+_Event = TypeVar("_Event", bound=_TableEnum)
+
+
+class _Transitions(dict[tuple[_Phase, _Event], _Phase]):
+    """``table[state, event]`` is the next state. Raises: LocalProtocolError where there is no such way."""
+
+    def __missing__(self, step: tuple[_Phase, _Event]) -> _Phase:
+        phase, event = step
+        raise LocalProtocolError(f"{event.value!r} cannot happen while {phase.value}")
 
 
 class MeshPhase(_TableEnum):
@@ -37,20 +48,22 @@ class MeshEvent(_TableEnum):
     ENDED = "all workers ended"
 
 
-MESH_NEXT: Mapping[tuple[MeshPhase, MeshEvent], MeshPhase] = {
-    (MeshPhase.STARTING, MeshEvent.STARTED): MeshPhase.READY,
-    (MeshPhase.STARTING, MeshEvent.STOP): MeshPhase.STOPPING,
-    (MeshPhase.READY, MeshEvent.STOP): MeshPhase.STOPPING,
-    (MeshPhase.READY, MeshEvent.REPAIR): MeshPhase.REPAIRING,
-    (MeshPhase.REPAIRING, MeshEvent.REPAIRED): MeshPhase.READY,
-    (MeshPhase.REPAIRING, MeshEvent.STOP): MeshPhase.STOPPING,
-    (MeshPhase.STOPPING, MeshEvent.REPAIRED): MeshPhase.STOPPING,
-    (MeshPhase.STOPPED, MeshEvent.REPAIRED): MeshPhase.STOPPED,
-    (MeshPhase.STOPPING, MeshEvent.STOP): MeshPhase.STOPPING,
-    (MeshPhase.STOPPING, MeshEvent.STARTED): MeshPhase.STOPPING,
-    (MeshPhase.STOPPING, MeshEvent.ENDED): MeshPhase.STOPPED,
-    (MeshPhase.STOPPED, MeshEvent.STOP): MeshPhase.STOPPED,
-}
+MESH_NEXT = _Transitions[MeshPhase, MeshEvent](
+    {
+        (MeshPhase.STARTING, MeshEvent.STARTED): MeshPhase.READY,
+        (MeshPhase.STARTING, MeshEvent.STOP): MeshPhase.STOPPING,
+        (MeshPhase.READY, MeshEvent.STOP): MeshPhase.STOPPING,
+        (MeshPhase.READY, MeshEvent.REPAIR): MeshPhase.REPAIRING,
+        (MeshPhase.REPAIRING, MeshEvent.REPAIRED): MeshPhase.READY,
+        (MeshPhase.REPAIRING, MeshEvent.STOP): MeshPhase.STOPPING,
+        (MeshPhase.STOPPING, MeshEvent.REPAIRED): MeshPhase.STOPPING,
+        (MeshPhase.STOPPED, MeshEvent.REPAIRED): MeshPhase.STOPPED,
+        (MeshPhase.STOPPING, MeshEvent.STOP): MeshPhase.STOPPING,
+        (MeshPhase.STOPPING, MeshEvent.STARTED): MeshPhase.STOPPING,
+        (MeshPhase.STOPPING, MeshEvent.ENDED): MeshPhase.STOPPED,
+        (MeshPhase.STOPPED, MeshEvent.STOP): MeshPhase.STOPPED,
+    }
+)
 
 
 class WorkerPhase(_TableEnum):
@@ -70,20 +83,22 @@ class WorkerEvent(_TableEnum):
     EXITED = "exited"
 
 
-WORKER_NEXT: Mapping[tuple[WorkerPhase, WorkerEvent], WorkerPhase] = {
-    (WorkerPhase.FORKING, WorkerEvent.FORKED): WorkerPhase.STARTING,
-    (WorkerPhase.FORKING, WorkerEvent.BEGUN): WorkerPhase.READY,  # its word may come before the template's
-    (WorkerPhase.STARTING, WorkerEvent.BEGUN): WorkerPhase.READY,
-    (WorkerPhase.READY, WorkerEvent.FORKED): WorkerPhase.READY,  # the late word
-    (WorkerPhase.FORKING, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
-    (WorkerPhase.STARTING, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
-    (WorkerPhase.READY, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
-    (WorkerPhase.LEAVING, WorkerEvent.FORKED): WorkerPhase.LEAVING,
-    (WorkerPhase.LEAVING, WorkerEvent.BEGUN): WorkerPhase.LEAVING,
-    (WorkerPhase.LEAVING, WorkerEvent.EXITED): WorkerPhase.DEAD,
-    (WorkerPhase.STARTING, WorkerEvent.EXITED): WorkerPhase.DEAD,
-    (WorkerPhase.READY, WorkerEvent.EXITED): WorkerPhase.DEAD,
-}
+WORKER_NEXT = _Transitions[WorkerPhase, WorkerEvent](
+    {
+        (WorkerPhase.FORKING, WorkerEvent.FORKED): WorkerPhase.STARTING,
+        (WorkerPhase.FORKING, WorkerEvent.BEGUN): WorkerPhase.READY,  # its word may come before the template's
+        (WorkerPhase.STARTING, WorkerEvent.BEGUN): WorkerPhase.READY,
+        (WorkerPhase.READY, WorkerEvent.FORKED): WorkerPhase.READY,  # the late word
+        (WorkerPhase.FORKING, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
+        (WorkerPhase.STARTING, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
+        (WorkerPhase.READY, WorkerEvent.DISMISSED): WorkerPhase.LEAVING,
+        (WorkerPhase.LEAVING, WorkerEvent.FORKED): WorkerPhase.LEAVING,
+        (WorkerPhase.LEAVING, WorkerEvent.BEGUN): WorkerPhase.LEAVING,
+        (WorkerPhase.LEAVING, WorkerEvent.EXITED): WorkerPhase.DEAD,
+        (WorkerPhase.STARTING, WorkerEvent.EXITED): WorkerPhase.DEAD,
+        (WorkerPhase.READY, WorkerEvent.EXITED): WorkerPhase.DEAD,
+    }
+)
 
 
 class GroupPhase(_TableEnum):
@@ -108,31 +123,33 @@ class GroupEvent(_TableEnum):
     DRAINED = "those are back"
 
 
-GROUP_NEXT: Mapping[tuple[GroupPhase, GroupEvent], GroupPhase] = {
-    (GroupPhase.NONE, GroupEvent.FORM): GroupPhase.FORMING,
-    (GroupPhase.NONE, GroupEvent.FOUND): GroupPhase.FORMED,  # cells, or an earlier controller, have made them
-    (GroupPhase.NONE, GroupEvent.MISSED): GroupPhase.NONE,
-    (GroupPhase.NONE, GroupEvent.ABORT): GroupPhase.SOUGHT,
-    (GroupPhase.SOUGHT, GroupEvent.ABORT): GroupPhase.SOUGHT,
-    (GroupPhase.SOUGHT, GroupEvent.FOUND): GroupPhase.ABORTED,
-    (GroupPhase.SOUGHT, GroupEvent.MISSED): GroupPhase.NONE,
-    (GroupPhase.SOUGHT, GroupEvent.FORM): GroupPhase.FORMING,
-    (GroupPhase.FORMING, GroupEvent.FORM): GroupPhase.FORMING,  # under a newer epoch still
-    (GroupPhase.FORMING, GroupEvent.FORMED): GroupPhase.FORMED,
-    (GroupPhase.FORMING, GroupEvent.FAILED): GroupPhase.ABORTED,
-    (GroupPhase.FORMING, GroupEvent.ABORT): GroupPhase.ABORTED,  # a rank ended meanwhile
-    (GroupPhase.FORMED, GroupEvent.FORM): GroupPhase.FORMING,
-    (GroupPhase.FORMING, GroupEvent.DRAIN): GroupPhase.DRAINING,
-    (GroupPhase.FORMED, GroupEvent.ABORT): GroupPhase.ABORTED,
-    (GroupPhase.FORMED, GroupEvent.DRAIN): GroupPhase.DRAINING,
-    (GroupPhase.ABORTED, GroupEvent.FORM): GroupPhase.FORMING,
-    (GroupPhase.ABORTED, GroupEvent.ABORT): GroupPhase.ABORTED,
-    (GroupPhase.ABORTED, GroupEvent.DRAIN): GroupPhase.DRAINING,
-    (GroupPhase.DRAINING, GroupEvent.DRAIN): GroupPhase.DRAINING,
-    (GroupPhase.DRAINING, GroupEvent.DRAINED): GroupPhase.ABORTED,
-    (GroupPhase.DRAINING, GroupEvent.ABORT): GroupPhase.ABORTED,  # a rank ended, or cells are stuck too
-    (GroupPhase.DRAINING, GroupEvent.FORM): GroupPhase.FORMING,
-}
+GROUP_NEXT = _Transitions[GroupPhase, GroupEvent](
+    {
+        (GroupPhase.NONE, GroupEvent.FORM): GroupPhase.FORMING,
+        (GroupPhase.NONE, GroupEvent.FOUND): GroupPhase.FORMED,  # cells, or an earlier controller, have made them
+        (GroupPhase.NONE, GroupEvent.MISSED): GroupPhase.NONE,
+        (GroupPhase.NONE, GroupEvent.ABORT): GroupPhase.SOUGHT,
+        (GroupPhase.SOUGHT, GroupEvent.ABORT): GroupPhase.SOUGHT,
+        (GroupPhase.SOUGHT, GroupEvent.FOUND): GroupPhase.ABORTED,
+        (GroupPhase.SOUGHT, GroupEvent.MISSED): GroupPhase.NONE,
+        (GroupPhase.SOUGHT, GroupEvent.FORM): GroupPhase.FORMING,
+        (GroupPhase.FORMING, GroupEvent.FORM): GroupPhase.FORMING,  # under a newer epoch still
+        (GroupPhase.FORMING, GroupEvent.FORMED): GroupPhase.FORMED,
+        (GroupPhase.FORMING, GroupEvent.FAILED): GroupPhase.ABORTED,
+        (GroupPhase.FORMING, GroupEvent.ABORT): GroupPhase.ABORTED,  # a rank ended meanwhile
+        (GroupPhase.FORMED, GroupEvent.FORM): GroupPhase.FORMING,
+        (GroupPhase.FORMING, GroupEvent.DRAIN): GroupPhase.DRAINING,
+        (GroupPhase.FORMED, GroupEvent.ABORT): GroupPhase.ABORTED,
+        (GroupPhase.FORMED, GroupEvent.DRAIN): GroupPhase.DRAINING,
+        (GroupPhase.ABORTED, GroupEvent.FORM): GroupPhase.FORMING,
+        (GroupPhase.ABORTED, GroupEvent.ABORT): GroupPhase.ABORTED,
+        (GroupPhase.ABORTED, GroupEvent.DRAIN): GroupPhase.DRAINING,
+        (GroupPhase.DRAINING, GroupEvent.DRAIN): GroupPhase.DRAINING,
+        (GroupPhase.DRAINING, GroupEvent.DRAINED): GroupPhase.ABORTED,
+        (GroupPhase.DRAINING, GroupEvent.ABORT): GroupPhase.ABORTED,  # a rank ended, or cells are stuck too
+        (GroupPhase.DRAINING, GroupEvent.FORM): GroupPhase.FORMING,
+    }
+)
 
 
 class GroupDoubt(_TableEnum):
@@ -153,17 +170,19 @@ class DoubtEvent(_TableEnum):
     FORMED = "formed"
 
 
-DOUBT_NEXT: Mapping[tuple[GroupDoubt, DoubtEvent], GroupDoubt] = {
-    **{(doubt, DoubtEvent.TOLD): GroupDoubt.TOLD for doubt in GroupDoubt},
-    **{(doubt, DoubtEvent.UNANSWERED): GroupDoubt.UNANSWERED for doubt in GroupDoubt},
-    **{(doubt, DoubtEvent.COMPARED): GroupDoubt.NONE for doubt in GroupDoubt},
-    **{(doubt, DoubtEvent.COMPARED_PARTLY): GroupDoubt.PARTIAL for doubt in GroupDoubt},
-    **{(doubt, DoubtEvent.ABORTED): GroupDoubt.NONE for doubt in GroupDoubt},
-    **{(doubt, DoubtEvent.FORMED): doubt for doubt in GroupDoubt},
-    (GroupDoubt.UNANSWERED, DoubtEvent.TOLD): GroupDoubt.UNANSWERED,  # they are being asked already
-    (GroupDoubt.PARTIAL, DoubtEvent.ABORTED): GroupDoubt.PARTIAL,  # who was spared has the old ones
-    (GroupDoubt.PARTIAL, DoubtEvent.FORMED): GroupDoubt.NONE,
-}
+DOUBT_NEXT = _Transitions[GroupDoubt, DoubtEvent](
+    {
+        **{(doubt, DoubtEvent.TOLD): GroupDoubt.TOLD for doubt in GroupDoubt},
+        **{(doubt, DoubtEvent.UNANSWERED): GroupDoubt.UNANSWERED for doubt in GroupDoubt},
+        **{(doubt, DoubtEvent.COMPARED): GroupDoubt.NONE for doubt in GroupDoubt},
+        **{(doubt, DoubtEvent.COMPARED_PARTLY): GroupDoubt.PARTIAL for doubt in GroupDoubt},
+        **{(doubt, DoubtEvent.ABORTED): GroupDoubt.NONE for doubt in GroupDoubt},
+        **{(doubt, DoubtEvent.FORMED): doubt for doubt in GroupDoubt},
+        (GroupDoubt.UNANSWERED, DoubtEvent.TOLD): GroupDoubt.UNANSWERED,  # they are being asked already
+        (GroupDoubt.PARTIAL, DoubtEvent.ABORTED): GroupDoubt.PARTIAL,  # who was spared has the old ones
+        (GroupDoubt.PARTIAL, DoubtEvent.FORMED): GroupDoubt.NONE,
+    }
+)
 
 
 class CallPhase(_TableEnum):
@@ -180,22 +199,12 @@ class CallEvent(_TableEnum):
     GIVEN_UP = "given up"  # the mesh ends, or the call cannot be sent
 
 
-CALL_NEXT: Mapping[tuple[CallPhase, CallEvent], CallPhase] = {
-    (CallPhase.OPEN, CallEvent.ANSWERED): CallPhase.ENDED,
-    (CallPhase.ENDED, CallEvent.SETTLED): CallPhase.CLOSED,
-    (CallPhase.OPEN, CallEvent.GIVEN_UP): CallPhase.CLOSED,
-    (CallPhase.ENDED, CallEvent.GIVEN_UP): CallPhase.CLOSED,
-    (CallPhase.CLOSED, CallEvent.GIVEN_UP): CallPhase.CLOSED,
-}
-
-
-_Phase = TypeVar("_Phase", bound=enum.Enum)
-_Event = TypeVar("_Event", bound=enum.Enum)
-
-
-def advance(table: Mapping[tuple[_Phase, _Event], _Phase], phase: _Phase, event: _Event) -> _Phase:
-    """Return the state after ``event``. Raises: LocalProtocolError where the table has no such way."""
-    try:
-        return table[phase, event]
-    except KeyError:
-        raise LocalProtocolError(f"{event.value!r} cannot happen while {phase.value}") from None
+CALL_NEXT = _Transitions[CallPhase, CallEvent](
+    {
+        (CallPhase.OPEN, CallEvent.ANSWERED): CallPhase.ENDED,
+        (CallPhase.ENDED, CallEvent.SETTLED): CallPhase.CLOSED,
+        (CallPhase.OPEN, CallEvent.GIVEN_UP): CallPhase.CLOSED,
+        (CallPhase.ENDED, CallEvent.GIVEN_UP): CallPhase.CLOSED,
+        (CallPhase.CLOSED, CallEvent.GIVEN_UP): CallPhase.CLOSED,
+    }
+)

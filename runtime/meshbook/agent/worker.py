@@ -13,7 +13,7 @@ from meshbook.agent.output import RankOutput
 from meshbook.agent.rank_log import RankLog
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import PeerProtocolError
-from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase, advance
+from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.exits import describe_end, reap
 from meshbook.system.process_ends import open_end
@@ -173,7 +173,7 @@ class AgentWorker:
 
     def advance(self, event: WorkerEvent) -> None:
         """Go on to the next phase of the worker's table."""
-        self.phase = advance(WORKER_NEXT, self.phase, event)
+        self.phase = WORKER_NEXT[self.phase, event]
 
     def started(self, pid: int) -> None:
         """The template has forked it: watch its end. Raises: OSError if no descriptor is left for that."""

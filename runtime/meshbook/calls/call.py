@@ -28,7 +28,7 @@ from meshbook.errors import (
     WorkerLost,
     disagreeing,
 )
-from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase, advance
+from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase
 from meshbook.shape.members import Members, Region
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.values.pickling import loads
@@ -156,7 +156,7 @@ class OpenCall:
     def _end_on(self, rank: int) -> None:
         self.waiting.discard(rank)
         if not self.waiting and self.phase is CallPhase.OPEN:
-            self.phase = advance(CALL_NEXT, self.phase, CallEvent.ANSWERED)
+            self.phase = CALL_NEXT[self.phase, CallEvent.ANSWERED]
 
     def drop(self) -> None:
         """Its end was asked for while no rank had it: all that have not answered count as never having begun it."""
@@ -263,7 +263,7 @@ class OpenCall:
 
     def _close(self, event: CallEvent) -> None:
         """Let go of the future, which holds us, and of the listener, which may: the collector need not come for us."""
-        self.phase = advance(CALL_NEXT, self.phase, event)
+        self.phase = CALL_NEXT[self.phase, event]
         self._future, self._on_reply = _NOBODY, None
         if self._on_end:
             self._run_on_end()

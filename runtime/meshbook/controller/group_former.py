@@ -35,7 +35,6 @@ from meshbook.lifecycle import (
     GroupEvent,
     GroupPhase,
     MeshPhase,
-    advance,
 )
 from meshbook.shape.members import Region
 from meshbook.values.pickling import dumps
@@ -129,7 +128,7 @@ class GroupFormer:
 
     def note(self, event: DoubtEvent) -> None:
         """Something was found out on whether they are sound."""
-        self.doubt = advance(DOUBT_NEXT, self.doubt, event)
+        self.doubt = DOUBT_NEXT[self.doubt, event]
         if event in (DoubtEvent.COMPARED, DoubtEvent.COMPARED_PARTLY, DoubtEvent.FORMED):
             self.why = ""
 
@@ -147,7 +146,7 @@ class GroupFormer:
                 self._poll.look_in(left_s)
         if self.phase in (GroupPhase.NONE, GroupPhase.SOUGHT):
             are_there = any(told.groups for told in look.answers.values())
-            self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FOUND if are_there else GroupEvent.MISSED)
+            self.phase = GROUP_NEXT[self.phase, GroupEvent.FOUND if are_there else GroupEvent.MISSED]
             if self.is_aborted:  # as was wanted before it was known whether there are any
                 self._carry_out({}, (), ())
             else:
@@ -170,7 +169,7 @@ class GroupFormer:
         groups: only these, if any are given. drain: they are formed again by `end_draining`, not before.
         """
         self._only = {*self._only, *groups} if groups and (self._only or self.is_sound) else set()
-        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.DRAIN if drain else GroupEvent.ABORT)
+        self.phase = GROUP_NEXT[self.phase, GroupEvent.DRAIN if drain else GroupEvent.ABORT]
         self.why = reason
         if self.is_aborted:
             self._carry_out(places or {}, spare, groups)
@@ -205,7 +204,7 @@ class GroupFormer:
     def end_draining(self) -> None:
         """The actors that were freed have come back, or had the time to."""
         if self.phase is GroupPhase.DRAINING:
-            self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.DRAINED)
+            self.phase = GROUP_NEXT[self.phase, GroupEvent.DRAINED]
 
     # ---- forming --------------------------------------------------------------------------------------------------
 
@@ -235,7 +234,7 @@ class GroupFormer:
         if mesh.lost:
             call.give_up(WorkerLost.of(mesh.lost.values()))
             return
-        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FORM)
+        self.phase = GROUP_NEXT[self.phase, GroupEvent.FORM]
         epoch = self._next_id()
         self._epochs.add(epoch)
         self._only = set(groups)
@@ -299,7 +298,7 @@ class GroupFormer:
         if self.phase is not GroupPhase.FORMING:  # aborted meanwhile
             self.form_if_free()
             return
-        self.phase = advance(GROUP_NEXT, self.phase, GroupEvent.FAILED if error else GroupEvent.FORMED)
+        self.phase = GROUP_NEXT[self.phase, GroupEvent.FAILED if error else GroupEvent.FORMED]
         if error is None:
             self.note(DoubtEvent.FORMED)
             if not self._only:

@@ -25,7 +25,7 @@ from meshbook.errors import (
 )
 from meshbook.errors.advice import advice
 from meshbook.formatting import utf8_text
-from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
+from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase
 from meshbook.sessions.folder import SavedMesh
 from meshbook.shape.generations import Moves, step_of
 from meshbook.shape.members import Extent
@@ -164,7 +164,7 @@ class MeshState:
 
     def advance(self, event: MeshEvent) -> None:
         """Go on to the next phase of the mesh's table."""
-        self.phase = advance(MESH_NEXT, self.phase, event)
+        self.phase = MESH_NEXT[self.phase, event]
 
     def check_usable(self) -> None:
         """Raises: MeshStoppedError once the mesh was stopped, MeshDetachedError once it was detached."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshbook import ProcMesh, errors, this_host
-from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase, advance
+from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase
 from meshbook.system.processes import is_same_process, start_time
 
 
@@ -182,4 +182,4 @@ def test_killing_the_agent_ends_its_workers_and_says_so() -> None:
 
 def test_a_mesh_only_goes_forward() -> None:
     with pytest.raises(errors.LocalProtocolError, match="cannot happen while stopped"):
-        advance(MESH_NEXT, MeshPhase.STOPPED, MeshEvent.STARTED)
+        MESH_NEXT[MeshPhase.STOPPED, MeshEvent.STARTED]
