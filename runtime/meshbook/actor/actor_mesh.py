@@ -10,6 +10,8 @@ import contextlib
 import functools
 from typing import Any, Generic, TypeVar, cast
 
+import msgspec
+
 from meshbook.actor.classes import RELOAD, check_construction, describe_class, newest_class, refusal
 from meshbook.actor.context import context
 from meshbook.actor.endpoint import ActorEndpoint, NotAnEndpoint
@@ -127,7 +129,7 @@ class ActorMesh(MeshView, Generic[TActor_co]):
                 left = [rank for rank in to.members.ranks() if rank not in gone.ranks]
                 if not left:
                     return Future.completed(None)
-                to = to._replace(members=to.members.select(left))
+                to = msgspec.structs.replace(to, members=to.members.select(left))
             else:
                 return ActorFuture(source, _nothing, group.name, "stop")
 
@@ -196,7 +198,8 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     check_construction(cls, name, args, kwargs)
     if not isinstance(name, str) or not name:
         raise UsageError(f'actors need a name, as in spawn("counters", {cls.__name__}); got {name!r}.')
-    members, generation, _ = router.find(mesh, members, generation)
+    to = router.find(mesh, members, generation)
+    members, generation = to.members, to.generation
     group = ActorIdentity(router.session, mesh, mesh_name, router.new_mailbox(), name, described, members, generation)
     actors: ActorMesh[TActor] = ActorMesh(group, members)
     payload = ((name_view(members), actors, router.supervisor, sources_of(cls), cls, *args), kwargs)

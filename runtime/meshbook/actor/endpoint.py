@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
+import msgspec
+
 from meshbook.actor.classes import EndpointInfo
 from meshbook.actor.decorators import Endpoint, P, R
 from meshbook.actor.errors import NoEndpointError
@@ -37,6 +39,7 @@ class ActorEndpoint(Generic[P, R]):
 
     def __init__(self, mesh: ActorMesh[object], group: ActorIdentity, info: EndpointInfo) -> None:
         self._mesh, self._group, self._members, self._info = mesh, group, mesh.members, info
+        self._what = f"{group.name}.{info.name}"
         self.__name__, self.__doc__ = info.name, info.doc or None
         self.__signature__ = info.signature or inspect.Signature()
 
@@ -99,10 +102,6 @@ class ActorEndpoint(Generic[P, R]):
         except SerializationError:  # once more, to say which argument it was
             return dumps(payload, what=self._what, roots=argument_names(args, kwargs))
 
-    @property
-    def _what(self) -> str:
-        return f"{self._group.name}.{self._info.name}"
-
     def _example(self) -> str:
         axes = ", ".join(f"{axis}=0" for axis, size in self._members.sizes.items() if size > 1)
         return f"{self._group.name}.slice({axes})"
@@ -133,7 +132,7 @@ class NotAnEndpoint:
 
 def _choose(to: Address) -> Address:
     """One of them, at random."""
-    return to._replace(members=Region.build(random.choice(list(to.members.ranks())), []))
+    return msgspec.structs.replace(to, members=Region.build(random.choice(list(to.members.ranks())), []))
 
 
 def _same(values: Values) -> Values:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from meshbook.actor.classes import ActorClass
 from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
-from meshbook.actor.router import Address, Answers, Router, router_for
+from meshbook.actor.router import Address, Answers, router_for
 from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls.request import CallRequest, OnReply
 from meshbook.concurrency.future import Future
@@ -45,17 +45,13 @@ class ActorIdentity:
         own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)
         return _find_group, (*own, self.members, self.generation)
 
-    @property
-    def router(self) -> Router:
-        return router_for(self.session)
-
     def find(self, members: Members, *, partly: bool = False) -> Address:
         """Where the processes of ``members`` are now. partly: of those that have not left the mesh, unless all have.
 
         Raises: ActorsLeftError, ProcsStoppedError.
         """
         try:
-            return self.router.find(self.mesh, members, self.generation, partly=partly)
+            return router_for(self.session).find(self.mesh, members, self.generation, partly=partly)
         except RanksLeft as gone:
             raise ActorsLeftError(self.name, gone.left) from None
         except MeshDetachedError:
@@ -84,7 +80,7 @@ class ActorIdentity:
             on_reply=on_reply,
         )  # fmt: skip
         try:
-            return self.router.call(request)
+            return router_for(self.session).call(request)
         except MeshDetachedError:
             raise
         except MeshStoppedError:

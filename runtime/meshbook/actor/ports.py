@@ -54,9 +54,10 @@ class Port(Generic[R]):
             mailbox.handler(call, lambda: loads(head, buffers), lambda answer: None)
         else:
             mesh, rank, generation = self._place
-            members, generation, _ = router.find(mesh, one_member(rank), generation)
-            what = "the value"
-            router.call(CallRequest(endpoint, members, pickled, what, mesh, self._mailbox, generation, reply=False))
+            to = router.find(mesh, one_member(rank), generation)
+            router.call(CallRequest(
+                endpoint, to.members, pickled, "the value", mesh, self._mailbox, to.generation, reply=False
+            ))  # fmt: skip
 
     def __reduce__(self) -> tuple[object, ...]:
         return Port, (self._session, tuple(self._place), self._mailbox)

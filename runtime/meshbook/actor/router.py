@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import msgspec
+
 from meshbook.calls.call import RequestFuture
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.request import CallRequest
@@ -57,7 +59,7 @@ class Place(NamedTuple):
     """In which the mesh's rank has that number (`meshbook.shape.generations`)."""
 
 
-class Address(NamedTuple):
+class Address(msgspec.Struct, frozen=True):
     """Where the processes are that a reference means."""
 
     members: Members

@@ -44,7 +44,7 @@ def pack_failure(failure: Failure) -> list[Buffer]:
         pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
     except BaseException:  # a user's class may raise anything when it is pickled
         pickled = None
-    return [fields] if pickled is None or pickled[1] else [fields, pickled[0]]
+    return [fields] if pickled is None or pickled.buffers else [fields, pickled.head]
 
 
 def pack(
@@ -61,7 +61,8 @@ def pack(
     if not answer.has_value:
         return answer.status, [], b"", None
     try:
-        head, large = answer.pickled or dumps(answer.value, what=answer.what)
+        pickled = answer.pickled or dumps(answer.value, what=answer.what)
+        head, large = pickled.head, pickled.buffers
         frames: list[Buffer]
         inline, frames = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
         return answer.status, frames, inline, write(large) if large else None

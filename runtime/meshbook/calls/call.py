@@ -48,25 +48,23 @@ class Results(Mapping[int, Any]):
     """Rank to result, unpickled when it is looked at: by the user's thread, never by ours."""
 
     def __init__(self) -> None:
-        self._raw: dict[int, tuple[bytes, Sequence[object]]] = {}
+        self.raw: dict[int, tuple[bytes, Sequence[object]]] = {}
+        """Rank to the head and the buffers of its result, as they came."""
         self._loaded: dict[int, object] = {}
-
-    def add(self, rank: int, head: bytes, buffers: Sequence[object]) -> None:
-        self._raw[rank] = (head, buffers)
 
     def __getitem__(self, rank: int) -> Any:
         value = self._loaded.get(rank, _NOTHING)
         if value is _NOTHING:
-            head, buffers = self._raw[rank]
+            head, buffers = self.raw[rank]
             value = self._loaded[rank] = loads(head, buffers)
-            self._raw[rank] = (b"", ())
+            self.raw[rank] = (b"", ())
         return value
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._raw))
+        return iter(sorted(self.raw))
 
     def __len__(self) -> int:
-        return len(self._raw)
+        return len(self.raw)
 
 
 _NOBODY: Future[Any] = Future()
@@ -137,7 +135,7 @@ class OpenCall:
             return
         failure = None
         if reply.status == wire.OK:
-            self.results.add(reply.rank, frames[0] if frames else reply.inline, buffers)
+            self.results.raw[reply.rank] = frames[0] if frames else reply.inline, buffers
         else:
             failure = _failure_of(reply, frames)
             self._failed_at = self._failed_at or time.monotonic()
@@ -254,15 +252,13 @@ class OpenCall:
         if isinstance(error, CallError):
             error.partial = self.results
         self._future.set_exception(error)
-        self._close(CallEvent.GIVEN_UP)
+        self.close(CallEvent.GIVEN_UP)
 
-    def complete(self, groups: str = "") -> None:
-        """All ranks have answered: tell the outcome, and be over with. groups: as `settle`."""
-        self.settle(groups)
-        self._close(CallEvent.SETTLED)
+    def close(self, event: CallEvent) -> None:
+        """Its outcome is told: let go of the future, which holds us, and of the listener, which may.
 
-    def _close(self, event: CallEvent) -> None:
-        """Let go of the future, which holds us, and of the listener, which may: the collector need not come for us."""
+        The collector need not come for us then.
+        """
         self.phase = CALL_NEXT[self.phase, event]
         self._future, self._on_reply = _NOBODY, None
         if self._on_end:

@@ -16,6 +16,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.failing import FailingCall, StateSource
 from meshbook.calls.output import ConsoleOutput, OutputEvent, OutputListener, OutputTarget
 from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
+from meshbook.lifecycle import CallEvent
 from meshbook.wire import messages as wire
 from meshbook.wire.replies import split_replies
 
@@ -182,7 +183,8 @@ class CallTable:
         """All ranks have answered: hand out the outcome, and forget the call. groups: as `OpenCall.settle`."""
         if self._calls.pop(call.id, None) is not None:
             self._failing.pop(call.id, None)
-            call.complete(groups)
+            call.settle(groups)
+            call.close(CallEvent.SETTLED)
 
     def running(self, mesh: int) -> list[OpenCall]:
         """The calls to main threads that some rank of the mesh has not answered."""

@@ -41,9 +41,14 @@ def attempt(action: Callable[[], object], what: str, fail: Callable[[Exception],
     try:
         action()
     except Exception as error:
-        if fail is None:
-            tell(error, what)
-        else:
-            attempt(functools.partial(fail, error), what)
+        pass_on(error, what, fail)
         return False
     return True
+
+
+def pass_on(error: Exception, what: str, fail: Callable[[Exception], object] | None) -> None:
+    """Hand ``error`` to ``fail``, who waits for what has failed; tell it where nobody does."""
+    if fail is None:
+        tell(error, what)
+    else:
+        attempt(functools.partial(fail, error), what)

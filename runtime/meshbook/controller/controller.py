@@ -88,6 +88,8 @@ class Controller:
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
         self._dispatcher = Dispatcher(self._inbox, self.next_id, self._socket.key_of, folder.peer_ip)
+        self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
+        """The mesh with this number, unless it has ended; on any thread."""
         self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
         self._io = IoThread(self._inbox, self._socket, self._dispatcher)
         self.drive = self._io.turn.drive
@@ -188,10 +190,6 @@ class Controller:
         """Have ``listener`` told, under the turn, of every worker that ends without being told to."""
         self.submit(lambda: self._dispatcher.on_worker_lost.append(listener))
 
-    def find_mesh(self, id: int) -> MeshState | None:
-        """The mesh with this number, unless it has ended."""
-        return self._dispatcher.meshes.get(id)
-
     def known_meshes(self) -> list[MeshState]:
         """Those that have not ended, in the order in which they were made."""
         return sorted(self._dispatcher.meshes.copy().values(), key=lambda mesh: mesh.id)
@@ -227,17 +225,18 @@ class Controller:
         call = future.call
         if lost := call.waiting & mesh.lost.keys():
             raise WorkerLost.of(mesh.lost[rank] for rank in lost)
-        head, buffers = request.pickled
-        inline, payload = place_head(head)
+        inline, payload = place_head(request.pickled.head)
         message = wire.Call(
             call.id, mesh.id, request.endpoint, members.encoded, call.output,
             inline=inline, label=what if request.reply else "", mailbox=request.mailbox,
             reply=request.reply, no_prompt=self.front_end.refusal(),
         )  # fmt: skip
-        segment = self.write_payload(buffers) if buffers else None
+        segment = self.write_payload(request.pickled.buffers) if request.pickled.buffers else None
         if segment is not None:
             call.when_ended(functools.partial(self._dispatcher.payloads.drop, segment))  # unless it was sent
-        outgoing = OutgoingCall(self._dispatcher, mesh, request, call, output, message, payload, segment)
+        outgoing = OutgoingCall(
+            self._dispatcher, mesh, mesh.generation, request, call, output, message, payload, segment
+        )
         self.submit(outgoing.send, outgoing.fail if request.reply else None)
         if not request.reply:
             future.set_result(None)

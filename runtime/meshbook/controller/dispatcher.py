@@ -73,8 +73,8 @@ class Dispatcher:
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}
         self.meshes: dict[int, MeshState] = {}
-        self._recoveries: dict[int, GroupRecovery] = {}
-        self.calls = CallTable(self._recoveries)
+        self.recoveries: dict[int, GroupRecovery] = {}
+        self.calls = CallTable(self.recoveries)
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)
@@ -104,7 +104,7 @@ class Dispatcher:
         self._reattach = None  # it holds the calls, which hold their results
 
     def flush(self) -> None:
-        """Let go what was sent to hosts in this turn."""
+        """Let go what was sent to hosts in this turn, and note when too much waits for one of them."""
         if self.peer_directory.told:
             self.peer_directory.settle()
         for host in self.hosts.values():
@@ -112,6 +112,9 @@ class Dispatcher:
                 host.flush()
             except Exception as error:
                 tell(error, f"what was to be sent to host {host.name}")
+            if len(host.backlog) > MAX_BACKLOG:
+                self.is_full = True
+                self.room.clear()
 
     def acknowledge(self, hosts: Iterable[str]) -> None:
         """Tell hosts what we have of theirs."""
@@ -144,15 +147,15 @@ class Dispatcher:
 
     def groups_of(self, mesh: MeshState) -> GroupRecovery:
         """Who looks after ranks of a mesh that wait in vain, and after its process groups."""
-        if mesh.id not in self._recoveries:
+        if mesh.id not in self.recoveries:
             drop_keys = functools.partial(self.drop_keys, mesh)
-            self._recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
-        return self._recoveries[mesh.id]
+            self.recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
+        return self.recoveries[mesh.id]
 
     def plan(self) -> float:
         """Return when `expire` has something to do, on the monotonic clock; infinity if never."""
         due = self.calls.next_deadline()
-        for recovery in self._recoveries.values():
+        for recovery in self.recoveries.values():
             due = min(due, recovery.due)
         self.due_at = max(due, self._rests_until)
         return self.due_at
@@ -160,7 +163,7 @@ class Dispatcher:
     def expire(self, now: float) -> None:
         """Do what is due by now, as far as it was planned: what has changed since is for the next turn."""
         well = attempt(self.calls.expire, "failing calls")
-        for recovery in list(self._recoveries.values()):
+        for recovery in list(self.recoveries.values()):
             if recovery.due <= now:
                 well = attempt(functools.partial(recovery.expire, now), "the care for process groups") and well
         if not well:  # it may be due still
@@ -181,7 +184,8 @@ class Dispatcher:
                 header, payload = message
                 for each in unbatch(header) if header.startswith(BATCH_MARK) else (header,):
                     self._on_message(host, wire.decode_from_host(each), payload)
-            host.acknowledge(lane)
+            if host.must_answer:
+                host.acknowledge(lane)
             if host.usurper:
                 self.lose(host, "another controller has taken over its meshes; what runs there is that one's now")
         except (*wire.MALFORMED, PeerProtocolError) as error:
@@ -406,13 +410,6 @@ class Dispatcher:
             self.calls.settle_if_done(call)
         return mesh.hosts if len(mesh.hosts) == 1 else list(mesh.by_host(call.waiting))
 
-    def note_backlog(self, hosts: Iterable[HostState]) -> None:
-        """Note when too much waits for one of ``hosts``."""
-        for host in hosts:
-            if len(host.backlog) > MAX_BACKLOG:
-                self.is_full = True
-                self.room.clear()
-
     # ---- loss and end -------------------------------------------------------------------------------
 
     def retire(self, mesh: MeshState, leaving: Mapping[HostState, Sequence[int]], grace_s: float) -> Future[None]:
@@ -485,7 +482,7 @@ class Dispatcher:
     def forget(self, mesh: MeshState) -> None:
         mesh.stopped_ranks.clear()
         self.meshes.pop(mesh.id, None)
-        self._recoveries.pop(mesh.id, None)
+        self.recoveries.pop(mesh.id, None)
 
     def dismiss(self, host: HostState) -> None:
         """Tell a host to end, and forget it: what is still open on it counts as lost."""

@@ -251,7 +251,7 @@ class GroupFormer:
         self._own.add(call.id)
         call.when_ended(lambda: self._own.discard(call.id))
         self._calls.open(call, None)
-        pickled, _ = dumps((args, {}), what=call.what)
+        pickled = dumps((args, {}), what=call.what).head
         message = wire.Call(call.id, self._mesh.id, endpoint, call.members.encoded, inline=pickled, label=call.what)
         for host in self._mesh.hosts:
             host.send(message)

@@ -11,7 +11,7 @@ import signal
 import time
 
 from meshbook.concurrency.background import hidden_thread
-from meshbook.concurrency.own_faults import attempt
+from meshbook.concurrency.own_faults import pass_on
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.io_turns import SocketTurn, TurnQueue
 from meshbook.wire.lanes import HEARTBEAT_S
@@ -93,7 +93,10 @@ class IoThread:
     def _serve_inbox(self) -> None:
         while self._inbox.asked:
             action, fail = self._inbox.asked.popleft()
-            attempt(action, "something that was asked of the thread of the hosts", fail)
+            try:  # `attempt` in its own words: this is on the path of every call
+                action()
+            except Exception as error:
+                pass_on(error, "something that was asked of the thread of the hosts", fail)
         self._dispatcher.flush()
         payloads = self._dispatcher.payloads
         if payloads.freed or payloads.gone:

@@ -102,19 +102,9 @@ class SocketTurn:
         """
         if self._driving or threading.get_ident() != forks.main_thread:
             return
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._interrupted = False
         is_open = self._scope.open()
-        try:
-            self._drive(done, timeout_s)
-        finally:
-            if is_open:
-                self._scope.close()
-            if self._interrupted and self._scope.before is not None:
-                self._interrupted = False
-                self._scope.before(signal.SIGINT, None)
-
-    def _drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._driving = True
         try:
             if not self._turn.acquire(blocking=False):
@@ -134,6 +124,11 @@ class SocketTurn:
         finally:
             self._rest_until = time.monotonic() + REST_S
             self._driving = False
+            if is_open:
+                self._scope.close()
+            if self._interrupted and self._scope.before is not None:
+                self._interrupted = False
+                self._scope.before(signal.SIGINT, None)
 
     @staticmethod
     def _rest_from(error: Exception) -> None:

@@ -57,14 +57,9 @@ class Payloads:
         hosts: Sequence[HostState],
         message: wire.Call,
         payload: Sequence[bytes],
-        segment: wire.SegmentRef | None,
+        segment: wire.SegmentRef,
     ) -> None:
-        """Send a call and its payload to every host in the way that the host can take it."""
-        if segment is None:
-            for host in hosts:
-                if not host.lost:
-                    host.send(message, payload)
-            return
+        """Send a call, its payload and a segment to every host in the way that the host can take it."""
         hosts = [host for host in hosts if not host.lost]
         shared, views = self._lend(segment, hosts)
         for host in hosts:

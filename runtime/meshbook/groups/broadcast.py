@@ -133,12 +133,12 @@ def _pack(name: str, namespace: Namespace, src: int) -> _Parcel:
 
 def _pack_by_value(name: str, value: object) -> _Parcel:
     try:
-        head, buffers = dumps(value, what=name)
+        pickled = dumps(value, what=name)
     except MeshError as error:
         return _Parcel(_Refusal(error), [])
     except Exception as error:  # no memory, for one: the others wait for a header, whatever happens here
         return _Parcel(_Refusal(SerializationError(name, type(value).__name__, repr(error))), [])
-    return _pack_pickle(memoryview(head), buffers, value, by_reference=False)
+    return _pack_pickle(memoryview(pickled.head), pickled.buffers, value, by_reference=False)
 
 
 def _pack_pickle(head: memoryview, buffers: list[memoryview], value: object, *, by_reference: bool) -> _Parcel:

@@ -44,7 +44,7 @@ from meshbook.shape.members import Choice, Extent, Members, Point, Region, arran
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shape.view import MeshView
 from meshbook.shell.postmortem_memory import Freed
-from meshbook.source.cells import source_of
+from meshbook.source.cells import text_only_here
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.system.gpu import GpuUse
 from meshbook.values.pickling import dumps
@@ -195,14 +195,21 @@ class ProcMesh(MeshView):
         Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
         """
         name = getattr(function, "__name__", "a function")
-        if (source := source_of(function, self._mesh.sources)) is not None:
-            everyone = range(self._mesh.extent.nelements)
-            self._controller.questions.tell(self._mesh, everyone, ask_rank("learn_source", *source))
+        code = getattr(function, "__code__", None)
+        if code is not None and code.co_filename not in self._mesh.sources:
+            self._tell_source(code.co_filename)
         try:
             return self._call("invoke", (function, *args), kwargs, what=name)
         except SerializationError:  # once more, to say which argument it was
             roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
             return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
+
+    def _tell_source(self, file_name: str) -> None:
+        """Have all ranks know the text of a file, once, if only this process has it."""
+        self._mesh.sources.add(file_name)
+        if text := text_only_here(file_name):
+            everyone = range(self._mesh.extent.nelements)
+            self._controller.questions.tell(self._mesh, everyone, ask_rank("learn_source", file_name, text))
 
     def execute_as(self, what: str, function: Callable[..., T], *args: object) -> Future[ValueMesh[T]]:
         """As `execute`, of a function that ranks can import. what: the call, as notes, errors and status name it."""

@@ -13,7 +13,6 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,19 +83,9 @@ def _lines(source: str) -> list[str]:
     return [f"{line}\n" for line in source.splitlines()]
 
 
-def source_of(function: Callable[..., object], known: set[str]) -> tuple[str, str] | None:
-    """The name under which the function was compiled, and the text there, if only this process has it.
-
-    known: names that were looked at before; grows.
-    """
-    code = getattr(function, "__code__", None)
-    if code is None or code.co_filename in known:
-        return None
-    known.add(code.co_filename)
-    if Path(code.co_filename).exists():
-        return None
-    text = "".join(linecache.getlines(code.co_filename))
-    return (code.co_filename, text) if text else None
+def text_only_here(name: str) -> str:
+    """The text of what was compiled under ``name``, if only this process has it; else empty."""
+    return "" if Path(name).exists() else "".join(linecache.getlines(name))
 
 
 def learn_source(name: str, text: str) -> None:

@@ -25,9 +25,10 @@ import pickle
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import msgspec
 
 from meshbook.errors import LoadError, MeshError, SerializationError
 from meshbook.values.tensors import NO_LIMIT, OutOfBand, TooLargeError
@@ -49,7 +50,7 @@ _PLAIN_PARTS = 16
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-class Pickled(NamedTuple):
+class Pickled(msgspec.Struct, frozen=True):
     """A value as bytes. ``buffers`` are views of the live value: copy or send them before it changes."""
 
     head: bytes

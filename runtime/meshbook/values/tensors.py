@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from meshbook.values.unpicklable import Refusal
 
 if TYPE_CHECKING:
@@ -27,15 +29,16 @@ class TooLargeError(Exception):
     """The pickle passed its limit."""
 
 
-class OutOfBand:
+class OutOfBand(msgspec.Struct, eq=False):
     """What one message leaves out of its stream: buffers, tensors, and the room that is left for them."""
 
+    room: int
+    buffers: list[memoryview] = []
     _spans: dict[int, list[_Span]] | None = None
     """By the address of their storage. None until the first `reduce`, which most small messages never call."""
-
-    def __init__(self, room: int) -> None:
-        self.buffers: list[memoryview] = []
-        self.room = room
+    _tensor_type: type[torch.Tensor] | tuple[()] = ()
+    _array_type: object = None
+    _storage_types: tuple[object, ...] = ()
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """The pickler's buffer_callback: true keeps ``buffer`` in the stream."""
@@ -64,8 +67,8 @@ class OutOfBand:
         """The picklers' reducer_override; they call it for all but plain containers, strings and numbers."""
         if self._spans is None:
             loaded = sys.modules.get("torch")
-            self._tensor_type: type[torch.Tensor] | tuple[()] = getattr(loaded, "Tensor", ())
-            self._array_type: object = getattr(sys.modules.get("numpy"), "ndarray", None)
+            self._tensor_type = getattr(loaded, "Tensor", ())
+            self._array_type = getattr(sys.modules.get("numpy"), "ndarray", None)
             self._storage_types = (getattr(loaded, "UntypedStorage", None), getattr(loaded, "TypedStorage", None))
             self._spans = {}
         if isinstance(obj, self._tensor_type):

@@ -33,6 +33,8 @@ class HostLink:
         self.heard = time.monotonic()
         self.lost = ""
         """Why it is lost; empty while it lives."""
+        self.must_answer = False
+        """Whether what `receive` took in last asks for `acknowledge`."""
         self.usurper = 0
         """The epoch of a controller that has taken the host from us."""
         self.shares_memory = False
@@ -75,6 +77,7 @@ class HostLink:
         self.heard = time.monotonic()
         link = self._links[lane]
         message = link.receive(frames)
+        self.must_answer = link.due or lane == "bulk" or bool(self.backlog)
         if message is None and (epoch := epoch_of(frames)) > link.epoch:
             self.usurper = epoch
         return message

@@ -83,8 +83,8 @@ class MailCalls:
         return future
 
     def _send(self, id: int, request: CallRequest, output: int, chain: tuple[int, ...]) -> None:
-        head, buffers = request.pickled
-        inline, payload = place_head(head)
+        inline, payload = place_head(request.pickled.head)
+        buffers = request.pickled.buffers
         message = wire.Call(
             id, request.mesh, request.endpoint, request.members.encoded, output, inline=inline,
             label=request.what if request.reply else "", mailbox=request.mailbox, reply=request.reply,

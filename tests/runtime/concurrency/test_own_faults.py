@@ -13,11 +13,11 @@ from meshbook.calls.request import CallRequest
 from meshbook.concurrency import own_faults
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.mesh_state import MeshState
-from meshbook.controller.payloads import Payloads
 from meshbook.errors import LayoutError, LocalProtocolError, MeshError, SpawnError, UsageError
 from meshbook.mesh.driven import this_host
 from meshbook.system.event_loop import EventLoop
 from meshbook.values.pickling import Pickled
+from meshbook.wire.host_link import HostLink
 
 
 def _fault(*args: object, **options: object) -> Any:
@@ -35,7 +35,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_call_that_cannot_be_sent_fails_at_once(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Payloads, "send", _fault)
+        patched.setattr(HostLink, "send", _fault)
         with pytest.raises(LocalProtocolError, match="no such way"):
             mesh4.run("1").get(10)
         with pytest.raises(LocalProtocolError, match="no such way"):

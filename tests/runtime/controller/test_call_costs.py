@@ -22,17 +22,17 @@ from meshbook.actor import Actor, endpoint
 
 CALLS = 100
 
-CONTROLLER_MAX = 101
-"""On the main thread, which serves the sockets while it waits; measured: 92, and 2 for each other mesh that lives."""
+CONTROLLER_MAX = 86
+"""On the main thread, which serves the sockets while it waits; measured: 78, and 2 for each other mesh that lives."""
 
 AGENT_MAX = 49
 """In the agent, which has one thread but for its logs; measured: 45.1. Heartbeats are part of it, once a second."""
 
-RANK_MAX = 38
-"""On the rank's main thread; measured: 36.4."""
+RANK_MAX = 36
+"""On the rank's main thread; measured: 34.4."""
 
-ACTOR_CONTROLLER_MAX, ACTOR_AGENT_MAX, ACTOR_RANK_MAX = 149, 49, 90
-"""The same of a call to an actor, on all threads of its rank; measured: 135, 46, 70; 63 where it does not read the mail
+ACTOR_CONTROLLER_MAX, ACTOR_AGENT_MAX, ACTOR_RANK_MAX = 121, 49, 90
+"""The same of a call to an actor, on all threads of its rank; measured: 113, 46, 71; 63 where it does not read the mail
 itself, which is a wake-up more. Where it does, the mail's thread looks 200 times a second: more on a busy machine."""
 
 WAKE_UPS_MAX, TIMERS_PER_S = 4.0, 1000

@@ -9,6 +9,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.concurrency.future import Future
 from meshbook.controller.call_queue import CallQueue, Unsent
 from meshbook.errors import CallFailed
+from meshbook.lifecycle import CallEvent
 from meshbook.shape.members import Region
 
 WHOLE = Region.of({"gpus": 4})
@@ -68,7 +69,8 @@ def test_a_call_that_queues_is_dropped_on_all_of_its_ranks() -> None:
     gate.shut.add(0)
     gate.send("cell 3", 0, 1, 2, 3, call=call)
     assert gate.queue.holds(call) and gate.queue.drop(call) and not gate.queue.drop(call)
-    call.complete()
+    call.settle()
+    call.close(CallEvent.SETTLED)
     error = future.exception(0)
     assert isinstance(error, CallFailed) and error.ranks == (0, 1, 2, 3)
     assert {failure.evalue for failure in error.failures} == {"cancelled before it started"}

@@ -48,7 +48,8 @@ def test_an_answer_in_shared_memory_may_come_before_hello(sock: ControllerSocket
     call = OpenCall(7, 1, "work", Region.of(extent), future, fail_fast=True)
     dispatcher.calls.open(call, None)
     value = np.arange(300_000)
-    head, large = dumps(value, what="a value")
+    pickled = dumps(value, what="a value")
+    head, large = pickled.head, pickled.buffers
     calls, urgent = Link(1), Link(1)
 
     def send(number: int) -> None:

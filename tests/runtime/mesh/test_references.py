@@ -14,6 +14,7 @@ from patience import wait_until
 from meshbook import ProcMesh, this_host
 from meshbook.actor import ActorError, SupervisionError, get_or_spawn_controller
 from meshbook.actor.errors import ActorsLeftError
+from meshbook.actor.router import router_for
 from meshbook.calls.request import CallRequest
 from meshbook.errors import LayoutError, RanksLeft
 from meshbook.shape.generations import GONE, ranks_now, step_of
@@ -109,7 +110,7 @@ def test_a_call_to_ranks_that_are_no_more_is_answered_at_once(mesh3: ProcMesh) -
 
 def test_the_one_actor_of_a_name_is_made_anew_when_its_process_has_ended(clean_end: None) -> None:
     first = get_or_spawn_controller("one", Named).get(60)
-    pid = first._group.router._controller._dispatcher.meshes[first._group.mesh].workers[0].pid
+    pid = router_for(first._group.session)._controller._dispatcher.meshes[first._group.mesh].workers[0].pid
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: _is_lost(first))
     assert get_or_spawn_controller("one", Named).get(60).who.call_one().get(30) == 0

@@ -61,7 +61,8 @@ class OddTensor(torch.Tensor):
 
 def over(value: Any) -> Any:
     """The value as another process would get it: from copies of the buffers."""
-    head, buffers = dumps(value, what="value")
+    pickled = dumps(value, what="value")
+    head, buffers = pickled.head, pickled.buffers
     return loads(head, [bytearray(buffer) for buffer in buffers])
 
 
@@ -96,7 +97,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_plain_values_come_back_with_no_buffers(value: object) -> None:
     pickled = dumps(value, what="value")
     assert not pickled.buffers
-    assert loads(*pickled) == value
+    assert loads(pickled.head, pickled.buffers) == value
 
 
 def test_small_buffers_stay_in_the_head_and_large_ones_leave_it() -> None:
@@ -269,14 +270,16 @@ def test_small_tensors_can_be_resized_on_arrival() -> None:
 
 
 def test_read_only_buffers_give_writable_tensors_without_a_warning() -> None:
-    head, buffers = dumps(torch.zeros(LARGE), what="x")
+    pickled = dumps(torch.zeros(LARGE), what="x")
+    head, buffers = pickled.head, pickled.buffers
     loaded = loads(head, [bytes(buffer) for buffer in buffers])
     loaded += 1
     assert loaded.min() == 1
 
 
 def test_a_tensor_lives_on_when_its_buffers_are_let_go() -> None:
-    head, buffers = dumps(torch.full((LARGE,), 7, dtype=torch.uint8), what="x")
+    pickled = dumps(torch.full((LARGE,), 7, dtype=torch.uint8), what="x")
+    head, buffers = pickled.head, pickled.buffers
     loaded = loads(head, [bytearray(buffers.pop())])
     np.zeros(LARGE)
     assert loaded.min() == 7
@@ -381,7 +384,7 @@ def test_a_closure_over_a_large_tensor_leaves_it_out_of_band() -> None:
     pickled = dumps(lambda: weights.sum(), what="f")
     assert len(pickled.buffers) == 1
     assert len(pickled.head) < 2000
-    assert loads(*pickled)() == LARGE
+    assert loads(pickled.head, pickled.buffers)() == LARGE
 
 
 def test_modules_registered_for_it_go_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +542,7 @@ class Fussy(Exception):
 
 def test_a_class_that_fails_to_load_is_reported() -> None:
     with pytest.raises(LoadError, match=r"cannot be built there: TypeError: .*Fussy"):
-        loads(*dumps(Fussy(1, 2), what="x"))
+        loads(dumps(Fussy(1, 2), what="x").head)
 
 
 # ---- bounded -----------------------------------------------------------------------------------------------
@@ -549,7 +552,7 @@ def test_bounded_pickles_what_fits() -> None:
     value = {"loss": 0.5, "weights": torch.ones(LARGE)}
     pickled = dumps_bounded(value, 5 * LARGE)
     assert isinstance(pickled, Pickled)
-    assert torch.equal(loads(*pickled)["weights"], value["weights"])
+    assert torch.equal(loads(pickled.head, pickled.buffers)["weights"], value["weights"])
     assert dumps_bounded(value, 4 * LARGE) is None
     assert dumps_bounded(lambda: 1, LARGE) is not None
 
@@ -600,7 +603,8 @@ def _resident_bytes() -> int:
 
 def test_a_heavy_head_travels_with_the_buffers() -> None:
     value = {"numbers": list(range(1_000_000)), "array": np.arange(100_000)}
-    head, buffers = dumps(value, what="value")
+    pickled = dumps(value, what="value")
+    head, buffers = pickled.head, pickled.buffers
     assert head == b""
     assert len(buffers) == 2
     back = loads(head, [np.frombuffer(buffer, np.uint8) for buffer in buffers])

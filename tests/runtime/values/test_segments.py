@@ -164,7 +164,8 @@ def test_tensors_and_arrays_use_the_mapping_in_place_and_keep_it(
     pool: SegmentPool, released: list[int], size: int
 ) -> None:
     sent = {"tensor": torch.arange(size), "array": np.arange(size), "model": torch.nn.Linear(size, 1)}
-    head, buffers = dumps(sent, what="x")
+    pickled = dumps(sent, what="x")
+    head, buffers = pickled.head, pickled.buffers
     ref = pool.write(buffers)
     assert len(head) < 5000
     loaded = loads(head, map_segment(ref, released.append))
