@@ -16,11 +16,14 @@ from meshbook_extension.notebook.targets import RANK
 from meshbook_extension.output.labels import count, format_seconds
 
 if TYPE_CHECKING:
+    from meshbook.launchers.base import Launcher
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
 
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
+
+ENGINES = ("local", "ssh")
 
 
 @Command(
@@ -28,12 +31,15 @@ HOSTS = "hosts"
     summary="Start a process per rank and form their process group.",
     pairs="AXIS=N [AXIS=N ...]",
     options=(
-        Option("--on", "who starts the hosts: local", str, "ENGINE"),
+        Option("--on", "who starts the hosts: local, or ssh on the hosts that are named", str, "local|ssh:HOST,.."),
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
         Option("--preload", "modules to import once, before the ranks are forked", str, "MOD,.."),
         Option("--no-group", "form no process group"),
         Option("--no-torch", "ranks without torch, there sooner and lighter; no process group either"),
+        Option("--python", "the interpreter on the hosts of ssh", str, "PATH"),
+        Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
+        Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
         Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),
     ),
     rest="ENGINE OPTIONS",
@@ -44,9 +50,14 @@ HOSTS = "hosts"
         "%mesh spawn gpus=8 --preload transformers,datasets",
         "%mesh spawn gpus=4 --out procs",
         "%mesh spawn gpus=4 --no-group",
+        "%mesh spawn gpus=8 --on ssh:nodeA,nodeB",
+        "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
+        "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
     ),
     notes="""
-Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.""",
+Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.
+Hosts of ssh are named as for ssh, by your own config; what follows -- goes to ssh. Agents there speak through its
+connection, so no port has to be reachable, and end with it.""",
 )
 def spawn(session: Session, arguments: Arguments) -> None:
     """Start a mesh and make it the current one."""
@@ -55,8 +66,10 @@ def spawn(session: Session, arguments: Arguments) -> None:
     check_identifier(name, "--name")
     if out is not None:
         check_identifier(out, "--out")
+    launcher = _read_engine(arguments)
     sizes = _read_sizes(arguments)
-    hosts = sizes.pop(HOSTS, None)
+    hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
+    env = _read_variables(arguments)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     if _has_returned(session, name, {**({HOSTS: hosts} if hosts is not None else {}), **sizes}, arguments):
         return
@@ -65,7 +78,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     torch = not arguments.flag("--no-torch")
     grouped = torch and not arguments.flag("--no-group")
     try:
-        procs = _hosts(arguments, hosts).spawn_procs(
+        procs = _hosts(launcher, hosts).spawn_procs(
             sizes,
             name=name,
             device=arguments.text("--device"),
@@ -73,6 +86,8 @@ def spawn(session: Session, arguments: Arguments) -> None:
             torch=torch,
             group=grouped,
             owns_hosts=hosts is not None,
+            env=env,
+            cwd=arguments.text("--cwd"),
         )
     except KeyboardInterrupt:
         raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
@@ -115,17 +130,65 @@ def _read_sizes(arguments: Arguments) -> dict[str, int]:
     return sizes
 
 
-def _hosts(arguments: Arguments, count: int | None) -> HostMesh:
+def _read_engine(arguments: Arguments) -> Launcher:
+    """Who starts the hosts. Raises: UsageError."""
     from meshbook.launchers.local import LocalLauncher
-    from meshbook.mesh.driven import start_hosts, this_host
 
-    engine, engines = arguments.text("--on") or "local", ("local",)
-    if engine not in engines:
-        near = did_you_mean(engine, engines)
-        raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {", ".join(engines)}.')
+    text = arguments.text("--on") or "local"
+    engine, colon, named = text.partition(":")
+    if engine not in ENGINES:
+        near = did_you_mean(engine, ENGINES)
+        there = "local, and ssh with hosts: ssh:nodeA,nodeB"
+        raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
+    if engine == "ssh":
+        if not named:
+            raise arguments.grammar.refuse("ssh needs the names of hosts, as your ssh config has them.", "ssh:")
+        from meshbook.launchers.ssh import SSHLauncher
+
+        return SSHLauncher(named.split(","), python=arguments.text("--python"), options=arguments.rest)
+    if colon:
+        raise arguments.grammar.refuse(f'the engine local has no hosts to name, but got "{named}".')
     if rest := " ".join(arguments.rest):
         raise arguments.grammar.refuse(f'the engine {engine} has no options, but got "{rest}" after "--".')
-    return this_host() if count is None else start_hosts({HOSTS: count}, LocalLauncher())
+    if arguments.text("--python") is not None:
+        raise arguments.grammar.refuse("--python is for hosts elsewhere; ranks here run on the notebook's own.", "ssh:")
+    return LocalLauncher()
+
+
+def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
+    """How many hosts of its own the mesh has; None where it is on this one. Raises: UsageError."""
+    from meshbook.launchers.local import LocalLauncher
+
+    if isinstance(launcher, LocalLauncher):
+        return count
+    from meshbook.launchers.ssh import SSHLauncher
+
+    assert isinstance(launcher, SSHLauncher)
+    if count not in (None, len(launcher.hosts)):
+        raise arguments.grammar.refuse(
+            f"{HOSTS}={count}, but --on names {len(launcher.hosts)}; leave {HOSTS} out.", "ssh:"
+        )
+    return len(launcher.hosts)
+
+
+def _read_variables(arguments: Arguments) -> dict[str, str]:
+    """What ``--env`` says. Raises: UsageError."""
+    variables = {}
+    text = arguments.text("--env")
+    for part in [] if text is None else text.split(","):
+        name, equals, value = part.partition("=")
+        if not name or not equals:
+            raise arguments.grammar.refuse(
+                f'--env takes NAME=VALUE, with commas between several; not "{part}".', "--env"
+            )
+        variables[name] = value
+    return variables
+
+
+def _hosts(launcher: Launcher, count: int | None) -> HostMesh:
+    from meshbook.mesh.driven import start_hosts, this_host
+
+    return this_host() if count is None else start_hosts({HOSTS: count}, launcher)
 
 
 def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:

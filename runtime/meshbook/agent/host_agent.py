@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 from typing_extensions import assert_never
 
+from meshbook.agent import tunnel
 from meshbook.agent.cancels import find_held
 from meshbook.agent.handover import PreviousControllers, report, unacked_messages
 from meshbook.agent.lease import Lease
@@ -36,7 +37,7 @@ from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices
 from meshbook.system.event_loop import EventLoop
-from meshbook.system.processes import adopt_orphans, machine_id, reap_strangers
+from meshbook.system.processes import adopt_orphans, machine_id, python_version, reap_strangers
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
@@ -75,7 +76,7 @@ class HostAgent:
 
     def __init__(self, ticket: Ticket, template: StartedTemplate | None) -> None:
         self._ticket = ticket
-        self._name = socket.gethostname()
+        self._name = ticket.name or socket.gethostname()
         self._loop = EventLoop()
         dialer = Dialer()
         self._uplink = Uplink(dialer, ticket, self._loop, self, self._succeed)
@@ -96,6 +97,14 @@ class HostAgent:
         self._ending: int | None = None
         """With which code the agent exits when its last mesh has ended."""
         self._exit_code: int | None = None
+
+    def end_with(self, connection: int) -> None:
+        """End, workers and all, when the connection does that has started us."""
+        tunnel.watch(self._loop, connection, self._on_cut)
+
+    def _on_cut(self) -> None:
+        print("the connection to the controller has ended", file=sys.stderr, flush=True)
+        self._end(EXIT_LOST)
 
     def run(self) -> int:
         """Serve until the end; returns the exit code."""
@@ -138,6 +147,7 @@ class HostAgent:
                 os.getpid(),
                 count_cuda_devices(),
                 count_cores(),
+                python_version(),
             )
         )
 
@@ -397,9 +407,13 @@ def main(template: StartedTemplate | None = None) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(all_threads=False)
-    ticket = decode_ticket(_read_line(0))
+    ticket, connection = decode_ticket(_read_line(0)), -1
+    if ticket.by_tunnel:
+        ticket, connection = tunnel.settle_in(ticket)
     adopt_orphans()
     agent = HostAgent(ticket, template)
+    if connection >= 0:
+        agent.end_with(connection)
     signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
     code = agent.run()
     if ticket.session:

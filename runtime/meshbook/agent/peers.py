@@ -19,7 +19,7 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.errors import PeerProtocolError
 from meshbook.shape.slices import group
 from meshbook.system.os_errors import explain
-from meshbook.system.processes import family_of, in_endpoint, is_same_process, start_time
+from meshbook.system.processes import family_of, in_endpoint, is_same_process, own_address, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import Buffer, only_frame
@@ -241,6 +241,8 @@ class AgentPeers:
     def _ip(self, proposed: str) -> str:
         """The address by which the controller's network reaches us."""
         endpoint = self._host.ticket.endpoint
+        if self._host.ticket.by_tunnel:  # of which only this end is known here
+            return in_endpoint(own_address())
         if not endpoint.startswith("tcp://"):
             return proposed
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

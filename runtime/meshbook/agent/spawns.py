@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.template import TemplateProcess
@@ -52,6 +55,11 @@ class Spawns:
         again: the template that was asked first has ended; another one is made, once.
         """
         self._was_asked = True
+        if spawn.must_enter and spawn.cwd is not None:
+            spawn = _at_home(spawn, spawn.cwd)
+            if spawn.cwd is None or not os.path.isdir(spawn.cwd) or not os.access(spawn.cwd, os.X_OK):
+                self._fail(spawn, f"there is no folder {os.fsdecode(spawn.cwd or b'')} that it could enter")
+                return
         try:
             template = self._template_for(spawn)
         except OSError as error:
@@ -124,3 +132,10 @@ class Spawns:
         for template in self._templates:
             template.close()
         kill_strays(())
+
+
+def _at_home(spawn: wire.Spawn, cwd: bytes) -> wire.Spawn:
+    """The request with ``~`` as the folder that it is on this host."""
+    there = os.path.expanduser(cwd)
+    sys_path = tuple(there if entry == cwd else entry for entry in spawn.sys_path)
+    return msgspec.structs.replace(spawn, cwd=there, sys_path=sys_path)

@@ -37,7 +37,6 @@ from meshbook.controller.reattach import Reattach
 from meshbook.controller.stacks import StackQuestion, collect_stacks
 from meshbook.errors import WorkerLost
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.local import FoundHost
 from meshbook.lifecycle import MeshPhase
 from meshbook.sessions.folder import SavedHost, SessionFolder
 from meshbook.shape.members import Members, Region
@@ -97,12 +96,18 @@ class Controller:
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
-    def expect_host(self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool) -> HostState:
-        """Know a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in."""
+    def expect_host(
+        self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool, name: str = ""
+    ) -> HostState:
+        """Know a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in.
+
+        name: what people call it; empty where only its machine knows.
+        """
         host = HostState(
             ticket.host_id, ticket.epoch, launched, self._socket, self._dispatcher.on_whole,
             shares_environment=shares_environment,
         )  # fmt: skip
+        host.name = name or host.id
         self._dispatcher.hosts[host.id] = host
         if launched.pid:
             self.submit(lambda: self._socket.watch_end(launched.pid))
@@ -125,12 +130,13 @@ class Controller:
         self.ask(lambda: self._socket.bind(endpoint))
         self.folder.state.endpoints[address] = endpoint
 
-    def find_host(self, id: str, saved: SavedHost) -> HostState:
-        """Expect a host of the former controller."""
+    def find_host(self, id: str, saved: SavedHost, found: LaunchedHost) -> HostState:
+        """Expect a host of the former controller, and know by ``found`` whether it is there."""
         host = HostState(
-            id, self.epoch, FoundHost(saved.pid, saved.started), self._socket, self._dispatcher.on_whole,
+            id, self.epoch, found, self._socket, self._dispatcher.on_whole,
             shares_environment=saved.shares_environment, is_found=True,
         )  # fmt: skip
+        host.name = saved.name or id
 
         def readmit() -> None:
             self._socket.readmit(id, saved.key)
@@ -185,6 +191,11 @@ class Controller:
     def accept(self, host_id: str) -> tuple[str, str]:
         """A key pair (public, secret) for one host."""
         return self.ask(lambda: self._socket.accept(host_id))
+
+    def revoke(self, host_ids: Iterable[str]) -> None:
+        """Let hosts in no more that did not start."""
+        for id in host_ids:
+            self.submit(functools.partial(self._socket.revoke, id))
 
     def when_worker_lost(self, listener: Callable[[MeshState, WorkerLost], None]) -> None:
         """Have ``listener`` told, under the turn, of every worker that ends without being told to."""

@@ -44,7 +44,7 @@ from meshbook.errors import (
 )
 from meshbook.lifecycle import MeshPhase
 from meshbook.sessions.folder import SavedMesh
-from meshbook.system.processes import machine_id, start_time
+from meshbook.system.processes import machine_id, python_version, start_time
 from meshbook.values import lent_memory
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import BATCH_MARK, unbatch
@@ -301,6 +301,13 @@ class Dispatcher:
             reason = f"it speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}; install one version"
             if not host.is_found:  # a controller of its own version may come for what it holds
                 host.send_urgent(wire.Refused(reason))
+            self.lose(host, reason)
+            return
+        if hello.python not in ("", python_version()):
+            reason = (
+                f"its Python is {hello.python}, ours {python_version()}; code that is sent needs the same on both sides"
+            )
+            host.send_urgent(wire.Refused(reason))
             self.lose(host, reason)
             return
         host.hello, host.name = hello, hello.name

@@ -41,7 +41,9 @@ class HostState(HostLink):
         self.launched = launched
         self.shares_environment, self.is_found = shares_environment, is_found
         self.launch_another: Callable[[], HostState] | None = None
-        """Start one more host of the same kind."""
+        """Start a host in its place."""
+        self.fixed = ""
+        """Why there are no more hosts like it, as its launcher says (`meshbook.launchers.base.Launcher.fixed`)."""
         self._successor: HostState | None = None
         self.ready: Future[HostState] = Future()
         self.hello: wire.Hello | None = None

@@ -43,11 +43,22 @@ class WorkerSpec(NamedTuple):
     environment: Mapping[bytes, bytes]
     torch: bool = True
     """Whether they have it from their first moment."""
+    asked_cwd: str = ""
+    asked_environment: Mapping[str, str] = {}
+    """What was asked for on every host, the controller's own or another."""
 
     @classmethod
-    def here(cls, device: str | None = None, preload: tuple[str, ...] = (), torch: bool = True) -> WorkerSpec:
+    def here(
+        cls,
+        device: str | None = None,
+        preload: tuple[str, ...] = (),
+        torch: bool = True,
+        asked_cwd: str = "",
+        asked_environment: Mapping[str, str] | None = None,
+    ) -> WorkerSpec:
         """With the folder, the path and the environment of this process as they are now."""
-        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb), torch)
+        asked = dict(asked_environment or {})
+        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb), torch, asked_cwd, asked)
 
 
 def _search_path() -> tuple[bytes, ...]:
@@ -177,7 +188,10 @@ class MeshState:
     def saved(self) -> SavedMesh:
         """What the next controller of the session is told of it."""
         hosts = [host.id for host in self.hosts]
-        return SavedMesh(self.name, dict(self.extent), hosts, self.owns_hosts, self.grouped, list(self.host_axes))
+        return SavedMesh(
+            self.name, dict(self.extent), hosts, self.owns_hosts, self.grouped, list(self.host_axes),
+            self.recipe.asked_cwd, dict(self.recipe.asked_environment),
+        )  # fmt: skip
 
     # ---- repair -------------------------------------------------------------------------------------------------
 
@@ -248,7 +262,8 @@ class MeshState:
     ) -> None:
         """Ask hosts for workers. arrangements: for those that are to be numbered anew; else as the ranks are now."""
         self.pending_workers = pending_workers
-        device, preload, cwd, sys_path, environment, torch = self.recipe
+        device, preload, cwd, sys_path, environment, torch, asked_cwd, asked_environment = self.recipe
+        asked = {os.fsencode(name): os.fsencode(value) for name, value in asked_environment.items()}
         for host, seats in pending_workers.seats.items():
             self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
             here = host.shares_environment
@@ -261,10 +276,11 @@ class MeshState:
                     arrangement=arrangements[host] if arrangements else self.arrangement_on(host),
                     device=device,
                     preload=preload,
-                    cwd=cwd if here else None,
-                    sys_path=sys_path if here else (),
-                    environment=dict(environment) if here else {},
+                    cwd=os.fsencode(asked_cwd) if asked_cwd else cwd if here else None,
+                    sys_path=(*([os.fsencode(asked_cwd)] if asked_cwd else []), *(sys_path if here else ())),
+                    environment={**(environment if here else {}), **asked},
                     torch=torch,
+                    must_enter=bool(asked_cwd),
                     generation=self.generation,
                     advice=advice(),
                 )

@@ -105,8 +105,9 @@ class Reattach:
 
     def _make_mesh(self, host: HostState, state: wire.HostedState, saved: SavedMesh) -> MeshState:
         extent = Extent(state.arrangement.axes, state.arrangement.sizes)
-        cwd = state.cwd or os.getcwdb()
+        cwd = os.getcwdb() if saved.cwd or not state.cwd else state.cwd
         recipe = WorkerSpec(state.device, state.preload, cwd, state.sys_path, dict(os.environb), state.torch)
+        recipe = recipe._replace(asked_cwd=saved.cwd, asked_environment=saved.environment)
         mesh = MeshState(state.mesh, state.name, extent, [host] * extent.nelements, recipe)
         mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
         mesh.host_axes = tuple(saved.host_axes)

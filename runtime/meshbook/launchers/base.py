@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from meshbook.sessions.folder import SavedLauncher
 from meshbook.wire.ticket import Ticket
 
 
@@ -36,3 +37,17 @@ class Launcher(Protocol):
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Start one agent per ticket; does not wait until they dial in. Raises: OSError, SpawnError."""
+
+    def for_host(self, index: int) -> Launcher:
+        """What starts another host in the place of the one that got the ticket of this number."""
+
+    @property
+    def fixed(self) -> str:
+        """Why there are no more hosts than it was made for, as in ``its hosts were named``; empty where there are."""
+
+    @property
+    def saved(self) -> SavedLauncher:
+        """What the next controller of the session makes the same launcher of (`meshbook.mesh.host_mesh`).
+
+        Of a launcher of several hosts that is asked of `for_host` only.
+        """

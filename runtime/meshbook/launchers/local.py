@@ -14,6 +14,7 @@ import msgspec
 from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.head_start import AGENT, exec_agent, open_log
 from meshbook.launchers.templates import UNSEEN, HostFork, HostTemplate, surroundings
+from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.process_ends import end_process
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
@@ -28,10 +29,19 @@ class LocalLauncher:
 
     name = "local"
     shares_environment = True
+    fixed = ""
 
     def __init__(self, *, separate_hosts: bool = False) -> None:
         self.transport = "tcp" if separate_hosts else "unix"
         self._shares_memory = not separate_hosts
+
+    @property
+    def saved(self) -> SavedLauncher:
+        return SavedLauncher(self.name, separate=not self._shares_memory)
+
+    def for_host(self, index: int) -> LocalLauncher:
+        """Itself: its hosts are all alike."""
+        return self
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Start the agents; each reads its ticket from stdin and watches that pipe for our end.
@@ -66,7 +76,7 @@ def _template_for(tickets: list[Ticket]) -> HostTemplate | None:
 
 
 def _start(ticket: Ticket, log: Path, template: HostTemplate | None) -> LocalHost:
-    _reap()
+    reap_released()
     environment = {} if ticket.shares_memory else {MEMORY_VARIABLE: ticket.host_id}
     process, stdin = (template and _fork(template, log, environment)) or _exec(log, environment)
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and `LocalHost.failure` says why
@@ -126,9 +136,8 @@ class LocalHost:
         self._lifeline.close()
         if isinstance(self._process, HostFork):
             self._process.disown()
-        elif self._process.poll() is None:
-            self._process.returncode = 0  # else its destructor complains of it when we end first
-            _released.append(self._process.pid)
+        else:
+            release_child(self._process)
 
 
 class FoundHost:
@@ -146,7 +155,7 @@ class FoundHost:
         """Wait for its end, then kill exactly the process that was recorded."""
         if self.pid:
             end_process(self.pid, self.started, timeout_s)
-        _reap()
+        reap_released()
 
     def release(self) -> None:
         pass  # it has nothing of ours
@@ -156,7 +165,15 @@ _released: list[int] = []
 """Children of ours that have been left to themselves."""
 
 
-def _reap() -> None:
+def release_child(process: subprocess.Popen[bytes]) -> None:
+    """Let a child live on without us. It stays ours until it ends, and is reaped when another host is started."""
+    if process.poll() is None:
+        process.returncode = 0  # else its destructor complains of it when we end first
+        _released.append(process.pid)
+
+
+def reap_released() -> None:
+    """Reap the children that were left to themselves and have ended."""
     _released[:] = [pid for pid in _released if _runs(pid)]
 
 

@@ -15,6 +15,7 @@ from meshbook.controller.reattach import Reattach
 from meshbook.errors import AttachError, SessionInUse
 from meshbook.errors.advice import advice
 from meshbook.formatting import did_you_mean
+from meshbook.mesh.host_mesh import find_hosts
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SessionFolder, read_state
 from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep
@@ -166,8 +167,7 @@ def _check_endpoints(controller: Controller) -> None:
 
 def _knock(controller: Controller, deadline: float) -> Reattach:
     """Find the agents, and wait for what they report."""
-    state = controller.folder.state
-    hosts = {id: controller.find_host(id, saved) for id, saved in state.hosts.items()}
+    hosts = find_hosts(controller)
     reattach = controller.adopt(hosts)
 
     def knock() -> None:

@@ -20,7 +20,7 @@ from meshbook.launchers.local import LocalLauncher
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
 from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler
-from meshbook.mesh.host_mesh import HostMesh, launch_hosts, launch_like
+from meshbook.mesh.host_mesh import HostMesh, launch_hosts
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.repair import Repaired
 from meshbook.sessions.folder import SessionFolder
@@ -86,8 +86,6 @@ class DrivenSessions:
                 self._beside.append(controller)
                 return attachment
             self._first = controller
-            for host in controller.hosts:
-                host.launch_another = functools.partial(launch_like, controller, host)
             serving = {id for id, host in controller.folder.state.hosts.items() if host.serves_all}
             for host in controller.hosts:
                 if host.id in serving and not host.lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,9 +13,9 @@ from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.launchers.base import Launcher
-from meshbook.launchers.local import LocalLauncher
+from meshbook.launchers.local import FoundHost, LocalLauncher
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.sessions.folder import SavedHost
+from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.shape.members import Extent, Members, Region
 from meshbook.shape.view import MeshView
 from meshbook.system.os_errors import explain
@@ -61,6 +62,8 @@ class HostMesh(MeshView):
         torch: bool = True,
         group: bool = True,
         owns_hosts: bool = False,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
     ) -> ProcMesh:
         """Start ``per_host`` processes on every host and wait until each has answered.
 
@@ -71,7 +74,8 @@ class HostMesh(MeshView):
         torch: processes have it from the start; without it they are there sooner, weigh a quarter, import it when code
         asks for it, and have no process groups.
         group: form the default process group and prove it with a collective; not without torch.
-        owns_hosts: the hosts are this mesh's alone, and end with it.
+        owns_hosts: the hosts are this mesh's alone, and end with it, also when this fails.
+        env: more of an environment, on every host. cwd: the folder there, from ``/`` or ``~``; it is on sys.path too.
         bootstrap: called first in every process; may be ``async``.
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
         SerializationError if ``bootstrap`` cannot travel.
@@ -85,8 +89,10 @@ class HostMesh(MeshView):
         if bootstrap is not None:
             _check_bootstrap(bootstrap)
         name = "procs" if name is None else _checked_name(name)
-        recipe = WorkerSpec.here(device, _checked_modules(preload), torch)
-        hosts = self._await_hosts()
+        recipe = WorkerSpec.here(
+            device, _checked_modules(preload), torch, _checked_folder(cwd), _checked_variables(env)
+        )
+        hosts = self._await_hosts(owns_hosts)
         placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
         mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
         mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
@@ -124,12 +130,18 @@ class HostMesh(MeshView):
         """The hosts, or those that have taken the places of lost ones."""
         return [self._hosts[rank].present() for rank in self.ranks]
 
-    def _await_hosts(self) -> list[HostState]:
+    def _await_hosts(self, owns_hosts: bool) -> list[HostState]:
+        """Wait until all have dialled in; if one does not, those that are a mesh's alone end. Raises: SpawnError."""
         hosts = self._present()
-        for host in hosts:
-            host.wait_ready(HOST_TIMEOUT_S)
-            if host.lost:
-                raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
+        try:
+            for host in hosts:
+                host.wait_ready(HOST_TIMEOUT_S)
+                if host.lost:
+                    raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
+        except BaseException:
+            if owns_hosts:
+                self.stop()
+            raise
         return hosts
 
 
@@ -173,6 +185,23 @@ def _checked_modules(preload: Sequence[str]) -> tuple[str, ...]:
     return modules
 
 
+def _checked_folder(cwd: str | os.PathLike[str] | None) -> str:
+    """Raises: UsageError."""
+    folder = "" if cwd is None else os.fspath(cwd)
+    if not isinstance(folder, str) or (cwd is not None and not folder.startswith(("/", "~"))) or "\0" in folder:
+        raise UsageError(f"cwd is a folder from / or ~ that every host has, not {cwd!r}.")
+    return folder
+
+
+def _checked_variables(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Raises: UsageError."""
+    variables = {} if env is None else dict(env)
+    for name, value in variables.items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
+            raise UsageError(f'env maps names to texts, as in {{"NCCL_DEBUG": "INFO"}}; {name!r}: {value!r} is none.')
+    return variables
+
+
 # ---- their agents ---------------------------------------------------------------------------------------------------
 
 
@@ -185,17 +214,28 @@ def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_
     hosts, saved = [], {}
     try:
         started = launcher.launch(tickets)
-    except OSError as error:
-        raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
-    for ticket, launched in zip(tickets, started, strict=True):
-        host = controller.expect_host(ticket, launched, launcher.shares_environment)
-        host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
+    except BaseException as error:
+        controller.revoke(ticket.host_id for ticket in tickets)
+        if isinstance(error, OSError):
+            raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
+        raise
+    for index, (ticket, launched) in enumerate(zip(tickets, started, strict=True)):
+        one = launcher.for_host(index)
+        host = controller.expect_host(ticket, launched, launcher.shares_environment, one.saved.host)
+        _know_launcher(controller, host, one, serves_all)
         hosts.append(host)
         saved[ticket.host_id] = SavedHost(
-            ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all
-        )
+            ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all,
+            one.saved, one.saved.host,
+        )  # fmt: skip
     controller.folder.save_hosts(saved)
     return hosts
+
+
+def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, serves_all: bool) -> None:
+    """Have ``launcher`` start whatever comes in the place of a host."""
+    host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
+    host.fixed = launcher.fixed
 
 
 def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
@@ -214,9 +254,27 @@ def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
     )
 
 
-def launch_like(controller: Controller, host: HostState) -> HostState:
-    """A host in the place of one that a former controller started; so far local ones are the only kind."""
-    known = controller.folder.state.hosts.get(host.id)
-    shares_memory = any(other.shares_memory for other in controller.hosts if not other.lost)
-    launcher = LocalLauncher(separate_hosts=not (shares_memory or (known is not None and known.serves_all)))
-    return launch_hosts(controller, launcher, 1, known is not None and known.serves_all)[0]
+# ---- those of a former controller -----------------------------------------------------------------------------------
+
+
+def find_hosts(controller: Controller) -> dict[str, HostState]:
+    """Expect the hosts of the session's former controller, by their ids."""
+    state, logs = controller.folder.state, controller.folder.logs
+    hosts = {}
+    for id, saved in state.hosts.items():
+        found = FoundHost(saved.pid, saved.started)
+        if saved.launcher.engine == "ssh":
+            from meshbook.launchers.ssh import FoundSSHHost
+
+            found = FoundSSHHost(saved.launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
+        hosts[id] = controller.find_host(id, saved, found)
+        _know_launcher(controller, hosts[id], _launcher_of(saved.launcher), saved.serves_all)
+    return hosts
+
+
+def _launcher_of(saved: SavedLauncher) -> Launcher:
+    if saved.engine == "ssh":
+        from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
+
+        return SSHLauncher((saved.host,), python=saved.python or None, options=saved.options)
+    return LocalLauncher(separate_hosts=saved.separate)

@@ -126,6 +126,11 @@ class Elastic:
         wanted = list(dict.fromkeys(host for host in plan.placement if isinstance(host, NewHost)))
         if not wanted:
             return {}
+        if fixed := self._mesh.hosts[0].fixed:
+            raise UsageError(
+                f'mesh "{self._mesh.name}" cannot have more hosts: {fixed}. '
+                f"Grow an axis that lies on the hosts, or start another mesh: {advice().spawn_hosts}"
+            )
         launch = self._mesh.hosts[0].launch_another
         if not self._mesh.owns_hosts or launch is None:
             raise UsageError(

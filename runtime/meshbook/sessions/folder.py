@@ -28,7 +28,7 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.sessions import lock
-from meshbook.system.processes import in_endpoint, is_same_process, loopback_address
+from meshbook.system.processes import in_endpoint, is_same_process, loopback_address, own_address
 from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
 
 KEPT_LOG_SESSIONS = 20
@@ -38,6 +38,19 @@ KEPT_LOG_BYTES = 2 << 30
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
+class SavedLauncher(msgspec.Struct, frozen=True):
+    """Who started a host, so that another one can be started in its place by the next controller."""
+
+    engine: str = "local"
+    separate: bool = False
+    """Of local hosts: whether each acts as if it were alone on its machine."""
+    host: str = ""
+    """As its engine calls it; empty where it is one like any other."""
+    python: str = ""
+    options: tuple[str, ...] = ()
+    """Of the engine."""
+
+
 class SavedHost(msgspec.Struct):
     """A host agent that may dial in."""
 
@@ -45,10 +58,13 @@ class SavedHost(msgspec.Struct):
     """Its public CURVE key."""
     pid: int = 0
     started: int = 0
-    """Start time of ``pid``; both 0 for an agent on another machine."""
+    """Start time of ``pid``, the process here that ends with the agent; both 0 where there is none."""
     shares_environment: bool = True
     serves_all: bool = False
     """Whether it is the one agent of this machine that serves whoever asks for ``this_host``."""
+    launcher: SavedLauncher = SavedLauncher()
+    name: str = ""
+    """What people call it, where that is not what its machine calls itself."""
 
     @property
     def runs(self) -> bool | None:
@@ -66,6 +82,9 @@ class SavedMesh(msgspec.Struct):
     owns_hosts: bool = False
     grouped: bool = True
     host_axes: list[str] = []
+    cwd: str = ""
+    environment: dict[str, str] = {}
+    """What was asked for its ranks, on every host."""
 
 
 class SessionState(msgspec.Struct):
@@ -117,7 +136,7 @@ class SessionFolder:
         state = SessionState(public_key, secret_key, time.time(), lease_s)
         write_private(new / "state", encode_state(state))
         lock.rename(new, path)
-        _trim_logs(log_base())
+        trim_logs(log_base())
         return cls(path, state)
 
     @classmethod
@@ -168,6 +187,8 @@ class SessionFolder:
 
     def peer_ip(self) -> str:
         """Return where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
+        if any(host.launcher.host for host in self.state.hosts.values()):
+            return in_endpoint(own_address())  # others are on other machines
         tcp = [end for end in self.state.endpoints.values() if end.startswith("tcp://")]
         return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else in_endpoint(loopback_address())
 
@@ -220,7 +241,7 @@ def boot_clock() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _trim_logs(base: Path) -> None:
+def trim_logs(base: Path) -> None:
     """Of sessions that have ended keep the newest logs within the bounds, and the very last in any case."""
     ended = [folder for folder in base.iterdir() if not (runtime_base() / folder.name).exists()]
     left_bytes = KEPT_LOG_BYTES

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -190,6 +191,11 @@ def machine_id() -> str:
     """Equal on two processes exactly when they can open each other's ``/proc/<pid>/fd``."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def python_version() -> str:
+    """As in ``3.11``: between these bytecode differs."""
+    return "{}.{}".format(*sys.version_info)
 
 
 def memory_name() -> str:

@@ -27,7 +27,7 @@ PLACE, SHOWN_HERE = b"=", b"*"
 """What stands in a mark before the number of a place, and of one where rich output belongs."""
 
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Peers compare it in their first message and refuse each other, naming both numbers."""
 
 CHUNK_BYTES = 1 << 20
@@ -180,6 +180,8 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     environment: dict[bytes, bytes]
     torch: bool = True
     """Whether the workers have it from their first moment."""
+    must_enter: bool = False
+    """Whether a person has named ``cwd``, rather than that it is the controller's own: then it has to be there."""
     generation: int = 0
     """Of the numbers of the mesh's ranks."""
     advice: Advice = Advice()
@@ -442,6 +444,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     pid: int
     cuda_devices: int
     cores: int
+    python: str = ""
+    """As in ``3.11``: bytecode, in which the code of cells travels, differs between these."""
 
 
 class Unread(_Message, frozen=True, tag="unread"):

@@ -15,6 +15,7 @@ class Ticket(msgspec.Struct, frozen=True):
     public_key: str
     secret_key: str
     log_dir: str
+    """Where it writes its logs; a relative path lies in its own user's folder of logs."""
     epoch: int
     """Which controller of the session this is; frames of an older one are ignored."""
     lease_s: float
@@ -23,6 +24,10 @@ class Ticket(msgspec.Struct, frozen=True):
     """False makes an agent behave as on another machine, whatever machine it is on."""
     session: str = ""
     """The session's folder, which the last agent removes when there is no controller; empty on other machines."""
+    name: str = ""
+    """What people call the host; empty: its machine's own name."""
+    by_tunnel: bool = False
+    """Whether the endpoint is an end of the launcher's connection, with which it ends (`meshbook.agent.tunnel`)."""
 
 
 encode_ticket = msgspec.json.Encoder().encode

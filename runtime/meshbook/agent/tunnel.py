@@ -1,0 +1,56 @@
+"""An agent that dials its controller through the connection that has started it, as by ssh.
+
+It ends with that connection: nobody can reach it any more. Its stdin tells that its launcher has ended, which is no
+reason to end (`meshbook.agent.lease`); that nobody reads its stdout tells that the connection has. From then on what
+it says goes to its log.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable
+
+import msgspec
+
+from meshbook.sessions.folder import trim_logs
+from meshbook.system.event_loop import EventLoop
+from meshbook.system.processes import in_endpoint, loopback_address
+from meshbook.system.user_folders import log_base, private_folder
+from meshbook.wire.ticket import Ticket
+
+LOG = "agent.log"
+
+
+def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
+    """Write to a log of this machine from now on; returns the ticket as it is to be used here, and the connection.
+
+    Raises: OSError, SpawnError.
+    """
+    base = log_base()
+    trim_logs(base)
+    session, _, host = ticket.log_dir.partition("/")
+    folder = private_folder(private_folder(base / session) / host)
+    connection = os.dup(1)  # which no child of ours inherits
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.close(log)
+    port = ticket.endpoint.rpartition(":")[2]
+    endpoint = f"tcp://{in_endpoint(loopback_address())}:{port}"
+    return msgspec.structs.replace(ticket, log_dir=str(folder), endpoint=endpoint), connection
+
+
+def watch(loop: EventLoop, connection: int, on_end: Callable[[], None]) -> None:
+    """Call ``on_end``, once, when nobody is there any more to read what is written to ``connection``."""
+    poll = select.poll()
+    poll.register(connection, 0)
+
+    def look() -> None:
+        if poll.poll(0):
+            loop.forget(registered)
+            on_end()
+
+    registered = loop.watch(
+        connection, look, edges=True
+    )  # edges: it may be our stdin too, whose end can be read for ever

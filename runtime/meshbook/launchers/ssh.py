@@ -1,0 +1,306 @@
+"""Host agents on other machines, by the plain ssh client with the user's own config: one connection for each host.
+
+    controller ──stdin: the ticket──> ssh ════ network ════ sshd ──> sh ──> agent
+        '── 127.0.0.1:port <── ssh <════ the way back (-R) ════ sshd:port <────'
+
+The controller listens on loopback only, so each agent dials the end of its own tunnel. Both ends watch the connection:
+ssh is our child, or the child of the controller before us, whose end is the end of the host; the agent notices when
+nobody reads its stdout any more (`meshbook.agent.tunnel`). ssh outlives its controller, as agents do, and the next
+controller listens where that one did.
+
+What ssh says goes to a file, so that it never waits for us. That is also where it says which port it was given, and
+nobody is told of a new line in a file: `_await_tunnels` looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getopt
+import os
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from meshbook.errors import SpawnError, UsageError
+from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.head_start import AGENT, open_log
+from meshbook.launchers.local import FoundHost, reap_released, release_child
+from meshbook.sessions.folder import SavedLauncher
+from meshbook.system.exits import log_tail
+from meshbook.system.processes import describe_exit, start_time
+from meshbook.wire.ticket import Ticket, encode_ticket
+
+CONNECT_S = 10
+"""How long ssh may take to reach a host, by default."""
+
+TUNNEL_S = 60.0
+"""How long all of it may take, keys and jumps included, until the tunnel is there."""
+
+LOOK_S = 0.01
+
+_OURS = ("-T", "-o", "BatchMode=yes", "-o", "LogLevel=INFO")
+"""They come before the user's options: of two, ssh takes the first."""
+
+_DEFAULTS = (
+    "-o", f"ConnectTimeout={CONNECT_S}", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
+    "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no", "-o", "ControlPath=none",
+)  # fmt: skip
+"""They come after: whoever wants it otherwise says so. A connection of our own ends with the host."""
+
+_LETTERS = "1246AaB:b:Cc:D:E:e:F:fGgI:i:J:KkL:l:Mm:NnO:o:P:p:Q:qR:S:sTtVvW:w:XxYy"
+_NOT_FOR_US = {
+    "-f": "ssh would go to the background", "-N": "ssh would start nothing", "-n": "the agent reads its ticket there",
+    "-s": "ssh would start something else", "-t": "a terminal would show the ticket", "-W": "ssh would start nothing",
+    "-q": "what ssh says is needed", "-E": "what ssh says is needed", "-y": "what ssh says is needed",
+    "-G": "ssh would start nothing", "-V": "ssh would start nothing", "-Q": "ssh would start nothing",
+    "-O": "ssh would start nothing",
+}  # fmt: skip
+
+_PORT = re.compile(r"^Allocated port (\d+) for remote forward ", re.MULTILINE)
+_NO_FORWARD = "remote port forwarding failed"
+_NOISE = re.compile(
+    r"debug\d|Allocated port |connect_to |Warning: Permanently added|channel \d+: open failed|\*\* |Transferred: "
+    r"|Bytes per|.*\bKilled\b"  # of an agent: the exit status says so too
+)
+_NO_PYTHON = "meshbook: no Python"
+_SAID_LINES, _KEPT_LINES = 3, 200
+
+_HINTS = (
+    ("Could not resolve hostname", "Hosts are named as for ssh: by your ssh config, or by DNS."),
+    ("Host key verification failed", "Connect once by hand and look at its key: ssh {host}"),
+    ("Permission denied", "Nobody can type a password here: ssh {host} true must work without one, by a key."),
+    ("Too many authentication failures", "Name the key: -- -i PATH, or IdentityFile in your ssh config."),
+    (_NO_FORWARD, "Its sshd must allow the way back: AllowTcpForwarding."),
+    ("Could not request local forwarding", "Leave out the forwards of your ssh config: -- -o ExitOnForwardFailure=no"),
+    (_NO_PYTHON, "Name the interpreter that has meshbook there: --python PATH"),
+    ("No module named 'meshbook", "Install meshbook for it there, or name another interpreter: --python PATH"),
+    ("timed out", "It did not answer within the time that ssh gives it: {timeout} s, or -- -o ConnectTimeout=SECONDS"),
+)
+
+
+class SSHLauncher:
+    """An agent on each of some hosts, which are named as for ssh."""
+
+    name = "ssh"
+    transport = "tcp"
+    shares_environment = False
+    fixed = "its hosts were named when it was spawned"
+
+    def __init__(self, hosts: Sequence[str], *, python: str | None = None, options: Sequence[str] = ()) -> None:
+        """hosts: by the names of the user's ssh config, or ``user@host``. options: of ssh, as on its command line.
+
+        python: the interpreter there; by default the path of our own where there is one, else ``python3``.
+        Raises: UsageError.
+        """
+        self.hosts, self.python, self.options = _checked_hosts(hosts), python or "", _checked_options(options)
+
+    def for_host(self, index: int) -> SSHLauncher:
+        return SSHLauncher(self.hosts[index : index + 1], python=self.python, options=self.options)
+
+    @property
+    def saved(self) -> SavedLauncher:
+        return SavedLauncher(self.name, host=self.hosts[0], python=self.python, options=self.options)
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        """Connect to all hosts at once; returns when each agent has its ticket.
+
+        Raises: SpawnError with the words of ssh when one cannot be reached; then none is left.
+        """
+        if len(tickets) != len(self.hosts):
+            raise UsageError(f"{len(self.hosts)} hosts were named, but {len(tickets)} are asked for.")
+        reap_released()
+        started: list[SSHHost] = []
+        try:
+            for host, ticket in zip(self.hosts, tickets, strict=True):
+                started.append(self._connect(host, ticket))
+            _await_tunnels(started)
+        except BaseException:
+            for each in started:
+                each.kill()
+            raise
+        return list(started)
+
+    def _connect(self, host: str, ticket: Ticket) -> SSHHost:
+        if (client := shutil.which("ssh")) is None:
+            raise SpawnError("there is no ssh on this machine; install it, as by: apt-get install openssh-client")
+        address = ticket.endpoint.removeprefix("tcp://")
+        log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
+        with open_log(log) as output:
+            process = subprocess.Popen(
+                [client, *_OURS, *self.options, *_DEFAULTS, "-R", f"0:{address}", host, _command(self.python)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return SSHHost(host, process, log, ticket)
+
+
+class SSHHost:
+    """A host at the other end of an ssh client that is our child."""
+
+    def __init__(self, host: str, process: subprocess.Popen[bytes], log: Path, ticket: Ticket) -> None:
+        self.host = host
+        self._process, self._log, self._ticket = process, log, ticket
+        self.pid, self.started = process.pid, start_time(process.pid) or 0
+
+    def offer_ticket(self) -> bool:
+        """Give the agent its ticket if its tunnel is there; whether that was so. Raises: SpawnError."""
+        said = log_tail(self._log, _KEPT_LINES)
+        if (why := self.failure()) is not None:
+            raise SpawnError(f"host {self.host} did not start: {why}")
+        if _NO_FORWARD in said:
+            raise SpawnError(f"host {self.host} did not start: {_explain(self.host, said)}")
+        if (port := _PORT.search(said)) is None:
+            return False
+        ticket = msgspec.structs.replace(
+            self._ticket,
+            name=self.host,
+            endpoint=f"tcp://127.0.0.1:{port[1]}",
+            by_tunnel=True,
+            shares_memory=False,
+            log_dir=f"{Path(self._ticket.session).name}/{self._ticket.host_id}",
+            session="",
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended just now, and `failure` says why
+            self._process.stdin.write(encode_ticket(ticket) + b"\n")
+            self._process.stdin.flush()
+        return True
+
+    def failure(self) -> str | None:
+        """How ssh has ended, in its own words; None while it runs."""
+        status = self._process.poll()
+        return None if status is None else _describe_end(self.host, status, log_tail(self._log, _KEPT_LINES))
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the agent, with which ssh ends, then end ssh, with which the agent ends; idempotent."""
+        self._close_stdin()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the connection now, and with it what runs over there."""
+        self._process.kill()
+        self._process.wait()
+        self._close_stdin()
+
+    def release(self) -> None:
+        """Close its stdin: the agent sees that its launcher has gone, and that ssh has not."""
+        self._close_stdin()
+        release_child(self._process)
+
+    def _close_stdin(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+class FoundSSHHost(FoundHost):
+    """A host at the other end of an ssh client that another controller has started. log: what that says."""
+
+    def __init__(self, host: str, pid: int, started: int, log: Path) -> None:
+        super().__init__(pid, started)
+        self._host, self._log = host, log
+
+    def failure(self) -> str | None:
+        if super().failure() is None:
+            return None
+        said = _explain(self._host, log_tail(self._log, _KEPT_LINES))
+        return f"its ssh connection has ended{said and f': {said}'}"
+
+
+def _await_tunnels(hosts: Sequence[SSHHost]) -> None:
+    """Wait until each has its tunnel, and give it its ticket then. Raises: SpawnError."""
+    deadline = time.monotonic() + TUNNEL_S
+    waiting = list(hosts)
+    with contextlib.ExitStack() as stack:
+        poll = select.poll()
+        for host in hosts:
+            with contextlib.suppress(OSError):  # it has ended already, or there is no descriptor: then we only look
+                fd = os.pidfd_open(host.pid)
+                stack.callback(os.close, fd)
+                poll.register(fd, select.POLLIN)
+        while waiting := [host for host in waiting if not host.offer_ticket()]:
+            if time.monotonic() > deadline:
+                names = ", ".join(host.host for host in waiting)
+                raise SpawnError(f"host {names} did not start: no tunnel was there after {TUNNEL_S:g} s")
+            poll.poll(LOOK_S * 1000)
+
+
+def _command(python: str) -> str:
+    """What the user's shell over there, whichever that is, is to run."""
+    pythons = [python] if python else [sys.executable, "python3"]
+    words = " ".join(map(_quoted, pythons))
+    names = shlex.quote(f"{_NO_PYTHON} at {' or '.join(pythons)}")
+    script = (
+        f'for p in {words}; do command -v "$p" >/dev/null 2>&1 && '
+        f'{{ "$p" -m meshbook.launchers.templates {AGENT}; exit $?; }}; done; echo {names} >&2; exit 127'
+    )
+    return f"exec sh -c {shlex.quote(script)}"
+
+
+def _quoted(path: str) -> str:
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
+def _describe_end(host: str, status: int, log: str) -> str:
+    """How ssh has ended. status: as in `subprocess`."""
+    said = _explain(host, log)
+    if status == 255 or status < 0:  # of ssh itself; also when a signal has ended the shell over there
+        how = "" if status == 255 and said else f" ({describe_exit(status)})"
+        return f"ssh{how}: {said}" if said else f"its ssh connection has ended{how}"
+    remote = describe_exit(128 - status if status > 128 else status)  # as a shell tells of signals
+    return f"its agent ended ({remote}){said and f': {said}'}"
+
+
+def _explain(host: str, log: str) -> str:
+    """What ssh, or who it has started, said last, and what to do about it."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
+    usage = next((at for at, line in enumerate(lines) if line.startswith("usage: ssh")), None)
+    told = lines[-_SAID_LINES:] if usage is None else [*lines[:usage][-2:], lines[usage]]
+    said = "; ".join(line.removeprefix("ssh: ").rstrip(".") for line in told)
+    hint = next((hint for words, hint in _HINTS if words in said), "")
+    return f"{said}. {hint.format(host=host, timeout=CONNECT_S)}" if hint else said
+
+
+def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Raises: UsageError."""
+    names = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+    if not names:
+        raise UsageError("name the hosts, as in ssh:nodeA,nodeB.")
+    for name in names:
+        if not isinstance(name, str) or not name or name.startswith("-") or not name.isprintable() or " " in name:
+            raise UsageError(f"a host is named as for ssh, by its name in your ssh config or user@host, not {name!r}.")
+        if names.count(name) > 1:
+            raise UsageError(
+                f"host {name} is named more than once; give each once, with as many ranks as it is to have."
+            )
+    return names
+
+
+def _checked_options(options: Sequence[str]) -> tuple[str, ...]:
+    """Refuse what ssh cannot do for us, and leave what is wrong for ssh to say. Raises: UsageError."""
+    given = tuple(map(str, options))
+    try:
+        known, rest = getopt.getopt(list(given), _LETTERS)
+    except getopt.GetoptError:
+        return given
+    for option, _ in known:
+        if option in _NOT_FOR_US:
+            raise UsageError(f"ssh cannot be given {option} here: {_NOT_FOR_US[option]}.")
+    if rest:
+        raise UsageError(
+            f"only options of ssh stand here, but {rest[0]!r} is none; hosts are named as in ssh:nodeA,nodeB."
+        )
+    return given

@@ -1,0 +1,103 @@
+"""``%mesh spawn --on ssh:...`` in a notebook: what it shows, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from ssh_hosts import SshHosts, ssh_hosts
+
+from meshbook import shutdown
+
+
+@pytest.fixture(scope="module")
+def there(empty_notebook) -> Iterator[SshHosts]:
+    with ssh_hosts() as hosts:
+        yield hosts
+        empty_notebook.run("%mesh stop --all")
+        shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(empty_notebook, there: SshHosts):
+    """Two hosts with a rank each, in a folder and an environment of their own."""
+    options = f"--device cpu --name far --cwd {there.folder} --env A=1,B=x=y -- -F {there.config}"
+    empty_notebook.spawned = empty_notebook.run(f"%mesh spawn gpus=1 --on ssh:nodeA,nodeB {options}")
+    return empty_notebook
+
+
+def test_the_names_give_the_axis_of_hosts(cluster) -> None:
+    assert cluster.spawned.stdout.startswith('mesh "far": hosts=2, gpus=1, cpu, gloo; ready in ')
+    assert "(2 ranks on 2 hosts)" in cluster.spawned.stdout
+
+
+def test_cells_run_there_in_their_folder_and_environment(cluster, there: SshHosts) -> None:
+    ran = cluster.run("%%mesh\nimport os\nprint('it is', rank)\n(os.getcwd(), os.environ['A'], os.environ['B'])")
+    assert "[0] it is 0" in ran.stdout and "[1] it is 1" in ran.stdout
+    assert cluster["_mesh"].values() == [(str(there.folder), "1", "x=y")] * 2
+
+
+def test_a_slice_is_one_host(cluster) -> None:
+    cluster.run("%%mesh hosts=1\nmine = True")
+    cluster.run("%%mesh\nglobals().get('mine', False)")
+    assert cluster["_mesh"].values() == [False, True]
+
+
+def test_a_host_that_is_lost_is_named_and_heals_on_its_own_machine(cluster) -> None:
+    cluster.run("%mesh use far --out far")
+    client = psutil.Process(cluster["far"]._mesh.hosts[1].launched.pid)
+    cluster.run("%%mesh --async hosts=1\nimport time; time.sleep(120)")
+    client.kill()
+    said = cluster.fail("%mesh wait")
+    assert "rank 1 on nodeB ended" in said and "ssh connection has ended" in said
+    assert "host nodeB started again, rank 1 started again" in cluster.run("%mesh heal").stdout
+    assert cluster.run("%%mesh\nimport os; os.environ['B']").plain.count("x=y") == 1
+
+
+def test_more_hosts_are_refused(cluster) -> None:
+    assert "cannot have more hosts: its hosts were named" in cluster.fail("%mesh grow hosts=1")
+
+
+def test_the_same_spawn_again_is_refused_by_its_name(cluster, there: SshHosts) -> None:
+    said = cluster.fail(f"%mesh spawn gpus=1 --on ssh:nodeA --name far -- -F {there.config}")
+    assert '"far"' in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("gpus=2 --on shh:nodeA", 'unknown engine "shh". Did you mean "ssh"?'),
+        ("gpus=2 --on slurm", 'unknown engine "slurm". There is: local, and ssh with hosts'),
+        ("gpus=2 --on ssh", "ssh needs the names of hosts"),
+        ("gpus=2 --on ssh:", "ssh needs the names of hosts"),
+        ("gpus=2 --on ssh:a,,b", "a host is named as for ssh"),
+        ("gpus=2 --on ssh:a,a", "host a is named more than once"),
+        ("hosts=3 gpus=2 --on ssh:a,b", "hosts=3, but --on names 2"),
+        ("gpus=2 --on local:a", "the engine local has no hosts to name"),
+        ("gpus=2 -- -p 22", 'the engine local has no options, but got "-p 22"'),
+        ("gpus=2 --python python3", "--python is for hosts elsewhere"),
+        ("gpus=2 --env A", '--env takes NAME=VALUE, with commas between several; not "A"'),
+        ("gpus=2 --cwd here", "cwd is a folder from / or ~"),
+        ("gpus=2 --on ssh:a -- -N", "ssh cannot be given -N here"),
+    ],
+)
+def test_lines_that_make_no_sense(empty_notebook, line: str, said: str) -> None:
+    assert said in empty_notebook.fail(f"%mesh spawn --name none {line}")
+
+
+def test_a_host_that_is_not_there_is_told_in_the_words_of_ssh(empty_notebook, there: SshHosts) -> None:
+    said = empty_notebook.fail(f"%mesh spawn gpus=1 --on ssh:nodeA,closed --name none -- -F {there.config}")
+    assert "host closed did not start: ssh: connect to host 127.0.1.9 port 1: Connection refused" in said
+
+
+def test_folder_and_environment_of_local_ranks(empty_notebook, tmp_path) -> None:
+    empty_notebook.run(f"%mesh spawn gpus=1 --no-torch --name near --cwd {tmp_path} --env A=1")
+    code = "%%mesh\nimport os\n(os.getcwd(), os.environ['A'], 'HOME' in os.environ)"
+    empty_notebook.run(code)
+    assert empty_notebook["_mesh"].values() == [(str(tmp_path), "1", "HOME" in os.environ)]
+    empty_notebook.run("%mesh respawn rank=0")
+    empty_notebook.run(code)
+    assert empty_notebook["_mesh"].values() == [(str(tmp_path), "1", "HOME" in os.environ)]
+    empty_notebook.run("%mesh stop near")

@@ -1,0 +1,359 @@
+"""Hosts by the plain ssh client and a real sshd: they work as others do, each failure is told, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from controllers import Zygote, alone
+from ssh_hosts import SshHosts, ssh_hosts
+
+import meshbook
+from meshbook import ProcMesh, start_hosts
+from meshbook.errors import SpawnError, UsageError, WorkerLost
+from meshbook.launchers.ssh import SSHLauncher
+from meshbook.mesh.driven import own_sessions
+from meshbook.mesh.host_mesh import HostMesh
+
+
+@pytest.fixture(scope="module")
+def there(clean_end: None) -> Iterator[SshHosts]:
+    with ssh_hosts() as hosts:
+        yield hosts
+
+
+def launch(there: SshHosts, *names: str, python: str | None = None, options: tuple[str, ...] = ()) -> HostMesh:
+    launcher = SSHLauncher(names, python=python, options=(*options, *there.options))
+    return start_hosts({"hosts": len(names)}, launcher)
+
+
+@pytest.fixture
+def mesh(there: SshHosts) -> Iterator[ProcMesh]:
+    """A rank on each of two hosts, without torch: it is there soon."""
+    hosts = launch(there, "nodeA", "nodeB")
+    with hosts.spawn_procs(
+        {"gpus": 1}, torch=False, owns_hosts=True, env={"GREETING": "hello"}, cwd=str(there.folder)
+    ) as procs:
+        yield procs
+
+
+def client_of(procs: ProcMesh, host: int) -> psutil.Process:
+    return psutil.Process(procs._mesh.hosts[host].launched.pid)
+
+
+def agent_of(procs: ProcMesh, host: int) -> psutil.Process:
+    hello = procs._mesh.hosts[host].hello
+    assert hello is not None
+    return psutil.Process(hello.pid)
+
+
+def lose_second(procs: ProcMesh, how: Callable[[], object]) -> str:
+    """Lose the second host while a call waits for it; what the call says of it."""
+    future = procs.slice(hosts=1).run("import time; time.sleep(120)")
+    how()
+    with pytest.raises(WorkerLost) as told:
+        future.get(60)
+    return str(told.value)
+
+
+# ---- what works -----------------------------------------------------------------------------------------------------
+
+
+def test_cells_and_collectives_run_across_hosts(there: SshHosts) -> None:
+    with launch(there, "nodeA", "nodeB").spawn_procs({"gpus": 2}, owns_hosts=True, device="cpu") as procs:
+        assert procs.sizes == {"hosts": 2, "gpus": 2} and procs.hosts == ("nodeA", "nodeB")
+        code = "t = torch.ones(1) * rank; dist.all_reduce(t); (t.item(), rank, local_rank, dict(point))"
+        values = procs.run(code).get(60).values()
+        assert values[3] == (6.0, 3, 1, {"hosts": 1, "gpus": 1}) and [value[0] for value in values] == [6.0] * 4
+        procs.push({"big": bytes(3 << 20)}).get(60)
+        assert procs.evaluate("len(big)").get(60).values() == [3 << 20] * 4
+        procs.run("print('in the log', rank)").get(60)
+        logs = procs.log_paths()
+        assert len({Path(path).parents[1] for path in logs.values()}) == 2, "each host has a folder of its own"
+        assert "in the log 3" in procs.logs()[3]
+
+
+def test_ranks_get_the_folder_and_the_environment_that_were_asked_for(there: SshHosts, mesh: ProcMesh) -> None:
+    (there.folder / "module_of_theirs.py").write_text("ANSWER = 42")
+    code = "import os, module_of_theirs as m; (os.getcwd(), os.environ['GREETING'], m.ANSWER)"
+    assert mesh.run(code).get(60).values() == [(str(there.folder), "hello", 42)] * 2
+
+
+def test_the_notebooks_own_environment_stays_here(mesh: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_NOTEBOOK", "1")
+    assert mesh.run("import os; 'SECRET_OF_THE_NOTEBOOK' in os.environ").get(60).values() == [False, False]
+
+
+def test_no_key_is_on_a_command_line_or_in_an_environment(there: SshHosts, mesh: ProcMesh) -> None:
+    (session,) = own_sessions()
+    keys = [session.state.public_key, session.state.secret_key, *(host.key for host in session.state.hosts.values())]
+    processes = [*there.processes(), client_of(mesh, 0), client_of(mesh, 1)]
+    seen = "".join(" ".join(process.cmdline()) + repr(process.environ()) for process in processes)
+    assert "host_agent" in seen and not [key for key in keys if key in seen]
+
+
+# ---- hosts are lost and come back -----------------------------------------------------------------------------------
+
+
+def test_a_killed_ssh_client_is_a_lost_host_and_heal_starts_it_again_on_its_own_machine(
+    there: SshHosts, mesh: ProcMesh, watch: Callable[[list[psutil.Process]], None]
+) -> None:
+    mesh.run("kept = rank").get(60)
+    theirs = [agent_of(mesh, 1), *agent_of(mesh, 1).children(recursive=True)]
+    watch(theirs)
+    assert "nodeB" in lose_second(mesh, client_of(mesh, 1).kill)
+    assert psutil.wait_procs(theirs, timeout=20)[1] == [], "the agent ends with its connection, and its workers with it"
+    assert str(mesh.heal()).startswith('mesh "procs": host nodeB started again, rank 1 started again')
+    assert "nodeB" in client_of(mesh, 1).cmdline() and mesh.hosts == ("nodeA", "nodeB")
+    code = "import os; (os.environ['GREETING'], os.getcwd(), globals().get('kept'))"
+    here = str(there.folder)
+    assert mesh.run(code).get(60).values() == [("hello", here, 0), ("hello", here, None)]
+
+
+def test_a_killed_agent_is_told_from_a_lost_connection(mesh: ProcMesh) -> None:
+    said = lose_second(mesh, agent_of(mesh, 1).kill)
+    assert "nodeB" in said and "its agent ended (killed by SIGKILL" in said
+    mesh.heal()
+    assert mesh.run("rank").get(60).values() == [0, 1]
+
+
+def test_a_network_that_is_gone_is_a_lost_host_in_the_words_of_ssh(there: SshHosts) -> None:
+    """The daemon of the connection is stopped: nothing is answered any more."""
+    patience = ("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=2")
+    hosts = launch(there, "nodeA", "nodeB", options=patience)
+    with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs:
+        agent = agent_of(procs, 1)
+        daemon = agent.parents()[1]
+        assert "sshd" in daemon.name(), daemon
+        try:
+            assert "not responding" in lose_second(procs, daemon.suspend)
+            assert agent.is_running(), "it cannot know"
+        finally:
+            daemon.resume()
+        agent.wait(20)
+
+
+def test_more_hosts_than_were_named_are_refused(mesh: ProcMesh) -> None:
+    with pytest.raises(UsageError, match="cannot have more hosts: its hosts were named when it was spawned"):
+        mesh.grow(hosts=1)
+    grown = mesh.grow(gpus=1)
+    assert grown.run("import os; (rank, os.environ['GREETING'])").get(60).values() == [(n, "hello") for n in range(4)]
+
+
+# ---- controllers come and go ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zygote(clean_end: None) -> Iterator[Zygote]:
+    meshbook.shutdown()
+    with alone() as started:
+        yield started
+
+
+def test_the_next_controller_has_the_hosts_of_one_that_was_killed(there: SshHosts, zygote: Zygote) -> None:
+    meshbook.shutdown()
+    driver = zygote.start(
+        textwrap.dedent(f"""
+        from meshbook import start_hosts
+        from meshbook.launchers.ssh import SSHLauncher
+        hosts = start_hosts({{"hosts": 2}}, SSHLauncher(["nodeA", "nodeB"], options={there.options!r}))
+        procs = hosts.spawn_procs({{"gpus": 1}}, torch=False, owns_hosts=True, name="kept", env={{"GREETING": "hello"}})
+        procs.run("kept = rank + 1").get(60)
+        say("ready")
+        wait()
+        """)
+    )
+    driver.expect("ready")
+    driver.kill()
+    attached = meshbook.attach("kept", timeout_s=60)
+    procs = attached.mesh("kept")
+    assert attached.lost_hosts == [] and procs.hosts == ("nodeA", "nodeB")
+    assert procs.run("kept").get(60).values() == [1, 2]
+    said = lose_second(procs, client_of(procs, 1).kill)
+    assert "nodeB" in said and "its ssh connection has ended" in said
+    procs.heal()
+    assert "nodeB" in client_of(procs, 1).cmdline()
+    code = "import os; (globals().get('kept'), os.environ['GREETING'])"
+    assert procs.run(code).get(60).values() == [(1, "hello"), (None, "hello")]
+    procs.stop()
+    meshbook.shutdown()
+    there.await_quiet()
+
+
+def test_detached_hosts_are_found_again_and_end_with_their_lease(there: SshHosts, zygote: Zygote) -> None:
+    hosts = launch(there, "nodeA")
+    hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, name="left").run("kept = 1").get(60)
+    meshbook.detach()
+    procs = meshbook.attach("left", timeout_s=60).mesh("left")
+    assert procs.run("kept").get(60).values() == [1]
+    clients = [client_of(procs, 0)]
+    meshbook.detach(lease_s=0.5)
+    there.await_quiet()
+    assert psutil.wait_procs(clients, timeout=20)[1] == []
+
+
+# ---- what can go wrong ----------------------------------------------------------------------------------------------
+
+
+def refusal(there: SshHosts, *names: str, python: str | None = None, options: tuple[str, ...] = ()) -> str:
+    """What spawning says, within seconds; nothing is left of it."""
+    began = time.monotonic()
+    with pytest.raises(SpawnError) as told:
+        hosts = launch(there, *names, python=python, options=options)
+        hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True)
+    assert time.monotonic() - began < 40
+    there.await_quiet()
+    assert not [child for child in psutil.Process().children() if child.name() == "ssh"]
+    assert all(not session.state.hosts for session in own_sessions())
+    return str(told.value)
+
+
+def test_a_host_that_is_not_there_ends_the_others(there: SshHosts) -> None:
+    said = refusal(there, "nodeA", "closed", "nodeB")
+    assert said.startswith("host closed did not start: ssh: connect to host 127.0.1.9 port 1: Connection refused")
+
+
+def test_a_name_that_nobody_knows(there: SshHosts) -> None:
+    assert "host nowhere.invalid did not start: ssh: Could not resolve hostname" in refusal(there, "nowhere.invalid")
+
+
+def test_a_host_that_says_nothing(there: SshHosts) -> None:
+    said = refusal(there, "silent", options=("-o", "ConnectTimeout=1"))
+    assert said.startswith("host silent did not start: ssh: Connection timed out during banner exchange")
+    assert "ConnectTimeout" in said
+
+
+def test_a_host_whose_key_is_not_known(there: SshHosts) -> None:
+    said = refusal(there, "stranger")
+    assert "Host key verification failed" in said and "look at its key: ssh stranger" in said
+
+
+def test_a_key_that_is_refused(there: SshHosts) -> None:
+    said = refusal(there, "nodeA", options=("-l", "nobody.of.that.name"))
+    assert said.startswith(
+        "host nodeA did not start: ssh: nobody.of.that.name@127.0.1.1: Permission denied (publickey)"
+    )
+    assert "Nobody can type a password here" in said
+
+
+def test_an_interpreter_that_is_not_there(there: SshHosts) -> None:
+    said = refusal(there, "nodeA", "nodeB", python="/no/such/python")
+    assert "meshbook: no Python at /no/such/python" in said and "--python PATH" in said
+
+
+def bare_python(folder: Path) -> str:
+    """An interpreter that finds no meshbook."""
+    path = folder / "bare"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_an_interpreter_without_meshbook(there: SshHosts, tmp_path: Path) -> None:
+    said = refusal(there, "nodeA", python=bare_python(tmp_path))
+    assert "No module named 'meshbook'" in said and "Install meshbook for it there" in said
+
+
+def python_of_another_time(folder: Path, patch: str) -> str:
+    """An interpreter whose meshbook is patched."""
+    path = folder / "other"
+    code = f"{patch}; from meshbook.launchers.templates import be_host; be_host('meshbook.agent.host_agent')"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ("import meshbook.wire.messages as m; m.PROTOCOL_VERSION = 1", "it speaks protocol 1, this side"),
+        (
+            "import meshbook.system.processes as p; p.python_version = lambda: '2.7'",
+            "its Python is 2.7, ours {}.{}".format(*sys.version_info),
+        ),
+    ],
+)
+def test_versions_that_differ(there: SshHosts, tmp_path: Path, patch: str, said: str) -> None:
+    assert said in refusal(there, "nodeA", python=python_of_another_time(tmp_path, patch))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("-Z",), "ssh: unknown option -- Z; usage: ssh ["),
+        (("-o", "NoSuchOption=1"), "Bad configuration option: nosuchoption"),
+        (("-F", "/no/such/config"), "Can't open user config file /no/such/config"),
+    ],
+)
+def test_options_that_ssh_does_not_take(there: SshHosts, options: tuple[str, ...], said: str) -> None:
+    launcher = SSHLauncher(["nodeA"], options=options)
+    with pytest.raises(SpawnError) as told:
+        start_hosts({"hosts": 1}, launcher)
+    assert said in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "said"),
+    [
+        ((), (), "name the hosts"),
+        (("a", "-oProxyCommand=evil"), (), "a host is named as for ssh"),
+        (("a", ""), (), "a host is named as for ssh"),
+        (("a", "b", "a"), (), "host a is named more than once"),
+        (("a",), ("-f",), "ssh cannot be given -f here: ssh would go to the background"),
+        (("a",), ("-vt",), "ssh cannot be given -t here: a terminal would show the ticket"),
+        (("a",), ("-p", "22", "b"), "only options of ssh stand here, but 'b' is none"),
+    ],
+)
+def test_what_cannot_be_asked_of_ssh(hosts: tuple[str, ...], options: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        SSHLauncher(hosts, options=options)
+
+
+def test_a_folder_that_is_not_there(there: SshHosts) -> None:
+    with pytest.raises(SpawnError, match="no workers on nodeA: there is no folder /no/such/folder"):
+        launch(there, "nodeA").spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, cwd="/no/such/folder")
+    there.await_quiet()
+
+
+@pytest.mark.parametrize("wrong", [{"cwd": "here"}, {"env": {"": "x"}}, {"env": {"A": 1}}, {"env": {"A=B": "x"}}])
+def test_folders_and_variables_that_make_no_sense(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(wrong))} "):
+        meshbook.this_host().spawn_procs({"gpus": 1}, torch=False, **wrong)  # type: ignore[arg-type]
+
+
+def test_without_ssh(there: SshHosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SpawnError, match="there is no ssh on this machine"):
+        launch(there, "nodeA")
+
+
+def test_an_interrupt_while_hosts_are_waited_for_leaves_none(there: SshHosts) -> None:
+    me = psutil.Process()
+
+    def press() -> None:
+        while sum(child.name() == "ssh" for child in me.children()) < 2:
+            time.sleep(0.01)
+        os.kill(me.pid, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(there, "nodeA", "silent")
+    thread.join()
+    there.await_quiet()
+    assert not [child for child in me.children() if child.name() == "ssh"]
+
+
+def test_who_has_no_such_hosts_does_not_load_it() -> None:
+    code = "import sys, meshbook.mesh.driven; print('meshbook.launchers.ssh' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
