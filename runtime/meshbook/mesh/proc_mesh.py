@@ -212,8 +212,11 @@ class ProcMesh(MeshView):
             self._controller.questions.tell(self._mesh, everyone, ask_rank("learn_source", file_name, text))
 
     def execute_as(self, what: str, function: Callable[..., T], *args: object) -> Future[ValueMesh[T]]:
-        """As `execute`, of a function that ranks can import. what: the call, as notes, errors and status name it."""
-        return self._call("invoke", (function, *args), what=what)
+        """As `execute`, of a function that ranks can import, with all failures in the error, not the first alone.
+
+        what: the call, as notes, errors and status name it.
+        """
+        return self._call("invoke", (function, *args), what=what, fail_fast=False)
 
     def evaluate(self, expression: str) -> Future[Values]:
         """The value of an expression in each member's namespace."""
@@ -580,7 +583,8 @@ class ProcMesh(MeshView):
         Returns in less than a second: who obeyed, and where the others are and why (`meshbook.calls.interrupt`).
         """
         ranks = set(self._members.ranks())
-        calls = [call for call in self._controller.open_calls(self._mesh.id) if not ranks.isdisjoint(call.waiting)]
+        known = self._controller.ask(lambda: self._controller.open_calls(self._mesh.id))  # with what was just submitted
+        calls = [call for call in known if not ranks.isdisjoint(call.waiting)]
         return interrupt(self._controller, calls, ranks)
 
     def stop(self, reason: str = "", *, timeout_s: float = 10.0) -> Future[None]:

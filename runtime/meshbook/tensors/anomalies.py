@@ -91,8 +91,11 @@ class Search:
         found = local.isnan() if self._what == NAN else ~local.isfinite()
         return bool(found.any())
 
-    def tell(self, failed: dict[int, str]) -> None:
-        """Put the first operation that made one, and on which ranks, under `FOUND`; a collective."""
+    def tell(self, failed: dict[int, str], first: int, is_step: bool) -> None:
+        """Put the first operation that made one, and on which ranks, under `FOUND`; a collective.
+
+        first: the number of the first operation; is_step: all are parts of that one.
+        """
         seen = self._seen.to(self._mesh.device_type)
         for axis in range(self._mesh.ndim):
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
@@ -101,4 +104,7 @@ class Search:
             return
         ranks: Sequence[int] = self._mesh.mesh.flatten()[seen[guilty[0], 1:].bool().cpu()].tolist()
         kind = "a NaN" if self._what == NAN else "a value that is not finite"
-        failed[FOUND] = f"{guilty[0]} {kind} is on {name_ranks(ranks)} in what it made, and none in what it was made of"
+        at = (first, guilty[0]) if is_step else (first + guilty[0], 0)
+        failed[FOUND] = (
+            f"{at[0]} {at[1]} {kind} is on {name_ranks(ranks)} in what it made, and none in what it was made of"
+        )

@@ -69,7 +69,7 @@ class Mesh:
         _made[(type(self), *_key_of(procs))] = self
 
     def _open(self) -> None:
-        about = self.stream.name, dict(self.axes), self.procs.ranks, self.held_by
+        about = self.stream.name, dict(self.axes), self.procs.ranks, self.held_by, self.stream.decided
         self.procs.execute(rank_tensors.open_mesh, *about).get()
 
     def _go_on(self) -> None:
@@ -123,7 +123,10 @@ class Mesh:
         """
         numbers = self.stream.new_numbers(ADOPTED_NUMBERS)
         self.stream.flush()
-        call = self.procs.execute(rank_tensors.ask, self.stream.name, "call", numbers, function, args, kwargs)
+        stream = self.stream
+        call = self.procs.execute(
+            rank_tensors.ask, stream.name, stream.decided, "call", numbers, function, args, kwargs
+        )
         values = call.get()
         value = next(iter(values.values()))
         if not any(isinstance(each, Adopted) for each in tree_leaves(value, is_leaf=_is_adopted)):
@@ -137,9 +140,10 @@ class Mesh:
         Raises: UsageError if they make none: their sizes are not those of `torch.chunk`, or they differ in more.
         """
         number = self.stream.new_number()
-        told = self.procs.execute(rank_tensors.ask, self.stream.name, "look", name).get().values()
+        about = self.stream.name, self.stream.decided
+        told = self.procs.execute(rank_tensors.ask, *about, "look", name).get().values()
         part = self.join(name, dict(zip(self.procs.ranks, told, strict=True)), placements)
-        found = self.procs.execute(rank_tensors.ask, self.stream.name, "adopt_name", number, name, part).get()
+        found = self.procs.execute(rank_tensors.ask, *about, "adopt_name", number, name, part).get()
         return adopt(next(iter(found.values())), self)
 
     def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:

@@ -6,13 +6,12 @@ others are done.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
-from meshbook.errors import CallFailed, MeshError
+from meshbook.errors import MeshError
 from meshbook.tensors.issued_lines import CodeLine, name_code_line
-from meshbook.tensors.operations import HaltedAt, OperationFailed, TensorId, find_operator, gives_alias
+from meshbook.tensors.operations import HaltedAt, TensorId
 
 OVERWRITING = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
 """After these it does not matter what a tensor was."""
@@ -43,60 +42,6 @@ class Issued(NamedTuple):
 
     def failed(self, why: str) -> TensorError:
         return TensorError(self.operator, name_code_line(self.place), why)
-
-
-class Window(NamedTuple):
-    """Operations that follow each other, at the beginning of which one has failed."""
-
-    first: int
-    """The number of the first."""
-    issued: Sequence[tuple[Any, ...]]
-    """The fields of an `Issued` each."""
-    read: Sequence[Sequence[TensorId]]
-    """By each."""
-    refused: Mapping[int, MeshError] = {}
-    """Which are known to fail, by their numbers, and why."""
-
-    def joined(self, other: Window) -> Window:
-        return Window(self.first, [*self.issued, *other.issued], [*self.read, *other.read], self.refused)
-
-    def each(self) -> Iterable[tuple[int, Issued, Sequence[TensorId]]]:
-        """The operations with their numbers, and what they read."""
-        return zip(itertools.count(self.first), map(Issued._make, self.issued), self.read, strict=False)
-
-    def written(self) -> set[TensorId]:
-        return {number for each in map(Issued._make, self.issued) for number in each.written}
-
-    def causes(self, errors: Iterable[MeshError]) -> dict[int, MeshError] | None:
-        """Which operations failed of themselves; None if the ranks cannot go on behind them.
-
-        They cannot if one was interrupted or has ended, nor if they disagree in a collective: they would again.
-        """
-        found: dict[int, MeshError] = {}
-        for error in errors:
-            for failure in error.failures if isinstance(error, CallFailed) else [None]:
-                cause = failure and failure.load()
-                if not isinstance(cause, OperationFailed) or cause.why.startswith("KeyboardInterrupt"):
-                    return None
-                if not cause.why.startswith("GroupAborted"):
-                    at = Issued._make(self.issued[cause.index - self.first])
-                    found.setdefault(cause.index, at.failed(cause.why))
-        return found if found.keys() - self.refused.keys() else None
-
-    def spread(
-        self, causes: Mapping[int, MeshError], known: FailedOperations, families: Families
-    ) -> dict[int, MeshError]:
-        """Which operations fail because of these, and why; families: is told of views."""
-        refused = dict(self.refused)
-        bad = {**known.unsure, **known.lost}
-        for number, each, read in self.each():
-            if each.results and read and gives_alias(find_operator(each.operator)):
-                families.join([read[0], *each.results])
-            error = causes.get(number) or refused.get(number) or next((bad[n] for n in read if n in bad), None)
-            if error is not None:
-                refused[number] = error
-                bad.update(dict.fromkeys([*each.results, *families.of(each.written)], error))
-        return refused
 
 
 class Families:
@@ -150,33 +95,9 @@ class FailedOperations:
             return error
         return None
 
-    def note(self, window: Window, refused: Mapping[int, MeshError], families: Families, undone_from: float) -> None:
-        """Operations of a window fail. undone_from: from this one on no rank has done any that was refused."""
-        for number, each, _ in window.each():
-            if number in refused and number not in window.refused:
-                self.lost.update(dict.fromkeys(each.results, refused[number]))
-                where = self.unwritten if number >= undone_from else self.unsure
-                where.update(dict.fromkeys(families.of(each.written), refused[number]))
-
     def forget(self, numbers: Iterable[TensorId]) -> None:
         """Nobody has these any more."""
         if self.exist:
             for number in numbers:
                 for each in (self.lost, self.unsure, self.unwritten):
                     each.pop(number, None)
-
-
-def first_failure(error: MeshError, issued: Sequence[tuple[Any, ...]], first: int = 0) -> tuple[int, MeshError, bool]:
-    """The number of the first operation that failed in a call, the error to tell, and whether ranks have said so.
-
-    first: the number of the first operation of the call.
-    """
-    failures = error.failures if isinstance(error, CallFailed) else []
-    found = [cause for each in failures if isinstance(cause := each.load(), OperationFailed)]
-    if found:
-        told = next((each for each in found if "GroupAborted" not in each.why), found[0])
-        at = Issued._make(issued[told.index - first])
-        return min(each.index for each in found), at.failed(told.why), True
-    if issued and any(failure.ename == "KeyboardInterrupt" for failure in failures):
-        return first, Issued._make(issued[0]).failed(str(error)), False
-    return first, error, False

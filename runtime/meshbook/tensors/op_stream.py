@@ -23,20 +23,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from meshbook.concurrency.future import Future
-from meshbook.errors import CallTimeout, MeshError
+from meshbook.concurrency.sigint import held_back
+from meshbook.errors import CallFailed, CallTimeout, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors import anomalies, rank_tensors
+from meshbook.tensors.failed_windows import Window
 from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
-from meshbook.tensors.op_failures import (
-    OVERWRITING,
-    FailedOperations,
-    Families,
-    Issued,
-    TensorError,
-    Window,
-    first_failure,
-)
+from meshbook.tensors.op_failures import OVERWRITING, FailedOperations, Families, Issued, TensorError
 from meshbook.tensors.operations import (
     HaltedAt,
     NewOutput,
@@ -80,8 +74,24 @@ class _Underway(NamedTuple):
     turn: Turn | None = None
     origin: Handle | None = None
     """A tensor of another mesh that its result is made of."""
-    window: Window | None = None
-    """The operations of a batch."""
+    first: int | None = None
+    """The number of the first operation; None for a call that is none."""
+    operations: Window | None = None
+    """Those of a batch."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Recorded steps that were done if it has succeeded."""
+        if self.turn is not None or self.operations is None:
+            return [self.turn] if self.turn is not None else []
+        return [turn for number, turn in self.operations.turns.items() if number not in self.operations.refused]
+
+    @property
+    def window(self) -> Window | None:
+        """What is to be known of its operations should one fail."""
+        if self.turn is not None and self.first is not None:
+            return Window.of_step(self.first, self.turn)
+        return self.operations
 
 
 class Recorder(Protocol):
@@ -122,9 +132,8 @@ class OpStream:
         self._told: set[int] = set()
         """Templates that the ranks know."""
         self._templates: list[Template] = []
-        self._uses: list[tuple[Any, ...]] = []
-        self._issued: list[tuple[Any, ...]] = []
-        """The fields of an `Issued` each."""
+        self._issued: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
+        """What is not sent yet: the fields of a `Use` and of an `Issued` each, in one list, which nothing can tear."""
         self._first = 0
         """The number of the first operation of the next batch."""
         self._underway: deque[_Underway] = deque()
@@ -168,13 +177,14 @@ class OpStream:
             self.check(tensors, written if template.operator in OVERWRITING else ())
         with self._lock:
             if template.number not in self._told:
-                self._told.add(template.number)
                 self._templates.append(template)
-            self._uses.append(use := (template.number, tensors, numbers, results))
-            self._issued.append(issued := (template.operator, line_of_caller(), results, written))
+                self._told.add(template.number)
+            use = (template.number, tensors, numbers, results)
+            issued = (template.operator, line_of_caller(), results, written)
+            self._issued.append((use, issued))
         if self.recorder is not None:
             self.recorder.note(self, template, use, issued)
-        if len(self._uses) >= BATCH_USES:
+        if len(self._issued) >= BATCH_USES:
             self.flush()
 
     def check(self, tensors: Sequence[TensorId], overwritten: Sequence[TensorId] = ()) -> None:
@@ -200,18 +210,17 @@ class OpStream:
 
     def _send_issued(self) -> None:
         with self._lock:
-            if self._sending or not (self._uses or self._freed):
+            if self._sending or not (self._issued or self._freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
-            lines = for_ranks(each[1] for each in self._issued)
-            window = Window(self._first, self._issued, [tensors for _, tensors, _, _ in self._uses])
-            batch = OperationBatch(
-                self._first, self._templates, self._uses, lines, self._take_freed(), anomalies.hunted
-            )
-            self._first += len(self._uses)
-            self._templates, self._uses, self._issued = [], [], []
-            asked_by = window.issued[0][1] if window.issued else None
-            sent = self.send("run", batch, asked_by=asked_by)
-            self._underway.append(_Underway(sent, window.issued, window=window))
+            with held_back():  # what was sent is known to be under way
+                uses, issued = [use for use, _ in self._issued], [each for _, each in self._issued]
+                lines = for_ranks(each[1] for each in issued)
+                batch = OperationBatch(self._first, self._templates, uses, lines, self._take_freed(), anomalies.hunted)
+                sent = self.send("run", batch, asked_by=issued[0][1] if issued else None)
+                window = Window(self._first, issued, [tensors for _, tensors, _, _ in uses])
+                self._underway.append(_Underway(sent, issued, first=self._first, operations=window))
+                self._first += len(uses)
+                self._templates, self._issued = [], []
 
     def replay(
         self,
@@ -223,12 +232,13 @@ class OpStream:
         """Have the ranks do a recorded step again, for which `check_step` has found nothing."""
         names = dict(zip((*step.recording.inputs, *step.recording.results), (*inputs, *results), strict=True))
         turn = Turn(step, self.new_number(), names)
-        if self._uses:
+        if self._issued:
             self.flush()
-        with self._lock:
-            replay = self._replays.message(turn, inputs, numbers, results, self._take_freed())
+        with self._lock, held_back():
+            replay = self._replays.message(self._first, turn, inputs, numbers, results, self._take_freed())
             sent = self.send("replay", replay, asked_by=step.issued[0][1])
-            self._underway.append(_Underway(sent, step.issued, turn))
+            self._underway.append(_Underway(sent, step.issued, turn, first=self._first))
+            self._first += 1
         while len(self._underway) > BATCHES_AHEAD:
             self._settle()
 
@@ -249,7 +259,8 @@ class OpStream:
         self.flush()
         if self.recorder is not None:
             self.recorder.note_put(method, number, args)
-        self.follow(method, (number,), self.send(method, number, *args))
+        with held_back():
+            self.follow(method, (number,), self.send(method, number, *args))
 
     def give(self, made: Sequence[TensorId], sent: Sequence[tuple[ProcMesh, Any]], line: CodeLine) -> list[Future[Any]]:
         """Have ranks take tensors of this process; any thread may, it does not wait for ranks.
@@ -259,7 +270,7 @@ class OpStream:
         with self._lock:
             self._sending = True
             try:
-                given = [procs.execute(rank_tensors.ask, self.name, "take", parts) for procs, parts in sent]
+                given = [procs.execute(rank_tensors.ask, self.name, 0, "take", parts) for procs, parts in sent]
             finally:
                 self._sending = False
             self._failures.forget(made)
@@ -290,8 +301,9 @@ class OpStream:
         self.check(needed)
         while True:
             self.flush()
-            resumed, asked = self._resumed, ask(method, *args)
-            self._underway.append(_Underway(asked, ()))  # who has halted goes on when nobody waits in this any more
+            with held_back():
+                resumed, asked = self._resumed, ask(method, *args)
+                self._underway.append(_Underway(asked, ()))  # who has halted goes on when nobody waits in this any more
             self.settle()
             self.check(needed)
             if resumed == self._resumed:
@@ -329,7 +341,15 @@ class OpStream:
         line = name_code_line(asked_by or place)
         ((_, place),) = for_ranks([place])
         what = f"mesh tensors ({line})" if line else "mesh tensors"
-        return self.procs.execute_as(what, rank_tensors.ask_at, place, self.name, method, *args)
+        return self.procs.execute_as(what, rank_tensors.ask_at, place, self.name, self.decided, method, *args)
+
+    @property
+    def decided(self) -> int:
+        """The number below which it is known of all operations what became of them."""
+        with self._lock:
+            if self._halted:
+                return self._halted[0][0].first
+            return next((each.first for each in self._underway if each.first is not None), self._first)
 
     def send(self, method: str, *args: Any, asked_by: CodeLine = None) -> Future[ValueMesh[Any]]:
         """As `ask`, which is a call that would send what was issued before it."""
@@ -362,6 +382,7 @@ class OpStream:
                 self._settle_oldest()
             if self._halted:
                 with self._lock:  # nobody sends a batch that it does not know of
+                    self._send_issued()  # nor is there one that was issued without knowing
                     if not self._underway:
                         self._go_on()
         except KeyboardInterrupt:
@@ -376,12 +397,15 @@ class OpStream:
             raise
         except MeshError as raised:
             error = raised
-        self._underway.popleft()
-        if oldest.window is not None and (error is not None or self._halted):
-            self._halted.append((oldest.window, error))
-        elif error is not None:
-            self._forget_told()
-            self._replays.note_lost(error, oldest.issued, oldest.turn)
+        with held_back(), self._lock:
+            self._underway.popleft()
+            window = oldest.window if error is not None or self._halted else None
+            if window is not None:
+                self._halted.append((window, error))
+            elif error is not None:
+                self._forget_told()
+                _, cause, is_said = Window(0, oldest.issued or [("", None, ())], []).first_failed(error)
+                self._replays.note_lost(cause.error, oldest.issued, None, is_said=is_said)
 
     def _forget_told(self) -> None:
         """A rank that is new, or was interrupted before it began, has not read what it was sent."""
@@ -392,21 +416,22 @@ class OpStream:
         if not done.issued:
             return  # a value was asked for
         failed = {number: why for each in answers.values() for number, why in (each or {}).items()}
-        if done.turn is not None:
-            self._failures.forget(done.turn.step.left)
-        if (anomaly := failed.pop(anomalies.FOUND, "")) and self.anomaly is None:
-            index, _, why = anomaly.partition(" ")
-            self.anomaly = Issued._make(done.issued[int(index)]).failed(why)
+        for turn in done.turns:
+            self._failures.forget(turn.step.left)
+        anomaly, window = failed.pop(anomalies.FOUND, ""), done.window
+        if anomaly and window is not None and self.anomaly is None and anomalies.hunted:
+            number, within, why = anomaly.split(" ", 2)
+            self.anomaly = window.at(int(number), int(within)).failed(why)
         known = done.origin.stream.why_not(done.origin.number) if failed and done.origin is not None else None
         for each in map(Issued._make, done.issued if failed else ()):
-            if why := next((failed[number] for number in each.results if number in failed), ""):
-                told = known or each.failed(why)
-                self._failures.lost.update(dict.fromkeys(as_named(each.results, done.turn), told))
+            results = as_named(each.results, done.turn)
+            if why := next((failed[number] for number in results if number in failed), ""):
+                self._failures.lost.update(dict.fromkeys(results, known or each.failed(why)))
 
     def _go_on(self) -> None:
         """Have the ranks go on behind an operation that failed, or give up all that is left where they cannot.
 
-        All have halted, or have nothing to do: what was under way has come back.
+        All have halted, or have nothing to do: what was issued has been sent, and has come back.
         """
         window = functools.reduce(Window.joined, [each for each, _ in self._halted])
         errors = [error for _, error in self._halted if error is not None]
@@ -418,22 +443,38 @@ class OpStream:
                 raise
             except MeshError as error:
                 errors.insert(0, error)
-        families, undone_from = Families(told), math.inf
-        if causes and told:
-            undone_from = max(math.inf if each.number is None else each.number for each in told)
-            refused = window.spread(causes, self._failures, families)
-        else:
-            self._forget_told()
-            begin, cause, _ = first_failure(errors[0], window.issued, window.first)
-            refused = {**dict.fromkeys(range(begin, window.first + len(window.issued)), cause), **window.refused}
-        self._failures.note(window, refused, families, undone_from)
-        self._halted.clear()
-        self._resumed += 1
-        why = {number: str(error) for number, error in refused.items()}
-        lost = {number: why[at] for at, each, _ in window.each() if at in refused for number in each.results}
+        families = Families(told)
+        begin, first, is_said = window.first_failed(errors[0])
+        with held_back():
+            if causes and told:
+                undone_from: float = max(each.number for each in told)
+                refused = window.spread(causes, self._failures, families)
+            else:
+                self._forget_told()
+                causes, undone_from = {begin: first}, math.inf
+                refused = {**dict.fromkeys(range(begin, window.end), first.error), **window.refused}
+            for number, turn in window.turns.items():
+                if number in refused and number not in window.refused:
+                    within = causes[number].within if number in causes else 0
+                    # a rank that lives, and did not do what is before a step, has not begun with the step
+                    said = bool(told) or (is_said if number == begin else isinstance(errors[0], CallFailed))
+                    self._replays.note_lost(refused[number], turn.step.issued, turn, within, is_said=said)
+            window.note(self._failures, refused, families, undone_from)
+            self._resumed += 1
+            if told:
+                self._resume(window._replace(refused=refused))
+            self._halted.clear()  # not before: till then nothing of it counts as decided
+
+    def _resume(self, window: Window) -> None:
+        """Have the ranks go on from where they have halted, without what is refused."""
+        why = {number: str(error) for number, error in window.refused.items()}
+        known = self._failures.lost
+        lost = {
+            number: why[at] for at, each, _ in window.each() if at in why for number in each.results if number in known
+        }
         with contextlib.suppress(MeshError):  # of a mesh that cannot be called they are gone
-            resumed, now = self.send("resume", why, lost), window._replace(refused=refused) if told else None
-            self._underway.append(_Underway(resumed, window.issued if told else (), window=now))
+            resumed = self.send("resume", why, lost)
+            self._underway.append(_Underway(resumed, window.issued, first=window.first, operations=window))
 
     def _await(self, future: Future[ValueMesh[Any]]) -> ValueMesh[Any]:
         """What the ranks answer; where some hold others up meanwhile, who does is said once."""

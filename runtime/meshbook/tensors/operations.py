@@ -106,7 +106,10 @@ class Recording(NamedTuple):
 class Replay(NamedTuple):
     """One message: a step once more. recording: for ranks that do not know it yet."""
 
+    first: int
+    """The number that it has among the operations."""
     number: TensorId
+    """Of the recording."""
     turn: int
     """Tells this time from all others."""
     recording: Recording | None
@@ -176,10 +179,13 @@ class PartTransfer(NamedTuple):
 class OperationFailed(RuntimeError):
     """An operation failed on a rank, which does nothing that is behind it until it is told what the failure costs."""
 
-    def __init__(self, index: int, operator: str, place: str, why: str) -> None:
-        """index: the number of the operation; of one in a recorded step, its place there. place: its line."""
-        super().__init__(index, operator, place, why)
-        self.index, self.operator, self.place, self.why = index, operator, place, why
+    def __init__(self, index: int, operator: str, place: str, why: str, within: int = 0) -> None:
+        """index: the number of the operation, or of the recorded step that it is a part of. place: its line.
+
+        within: its place in that step.
+        """
+        super().__init__(index, operator, place, why, within)
+        self.index, self.operator, self.place, self.why, self.within = index, operator, place, why, within
 
     def __str__(self) -> str:
         return f"{self.operator} ({self.place}) failed: {self.why}" if self.place else f"{self.operator}: {self.why}"
@@ -188,8 +194,8 @@ class OperationFailed(RuntimeError):
 class HaltedAt(NamedTuple):
     """How far a rank has come that may have halted."""
 
-    number: int | None
-    """The number of the operation that it does next when it goes on; None if it has done all."""
+    number: int
+    """The number of the operation that it does next."""
     families: Sequence[Sequence[TensorId]]
     """The tensors that lie in the same memory as one of those that were asked for."""
 

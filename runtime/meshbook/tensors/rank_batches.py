@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,17 +46,35 @@ class NotMade(Exception):
     """An operation fails on all ranks alike, before any has begun with it."""
 
 
-_GONE = "a tensor that it needs is not on this rank any more"
+class Missed(Exception):
+    """A rank has not been sent all operations before these: an interrupt came before it began with some."""
+
+
+_GONE = "a tensor that it needs is not on this rank"
 
 
 class _Left(NamedTuple):
-    """Operations that are still to be done, one behind the other, and what nobody needs after them."""
+    """Operations that are to be done, one behind the other, and what nobody needs after them."""
 
     first: int
-    """The number of the first operation."""
+    """The number of the first operation; a recorded step has but one number."""
     uses: Sequence[Use]
     lines: Sequence[CodeLine]
     freed: Sequence[TensorId]
+    search: Search | None = None
+    replay: Replay | None = None
+    done: int = 0
+    """How many of the uses are done."""
+
+    @property
+    def number(self) -> int:
+        """Of the operation that is done next."""
+        return self.first if self.replay is not None else self.first + self.done
+
+    @property
+    def end(self) -> int:
+        """The number behind the last."""
+        return self.first + (1 if self.replay is not None else len(self.uses))
 
 
 class RankBatches:
@@ -69,19 +87,43 @@ class RankBatches:
         self._compiled: dict[int, CompiledTemplate] = {}
         self._recordings: dict[TensorId, Recording] = {}
         self._turn = self._waits = self._waited = 0
+        self._next = 0
+        """The number of the first operation that this rank has not been sent."""
         self._left: list[_Left] = []
         """What this rank goes on with when it is told to, if it has halted."""
         self._halted_by = OperationFailed(0, "", "", "")
 
     def run(self, batch: OperationBatch) -> dict[TensorId, str]:
-        """Do what a batch says; returns which results failed, and why. Raises: OperationFailed."""
+        """Do what a batch says; returns which results failed, and why. Raises: OperationFailed, Missed."""
         self._templates.update((template.number, template) for template in batch.templates)
         uses = list(map(Use._make, batch.uses))
-        left = _Left(batch.first, uses, list(each_line(batch.lines, len(uses))), batch.freed)
+        search = Search(batch.hunted, self.mesh, len(uses)) if batch.hunted and uses else None
+        return self._begin(_Left(batch.first, uses, list(each_line(batch.lines, len(uses))), batch.freed, search))
+
+    def replay(self, replay: Replay) -> dict[TensorId, str]:
+        """Do a recorded step once more; as `run`."""
+        if replay.recording is not None:
+            self._recordings[replay.number] = replay.recording
+            self._templates.update((template.number, template) for template in replay.recording.templates)
+        recording = self._recordings[replay.number]
+        uses = list(map(Use._make, recording.uses))
+        for index, numbers in replay.numbers.items():
+            uses[index] = uses[index]._replace(numbers=numbers)
+        search = Search(replay.hunted, self.mesh, len(uses)) if replay.hunted else None
+        lines = list(each_line(recording.lines, len(uses)))
+        return self._begin(_Left(replay.first, uses, lines, replay.freed, search, replay))
+
+    def _begin(self, left: _Left) -> dict[TensorId, str]:
+        if not left.uses or left.first != self._next:
+            self._free(left.freed)
+            if not left.uses:
+                return {}
+            raise Missed(f"operations {self._next} to {left.first - 1} did not reach this rank: it was interrupted")
+        self._next = left.end
         if self._left:
             self._left.append(left)
             raise OperationFailed(*self._halted_by.args)  # else nobody frees the ranks that wait for this one
-        return self._go_on([left], {}, batch.hunted)
+        return self._go_on([left], {})
 
     @property
     def why_halted(self) -> str:
@@ -89,7 +131,7 @@ class RankBatches:
         return str(self._halted_by) if self._left else ""
 
     def progress(self, written: Collection[TensorId]) -> HaltedAt:
-        """Where this rank has halted, and which tensors lie in the memory of each of ``written``."""
+        """How far this rank has come, and which tensors lie in the memory of each of ``written``."""
         memory: dict[TensorId, int] = {}
         families: dict[int, list[TensorId]] = {}
         for number, held in self._tensors.items():
@@ -97,7 +139,7 @@ class RankBatches:
                 memory[number] = id(held.root.version)
                 families.setdefault(memory[number], []).append(number)
         wanted = {memory[number] for number in written if number in memory}
-        return HaltedAt(self._left[0].first if self._left else None, [families[each] for each in wanted])
+        return HaltedAt(self._left[0].number if self._left else self._next, [families[each] for each in wanted])
 
     def resume(self, refused: Mapping[int, str], lost: Mapping[TensorId, str]) -> dict[TensorId, str]:
         """Go on from where this rank has halted; as `run`.
@@ -109,90 +151,97 @@ class RankBatches:
         left, self._left = self._left, []
         return self._go_on(left, refused)
 
-    def drop_left(self) -> None:
-        """Never go on with what was left."""
-        left, self._left = self._left, []
-        why = str(self._halted_by)
-        self._go_on(left, {each.first + at: why for each in left for at in range(len(each.uses))})
+    def give_up_below(self, decided: int) -> None:
+        """Never go on with operations of which the controller has told what they cost: those below this number.
 
-    def _go_on(self, left: Sequence[_Left], refused: Mapping[int, str], hunted: str = "") -> dict[TensorId, str]:
+        Every call says so, since the one that told it may be the one that an interrupt kept from this rank.
+        """
+        self._next = max(self._next, decided)
+        if self._left and self._left[0].number < decided:
+            left, self._left = self._left, []
+            refused = {at: str(self._halted_by) for each in left for at in range(each.first, each.end)}
+            self._go_on(left, refused)
+
+    def _go_on(self, left: Sequence[_Left], refused: Mapping[int, str]) -> dict[TensorId, str]:
         failed: dict[TensorId, str] = {}
         for at, each in enumerate(left):
             try:
-                made = self._do(each.uses, itertools.repeat(()), each.lines, hunted, each.first, refused)
+                failed.update(self._do(each, refused))
             except OperationFailed as failure:
-                done = failure.index - each.first
-                rest = _Left(failure.index, each.uses[done:], each.lines[done:], each.freed)
-                self._left, self._halted_by = [rest, *left[at + 1 :]], OperationFailed(*failure.args)
+                rest = each._replace(done=failure.within)
+                self._left, self._halted_by = [rest, *left[at + 1 :]], failure
                 raise
-            failed.update(made)
             self._free(each.freed)
         return failed
 
-    def replay(self, replay: Replay) -> dict[TensorId, str]:
-        """Do a recorded step once more; as `run`, but what fails costs all that is behind it in the step."""
-        if replay.recording is not None:
-            self._recordings[replay.number] = replay.recording
-            self._templates.update((template.number, template) for template in replay.recording.templates)
-        recording = self._recordings[replay.number]
-        uses = list(map(Use._make, recording.uses))
-        self._turn, self._waits = replay.turn, 0
-        for index, numbers in replay.numbers.items():
-            uses[index] = uses[index]._replace(numbers=numbers)
-        for name, number in zip(recording.inputs, replay.inputs, strict=True):
-            self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
-        try:
-            if self._left:
-                raise OperationFailed(0, self._name(uses[0]), "", self.why_halted)
-            return self._do(uses, recording.ends, each_line(recording.lines, len(uses)), replay.hunted)
-        except OperationFailed as failure:
-            for use in uses[failure.index :]:
-                self._fail(use, str(failure), {})
-            raise
-        finally:
-            for name, number in zip(recording.results, replay.results, strict=True):
-                self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
-            for name in [name for name in self._tensors if name < 0]:
-                del self._tensors[name]
-            self._free(replay.freed)
-
-    def _do(
-        self,
-        uses: Sequence[Use],
-        ends: Iterable[Sequence[TensorId]],
-        lines: Iterable[CodeLine],
-        hunted: str,
-        first: int = 0,
-        refused: Mapping[int, str] = {},
-    ) -> dict[TensorId, str]:
+    def _do(self, left: _Left, refused: Mapping[int, str]) -> dict[TensorId, str]:
+        """Do what is left of a batch, or of a step. Raises: OperationFailed at the first that fails here."""
         failed: dict[TensorId, str] = {}
-        search = Search(hunted, self.mesh, len(uses)) if hunted else None
+        recording = self._recordings[left.replay.number] if left.replay is not None else None
+        if left.replay is not None and not left.done:
+            self._name_inputs(left.replay)
+        ends = recording.ends if recording is not None else itertools.repeat(())
+        uses = zip(left.uses, left.lines, ends, strict=False)
         with torch.no_grad():
-            for index, (use, ended, line) in enumerate(zip(uses, ends, lines, strict=False), first):
+            for index, (use, line, ended) in enumerate(itertools.islice(uses, left.done, None), left.done):
+                number = left.first if recording is not None else left.first + index
                 try:
-                    if refused and index in refused:
-                        self._fail(use, refused[index], {})
-                    elif use.template == WAIT:
-                        frame_at(line, "optimizer.step")(self._wait_for_all, use.tensors)
-                    elif search is None:
-                        template = self._compiled.get(use.template) or self._compile(use.template)
-                        frame_at(line, template.name)(self._run, template, use)
-                    else:
-                        frame_at(line, self._name(use))(self._run_searched, use, search, index - first)
-                except NotMade as refusal:
-                    self._fail(use, str(refusal), failed)
+                    self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
                 except BaseException as error:
-                    why = f"{type(error).__name__}: {error}"
-                    raise OperationFailed(index, self._name(use), name_code_line(line), why) from error
-                for number in ended:
-                    self._tensors.pop(number, None)
-            if search is not None:
-                search.tell(failed)
-        return failed
+                    why = str(error) if isinstance(error, NotMade) else f"{type(error).__name__}: {error}"
+                    raise OperationFailed(number, self._name(use), name_code_line(line), why, index) from error
+                for name in ended:
+                    self._tensors.pop(name, None)
+            if left.search is not None and not all(at in refused for at in range(left.first, left.end)):
+                self._tell(left, failed)
+        return failed if left.replay is None else self._name_results(left.replay, failed)
+
+    def _do_one(
+        self, use: Use, line: CodeLine, refused: str, search: Search | None, index: int, failed: dict[TensorId, str]
+    ) -> None:
+        if refused:
+            self._fail(use, refused, {})
+            return
+        try:
+            if use.template == WAIT:
+                frame_at(line, "optimizer.step")(self._wait_for_all, use.tensors)
+            elif search is None:
+                template = self._compiled.get(use.template) or self._compile(use.template)
+                frame_at(line, template.name)(self._run, template, use)
+            else:
+                frame_at(line, self._name(use))(self._run_searched, use, search, index)
+        except NotMade as refusal:
+            # a write that nobody does has to be told; and where this rank alone lacks a tensor, others wait for it
+            if not use.results or any(number not in self._tensors for number in use.tensors):
+                raise
+            self._fail(use, str(refusal), failed)
+
+    def _tell(self, left: _Left, failed: dict[TensorId, str]) -> None:
+        """What the ranks have found together. It waits for all of them, so it can be cut off as operations are."""
+        assert left.search is not None
+        try:
+            left.search.tell(failed, left.first, left.replay is not None)
+        except BaseException as error:
+            why, count = f"{type(error).__name__}: {error}", len(left.uses)
+            raise OperationFailed(left.end - 1, "detect_anomaly", "", why, count) from error
+
+    def _name_inputs(self, replay: Replay) -> None:
+        self._turn, self._waits = replay.turn, 0
+        for name, number in zip(self._recordings[replay.number].inputs, replay.inputs, strict=True):
+            self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
+
+    def _name_results(self, replay: Replay, failed: Mapping[TensorId, str]) -> dict[TensorId, str]:
+        """A step is over; returns what failed of what is there afterwards."""
+        named = dict(zip(self._recordings[replay.number].results, replay.results, strict=True))
+        for name, number in named.items():
+            self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
+        for name in [name for name in self._tensors if name < 0]:
+            del self._tensors[name]
+        return {named.get(number, number): why for number, why in failed.items() if number >= 0 or number in named}
 
     def _free(self, numbers: Sequence[TensorId]) -> None:
         if self._left:  # it may be needed for what is left
-            self._left.append(_Left(self._left[-1].first + len(self._left[-1].uses), (), (), numbers))
+            self._left.append(_Left(self._left[-1].end, (), (), numbers))
             return
         for number in numbers:
             if self._tensors.pop(number, None) is None:

@@ -241,8 +241,11 @@ def find_tensor(name: str) -> torch.Tensor:
     return found
 
 
-def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: type[RankTensors]) -> None:
-    """Make the device mesh of these ranks with these axes, or make it again; all of them do."""
+def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: type[RankTensors], decided: int) -> None:
+    """Make the device mesh of these ranks with these axes, or make it again; all of them do.
+
+    decided: as in `ask`.
+    """
     for advises in ("_redistribute", "_collective_utils"):  # users of DTensor
         logging.getLogger(f"torch.distributed.tensor.{advises}").setLevel(logging.ERROR)
     mesh = own_groups().device_mesh(tuple(axes), tuple(axes.values()), ranks)  # whose groups new ranks find again
@@ -250,10 +253,10 @@ def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: ty
     for other in [other for other in meshes if other.rpartition("/")[0] != controller]:
         del meshes[other]  # of a former controller, whose handles are gone
     if (known := meshes.get(name)) is not None:
-        known.drop_left()
         known.move_to(mesh)
     else:
         meshes[name] = kind(mesh)
+    meshes[name].give_up_below(decided)
 
 
 def resolve(reference: TensorReference) -> DTensor:
@@ -263,15 +266,16 @@ def resolve(reference: TensorReference) -> DTensor:
     return found.reference(reference.number)
 
 
-def ask_at(place: CodeLine, name: str, method: str, *args: Any) -> Any:
+def ask_at(place: CodeLine, name: str, decided: int, method: str, *args: Any) -> Any:
     """`ask`, for a line of the notebook."""
-    return frame_at(place, f"tensor.{method}")(ask, name, method, *args)
+    return frame_at(place, f"tensor.{method}")(ask, name, decided, method, *args)
 
 
-def ask(name: str, method: str, *args: Any) -> Any:
-    """Call a method of a mesh's `RankTensors`."""
+def ask(name: str, decided: int, method: str, *args: Any) -> Any:
+    """Call a method of a mesh's `RankTensors`. decided: what operations below this number cost has been told."""
     if (found := meshes.get(name)) is None:
         raise UsageError("this process does not know the mesh of these tensors: heal the mesh, or make another Mesh")
+    found.give_up_below(decided)
     if (why := found.why_halted) and method not in ALWAYS:
         raise NotMade(why)  # others wait in an earlier call
     return getattr(found, method)(*args)

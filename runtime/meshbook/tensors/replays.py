@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from meshbook.errors import MeshError
 from meshbook.tensors import anomalies
-from meshbook.tensors.op_failures import FailedOperations, Issued, first_failure
+from meshbook.tensors.op_failures import FailedOperations, Issued
 from meshbook.tensors.operations import Recording, Replay, TensorId
 
 WAITS = "the wait before a step of an optimizer"
@@ -57,17 +57,18 @@ class Replays:
 
     def message(
         self,
+        first: int,
         turn: Turn,
         inputs: Sequence[TensorId],
         numbers: dict[int, Sequence[float]],
         results: Sequence[TensorId],
         freed: Sequence[TensorId],
     ) -> Replay:
-        """What ranks are sent to do a step."""
+        """What ranks are sent to do a step. first: its number among the operations."""
         recording = turn.step.recording
         unknown = None if recording.number in self._told else recording
         self._told.add(recording.number)
-        return Replay(recording.number, turn.turn, unknown, inputs, numbers, results, freed, anomalies.hunted)
+        return Replay(first, recording.number, turn.turn, unknown, inputs, numbers, results, freed, anomalies.hunted)
 
     def forget_told(self) -> None:
         """There are ranks that do not know what others were told."""
@@ -78,13 +79,15 @@ class Replays:
         error, self.untold = self.untold, None
         return error
 
-    def note_lost(self, error: MeshError, issued: Sequence[tuple[Any, ...]], turn: Turn | None) -> None:
+    def note_lost(
+        self, cause: MeshError, issued: Sequence[tuple[Any, ...]], turn: Turn | None, begin: int = 0, *, is_said: bool
+    ) -> None:
         """A step, or a call, was not done to its end: it costs what failed first, and all behind it.
 
+        begin: the first operation that not all ranks have done; is_said: as all of them say.
         In a step nobody goes past the second wait in a row unless all have passed the first: where a rank failed
         before, nothing behind was written.
         """
-        begin, cause, is_said = first_failure(error, issued)
         operations = list(map(Issued._make, issued))
         waits = [index for index, each in enumerate(operations) if each.operator == WAITS]
         sure = next((index for index in waits[1::2] if is_said and index > begin), len(operations))

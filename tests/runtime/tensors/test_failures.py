@@ -7,10 +7,13 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from patience import wait_until
 
 import meshbook
 from benchmarks.tensor_program_lines import run_line, write_program
@@ -171,3 +174,85 @@ def test_an_interrupt_behind_a_failure_leaves_the_mesh_usable(grid: Mesh, delay_
     with contextlib.suppress(DeviceMeshError):  # whether it was done depends on when
         assert x.sum().item() == 4004
     assert kept.sum().item() == meshbook.ones(4, mesh=grid).sum().item() == 4.0
+
+
+def hold_on(begun: str, until: str) -> None:
+    """Be busy until there is a file, though somebody interrupts."""
+    Path(begun, str(os.getpid())).touch()
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            while not os.path.exists(until):
+                time.sleep(0.01)
+            return
+
+
+@contextlib.contextmanager
+def dropped_by_an_interrupt(busy: ProcMesh, path: Path) -> Iterator[None]:
+    """These ranks begin with nothing of what is issued here."""
+    (begun := path / "begun").mkdir()
+    holding = busy.execute(hold_on, str(begun), str(path / "go"))
+    wait_until(lambda: len(list(begun.iterdir())) == len(busy))
+    yield
+    busy.interrupt()
+    (path / "go").touch()
+    with contextlib.suppress(DeviceMeshError):
+        holding.get(60)
+
+
+def test_what_an_interrupt_drops_on_busy_ranks_behind_a_failure_is_told(grid: Mesh, tmp_path: Path) -> None:
+    x, kept = meshbook.zeros(4, mesh=grid, sharding_spec=["dp"]), meshbook.ones(4, mesh=grid)
+    assert x.sum().item() + kept.sum().item() == 4.0
+    with dropped_by_an_interrupt(grid.procs.slice(dp=1), tmp_path):
+        bad = embed(grid, 9, 0)  # fails on ranks that are not busy
+        for _ in range(700):
+            x.add_(1)
+        calls = [each.future.call for each in grid.stream._underway]  # type: ignore[attr-defined]
+        wait_until(lambda: any(call.failures for call in calls))
+    for _ in range(2):
+        with pytest.raises(DeviceMeshError):
+            x.sum().item()
+    with pytest.raises(DeviceMeshError):
+        bad.tolist()
+    x.zero_()
+    for _ in range(300):
+        x.add_(kept[0])
+    assert x.tolist() == [300.0] * 4
+
+
+def test_a_write_of_a_tensor_that_some_ranks_have_not_got_is_told(grid: Mesh, tmp_path: Path) -> None:
+    x = meshbook.ones(2, mesh=grid)
+    assert x.sum().item() == 2.0
+    with dropped_by_an_interrupt(grid.procs.slice(dp=1), tmp_path):
+        y = meshbook.distribute(torch.ones(2), grid)
+    x.add_(y)
+    for lost in (x, y):
+        with pytest.raises(DeviceMeshError, match="distribute"):
+            lost.sum().item()
+    x.copy_(torch.zeros(2))
+    assert x.add_(1).tolist() == [1.0, 1.0]
+
+
+def test_a_recorded_step_behind_a_failure_is_done(grid: Mesh) -> None:
+    w = meshbook.zeros(4, 4, mesh=grid, sharding_spec=["dp", "tp"])
+
+    @meshbook.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        w.add_(x @ x.T)
+        return w.sum()
+
+    x = meshbook.ones(4, 2, mesh=grid, sharding_spec=["dp"])
+    for _ in range(4):
+        step(x)
+    assert step.why_not == ""
+    assert w.full_tensor()[0, 0] == 8.0
+    for indices in ((0, 9), (9, 0)):
+        failed = embed(grid, *indices)
+        totals = [step(x), step(x)]
+        dependent = step(x + failed.sum())  # which costs this step alone, and what it was to write
+        assert totals[1].item() == 16 * 12.0
+        with pytest.raises(DeviceMeshError, match="out of range"):
+            dependent.item()
+        with pytest.raises(DeviceMeshError, match="out of range"):
+            w.sum().item()
+        w.fill_(8.0)
+        assert w.sum().item() == 16 * 8.0
