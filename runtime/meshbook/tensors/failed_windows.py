@@ -93,8 +93,10 @@ class Window(NamedTuple):
         said = [each for each in failures if each is not None]
         if not said or len(said) < len(failures):
             cause = error
-            if isinstance(error, CallFailed) and any(each.ename == "KeyboardInterrupt" for each in error.failures):
-                cause = self.at(self.first).failed(str(error))
+            if isinstance(error, CallFailed):
+                unsaid = [each for each, known in zip(error.failures, failures, strict=True) if known is None]
+                if any(each.ename == "KeyboardInterrupt" for each in unsaid):
+                    cause = self.at(self.first).failed(str(CallFailed(unsaid)))
             return self.first, Cause(cause), False
         told = next((each for each in said if "GroupAborted" not in each.why), said[0])
         begin = min(said, key=lambda each: (each.index, each.within))

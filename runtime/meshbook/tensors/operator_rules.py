@@ -251,6 +251,15 @@ def is_misread(operator: object, args: Sequence[Any]) -> bool:
     return operator in _ANY and first.dtype is torch.uint8  # what is true is 1, and of two parts 2
 
 
+def check_rows(table: DTensor, indices: DTensor) -> None:
+    """Raises: IndexError, as torch does, for a row that a table in parts does not have: masks make zeros of it."""
+    local = indices.to_local()
+    if local.is_cpu and local.numel() and any(each.is_shard(0) for each in table.placements):
+        least, most = local.aminmax()
+        if least < 0 or most >= table.shape[0]:
+            raise IndexError("index out of range in self")
+
+
 def _has_no_mask(table: Sequence[Placement], indices: DTensor) -> bool:
     """Whether DTensor has no mask for rows that are elsewhere: it has one, for an axis that cuts nothing but rows."""
     rows = sum(each.is_shard(0) for each in table)

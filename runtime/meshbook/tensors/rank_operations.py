@@ -21,6 +21,7 @@ from meshbook.tensors.operator_rules import (
     GRADED,
     CompiledTemplate,
     by_heads,
+    check_rows,
     has_empty_part,
     has_no_way,
     is_cut_along_batch,
@@ -91,6 +92,8 @@ class Operations:
     def do(self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]) -> list[RankTensor]:
         """Do an operation; returns its results. Raises: whatever it does."""
         tensors = [self.read(operand) for operand in operands]
+        if template.operator is aten.embedding.default:
+            check_rows(*tensors)
         written: Sequence[RankTensor] = ()
         known = self._lowered.find(way_of(template, tensors, use.numbers)) if template.can_be_lowered else None
         if known is None and (not template.is_linear or len({tensor.placements for tensor in tensors}) > 1):

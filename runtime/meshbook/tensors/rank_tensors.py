@@ -186,9 +186,15 @@ class RankTensors(RankBatches):
         given_up = [number for number in held if number not in parts or held[number].made is not None]
         return {number: part for number, part in parts.items() if number not in given_up}, given_up
 
-    def transfer(self, transfers: Sequence[PartTransfer]) -> None:
-        """Give and take parts, in one order on all ranks; those that share memory behind what they share it with."""
+    def transfer(self, transfers: Sequence[PartTransfer], lost: Mapping[TensorId, str]) -> None:
+        """Give and take parts, in one order on all ranks; those that share memory behind what they share it with.
+
+        lost: what nobody has any more, and why. Ranks that do have it would take what shares its memory for another
+        thing than new ranks do.
+        """
         me = dist.get_rank()
+        for number in lost.keys() & self._tensors.keys():
+            self.give_up(number, lost[number])
         for number, source, target, part in transfers:
             held = self._tensors.get(number)
             if part.shares is not None:
@@ -207,6 +213,9 @@ class RankTensors(RankBatches):
                     held.tensor.to_local().copy_(local)
                 else:
                     self.keep(number, local, part)
+        for each in self._tensors.values():
+            if isinstance(each, RankTensor):
+                each.family = each.version  # new ranks know of no other views than those that share memory
 
     def _from_part(self, local: torch.Tensor, part: LocalPart) -> DTensor:
         return DTensor.from_local(

@@ -89,7 +89,8 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
             lost[number] = TensorLost(missing, ", ".join(map(repr, part.placements)))
         else:
             transfers += found
-    stream.send("transfer", transfers).get()  # with nothing before it that frees what is to be transferred
+    given_up = {number: str(error) for number, error in lost.items() if not isinstance(error, OwnTensorsLost)}
+    stream.send("transfer", transfers, given_up).get()  # with nothing before it that frees what is to be transferred
     stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost)
 
 

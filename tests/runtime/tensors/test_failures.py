@@ -35,6 +35,20 @@ def embed(mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
 
 
+@pytest.mark.parametrize("spec", [["dp"], ["tp"], [("dp", "tp")], [None, "tp"], [None]])
+def test_rows_that_a_table_does_not_have_are_refused_however_it_is_cut(grid: Mesh, spec: list[str | None]) -> None:
+    table = meshbook.ones(4, 4, mesh=grid, sharding_spec=spec)
+    for _ in range(4):  # from the third time on it is done in another way
+        assert embed_in(table, grid, 0, 3).sum().item() == 8.0
+        for indices in ((0, 4), (-1, 0)):
+            with pytest.raises(TensorError, match="index out of range"):
+                embed_in(table, grid, *indices).sum().item()
+
+
+def embed_in(table: torch.Tensor, mesh: Mesh, *indices: int) -> torch.Tensor:
+    return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
+
+
 @pytest.mark.parametrize("indices", [(0, 1, 2, 9), (9, 0, 1, 2), (9, 0, 0, 9)])
 def test_what_is_issued_behind_is_done_and_what_depends_is_not(grid: Mesh, indices: tuple[int, ...]) -> None:
     x = meshbook.distribute(torch.arange(16.0).view(4, 4), grid, ["dp", "tp"])
@@ -256,3 +270,41 @@ def test_a_recorded_step_behind_a_failure_is_done(grid: Mesh) -> None:
             w.sum().item()
         w.fill_(8.0)
         assert w.sum().item() == 16 * 8.0
+
+
+def test_a_hunt_finds_what_is_behind_a_failure(grid: Mesh) -> None:
+    x = meshbook.distribute(torch.tensor([1.0, -1.0, 2.0, 3.0]), grid, ["dp"])
+    with pytest.raises(TensorError, match=r"aten\.log\.default .* a NaN is on ranks 0,1"), meshbook.detect_anomaly():
+        failed = embed(grid, 0, 9)
+        logarithms = x.log()
+        (x @ x).item()
+    with pytest.raises(TensorError, match=OUT_OF_RANGE):
+        failed.tolist()
+    assert logarithms.isnan().tolist() == [False, True, False, False]
+
+
+def test_a_hunt_finds_what_a_recorded_step_makes(grid: Mesh) -> None:
+    @meshbook.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).sqrt().sum()
+
+    x = meshbook.ones(4, mesh=grid, sharding_spec=["dp"])
+    for _ in range(3):
+        step(x)
+    with pytest.raises(TensorError, match=r"aten\.sqrt\.default .*test_failures.py, line"), meshbook.detect_anomaly():
+        for _ in range(3):
+            step(x)
+        step(-x)
+    assert step.why_not == ""
+    with meshbook.detect_anomaly():
+        assert step(x).item() == pytest.approx(4 * 2**0.5)
+
+
+def test_a_hunt_that_an_error_ends_tells_nothing_later(grid: Mesh) -> None:
+    x = meshbook.ones(4, mesh=grid, sharding_spec=["dp"])
+    with pytest.raises(ZeroDivisionError), meshbook.detect_anomaly():
+        for _ in range(300):
+            lost = (-x).log()
+        1 / 0  # noqa: B018
+    assert x.sum().item() == 4.0
+    assert lost.isnan().all().item()

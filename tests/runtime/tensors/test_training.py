@@ -248,6 +248,22 @@ def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
     assert losses == pytest.approx(wanted, abs=1e-5)
 
 
+def test_an_optimizer_steps_after_a_repair_that_ended_a_view_of_a_gradient() -> None:
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
+        mesh = Mesh(procs)
+        weight = nn.Parameter(meshbook.ones(4, 4, mesh=mesh, sharding_spec=[None, "tp"]))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        weight.grad = meshbook.ones(4, 4, mesh=mesh, sharding_spec=[None, "dp"])
+        across = weight.grad.view(16)
+        assert across.sum().item() == 16.0
+        os.kill(procs.status()[3].pid, signal.SIGKILL)
+        with pytest.raises(DeviceMeshError):
+            (weight + 1).sum().item()
+        heal_mesh(mesh)
+        optimizer.step()
+        assert weight.tolist() == [[0.5] * 4] * 4
+
+
 def test_statistics_that_a_module_keeps_are_kept(grid: Mesh) -> None:
     torch.manual_seed(3)
     plain, batch = nn.BatchNorm1d(4), torch.randn(6, 4)
