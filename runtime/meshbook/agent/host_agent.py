@@ -31,7 +31,7 @@ from meshbook.agent.resources import HostResources
 from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.spawns import Spawns
 from meshbook.concurrency.own_faults import attempt, tell
-from meshbook.errors import MeshError, PeerProtocolError
+from meshbook.errors import MeshError, PeerProtocolError, SpawnError
 from meshbook.launchers.templates import StartedTemplate
 from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
@@ -409,13 +409,18 @@ def main(template: StartedTemplate | None = None) -> None:
     faulthandler.enable(all_threads=False)
     ticket, connection = decode_ticket(_read_line(0)), -1
     if ticket.by_tunnel:
-        ticket, connection = tunnel.settle_in(ticket)
+        try:
+            ticket, connection = tunnel.settle_in(ticket)
+        except (OSError, SpawnError) as error:
+            sys.exit(str(error))
     adopt_orphans()
     agent = HostAgent(ticket, template)
     if connection >= 0:
         agent.end_with(connection)
     signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
     code = agent.run()
+    if ticket.by_tunnel:
+        tunnel.tunnel_of(ticket).unlink(missing_ok=True)  # sshd leaves it
     if ticket.session:
         remove_if_last(Path(ticket.session), os.getpid())
     sys.stdout.flush()

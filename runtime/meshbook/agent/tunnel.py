@@ -10,16 +10,20 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
+from meshbook.errors import SpawnError
 from meshbook.sessions.folder import trim_logs
 from meshbook.system.event_loop import EventLoop
-from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.system.user_folders import log_base, private_folder
 from meshbook.wire.ticket import Ticket
 
 LOG = "agent.log"
+
+KEPT_S = 7 * 86400.0
+"""Logs in which nothing was written for so long may go; of sessions of other machines nothing else tells their end."""
 
 
 def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
@@ -27,8 +31,10 @@ def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
 
     Raises: OSError, SpawnError.
     """
+    if not tunnel_of(ticket).is_socket():
+        raise SpawnError(f"meshbook: no tunnel at {tunnel_of(ticket)}; remote port forwarding failed")
     base = log_base()
-    trim_logs(base)
+    trim_logs(base, KEPT_S)
     session, _, host = ticket.log_dir.partition("/")
     folder = private_folder(private_folder(base / session) / host)
     connection = os.dup(1)  # which no child of ours inherits
@@ -36,9 +42,12 @@ def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
     for fd in (1, 2):
         os.dup2(log, fd)
     os.close(log)
-    port = ticket.endpoint.rpartition(":")[2]
-    endpoint = f"tcp://{in_endpoint(loopback_address())}:{port}"
-    return msgspec.structs.replace(ticket, log_dir=str(folder), endpoint=endpoint), connection
+    return msgspec.structs.replace(ticket, log_dir=str(folder)), connection
+
+
+def tunnel_of(ticket: Ticket) -> Path:
+    """Where its end of the tunnel is."""
+    return Path(ticket.endpoint.removeprefix("ipc://"))
 
 
 def watch(loop: EventLoop, connection: int, on_end: Callable[[], None]) -> None:

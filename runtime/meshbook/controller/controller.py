@@ -409,7 +409,8 @@ class Controller:
         deadline = time.monotonic() + timeout_s
         self.submit(say_goodbye)
         for host in hosts:
-            host.launched.close(max(0.1, deadline - time.monotonic()))
+            is_told = host.hello is not None or host.is_found  # else it hears no goodbye, and has nothing to lose
+            host.launched.close(max(0.1, deadline - time.monotonic()) if is_told else 0.0)
         self.folder.forget(hosts=[host.id for host in hosts])
 
     def close(self, timeout_s: float) -> None:

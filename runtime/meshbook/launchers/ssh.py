@@ -1,15 +1,15 @@
 """Host agents on other machines, by the plain ssh client with the user's own config: one connection for each host.
 
     controller ──stdin: the ticket──> ssh ════ network ════ sshd ──> sh ──> agent
-        '── 127.0.0.1:port <── ssh <════ the way back (-R) ════ sshd:port <────'
+        '── 127.0.0.1:port <── ssh <════ the way back (-R) ════ a Unix socket <──'
 
-The controller listens on loopback only, so each agent dials the end of its own tunnel. Both ends watch the connection:
-ssh is our child, or the child of the controller before us, whose end is the end of the host; the agent notices when
-nobody reads its stdout any more (`meshbook.agent.tunnel`). ssh outlives its controller, as agents do, and the next
-controller listens where that one did.
+The controller listens on loopback only, so each agent dials the end of its own tunnel. That is a socket in a place that
+we choose, for the user alone, rather than a port: sshd gives one that is free on some of its loopback addresses.
 
-What ssh says goes to a file, so that it never waits for us. That is also where it says which port it was given, and
-nobody is told of a new line in a file: `_await_tunnels` looks.
+Both ends watch the connection: ssh is our child, or the child of the controller before us, whose end is the end of the
+host; the agent notices when nobody reads its stdout any more (`meshbook.agent.tunnel`). ssh outlives its controller, as
+agents do, and the next controller listens where that one did. What ssh says goes to a file, so that it never waits for
+us, and is there to be read when it has ended.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import contextlib
 import getopt
 import os
 import re
-import select
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,11 +38,6 @@ from meshbook.wire.ticket import Ticket, encode_ticket
 
 CONNECT_S = 10
 """How long ssh may take to reach a host, by default."""
-
-TUNNEL_S = 60.0
-"""How long all of it may take, keys and jumps included, until the tunnel is there."""
-
-LOOK_S = 0.01
 
 _OURS = ("-T", "-o", "BatchMode=yes", "-o", "LogLevel=INFO")
 """They come before the user's options: of two, ssh takes the first."""
@@ -64,10 +57,8 @@ _NOT_FOR_US = {
     "-O": "ssh would start nothing",
 }  # fmt: skip
 
-_PORT = re.compile(r"^Allocated port (\d+) for remote forward ", re.MULTILINE)
-_NO_FORWARD = "remote port forwarding failed"
 _NOISE = re.compile(
-    r"debug\d|Allocated port |connect_to |Warning: Permanently added|channel \d+: open failed|\*\* |Transferred: "
+    r"debug\d|connect_to |Warning: Permanently added|channel \d+: open failed|\*\* |Transferred: "
     r"|Bytes per|.*\bKilled\b"  # of an agent: the exit status says so too
 )
 _NO_PYTHON = "meshbook: no Python"
@@ -78,7 +69,7 @@ _HINTS = (
     ("Host key verification failed", "Connect once by hand and look at its key: ssh {host}"),
     ("Permission denied", "Nobody can type a password here: ssh {host} true must work without one, by a key."),
     ("Too many authentication failures", "Name the key: -- -i PATH, or IdentityFile in your ssh config."),
-    (_NO_FORWARD, "Its sshd must allow the way back: AllowTcpForwarding."),
+    ("remote port forwarding failed", "Its sshd must allow the way back: AllowStreamLocalForwarding yes."),
     ("Could not request local forwarding", "Leave out the forwards of your ssh config: -- -o ExitOnForwardFailure=no"),
     (_NO_PYTHON, "Name the interpreter that has meshbook there: --python PATH"),
     ("No module named 'meshbook", "Install meshbook for it there, or name another interpreter: --python PATH"),
@@ -110,10 +101,7 @@ class SSHLauncher:
         return SavedLauncher(self.name, host=self.hosts[0], python=self.python, options=self.options)
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        """Connect to all hosts at once; returns when each agent has its ticket.
-
-        Raises: SpawnError with the words of ssh when one cannot be reached; then none is left.
-        """
+        """Begin to connect to all hosts at once. Raises: OSError, SpawnError; then none is left."""
         if len(tickets) != len(self.hosts):
             raise UsageError(f"{len(self.hosts)} hosts were named, but {len(tickets)} are asked for.")
         reap_released()
@@ -121,7 +109,6 @@ class SSHLauncher:
         try:
             for host, ticket in zip(self.hosts, tickets, strict=True):
                 started.append(self._connect(host, ticket))
-            _await_tunnels(started)
         except BaseException:
             for each in started:
                 each.kill()
@@ -131,55 +118,50 @@ class SSHLauncher:
     def _connect(self, host: str, ticket: Ticket) -> SSHHost:
         if (client := shutil.which("ssh")) is None:
             raise SpawnError("there is no ssh on this machine; install it, as by: apt-get install openssh-client")
-        address = ticket.endpoint.removeprefix("tcp://")
+        tunnel = f"/tmp/meshbook-{os.urandom(12).hex()}"
+        way_back = f"{tunnel}:{ticket.endpoint.removeprefix('tcp://')}"
         log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
         with open_log(log) as output:
             process = subprocess.Popen(
-                [client, *_OURS, *self.options, *_DEFAULTS, "-R", f"0:{address}", host, _command(self.python)],
+                [client, *_OURS, *self.options, *_DEFAULTS, "-R", way_back, host, _command(self.python, tunnel)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        return SSHHost(host, process, log, ticket)
+        started = SSHHost(host, process, log)
+        started.give(
+            msgspec.structs.replace(
+                ticket,
+                name=host,
+                endpoint=f"ipc://{tunnel}",
+                by_tunnel=True,
+                shares_memory=False,
+                log_dir=f"{Path(ticket.session).name}/{ticket.host_id}",
+                session="",
+            )
+        )
+        return started
 
 
 class SSHHost:
-    """A host at the other end of an ssh client that is our child."""
+    """A host at the other end of an ssh client that is our child. log: what that says."""
 
-    def __init__(self, host: str, process: subprocess.Popen[bytes], log: Path, ticket: Ticket) -> None:
-        self.host = host
-        self._process, self._log, self._ticket = process, log, ticket
+    def __init__(self, host: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._host, self._process, self._log = host, process, log
         self.pid, self.started = process.pid, start_time(process.pid) or 0
 
-    def offer_ticket(self) -> bool:
-        """Give the agent its ticket if its tunnel is there; whether that was so. Raises: SpawnError."""
-        said = log_tail(self._log, _KEPT_LINES)
-        if (why := self.failure()) is not None:
-            raise SpawnError(f"host {self.host} did not start: {why}")
-        if _NO_FORWARD in said:
-            raise SpawnError(f"host {self.host} did not start: {_explain(self.host, said)}")
-        if (port := _PORT.search(said)) is None:
-            return False
-        ticket = msgspec.structs.replace(
-            self._ticket,
-            name=self.host,
-            endpoint=f"tcp://127.0.0.1:{port[1]}",
-            by_tunnel=True,
-            shares_memory=False,
-            log_dir=f"{Path(self._ticket.session).name}/{self._ticket.host_id}",
-            session="",
-        )
+    def give(self, ticket: Ticket) -> None:
+        """Give the agent its ticket, which lies with ssh until there is one."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended just now, and `failure` says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and `failure` says why
             self._process.stdin.write(encode_ticket(ticket) + b"\n")
             self._process.stdin.flush()
-        return True
 
     def failure(self) -> str | None:
         """How ssh has ended, in its own words; None while it runs."""
         status = self._process.poll()
-        return None if status is None else _describe_end(self.host, status, log_tail(self._log, _KEPT_LINES))
+        return None if status is None else _describe_end(self._host, status, log_tail(self._log, _KEPT_LINES))
 
     def close(self, timeout_s: float) -> None:
         """Wait for the agent, with which ssh ends, then end ssh, with which the agent ends; idempotent."""
@@ -220,30 +202,13 @@ class FoundSSHHost(FoundHost):
         return f"its ssh connection has ended{said and f': {said}'}"
 
 
-def _await_tunnels(hosts: Sequence[SSHHost]) -> None:
-    """Wait until each has its tunnel, and give it its ticket then. Raises: SpawnError."""
-    deadline = time.monotonic() + TUNNEL_S
-    waiting = list(hosts)
-    with contextlib.ExitStack() as stack:
-        poll = select.poll()
-        for host in hosts:
-            with contextlib.suppress(OSError):  # it has ended already, or there is no descriptor: then we only look
-                fd = os.pidfd_open(host.pid)
-                stack.callback(os.close, fd)
-                poll.register(fd, select.POLLIN)
-        while waiting := [host for host in waiting if not host.offer_ticket()]:
-            if time.monotonic() > deadline:
-                names = ", ".join(host.host for host in waiting)
-                raise SpawnError(f"host {names} did not start: no tunnel was there after {TUNNEL_S:g} s")
-            poll.poll(LOOK_S * 1000)
-
-
-def _command(python: str) -> str:
-    """What the user's shell over there, whichever that is, is to run."""
+def _command(python: str, tunnel: str) -> str:
+    """What the user's shell over there, whichever that is, is to run; the socket of the tunnel goes in any case."""
     pythons = [python] if python else [sys.executable, "python3"]
     words = " ".join(map(_quoted, pythons))
     names = shlex.quote(f"{_NO_PYTHON} at {' or '.join(pythons)}")
     script = (
+        f"trap 'rm -f {tunnel}' EXIT; "
         f'for p in {words}; do command -v "$p" >/dev/null 2>&1 && '
         f'{{ "$p" -m meshbook.launchers.templates {AGENT}; exit $?; }}; done; echo {names} >&2; exit 127'
     )

@@ -40,13 +40,26 @@ class HostMesh(MeshView):
     One host may have no axis.
     """
 
-    def __init__(self, controller: Controller, hosts: list[HostState], members: Members | None = None) -> None:
-        """hosts: all of them, of which ``members`` are these; by default it is one host, without axes."""
+    def __init__(
+        self,
+        controller: Controller,
+        hosts: list[HostState],
+        members: Members | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """hosts: all of them, of which ``members`` are these; by default it is one host, without axes.
+
+        env: what all that is spawned here gets.
+        """
         super().__init__(Region.of({}) if members is None else members)
-        self._controller, self._hosts = controller, hosts
+        self._controller, self._hosts, self._env = controller, hosts, _checked_variables(env)
 
     def _part(self, members: Members) -> HostMesh:
-        return HostMesh(self._controller, self._hosts, members)
+        return HostMesh(self._controller, self._hosts, members, self._env)
+
+    def with_environment(self, env: Mapping[str, str]) -> HostMesh:
+        """The same hosts, where processes get more of an environment. Raises: UsageError."""
+        return HostMesh(self._controller, self._hosts, self.members, {**self._env, **env})
 
     def __repr__(self) -> str:
         return f"HostMesh({format_sizes(self.sizes)})"
@@ -90,7 +103,7 @@ class HostMesh(MeshView):
             _check_bootstrap(bootstrap)
         name = "procs" if name is None else _checked_name(name)
         recipe = WorkerSpec.here(
-            device, _checked_modules(preload), torch, _checked_folder(cwd), _checked_variables(env)
+            device, _checked_modules(preload), torch, _checked_folder(cwd), {**self._env, **_checked_variables(env)}
         )
         hosts = self._await_hosts(owns_hosts)
         placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
@@ -129,6 +142,10 @@ class HostMesh(MeshView):
     def _present(self) -> list[HostState]:
         """The hosts, or those that have taken the places of lost ones."""
         return [self._hosts[rank].present() for rank in self.ranks]
+
+    def await_ready(self) -> None:
+        """Wait until all hosts are there; if one does not come, all of them end. Raises: SpawnError."""
+        self._await_hosts(True)
 
     def _await_hosts(self, owns_hosts: bool) -> list[HostState]:
         """Wait until all have dialled in; if one does not, those that are a mesh's alone end. Raises: SpawnError."""

@@ -241,14 +241,18 @@ def boot_clock() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def trim_logs(base: Path) -> None:
-    """Of sessions that have ended keep the newest logs within the bounds, and the very last in any case."""
+def trim_logs(base: Path, untouched_s: float = 0.0) -> None:
+    """Of sessions that have ended keep the newest logs within the bounds, and the very last in any case.
+
+    untouched_s: and those in which something was written so lately.
+    """
     ended = [folder for folder in base.iterdir() if not (runtime_base() / folder.name).exists()]
     left_bytes = KEPT_LOG_BYTES
     for number, folder in enumerate(sorted(ended, key=_modified, reverse=True)):
-        inside = os.walk(folder)  # which passes over what another session removes meanwhile
-        left_bytes -= sum(_size_bytes(Path(at, name)) for at, _, names in inside for name in names)
-        if number and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
+        inside = [Path(at, name) for at, _, names in os.walk(folder) for name in names]  # as far as others leave them
+        left_bytes -= sum(map(_size_bytes, inside))
+        lately = untouched_s and time.time() - max(map(_modified, [folder, *inside])) < untouched_s
+        if number and not lately and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
             if folder.is_file():  # of an agent whose program was killed before there was a session
                 folder.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)

@@ -237,7 +237,7 @@ class ZmqLane(Lane):
         self._loop: EventLoop | None = None
         self._watch: Watch | None = None
         self._fd = -1
-        self._is_connected = False
+        self._is_connected, self._by_tunnel = False, ticket.by_tunnel
         self.may_read = True
         try:
             self._dial(ticket, lane)
@@ -270,7 +270,9 @@ class ZmqLane(Lane):
                 self._fd = value
             else:
                 self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if self._is_connected and (connection := borrow(self._fd)) is not None:
+        if self._is_connected and self._by_tunnel:
+            self.answered = time.monotonic()  # its other end is here, and goes with the machine that it leads to
+        elif self._is_connected and (connection := borrow(self._fd)) is not None:
             with connection:
                 self.answered = last_answer(connection, self.answered)
 

@@ -46,6 +46,12 @@ def mesh(there: SshHosts) -> Iterator[ProcMesh]:
         yield procs
 
 
+def tunnel_of(procs: ProcMesh, host: int) -> Path:
+    """The end over there of the way back."""
+    words = client_of(procs, host).cmdline()
+    return Path(words[words.index("-R") + 1].partition(":")[0])
+
+
 def client_of(procs: ProcMesh, host: int) -> psutil.Process:
     return psutil.Process(procs._mesh.hosts[host].launched.pid)
 
@@ -108,10 +114,13 @@ def test_a_killed_ssh_client_is_a_lost_host_and_heal_starts_it_again_on_its_own_
     there: SshHosts, mesh: ProcMesh, watch: Callable[[list[psutil.Process]], None]
 ) -> None:
     mesh.run("kept = rank").get(60)
+    tunnel = tunnel_of(mesh, 1)
+    assert tunnel.is_socket() and tunnel.stat().st_mode & 0o077 == 0
     theirs = [agent_of(mesh, 1), *agent_of(mesh, 1).children(recursive=True)]
     watch(theirs)
     assert "nodeB" in lose_second(mesh, client_of(mesh, 1).kill)
     assert psutil.wait_procs(theirs, timeout=20)[1] == [], "the agent ends with its connection, and its workers with it"
+    assert not tunnel.exists()
     assert str(mesh.heal()).startswith('mesh "procs": host nodeB started again, rank 1 started again')
     assert "nodeB" in client_of(mesh, 1).cmdline() and mesh.hosts == ("nodeA", "nodeB")
     code = "import os; (os.environ['GREETING'], os.getcwd(), globals().get('kept'))"
@@ -120,8 +129,10 @@ def test_a_killed_ssh_client_is_a_lost_host_and_heal_starts_it_again_on_its_own_
 
 
 def test_a_killed_agent_is_told_from_a_lost_connection(mesh: ProcMesh) -> None:
+    tunnel, shell = tunnel_of(mesh, 1), agent_of(mesh, 1).parent()
     said = lose_second(mesh, agent_of(mesh, 1).kill)
     assert "nodeB" in said and "its agent ended (killed by SIGKILL" in said
+    assert shell is not None and not psutil.wait_procs([shell], timeout=20)[1] and not tunnel.exists()
     mesh.heal()
     assert mesh.run("rank").get(60).values() == [0, 1]
 
@@ -286,6 +297,12 @@ def test_versions_that_differ(there: SshHosts, tmp_path: Path, patch: str, said:
     assert said in refusal(there, "nodeA", python=python_of_another_time(tmp_path, patch))
 
 
+def test_a_way_back_that_is_not_there(there: SshHosts) -> None:
+    """As where the daemon does not allow it, and the user has told ssh to go on."""
+    said = refusal(there, "nodeA", options=("-o", "ClearAllForwardings=yes", "-o", "ExitOnForwardFailure=no"))
+    assert "no tunnel at /tmp/meshbook-" in said and "AllowStreamLocalForwarding" in said
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -295,9 +312,8 @@ def test_versions_that_differ(there: SshHosts, tmp_path: Path, patch: str, said:
     ],
 )
 def test_options_that_ssh_does_not_take(there: SshHosts, options: tuple[str, ...], said: str) -> None:
-    launcher = SSHLauncher(["nodeA"], options=options)
     with pytest.raises(SpawnError) as told:
-        start_hosts({"hosts": 1}, launcher)
+        start_hosts({"hosts": 1}, SSHLauncher(["nodeA"], options=options)).spawn_procs(owns_hosts=True)
     assert said in str(told.value)
 
 
@@ -347,7 +363,7 @@ def test_an_interrupt_while_hosts_are_waited_for_leaves_none(there: SshHosts) ->
     thread = threading.Thread(target=press)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        launch(there, "nodeA", "silent")
+        launch(there, "nodeA", "silent").spawn_procs(torch=False, owns_hosts=True)
     thread.join()
     there.await_quiet()
     assert not [child for child in me.children() if child.name() == "ssh"]

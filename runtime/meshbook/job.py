@@ -1,0 +1,10 @@
+"""Monarch's names for hosts that are started together: ``from meshbook.job import SSHJob``.
+
+A module of its own because programs import it by this name, as they import ``monarch.job``.
+"""
+
+from __future__ import annotations
+
+from meshbook.mesh.jobs import JobState, JobTrait, LocalJob, ProcessJob, SSHJob
+
+__all__ = ["JobState", "JobTrait", "LocalJob", "ProcessJob", "SSHJob"]

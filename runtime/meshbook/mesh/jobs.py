@@ -1,0 +1,202 @@
+"""Monarch's jobs: hosts by name, started together, each name a HostMesh.
+
+    job = SSHJob(ssh_args=("-p", "2222"))
+    job.add_mesh("trainers", ["nodeA", "nodeB"])
+    procs = job.state().trainers.spawn_procs({"gpus": 8})
+    job.kill()
+
+The hosts of a job have the axis ``hosts``, and live until `JobTrait.kill` or the end of the program. A job is not kept
+in a file: another program takes meshes over by `meshbook.attach`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from meshbook.errors import UsageError
+from meshbook.formatting import did_you_mean
+from meshbook.launchers.base import Launcher
+from meshbook.launchers.local import LocalLauncher
+from meshbook.mesh.driven import start_hosts, this_host
+from meshbook.mesh.host_mesh import HostMesh
+
+HOSTS = "hosts"
+
+
+class JobState:
+    """The hosts of a job: ``state.trainers`` is the HostMesh of that name."""
+
+    def __init__(self, hosts: Mapping[str, HostMesh]) -> None:
+        self._hosts = dict(hosts)
+
+    def __getattr__(self, name: str) -> HostMesh:
+        if name.startswith("_") or name not in self._hosts:
+            names = list(self._hosts) if not name.startswith("_") else []
+            raise AttributeError(
+                f'the job has no hosts "{name}"; it has {", ".join(names)}.{did_you_mean(name, names)}'
+            )
+        return self._hosts[name]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._hosts})
+
+    def __repr__(self) -> str:
+        return f"JobState({', '.join(f'{name}={hosts!r}' for name, hosts in self._hosts.items())})"
+
+
+class JobTrait(ABC):
+    """A job: what it is to have, and once it was applied, its hosts."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, HostMesh] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether it has hosts now."""
+        return self._hosts is not None
+
+    def apply(self, client_script: str | None = None) -> None:
+        """Start the hosts, unless they are there. Raises: SpawnError; then none of them is left.
+
+        client_script: there is no batch mode, so None.
+        """
+        if client_script is not None:
+            raise UsageError("there is no batch mode: start the script by itself, and have it apply the job.")
+        if self._hosts is None:
+            self._hosts = self._create()
+
+    def state(self, cached_path: str | None = None) -> JobState:
+        """The hosts, started where they are not there; a lost one is started again in its place. Raises: SpawnError.
+
+        cached_path: jobs are not kept in files, so None.
+        """
+        if cached_path is not None:
+            raise UsageError(
+                "a job is not kept in a file, so cached_path is None: the meshes of a program that ends live on after "
+                "meshbook.detach(), and another one has them by meshbook.attach()."
+            )
+        self.apply()
+        assert self._hosts is not None
+        for hosts in self._hosts.values():
+            hosts.replace_lost()
+        return JobState(self._hosts)
+
+    def kill(self) -> None:
+        """End the hosts, and every mesh on them. Idempotent."""
+        hosts, self._hosts = self._hosts or {}, None
+        for each in hosts.values():
+            self._end(each)
+
+    @abstractmethod
+    def can_run(self, spec: JobTrait) -> bool:
+        """Whether the hosts that it has are those that ``spec`` asks for."""
+
+    @abstractmethod
+    def _create(self) -> dict[str, HostMesh]:
+        """Start the hosts. Raises: SpawnError; then none is left."""
+
+    def _end(self, hosts: HostMesh) -> None:
+        hosts.stop()
+
+
+class LocalJob(JobTrait):
+    """This machine under one or several names: a stand-in for a job on others."""
+
+    def __init__(self, hosts: Sequence[str] = ("hosts",)) -> None:
+        super().__init__()
+        self._names = _checked_names(hosts)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, LocalJob) and spec._names == self._names
+
+    def _create(self) -> dict[str, HostMesh]:
+        return {name: this_host() for name in self._names}
+
+    def _end(self, hosts: HostMesh) -> None:
+        pass  # others have meshes there too
+
+
+class ProcessJob(JobTrait):
+    """Hosts that are agents on this machine, each as if it were alone there; to try what several hosts do."""
+
+    def __init__(self, meshes: Mapping[str, int], env: Mapping[str, str] | None = None) -> None:
+        """meshes: how many hosts by name. env: more of an environment for what is spawned there."""
+        super().__init__()
+        _checked_names(meshes)
+        for name, count in meshes.items():
+            if not isinstance(count, int) or count < 1:
+                raise UsageError(f'hosts are counted from 1, as in {{"{name}": 2}}, not {count!r}.')
+        self._meshes, self._env = dict(meshes), dict(env or {})
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, ProcessJob) and self.active and (spec._meshes, spec._env) == (self._meshes, self._env)
+
+    def _create(self) -> dict[str, HostMesh]:
+        wanted = {name: (count, LocalLauncher(separate_hosts=True)) for name, count in self._meshes.items()}
+        return {name: hosts.with_environment(self._env) for name, hosts in _start(wanted).items()}
+
+
+class SSHJob(JobTrait):
+    """Hosts by ssh, which `add_mesh` names (`meshbook.launchers.ssh`)."""
+
+    def __init__(self, python_exe: str | None = None, ssh_args: Sequence[str] = ()) -> None:
+        """python_exe: the interpreter there; by default the path of our own where there is one, else ``python3``.
+
+        ssh_args: options of ssh.
+        """
+        super().__init__()
+        self._python, self._options = python_exe, tuple(ssh_args)
+        self._meshes: dict[str, tuple[str, ...]] = {}
+
+    def add_mesh(self, name: str, hosts: Sequence[str]) -> None:
+        """Have ``hosts``, as ssh calls them, under a name. Raises: UsageError once the job was applied."""
+        if self.active:
+            raise UsageError(f'the job has its hosts already; kill() it, then add "{name}".')
+        _checked_names([name])
+        self._meshes[name] = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, SSHJob) and self.active and spec._spec == self._spec
+
+    @property
+    def _spec(self) -> object:
+        return self._meshes, self._python, self._options
+
+    def _create(self) -> dict[str, HostMesh]:
+        from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
+
+        if not self._meshes:
+            raise UsageError('the job has no hosts: add_mesh("trainers", ["nodeA", "nodeB"]).')
+
+        return _start(
+            {
+                name: (len(hosts), SSHLauncher(hosts, python=self._python, options=self._options))
+                for name, hosts in self._meshes.items()
+            }
+        )
+
+
+def _start(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
+    """Start hosts, so many by each launcher. Raises: SpawnError; then none is left."""
+    started: dict[str, HostMesh] = {}
+    try:
+        for name, (count, launcher) in wanted.items():
+            started[name] = start_hosts({HOSTS: count}, launcher)
+        for hosts in started.values():
+            hosts.await_ready()
+    except BaseException:
+        for hosts in started.values():
+            hosts.stop()
+        raise
+    return started
+
+
+def _checked_names(names: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
+    """Raises: UsageError."""
+    for name in (found := (names,) if isinstance(names, str) else tuple(names)):
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            raise UsageError(f"hosts are named by an identifier, as in state.trainers, not {name!r}.")
+    if not found:
+        raise UsageError("name the hosts of the job.")
+    return found
