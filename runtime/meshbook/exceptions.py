@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from meshbook.errors import HostLost, MeshError, WorkerLost
 from meshbook.tensors.op_failures import TensorError
-from meshbook.tensors.recovery import TensorLost, ViewLost
+from meshbook.tensors.recovery import TensorLost, TensorTorn, ViewLost
 
 DeviceMeshError = MeshError
 """A rank ended, an operation on the ranks failed, a mesh was stopped: all of them are this."""
 
-__all__ = ["DeviceMeshError", "HostLost", "TensorError", "TensorLost", "ViewLost", "WorkerLost"]
+__all__ = ["DeviceMeshError", "HostLost", "TensorError", "TensorLost", "TensorTorn", "ViewLost", "WorkerLost"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from meshbook.errors import CallFailed, MeshError
 from meshbook.tensors.op_failures import FailedOperations, Families, Issued
-from meshbook.tensors.operations import OperationFailed, TensorId, find_operator, gives_alias
+from meshbook.tensors.operations import OperationFailed, TensorId, Write, find_operator, gives_alias
 from meshbook.tensors.replays import Turn, as_named
 
 STEP = "a recorded step"
@@ -127,8 +127,11 @@ class Window(NamedTuple):
         for number, each, _ in self.each():
             if number in refused and number not in self.refused and number not in self.turns:
                 failures.lost.update(dict.fromkeys(each.results, refused[number]))
-                where = failures.unwritten if number >= undone_from else failures.unsure
-                where.update(dict.fromkeys(families.of(each.written), refused[number]))
+                written = families.of(each.written)
+                if number >= undone_from:
+                    failures.unwritten.update(dict.fromkeys(written, refused[number]))
+                else:
+                    failures.doubt(written, refused[number], Write(number))
 
 
 def _failures(error: MeshError) -> list[OperationFailed | None]:

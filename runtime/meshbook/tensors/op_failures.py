@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from meshbook.errors import MeshError
 from meshbook.tensors.issued_lines import CodeLine, name_code_line
-from meshbook.tensors.operations import HaltedAt, TensorId
+from meshbook.tensors.operations import HaltedAt, TensorId, Write
 
 OVERWRITING = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
 """After these it does not matter what a tensor was."""
@@ -71,6 +71,8 @@ class FailedOperations:
         """Tensors that could not be made."""
         self.unsure: dict[TensorId, MeshError] = {}
         """Tensors that were written to by what failed: on some ranks perhaps, on others not."""
+        self.writes: dict[TensorId, list[Write]] = {}
+        """By which operations those were written to; by none after a repair: nobody can tell any more."""
         self.unwritten: dict[TensorId, MeshError] = {}
         """Tensors that are as they were, on all ranks, though they were to be written."""
 
@@ -78,12 +80,18 @@ class FailedOperations:
     def exist(self) -> bool:
         return bool(self.lost or self.unsure or self.unwritten)
 
+    def doubt(self, numbers: Iterable[TensorId], error: MeshError, write: Write) -> None:
+        """Some ranks may have written to tensors where others have not."""
+        for number in numbers:
+            self.unsure[number] = error
+            self.writes.setdefault(number, []).append(write)
+
     def find(self, numbers: Sequence[TensorId], overwritten: Collection[TensorId] = ()) -> MeshError | None:
         """What has to be told before these are read; of a write that nobody did, once."""
         for number in numbers:
             if number in overwritten and number not in self.lost:
-                self.unsure.pop(number, None)
-                self.unwritten.pop(number, None)
+                for each in (self.unsure, self.writes, self.unwritten):
+                    each.pop(number, None)
                 continue
             error = self.lost.get(number) or self.unsure.get(number)
             if error is None:
@@ -99,5 +107,5 @@ class FailedOperations:
         """Nobody has these any more."""
         if self.exist:
             for number in numbers:
-                for each in (self.lost, self.unsure, self.unwritten):
+                for each in (self.lost, self.unsure, self.writes, self.unwritten):
                     each.pop(number, None)

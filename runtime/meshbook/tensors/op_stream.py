@@ -37,6 +37,7 @@ from meshbook.tensors.operations import (
     OperationBatch,
     Template,
     TensorId,
+    Write,
 )
 from meshbook.tensors.replays import RepeatedStep, Replays, Turn, as_named
 
@@ -321,8 +322,17 @@ class OpStream:
         while self._underway or self._halted:
             self._settle()
 
-    def renew(self, whole: Collection[TensorId], lost: Mapping[TensorId, MeshError]) -> None:
+    @property
+    def doubtful(self) -> Mapping[TensorId, Sequence[Write]]:
+        """Tensors that some ranks may have written to where others have not, and by which operations."""
+        return self._failures.writes
+
+    def renew(
+        self, whole: Collection[TensorId], lost: Mapping[TensorId, MeshError], torn: Mapping[TensorId, MeshError]
+    ) -> None:
         """After a repair: what is ``whole`` again, equal on the ranks that hold the same part, and what is gone.
+
+        torn: of which some parts were written, and others not.
 
         What was made while a rank died is whole where nothing else has failed: the others went on as far as they could.
         """
@@ -331,7 +341,8 @@ class OpStream:
             if not isinstance(lost_ones.get(number), TensorError):
                 lost_ones.pop(number, None)
         lost_ones.update(lost)
-        self._failures.unsure.clear()
+        self._failures.unsure = dict(torn)
+        self._failures.writes = {number: [] for number in torn}
         self._forget_told()
         self._replays.decide(self.ask("stepped").get().values() if self._replays.are_undecided else ())
 
@@ -405,7 +416,7 @@ class OpStream:
             elif error is not None:
                 self._forget_told()
                 _, cause, is_said = Window(0, oldest.issued or [("", None, ())], []).first_failed(error)
-                self._replays.note_lost(cause.error, oldest.issued, None, is_said=is_said)
+                self._replays.note_lost(cause.error, oldest.issued, is_said=is_said)
 
     def _forget_told(self) -> None:
         """A rank that is new, or was interrupted before it began, has not read what it was sent."""
@@ -458,7 +469,7 @@ class OpStream:
                     within = causes[number].within if number in causes else 0
                     # a rank that lives, and did not do what is before a step, has not begun with the step
                     said = bool(told) or (is_said if number == begin else isinstance(errors[0], CallFailed))
-                    self._replays.note_lost(refused[number], turn.step.issued, turn, within, is_said=said)
+                    self._replays.note_lost(refused[number], turn.step.issued, turn, number, within, is_said=said)
             window.note(self._failures, refused, families, undone_from)
             self._resumed += 1
             if told:

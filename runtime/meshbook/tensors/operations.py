@@ -151,6 +151,27 @@ class LocalPart(NamedTuple):
     """The tensor in whose memory it lies, and how many elements behind its beginning."""
 
 
+class Undone(NamedTuple):
+    """Operations that a rank has not done, one behind the other, and never will."""
+
+    first: int
+    end: int
+    """The number behind the last."""
+    within: int = 0
+    """Of the first, if that is a recorded step: how many of its operations were done."""
+
+    def has(self, write: Write) -> bool:
+        return self.first <= write.number < self.end and (write.number > self.first or write.within >= self.within)
+
+
+class Write(NamedTuple):
+    """An operation that wrote to a tensor, or was to."""
+
+    number: int
+    within: int = 0
+    """Its place in a recorded step."""
+
+
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A part of a tensor: where it begins and ends along each dim."""
 

@@ -29,6 +29,7 @@ from meshbook.tensors.operations import (
     Replay,
     Template,
     TensorId,
+    Undone,
     Use,
 )
 from meshbook.tensors.operator_rules import CompiledTemplate
@@ -92,6 +93,8 @@ class RankBatches:
         self._left: list[_Left] = []
         """What this rank goes on with when it is told to, if it has halted."""
         self._halted_by = OperationFailed(0, "", "", "")
+        self._undone: list[Undone] = []
+        """What was left out since the last repair."""
 
     def run(self, batch: OperationBatch) -> dict[TensorId, str]:
         """Do what a batch says; returns which results failed, and why. Raises: OperationFailed, Missed."""
@@ -148,6 +151,12 @@ class RankBatches:
         """
         for number in lost.keys() & self._tensors.keys():
             self.give_up(number, lost[number])
+        now = self._undone_before(self._next)
+        self._undone += [
+            now._replace(end=each + 1) if each == now.first else Undone(each, each + 1)
+            for each in refused
+            if each >= now.first
+        ]
         left, self._left = self._left, []
         return self._go_on(left, refused)
 
@@ -156,11 +165,25 @@ class RankBatches:
 
         Every call says so, since the one that told it may be the one that an interrupt kept from this rank.
         """
+        undone = self._undone_before(decided)
+        if undone.first >= decided:
+            return
+        self._undone.append(undone)
         self._next = max(self._next, decided)
-        if self._left and self._left[0].number < decided:
+        if self._left:
             left, self._left = self._left, []
             refused = {at: str(self._halted_by) for each in left for at in range(each.first, each.end)}
             self._go_on(left, refused)
+
+    def _undone_before(self, end: int) -> Undone:
+        if not self._left:
+            return Undone(self._next, end)
+        now = self._left[0]
+        return Undone(now.number, end, now.done if now.replay is not None else 0)
+
+    def undone(self) -> list[Undone]:
+        """What this rank has not done, and never will, since it last agreed with the others in a repair."""
+        return self._undone
 
     def _go_on(self, left: Sequence[_Left], refused: Mapping[int, str]) -> dict[TensorId, str]:
         failed: dict[TensorId, str] = {}

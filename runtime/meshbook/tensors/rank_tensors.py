@@ -195,6 +195,7 @@ class RankTensors(RankBatches):
         me = dist.get_rank()
         for number in lost.keys() & self._tensors.keys():
             self.give_up(number, lost[number])
+        self._undone.clear()
         for number, source, target, part in transfers:
             held = self._tensors.get(number)
             if part.shares is not None:
@@ -290,5 +291,5 @@ def ask(name: str, decided: int, method: str, *args: Any) -> Any:
     return getattr(found, method)(*args)
 
 
-ALWAYS = ("run", "replay", "progress", "resume", "take", "place", "make", "stepped")
+ALWAYS = ("run", "replay", "progress", "undone", "resume", "take", "place", "make", "stepped")
 """Methods that do not wait for ranks, or know what to do when this one has halted."""

@@ -7,15 +7,16 @@ a rank ended may have been written on some of them only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from meshbook.errors import MeshError
 from meshbook.formatting import name_ranks
 from meshbook.tensors.local_ranks import EachItsOwn
+from meshbook.tensors.op_failures import Families
 from meshbook.tensors.op_stream import OpStream
-from meshbook.tensors.operations import LocalPart, PartTransfer, TensorId
+from meshbook.tensors.operations import LocalPart, PartTransfer, TensorId, Undone, Write
 
 
 class TensorLost(MeshError):
@@ -50,6 +51,16 @@ class OwnTensorsLost(TensorLost):
         )
 
 
+class TensorTorn(MeshError):
+    """Some parts of a tensor were written by operations that other parts have not seen."""
+
+    def __str__(self) -> str:
+        return (
+            "ranks ended while this tensor was being written, so some of its parts are newer than others: overwrite it "
+            "(copy_, zero_, fill_), make it again, or restore it from a checkpoint"
+        )
+
+
 class ViewLost(MeshError):
     """A view across the parts of a tensor, made before ranks were replaced, which do not know what it is of."""
 
@@ -64,6 +75,8 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
     lost: dict[TensorId, MeshError] = dict.fromkeys(
         (number for _, given_up in told.values() for number in given_up), ViewLost()
     )
+    torn: dict[TensorId, MeshError] = {}
+    writes = _Writes(stream)
     transfers: list[PartTransfer] = []
     known = {number: part for parts in held.values() for number, part in parts.items()}
     for number in sorted(known.keys() - lost.keys(), key=lambda number: (known[number].shares is not None, number)):
@@ -77,11 +90,13 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
             continue
         missing: list[int] = []
         found: list[PartTransfer] = []
+        sources: set[int] = set()
         for ranks in _equal_parts(part, stream.procs.ranks, axes):
             source = next((rank for rank in ranks if number in held[rank]), None)
             if source is None:
                 missing += ranks
             else:
+                sources.add(source)
                 found += [PartTransfer(number, source, rank, held[source][number]) for rank in ranks if rank != source]
         if missing and any(isinstance(each, EachItsOwn) for each in part.placements):
             lost[number] = OwnTensorsLost(missing, [rank for rank in held if rank not in missing], number)
@@ -89,9 +104,37 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
             lost[number] = TensorLost(missing, ", ".join(map(repr, part.placements)))
         else:
             transfers += found
+            if writes.tear(number, sources):
+                torn[number] = TensorTorn()
     given_up = {number: str(error) for number, error in lost.items() if not isinstance(error, OwnTensorsLost)}
     stream.send("transfer", transfers, given_up).get()  # with nothing before it that frees what is to be transferred
-    stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost)
+    stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost, torn)
+
+
+class _Writes:
+    """What was written to tensors by operations that not all ranks have done."""
+
+    def __init__(self, stream: OpStream) -> None:
+        self._writes = stream.doubtful
+        self._undone: dict[int, Sequence[Undone]] = {}
+        if self._writes:
+            self._families = Families(stream.ask("progress", list(self._writes)).get().values())
+            told = stream.ask("undone").get().values()
+            self._undone = dict(zip(stream.procs.ranks, told, strict=True))
+
+    def tear(self, number: TensorId, sources: Collection[int]) -> bool:
+        """Whether a tensor whose parts come from these ranks was written on some of them and not on others."""
+        if not self._writes or len(sources) < 2:
+            return False
+        written = [self._writes[each] for each in self._families.of([number]) if each in self._writes]
+        if [] in written:
+            return True
+        writes = [write for each in written for write in each]
+        undone = [{write for write in writes if self._has_not_done(source, write)} for source in sources]
+        return any(each != undone[0] for each in undone)
+
+    def _has_not_done(self, rank: int, write: Write) -> bool:
+        return any(each.has(write) for each in self._undone[rank])
 
 
 def _equal_parts(part: LocalPart, ranks: Sequence[int], axes: Mapping[str, int]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 import meshbook
 from meshbook import ProcMesh, errors, heal_mesh, this_host
 from meshbook.distributed import Mesh, show_plan
-from meshbook.exceptions import DeviceMeshError, TensorError, TensorLost, ViewLost
+from meshbook.exceptions import DeviceMeshError, TensorError, TensorLost, TensorTorn, ViewLost
 
 
 class Attention(nn.Module):
@@ -246,6 +246,34 @@ def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
         optimizer.step()
         wanted.append(loss.item())
     assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def test_what_some_ranks_had_written_when_another_ended_is_refused_after_the_repair() -> None:
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
+        mesh = Mesh(procs)
+        x, alike = (meshbook.zeros(4, 4, mesh=mesh, sharding_spec=[None, spec]) for spec in ("tp", None))
+        cut = meshbook.ones(4, 4, mesh=mesh, sharding_spec=["dp", "tp"])
+        row = x[0]
+        assert x.sum().item() + alike.sum().item() + cut.sum().item() == 16.0
+        ended = procs.slice(dp=1, tp=1).run("import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)")
+        cut.redistribute([None, "tp"])  # in which one of the ranks that live waits for the one that does not
+        for each in (x, alike):
+            each.add_(1)
+        for future in (x.sum().item, lambda: ended.get(20)):
+            with pytest.raises(errors.WorkerLost):
+                future()
+        for _ in range(2):
+            heal_mesh(mesh)
+            for each in (x, row):
+                with pytest.raises(TensorTorn, match="newer than others"):
+                    each.tolist()
+            assert alike.full_tensor().unique().tolist() in ([0.0], [1.0])
+            os.kill(procs.status()[3].pid, signal.SIGKILL)
+            with pytest.raises(errors.WorkerLost):
+                alike.sum().item()
+        heal_mesh(mesh)
+        x.zero_()
+        assert x.add_(1).tolist() == [[1.0] * 4] * 4
 
 
 def test_an_optimizer_steps_after_a_repair_that_ended_a_view_of_a_gradient() -> None:
