@@ -165,8 +165,14 @@ class AgentMesh:
                     self._calls[query.id] = _OpenCall({worker.rank for worker in members}, False)
                 for worker in members:
                     worker.urgent.send([wire.encode(query)])
-            case wire.AskProcesses():
-                answer({worker.rank: _state_of(worker.pid) for worker in members if worker.pid})
+            case wire.AskProcesses(in_order):
+                states = {worker.rank: _state_of(worker.pid) for worker in members if worker.pid}
+                if in_order:
+                    for worker in members:
+                        worker.read_waiting()
+                    self._uplink.send(agents_answer(query.id, states))
+                else:
+                    answer(states)
             case wire.AskStacks() as asked:
                 OutsideStacks(self._loop, members, asked, answer).start()
             case wire.ReadLogs() as asked:

@@ -19,7 +19,7 @@ from meshbook.system.exits import describe_end, reap
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import READ_BYTES, Buffer, MessageSocket, pack
+from meshbook.wire.frames import FIRST_READ_BYTES, READ_BYTES, Buffer, MessageSocket, pack
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
@@ -95,6 +95,12 @@ class WorkerLane:
         """Deliver every message that is there."""
         while self._on_readable():
             pass
+
+    def read_waiting(self) -> None:
+        """Deliver what is there now: at most what a socket holds, so that who writes on and on holds nobody up."""
+        for _ in range(1 + READ_BYTES // min(self._read_bytes, FIRST_READ_BYTES)):
+            if not self._on_readable():
+                break
 
     def _on_readable(self) -> bool:
         """Take in what has come, as far as it is one turn's; whether there may be more."""
@@ -203,6 +209,11 @@ class AgentWorker:
     def has_ended(self) -> bool:
         """Whether it has ended, or was told to: nothing is for it any more."""
         return self.phase in (WorkerPhase.LEAVING, WorkerPhase.DEAD)
+
+    def read_waiting(self) -> None:
+        """Take the messages that the worker has sent by now, among them its answers."""
+        self.calls.read_waiting()
+        self.mail.read_waiting()
 
     def drain(self) -> None:
         """Read what the worker has written to its pipes so far."""

@@ -6,7 +6,7 @@ rank that runs and has not answered may be about to fail as well, until it has h
 sleep, wait in collectives or compute something, nobody will.
 
     failure ──> which ranks run? ──some may fail──> `LOOK_S`, ask again
-                      └──none──> what they had said before is here within `LOOK_S` ──> the error
+                      └──none──> the error: what they had said by then came before the answer
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class StateSource(Protocol):
     """Who can ask the agents of a mesh."""
 
     def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        """Call ``on_done`` with the states of their processes, of those that are known."""
+        """Call ``on_done`` with the states of their processes, of those that are known.
+
+        What ranks had answered when their states were read has come by then.
+        """
 
 
 class FailingCall:
@@ -77,10 +80,10 @@ class FailingCall:
         return False
 
     def _on_states(self, states: Mapping[int, wire.ProcessState]) -> None:
-        self._asking, soon = False, time.monotonic() + LOOK_S
-        self._look_at = soon
+        self._asking, now = False, time.monotonic()
+        self._look_at = now + LOOK_S
         if not any(self._may_fail(rank, states.get(rank)) for rank in self._call.waiting):
-            self._tell_at = min(self._tell_at, soon)
+            self._tell_at = min(self._tell_at, now)
 
     def _may_fail(self, rank: int, told: wire.ProcessState | None) -> bool:
         if told is None:

@@ -90,11 +90,12 @@ class GroupRecovery:
         return later
 
     def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        """Ask the agents which of ``ranks`` run."""
+        """As in `StateSource`: asked behind the calls, so that ranks which have not had theirs yet run then."""
         question = OpenQuestion(
             self._next_id(), self._mesh.id, wire.ProcessState, timeout_s, lambda done: on_done(done.told)
         )
-        put(self._calls, question, self._mesh, self._mesh.by_host(ranks), wire.AskProcesses())
+        asked = wire.AskProcesses(in_order=True)
+        put(self._calls, question, self._mesh, self._mesh.by_host(ranks), asked, in_order=True)
 
     # ---- the clock ------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,9 @@ _PR_SET_PTRACER = 0x59616D61
 MEMORY_VARIABLE = "MESHBOOK_MEMORY"
 """In the environment of hosts that act as if they were alone on their machine: tells them apart."""
 
+STAT_BYTES = 1024
+"""More than proc(5)'s stat takes: a name of at most 64 bytes and some fifty numbers."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -68,10 +71,22 @@ def thread_count() -> int:
 
 def _stat(pid: int, proc: Path = Path("/proc")) -> list[bytes]:
     """The fields of proc(5)'s stat from the third on; none when there is no such process."""
+    return _read_stat(f"{proc}/{pid}/stat").split()
+
+
+def _read_stat(path: str) -> bytes:
+    """What `_stat` splits. Without `pathlib` and buffers: the error of a call waits for that of each thread."""
     try:
-        return (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return b""
+    try:
+        text = os.read(fd, STAT_BYTES)
+    except ProcessLookupError:
+        return b""
+    finally:
+        os.close(fd)
+    return text[text.rfind(b")") + 2 :]
 
 
 def start_time(pid: int) -> int | None:
@@ -88,15 +103,14 @@ def process_state(pid: int) -> str:
 
     R runs, S sleeps, D sleeps in uninterruptible I/O, T was stopped by a signal, t by a debugger, Z has ended.
     """
-    stat = _stat(pid)
-    return stat[0].decode() if stat else ""
+    return _read_stat(f"/proc/{pid}/stat")[:1].decode()
 
 
 def some_thread_runs(pid: int) -> bool:
     """Whether a thread of ``pid`` runs, or waits for a processor."""
-    tasks = Path(f"/proc/{pid}/task")
+    tasks = f"/proc/{pid}/task"
     try:
-        return any(_stat(int(tid), tasks)[:1] == [b"R"] for tid in os.listdir(tasks))
+        return any(_read_stat(f"{tasks}/{tid}/stat").startswith(b"R") for tid in os.listdir(tasks))
     except OSError:
         return False
 

@@ -253,6 +253,9 @@ class ProcessState(NamedTuple):
 class AskProcesses(_Message, frozen=True, tag="ps?"):
     """The `ProcessState` of each rank; known also when no thread of a rank can answer."""
 
+    in_order: bool = False
+    """Answered among the replies, behind those of ranks that had sent theirs when their states were read."""
+
 
 class AskStacks(_Message, frozen=True, tag="stacks?"):
     """The stacks of workers, read from outside within ``wait_s``, as `RankDump`.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import pytest
+from patience import wait_until
 
 from meshbook import ProcMesh, errors, this_host
-from meshbook.calls.call import OpenCall
+from meshbook.calls.call import CallFuture, OpenCall
 from meshbook.calls.failing import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall, OnStates
 from meshbook.concurrency.future import Future
 from meshbook.shape.members import Region
+from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
 
 RANKS = 4
@@ -52,7 +57,7 @@ def test_it_is_told_at_once_when_no_other_rank_runs() -> None:
     assert [ranks for ranks, _ in agents.asked] == [{1, 2, 3}]
     assert not failing.is_ripe(time.monotonic() + 0.1)  # one question at a time
     tell(agents, r1=("S", 1.0), r2=("S", 1.0), r3=("T", 1.0))
-    assert failing.is_ripe(time.monotonic() + 0.002) and len(agents.asked) == 1
+    assert failing.is_ripe(time.monotonic()) and len(agents.asked) == 1
 
 
 def test_it_waits_for_ranks_that_run_until_they_have_had_time_to_fail() -> None:
@@ -107,6 +112,38 @@ def test_eight_ranks_that_fail_together_are_one_error_on_a_loaded_machine(eight:
         for load in loads:
             load.kill()
             load.wait()
+
+
+def raise_when_told(told: str, raises: str) -> None:
+    from pathlib import Path
+
+    with open(told) as pipe:
+        pipe.read()
+    Path(raises).touch()
+    raise ValueError("told to")
+
+
+def test_what_ranks_had_answered_is_here_before_their_states(eight: ProcMesh, tmp_path: Path) -> None:
+    os.mkfifo(told := tmp_path / "told")
+    controller, mesh = eight._controller, eight._mesh
+    recovery = controller.ask(lambda: controller._dispatcher.groups_of(mesh))
+    agent, rank = mesh.hosts[0].hello, eight.status()[0].pid
+    assert agent is not None
+    future = eight.slice(gpus=0).execute(raise_when_told, str(told), str(tmp_path / "raises"))
+    assert isinstance(future, CallFuture)
+    failed: Future[bool] = Future()
+    with told.open("w"):  # opens when the rank does
+        os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: (tmp_path / "raises").exists())
+        wait_until(lambda: all(process_state(rank) == "S" for _ in range(20)))
+        controller.ask(lambda: recovery.ask_states([0], 30, lambda states: failed.set_result(future.call.failed)))
+        controller.ask(int)  # the question has gone out
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
+    assert failed.get(30)
+    with pytest.raises(errors.CallFailed, match="told to"):
+        future.get(30)
 
 
 def test_a_failure_is_told_while_the_others_sleep(eight: ProcMesh) -> None:
