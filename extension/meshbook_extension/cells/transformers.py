@@ -18,9 +18,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from IPython.core.inputtransformer2 import TransformerManager
-
 from meshbook.errors import UsageError
+from meshbook.shell.transformers import RankTransformers
 from meshbook_extension.output.publisher import parent_of
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ _COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
 _EVAL_HELP = re.compile(r"\s*%mesh\s+eval\s+((?:\S+\s+)*)(%{0,2}[^\W\d][\w.]*\?{1,2})\s*")
 _CELL_LINE = re.compile(r"\s*%%mesh(?![\w?])(?!\s*\?)")
 _CELL_HELP = re.compile(r"\s(--help|-h)\s*$")
+_AS_RANKS_DO = RankTransformers()
 _LOCAL = re.compile(r"%%local\s*")
 _OWN_LINE = re.compile(r"\s*%mesh\b")
 
@@ -147,7 +147,7 @@ def check_syntax(code: str, cell_number: int, line_offset: int) -> None:
     """
     leading = len(code) - len(code.lstrip("\n"))
     try:
-        python = TransformerManager().transform_cell(code)
+        python = _AS_RANKS_DO.transform_cell(code)
         ast.parse("\n" * (line_offset + leading) + python, f"cell {cell_number}")
     except SyntaxError as error:
         # IPython's own transformations fail before lines are counted from the top of the cell

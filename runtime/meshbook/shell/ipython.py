@@ -28,6 +28,7 @@ from meshbook.shell.compiler import CellCompiler
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
 from meshbook.shell.failures import describe_briefly, drop_own_frames, forget_last_error, format_error
 from meshbook.shell.quick_tracebacks import quicken_tracebacks
+from meshbook.shell.transformers import RankTransformers, may_await
 
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
@@ -104,6 +105,17 @@ class RankIPython(InteractiveShell):
         format_error(self, result.error_in_exec)
         forget_last_error(self)
         self._held = None
+
+    def should_run_async(
+        self, raw_cell: str, *, transformed_cell: str | None = None, preprocessing_exc_tuple: ExcInfo | None = None
+    ) -> bool:
+        if transformed_cell is not None and not may_await(transformed_cell):
+            return False
+        return bool(
+            super().should_run_async(
+                raw_cell, transformed_cell=transformed_cell, preprocessing_exc_tuple=preprocessing_exc_tuple
+            )
+        )
 
     async def run_code(
         self, code_obj: CodeType, result: ExecutionResult | None = None, *, async_: bool = False
@@ -288,6 +300,7 @@ def create_shell(
         shell: RankIPython = RankIPython.instance(
             config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder)
         )
+    shell.input_transformer_manager = RankTransformers()
     shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
     shell.loop_runner, shell.rank_debugger = loop_runner, debugger
     return shell
