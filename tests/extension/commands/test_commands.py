@@ -44,7 +44,10 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn gpus=0", "gpus=0: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn rank=4", '"rank" means the number of a rank everywhere; name the axis otherwise.'),
-        ("%mesh spawn gpus=4 --on slrum", 'unknown engine "slrum". There is: local.'),
+        (
+            "%mesh spawn gpus=4 --on slrum",
+            'unknown engine "slrum". There is: local, and ssh with hosts: ssh:nodeA,nodeB.',
+        ),
         ("%mesh spawn gpus=4 -- --partition a", 'the engine local has no options, but got "--partition a" after "--".'),
         ("%mesh spawn gpus=4 --device gpu", '--device takes cpu or cuda, not "gpu". Did you mean "cpu"?'),
         ("%mesh spawn gpus=4 --nmae x", 'unknown option "--nmae" of %mesh spawn. Did you mean "--name"?'),
