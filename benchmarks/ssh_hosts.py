@@ -99,7 +99,7 @@ def _start(sshd: str, folder: Path, silent_port: int) -> subprocess.Popen[bytes]
     """Start the daemon at a port that is free on all of its addresses; it says itself when it is not."""
     why = ""
     for _ in range(5):
-        _write(folder, silent_port)
+        _write(sshd, folder, silent_port)
         log = folder / "daemon.log"
         daemon = subprocess.Popen(
             [sshd, "-D", "-f", str(folder / "daemon"), "-E", str(log)],
@@ -113,8 +113,11 @@ def _start(sshd: str, folder: Path, silent_port: int) -> subprocess.Popen[bytes]
         except BaseException:
             _end(daemon)
             raise
+        was_in_the_way = daemon.poll() is not None
         _end(daemon)
         why += "\n" + (log.read_text() if log.exists() else "")
+        if not was_in_the_way:
+            break
     raise NoDaemonError(f"sshd lets nobody in here: {why}")
 
 
@@ -131,13 +134,17 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
         daemon.wait()
 
 
-def _write(folder: Path, silent_port: int) -> None:
+def _write(sshd: str, folder: Path, silent_port: int) -> None:
     """Write the configs, with a port that is free now."""
     addresses = [*HOSTS.values(), STRANGER]
     with socket.create_server((addresses[0], 0)) as probe:
         port = probe.getsockname()[1]
     listen = "\n".join(f"ListenAddress {address}" for address in addresses)
-    (folder / "daemon").write_text(_DAEMON.format(folder=folder, port=port, listen=listen))
+    text = _DAEMON.format(folder=folder, port=port, listen=listen)
+    for more in ("PerSourcePenalties no\n", ""):  # from 9.8 on it shuts out who has failed; older ones do not know it
+        (folder / "daemon").write_text(more + text)
+        if subprocess.run([sshd, "-t", "-f", str(folder / "daemon")], capture_output=True, timeout=60).returncode == 0:
+            break
     hosts = "\n".join(f"Host {name}\n    HostName {address}" for name, address in HOSTS.items())
     user = pwd.getpwuid(os.getuid()).pw_name
     (folder / "config").write_text(

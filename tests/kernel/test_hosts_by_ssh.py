@@ -33,7 +33,10 @@ def test_the_next_kernel_has_the_hosts_and_the_same_spawn_goes_on(
     kernel.manager.restart_kernel(now=True)
     kernel.client.wait_for_ready(timeout=60)
     assert 'attached to mesh "main" again: hosts=2, gpus=1' in kernel.run("1").text()
-    assert "here from before the restart" in kernel.run(spawn).text()
+    other = kernel.run(spawn.replace("nodeB", "nodeC"))
+    assert not other.ok and "here from before" not in other.text(), "these are not the hosts that are asked for"
+    same = kernel.run(spawn)
+    assert "here from before the restart" in same.text(), same.reply
     after = kernel.run("%mesh eval kept").text()
     assert "[0] 40" in after and "[1] 41" in after
     kernel.manager.shutdown_kernel()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshbook.launchers.base import Launcher
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.sessions.folder import SavedLauncher
 
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
@@ -71,7 +72,9 @@ def spawn(session: Session, arguments: Arguments) -> None:
     hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
     env = _read_variables(arguments)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
-    if _has_returned(session, name, {**({HOSTS: hosts} if hosts is not None else {}), **sizes}, arguments):
+    all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
+    launchers = tuple(launcher.for_host(index).saved for index in range(hosts or 1))
+    if _has_returned(session, name, all_sizes, launchers, arguments):
         return
     session.check_name_is_free(name)
     began = time.monotonic()
@@ -97,7 +100,9 @@ def spawn(session: Session, arguments: Arguments) -> None:
     print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
 
 
-def _has_returned(session: Session, name: str, sizes: dict[str, int], arguments: Arguments) -> bool:
+def _has_returned(
+    session: Session, name: str, sizes: dict[str, int], launchers: tuple[SavedLauncher, ...], arguments: Arguments
+) -> bool:
     """Whether the mesh that is asked for is there from before the kernel was restarted: a notebook that is run again
     from its top goes on with it."""
     procs = session.meshes.get(name)
@@ -106,6 +111,9 @@ def _has_returned(session: Session, name: str, sizes: dict[str, int], arguments:
     if arguments.text("--device") not in (None, procs.device) or any(
         job.mesh == name for job in session.part(Jobs).running()
     ):
+        return False
+    asked = launchers, _read_variables(arguments), arguments.text("--cwd") or ""
+    if asked != (procs.base().launchers, procs.env, procs.cwd):
         return False
     session.add(procs.base())
     if (out := arguments.text("--out")) is not None:

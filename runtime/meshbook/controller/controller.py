@@ -125,6 +125,16 @@ class Controller:
             endpoints[address] = self.ask(lambda: self._socket.bind(address))
         return endpoints[address]
 
+    def readmit(self, hosts: Mapping[str, SavedHost]) -> None:
+        """Let the hosts of the former controller in, by their ids, as soon as there is a port: one that is turned away
+        by ZeroMQ dials no more."""
+
+        def readmit() -> None:
+            for id, saved in hosts.items():
+                self._socket.readmit(id, saved.key)
+
+        self.ask(readmit)
+
     def bind_again(self, address: str, endpoint: str) -> None:
         """Listen where the former controller did. Raises: OSError."""
         self.ask(lambda: self._socket.bind(endpoint))
@@ -138,13 +148,12 @@ class Controller:
         )  # fmt: skip
         host.name = saved.name or id
 
-        def readmit() -> None:
-            self._socket.readmit(id, saved.key)
+        def know() -> None:
             self._dispatcher.hosts[id] = host
             if saved.pid:
                 self._socket.watch_end(saved.pid)
 
-        self.ask(readmit)
+        self.ask(know)
         return host
 
     def adopt(self, hosts: Mapping[str, HostState]) -> Reattach:

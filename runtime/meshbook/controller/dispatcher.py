@@ -303,7 +303,7 @@ class Dispatcher:
                 host.send_urgent(wire.Refused(reason))
             self.lose(host, reason)
             return
-        if hello.python not in ("", python_version()):
+        if hello.python not in ("", python_version()) and not host.is_found:  # what runs there already goes on
             reason = (
                 f"its Python is {hello.python}, ours {python_version()}; code that is sent needs the same on both sides"
             )

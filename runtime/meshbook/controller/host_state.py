@@ -8,6 +8,7 @@ from collections.abc import Callable
 from meshbook.concurrency.future import Future
 from meshbook.errors import HostLost, SpawnError
 from meshbook.launchers.base import LaunchedHost
+from meshbook.sessions.folder import SavedLauncher
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.host_link import HostLink
@@ -42,6 +43,8 @@ class HostState(HostLink):
         self.shares_environment, self.is_found = shares_environment, is_found
         self.launch_another: Callable[[], HostState] | None = None
         """Start a host in its place."""
+        self.launcher = SavedLauncher()
+        """What does that."""
         self.fixed = ""
         """Why there are no more hosts like it, as its launcher says (`meshbook.launchers.base.Launcher.fixed`)."""
         self._successor: HostState | None = None

@@ -114,6 +114,7 @@ def attach_session(
         raise
     try:
         prepare(controller)
+        controller.readmit(folder.state.hosts)
         _check_endpoints(controller)
         reattach = _knock(controller, started + timeout_s)
     except BaseException:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from meshbook.concurrency.sigint import held_back
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
@@ -93,23 +95,40 @@ class HostMesh(MeshView):
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
         SerializationError if ``bootstrap`` cannot travel.
         """
-        per_host = {"procs": 1} if per_host is None else _checked_sizes(per_host)
-        extent = Extent.of({**self.extent, **per_host})
-        if len(extent) != len(self.extent) + len(per_host):
-            raise UsageError(f"the hosts have the axes {self.extent.labels} already; name the others otherwise.")
-        if device not in (None, "cpu", "cuda"):
-            raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
-        if bootstrap is not None:
-            _check_bootstrap(bootstrap)
-        name = "procs" if name is None else _checked_name(name)
-        recipe = WorkerSpec.here(
-            device, _checked_modules(preload), torch, _checked_folder(cwd), {**self._env, **_checked_variables(env)}
-        )
-        hosts = self._await_hosts(owns_hosts)
-        placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
-        mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
-        mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
-        procs = ProcMesh(self._controller, mesh)
+        with self._ended_on_failure(owns_hosts):
+            per_host = {"procs": 1} if per_host is None else _checked_sizes(per_host)
+            extent = Extent.of({**self.extent, **per_host})
+            if len(extent) != len(self.extent) + len(per_host):
+                raise UsageError(f"the hosts have the axes {self.extent.labels} already; name the others otherwise.")
+            if device not in (None, "cpu", "cuda"):
+                raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
+            if bootstrap is not None:
+                _check_bootstrap(bootstrap)
+            name = "procs" if name is None else _checked_name(name)
+            variables = {**self._env, **_checked_variables(env)}
+            recipe = WorkerSpec.here(device, _checked_modules(preload), torch, _checked_folder(cwd), variables)
+            hosts = self.await_ready()
+            placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
+            mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
+            mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
+            procs = ProcMesh(self._controller, mesh)
+            self._bring_up(mesh, procs, bootstrap)
+        mesh.joined = not mesh.lost
+        self._controller.folder.save_mesh(mesh.id, mesh.saved)
+        return procs
+
+    @contextlib.contextmanager
+    def _ended_on_failure(self, owns_hosts: bool) -> Iterator[None]:
+        """End the hosts if the block fails and they are for nothing else."""
+        try:
+            yield
+        except BaseException:
+            if owns_hosts:
+                self.stop()
+            raise
+
+    def _bring_up(self, mesh: MeshState, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
+        """Start the workers and form their group. Raises: SpawnError; then none of them is left."""
         try:
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
             (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
@@ -117,8 +136,6 @@ class HostMesh(MeshView):
                 _run_bootstrap(procs, bootstrap)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
-            if owns_hosts:
-                self.stop()
             if isinstance(error, (SpawnError, KeyboardInterrupt)):
                 raise
             if isinstance(error, TimeoutError):
@@ -126,9 +143,6 @@ class HostMesh(MeshView):
                     f"not every worker answered within {SPAWN_TIMEOUT_S:g} s; see {self._controller.folder.logs}"
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
-        mesh.joined = not mesh.lost
-        self._controller.folder.save_mesh(mesh.id, mesh.saved)
-        return procs
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the host agents, and with them every mesh on these hosts."""
@@ -143,22 +157,13 @@ class HostMesh(MeshView):
         """The hosts, or those that have taken the places of lost ones."""
         return [self._hosts[rank].present() for rank in self.ranks]
 
-    def await_ready(self) -> None:
-        """Wait until all hosts are there; if one does not come, all of them end. Raises: SpawnError."""
-        self._await_hosts(True)
-
-    def _await_hosts(self, owns_hosts: bool) -> list[HostState]:
-        """Wait until all have dialled in; if one does not, those that are a mesh's alone end. Raises: SpawnError."""
+    def await_ready(self) -> list[HostState]:
+        """Wait until all hosts are there. Raises: SpawnError."""
         hosts = self._present()
-        try:
-            for host in hosts:
-                host.wait_ready(HOST_TIMEOUT_S)
-                if host.lost:
-                    raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
-        except BaseException:
-            if owns_hosts:
-                self.stop()
-            raise
+        for host in hosts:
+            host.wait_ready(HOST_TIMEOUT_S)
+            if host.lost:
+                raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
         return hosts
 
 
@@ -223,12 +228,27 @@ def _checked_variables(env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[HostState]:
-    """Start agents that dial in; one that is lost is started again in the same way. Raises: SpawnError."""
+    """Start agents that dial in; one that is lost is started again in the same way. Raises: SpawnError.
+
+    An interrupt leaves none: it waits until all that was started is known.
+    """
+    hosts: list[HostState] = []
+    try:
+        with held_back():
+            _launch(controller, launcher, count, serves_all, hosts)
+    except BaseException:
+        controller.stop_hosts(hosts, 0.0)
+        raise
+    return hosts
+
+
+def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool, hosts: list[HostState]) -> None:
+    """Fill ``hosts``. Raises: SpawnError; then there are none."""
     tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
     address = tcp if launcher.transport == "tcp" else unix
     endpoint = controller.endpoint(address)
     tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
-    hosts, saved = [], {}
+    saved = {}
     try:
         started = launcher.launch(tickets)
     except BaseException as error:
@@ -246,13 +266,12 @@ def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_
             one.saved, one.saved.host,
         )  # fmt: skip
     controller.folder.save_hosts(saved)
-    return hosts
 
 
 def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, serves_all: bool) -> None:
     """Have ``launcher`` start whatever comes in the place of a host."""
     host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
-    host.fixed = launcher.fixed
+    host.launcher, host.fixed = launcher.saved, launcher.fixed
 
 
 def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:

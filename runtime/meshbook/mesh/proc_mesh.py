@@ -40,6 +40,7 @@ from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
 from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
 from meshbook.mesh.resize import Change, Elastic
+from meshbook.sessions.folder import SavedLauncher
 from meshbook.shape.members import Choice, Extent, Members, Point, Region, arrange
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shape.view import MeshView
@@ -472,6 +473,21 @@ class ProcMesh(MeshView):
     def hosts(self) -> tuple[str, ...]:
         """Host names, in rank order."""
         return tuple(host.name for host in self._mesh.hosts)
+
+    @property
+    def launchers(self) -> tuple[SavedLauncher, ...]:
+        """Who has started these hosts."""
+        return tuple(host.launcher for host in self._mesh.hosts)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What was asked for in the environment of the members."""
+        return dict(self._mesh.recipe.asked_environment)
+
+    @property
+    def cwd(self) -> str:
+        """The folder that was asked for; empty for the one of the program, or of its host."""
+        return self._mesh.recipe.asked_cwd
 
     @property
     def suspects(self) -> dict[str, str]:

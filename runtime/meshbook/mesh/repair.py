@@ -186,7 +186,11 @@ class Repair:
         lost = [host for host in self._mesh.hosts if host.lost]
         replaced = [(host, host.replace()) for host in lost]
         for host, new in replaced:
-            new.wait_ready(HOST_TIMEOUT_S)
+            try:
+                new.wait_ready(HOST_TIMEOUT_S)
+            except BaseException:  # the next try starts yet another one
+                self._controller.stop_hosts([new], 0.1)
+                raise
             self._controller.ask(functools.partial(self._mesh.replace_host, host, new))
             self._new_hosts.append(new.name)
         self._controller.stop_hosts(lost, 0.1)  # what is left of them: an agent that is only silent must not come back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -44,6 +45,12 @@ def mesh(there: SshHosts) -> Iterator[ProcMesh]:
         {"gpus": 1}, torch=False, owns_hosts=True, env={"GREETING": "hello"}, cwd=str(there.folder)
     ) as procs:
         yield procs
+
+
+def known_hosts() -> list[str]:
+    """Those of ssh that the sessions of this process have."""
+    saved = [host for session in own_sessions() for host in session.state.hosts.values()]
+    return [host.name for host in saved if host.launcher.engine == "ssh"]
 
 
 def tunnel_of(procs: ProcMesh, host: int) -> Path:
@@ -103,7 +110,10 @@ def test_no_key_is_on_a_command_line_or_in_an_environment(there: SshHosts, mesh:
     (session,) = own_sessions()
     keys = [session.state.public_key, session.state.secret_key, *(host.key for host in session.state.hosts.values())]
     processes = [*there.processes(), client_of(mesh, 0), client_of(mesh, 1)]
-    seen = "".join(" ".join(process.cmdline()) + repr(process.environ()) for process in processes)
+    seen = "".join(" ".join(process.cmdline()) for process in processes)
+    for process in processes:
+        with contextlib.suppress(psutil.AccessDenied):  # of a daemon that has changed its user
+            seen += repr(process.environ())
     assert "host_agent" in seen and not [key for key in keys if key in seen]
 
 
@@ -151,6 +161,25 @@ def test_a_network_that_is_gone_is_a_lost_host_in_the_words_of_ssh(there: SshHos
         finally:
             daemon.resume()
         agent.wait(20)
+
+
+def test_a_host_that_cannot_be_reached_now_is_healed_later(there: SshHosts) -> None:
+    """The daemon is stopped: it takes connections, as a machine that swaps does, and says nothing."""
+    hosts = launch(there, "nodeA", "nodeB", options=("-o", "ConnectTimeout=2"))
+    with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs:
+        procs.run("kept = rank + 1").get(60)
+        lose_second(procs, client_of(procs, 1).kill)
+        daemon = psutil.Process(there.daemon.pid)
+        daemon.suspend()
+        try:
+            with pytest.raises(SpawnError, match=r"host nodeB did not start: ssh: .*timed out"):
+                procs.heal()
+        finally:
+            daemon.resume()
+        assert known_hosts() == ["nodeA", "nodeB"], "what failed is forgotten"
+        assert procs.slice(hosts=0).run("kept").get(60).values() == [1]
+        procs.heal()
+        assert procs.run("globals().get('kept')").get(60).values() == [1, None]
 
 
 def test_more_hosts_than_were_named_are_refused(mesh: ProcMesh) -> None:
@@ -221,10 +250,10 @@ def refusal(there: SshHosts, *names: str, python: str | None = None, options: tu
     with pytest.raises(SpawnError) as told:
         hosts = launch(there, *names, python=python, options=options)
         hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True)
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 60
     there.await_quiet()
     assert not [child for child in psutil.Process().children() if child.name() == "ssh"]
-    assert all(not session.state.hosts for session in own_sessions())
+    assert not known_hosts()
     return str(told.value)
 
 
@@ -346,6 +375,13 @@ def test_folders_and_variables_that_make_no_sense(wrong: dict[str, object]) -> N
         meshbook.this_host().spawn_procs({"gpus": 1}, torch=False, **wrong)  # type: ignore[arg-type]
 
 
+def test_a_spawn_that_makes_no_sense_ends_the_hosts_that_were_started_for_it(there: SshHosts) -> None:
+    with pytest.raises(UsageError, match="cwd is a folder"):
+        launch(there, "nodeA").spawn_procs(torch=False, owns_hosts=True, cwd="here")
+    there.await_quiet()
+    assert not known_hosts()
+
+
 def test_without_ssh(there: SshHosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SpawnError, match="there is no ssh on this machine"):
@@ -365,8 +401,9 @@ def test_an_interrupt_while_hosts_are_waited_for_leaves_none(there: SshHosts) ->
     with pytest.raises(KeyboardInterrupt):
         launch(there, "nodeA", "silent").spawn_procs(torch=False, owns_hosts=True)
     thread.join()
-    there.await_quiet()
     assert not [child for child in me.children() if child.name() == "ssh"]
+    assert not known_hosts()
+    there.await_quiet()
 
 
 def test_who_has_no_such_hosts_does_not_load_it() -> None:

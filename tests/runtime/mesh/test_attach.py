@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -20,10 +21,14 @@ from patience import wait_until
 
 import meshbook
 from meshbook import SavedSession, sessions
+from meshbook.controller.controller import Controller
+from meshbook.controller.reattach import Reattach
 from meshbook.mesh.driven import ATTACH_TIMEOUT_S
 from meshbook.sessions import lock
 
 pytestmark = pytest.mark.timeout(300)
+
+attach_module = importlib.import_module("meshbook.mesh.attach")  # whose name is a function of the package
 
 Watch = Callable[[Iterable[psutil.Process]], None]
 
@@ -463,3 +468,32 @@ def test_ranks_take_the_words_of_whoever_attaches_them(zygote: Zygote, watch: Wa
     kept = meshbook.attach("kept").mesh("kept")
     with pytest.raises(meshbook.errors.CallFailed, match=r"End the ranks with: mesh\.stop\(\)"):
         kept.run("import sys; sys.exit()").get(60)
+
+
+def test_hosts_that_dial_before_the_next_controller_looks_for_them_are_let_in(
+    zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ gives up for good where a key is refused."""
+    driver = zygote.start(
+        "from meshbook import LocalLauncher, start_hosts\n"
+        "hosts = start_hosts({'hosts': 2}, LocalLauncher(separate_hosts=True))\n"
+        "mesh = hosts.spawn_procs({'gpus': 1}, name='kept', torch=False)\n"
+        "say('ready')\n"
+        "wait()\n"
+    )
+    driver.expect("ready")
+    driver.kill()
+    knock = attach_module._knock
+    rejected: list[int] = []
+
+    def slowly(controller: Controller, deadline: float) -> Reattach:
+        seen = time.monotonic() + 2.0  # agents dial twice a second
+        while not controller._socket.rejected and time.monotonic() < seen:
+            time.sleep(0.01)
+        rejected.append(controller._socket.rejected)
+        return knock(controller, deadline)
+
+    monkeypatch.setattr(attach_module, "_knock", slowly)
+    attached = meshbook.attach("kept", timeout_s=30)
+    assert rejected == [0] and attached.lost_hosts == []
+    assert attached.mesh("kept").run("rank").get(60).values() == [0, 1]
