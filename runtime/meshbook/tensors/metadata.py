@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshbook.concurrency.sigint import held_back
 from meshbook.errors import UsageError
 from meshbook.tensors.operations import (
     NewOutput,
@@ -131,10 +132,11 @@ def learn(
     template_args = [places.put(argument, tensors) for argument in _with_dims_from_the_first(operator, args)]
     template_kwargs = {name: places.put(value, tensors) for name, value in kwargs.items()}
     try:
-        made = operator(
-            *[_on_meta(argument, metas, numbers) for argument in template_args],
-            **{name: _on_meta(value, metas, numbers) for name, value in template_kwargs.items()},
-        )
+        with held_back():  # torch may import parts of itself for it, and stays broken where that is cut off
+            made = operator(
+                *[_on_meta(argument, metas, numbers) for argument in template_args],
+                **{name: _on_meta(value, metas, numbers) for name, value in template_kwargs.items()},
+            )
     except Exception as error:
         if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
             raise error.with_traceback(None) from None  # of what torch does on the meta device nobody wants to know
