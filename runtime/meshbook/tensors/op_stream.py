@@ -24,7 +24,7 @@ import torch
 
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.sigint import held_back
-from meshbook.errors import CallFailed, CallTimeout, MeshError
+from meshbook.errors import CallFailed, CallTimeout, LeftStopped, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors import anomalies, rank_tensors
@@ -404,7 +404,7 @@ class OpStream:
         oldest, error = self._underway[0], None
         try:
             self._note_answers(oldest, self._await(oldest.future))
-        except KeyboardInterrupt:  # of which some are MeshErrors
+        except (KeyboardInterrupt, LeftStopped):  # it goes on, and is waited for again
             raise
         except MeshError as raised:
             error = raised
@@ -450,7 +450,7 @@ class OpStream:
         if causes := window.causes(errors):
             try:
                 told = list(self.send("progress", window.written()).get().values())
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, LeftStopped):
                 raise
             except MeshError as error:
                 errors.insert(0, error)
