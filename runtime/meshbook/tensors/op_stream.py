@@ -429,8 +429,8 @@ class OpStream:
         failed = {number: why for each in answers.values() for number, why in (each or {}).items()}
         for turn in done.turns:
             self._failures.forget(turn.step.left)
-        anomaly, window = failed.pop(anomalies.FOUND, ""), done.window
-        if anomaly and window is not None and self.anomaly is None and anomalies.hunted:
+        anomaly = failed.pop(anomalies.FOUND, "")
+        if anomaly and self.anomaly is None and anomalies.hunted and (window := done.window) is not None:
             number, within, why = anomaly.split(" ", 2)
             self.anomaly = window.at(int(number), int(within)).failed(why)
         known = done.origin.stream.why_not(done.origin.number) if failed and done.origin is not None else None
