@@ -415,8 +415,9 @@ class OpStream:
                 self._halted.append((window, error))
             elif error is not None:
                 self._forget_told()
-                _, cause, is_said = Window(0, oldest.issued or [("", None, ())], []).first_failed(error)
-                self._replays.note_lost(cause.error, oldest.issued, is_said=is_said)
+                if oldest.issued:
+                    _, cause, is_said = Window(0, oldest.issued, []).first_failed(error)
+                    self._replays.note_lost(cause.error, oldest.issued, is_said=is_said)
 
     def _forget_told(self) -> None:
         """A rank that is new, or was interrupted before it began, has not read what it was sent."""
