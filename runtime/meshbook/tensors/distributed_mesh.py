@@ -74,9 +74,10 @@ class Mesh:
 
     def _go_on(self) -> None:
         """After a repair of the processes."""
-        self.stream.settle()
+        self.stream.begin_repair()
         self._open()
         restore(self.stream, self.axes)
+        self.stream.end_repair()
 
     def size(self, axis: str | None = None) -> int:
         """The number of processes, or of those along one axis."""

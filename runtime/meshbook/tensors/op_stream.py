@@ -126,6 +126,8 @@ class OpStream:
         """Held to note or send an operation: calls of other threads send what was issued, too."""
         self._sending = False
         self._freed: list[_HandleRef] = []
+        self._unfreed: Sequence[TensorId] = ()
+        """What ranks could not be told of that is freed."""
         self.note_freed = self._freed.append
         self.held: dict[TensorId, _HandleRef] = {}
         """What notes that a handle is gone; by its number."""
@@ -140,6 +142,8 @@ class OpStream:
         self._underway: deque[_Underway] = deque()
         self._halted: list[tuple[Window, MeshError | None]] = []
         """Batches from the first on that failed, until all that is under way has come back."""
+        self._are_ranks_new = False
+        """Whether some were started again, and have not been told of the tensors."""
         self._resumed = 0
         """How often the ranks were told to go on behind what failed."""
         self._failures = FailedOperations()
@@ -211,17 +215,50 @@ class OpStream:
 
     def _send_issued(self) -> None:
         with self._lock:
-            if self._sending or not (self._issued or self._freed):
+            if self._sending or self._are_ranks_new or not (self._issued or self._freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
             with held_back():  # what was sent is known to be under way
                 uses, issued = [use for use, _ in self._issued], [each for _, each in self._issued]
                 lines = for_ranks(each[1] for each in issued)
                 batch = OperationBatch(self._first, self._templates, uses, lines, self._take_freed(), anomalies.hunted)
-                sent = self.send("run", batch, asked_by=issued[0][1] if issued else None)
-                window = Window(self._first, issued, [tensors for _, tensors, _, _ in uses])
-                self._underway.append(_Underway(sent, issued, first=self._first, operations=window))
-                self._first += len(uses)
-                self._templates, self._issued = [], []
+                try:
+                    sent = self.send("run", batch, asked_by=issued[0][1] if issued else None)
+                except MeshError as error:
+                    self._unfreed = batch.freed
+                    self._give_up_issued(error)
+                    raise
+                if issued:
+                    window = self._take_issued()
+                    self._underway.append(_Underway(sent, issued, first=window.first, operations=window))
+                else:
+                    self._underway.append(_Underway(sent, ()))
+
+    def _take_issued(self) -> Window:
+        """Number what was issued; it has been sent, or is given up."""
+        uses, issued = [use for use, _ in self._issued], [each for _, each in self._issued]
+        window = Window(self._first, issued, [tensors for _, tensors, _, _ in uses])
+        self._first, self._templates, self._issued = window.end, [], []
+        return window
+
+    def _give_up_issued(self, error: MeshError | None) -> None:
+        """What was issued is not done by any rank. error: that was told, or will be; else each tells its own."""
+        told = {template.number for template in self._templates}
+        window = self._take_issued()
+        self._told -= told
+        refused = {number: error or each.failed("ranks were started again") for number, each, _ in window.each()}
+        window.note(self._failures, refused, Families(()), math.inf if error is not None else window.first)
+
+    def begin_repair(self) -> None:
+        """Come to the end of what is under way. From now on nothing is sent: new ranks do not know the tensors yet."""
+        self._are_ranks_new = True
+        self._settle_all()
+        with self._lock, held_back():
+            known = (*self._failures.lost.values(), *self._failures.unsure.values())
+            self._give_up_issued(next((error for error in known if not isinstance(error, TensorError)), None))
+
+    def end_repair(self) -> None:
+        """All ranks know the tensors again."""
+        self._are_ranks_new = False
 
     def replay(
         self,
@@ -384,7 +421,8 @@ class OpStream:
         for number in freed:
             self.held.pop(number, None)
         self._failures.forget(freed)
-        return freed
+        unfreed, self._unfreed = self._unfreed, ()
+        return [*unfreed, *freed]
 
     def _settle(self) -> None:
         """Wait for the oldest batch, and note what failed in it."""
