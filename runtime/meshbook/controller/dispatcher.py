@@ -409,11 +409,11 @@ class Dispatcher:
         if call.waiting and (min(call.waiting) < 0 or max(call.waiting) >= mesh.extent.nelements):
             call.give_up(stale_view(mesh))
             return None
+        if lost := call.waiting & mesh.lost.keys():  # ended between the caller's check and now
+            call.give_up(WorkerLost.of(mesh.lost[rank] for rank in sorted(lost)))
+            return None
         self.calls.open(call, output)
-        lost = call.waiting & mesh.lost.keys()
-        for rank in lost:  # ended between the caller's check and now
-            call.lose(mesh.lost[rank])
-        if lost or not call.waiting:
+        if not call.waiting:
             self.calls.settle_if_done(call)
         return mesh.hosts if len(mesh.hosts) == 1 else list(mesh.by_host(call.waiting))
 

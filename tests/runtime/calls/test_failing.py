@@ -17,6 +17,7 @@ from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.call import CallFuture, OpenCall
 from meshbook.calls.failing import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall, OnStates
 from meshbook.concurrency.future import Future
+from meshbook.controller import controller
 from meshbook.shape.members import Region
 from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
@@ -155,3 +156,24 @@ def test_a_failure_is_told_while_the_others_sleep(eight: ProcMesh) -> None:
         took.append(time.monotonic() - float(failure.evalue))
         eight.execute(int).get(30)
     assert min(took) < FAILURE_GRACE_S
+
+
+def test_a_cell_fails_that_is_sent_in_the_moment_in_which_a_rank_ends(
+    mesh2: ProcMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = mesh2.status()[1].pid
+
+    def ending(head: bytes) -> object:
+        """It stands between the look whether all ranks are there, and the sending."""
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: mesh2.lost)
+        return place_head(head)
+
+    place_head = controller.place_head
+    monkeypatch.setattr(controller, "place_head", ending)
+    running = mesh2.run("x = 1")
+    monkeypatch.undo()
+    with pytest.raises(errors.WorkerLost, match="rank 1"):
+        running.get(20)
+    mesh2.heal()
+    mesh2.run("x = 2").get(20)
