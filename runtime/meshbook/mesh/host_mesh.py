@@ -237,7 +237,9 @@ def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_
         with held_back():
             _launch(controller, launcher, count, serves_all, hosts)
     except BaseException:
-        controller.stop_hosts(hosts, 0.0)
+        if hosts:
+            with contextlib.suppress(OSError):  # what is wrong is told already
+                controller.stop_hosts(hosts, 0.0)
         raise
     return hosts
 
