@@ -446,10 +446,17 @@ class OpStream:
             raise
         except MeshError as raised:
             error = raised
+        if error is None and not self._halted:
+            with self._lock:
+                self._underway.popleft()
+        else:
+            self._note_failed(oldest, error)
+
+    def _note_failed(self, oldest: _Underway, error: MeshError | None) -> None:
+        """error: None for what came back well behind what failed."""
         with held_back(), self._lock:
             self._underway.popleft()
-            window = oldest.window if error is not None or self._halted else None
-            if window is not None:
+            if (window := oldest.window) is not None:
                 self._halted.append((window, error))
             elif error is not None:
                 self._forget_told()
