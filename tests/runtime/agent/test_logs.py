@@ -120,7 +120,7 @@ def test_logs_that_another_session_removes_meanwhile_are_passed_over(
         return 1
 
     monkeypatch.setattr(session_folder, "_size_bytes", remove_all)
-    session_folder._trim_logs(tmp_path)
+    session_folder.trim_logs(tmp_path)
     assert not (tmp_path / "ended").exists()
 
 
