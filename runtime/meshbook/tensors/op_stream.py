@@ -44,6 +44,7 @@ from meshbook.tensors.replays import RepeatedStep, Replays, Turn, as_named
 BATCH_USES = 256
 BATCHES_AHEAD = 16
 """The controller is at most so far ahead of the ranks."""
+NOT_SENT = "ranks were started again before it was sent, so nobody has done it: do it again"
 HANG_NOTE_S = 10.0
 """A wait that takes longer says who holds the ranks up."""
 
@@ -245,7 +246,7 @@ class OpStream:
         told = {template.number for template in self._templates}
         window = self._take_issued()
         self._told -= told
-        refused = {number: error or each.failed("ranks were started again") for number, each, _ in window.each()}
+        refused = {number: error or each.failed(NOT_SENT) for number, each, _ in window.each()}
         window.note(self._failures, refused, Families(()), math.inf if error is not None else window.first)
 
     def begin_repair(self) -> None:
