@@ -12,6 +12,7 @@ and of those sent ahead the tensors here are kept, so that a repair can send the
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import weakref
 from collections import deque
@@ -311,9 +312,17 @@ def _length_of(source: object) -> int | None:
 
 
 def _bar(total: int | None) -> Any:
-    """tqdm's: a widget in a notebook, a line of text in a script."""
+    """tqdm's: a widget in a notebook, a line of text in a script.
+
+    tqdm.auto decides once, when it is first imported, and by whether anyone has imported a kernel: so it is asked in a
+    kernel alone.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     try:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+        if hasattr(shell, "kernel"):
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+        else:
+            from tqdm.std import tqdm  # type: ignore[import-untyped]
     except ImportError as error:
         raise UsageError("progress=True shows a bar of tqdm, which is not installed: pip install tqdm") from error
     return tqdm(total=total, unit="batch")

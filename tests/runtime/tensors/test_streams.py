@@ -7,12 +7,14 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import IPython
 import numpy as np
 import pytest
 import torch
@@ -324,6 +326,10 @@ def test_recorded_steps_take_batches_as_arguments(grid: Mesh) -> None:
 
 
 def test_a_bar_counts_batches(grid: Mesh, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hasattr(IPython.get_ipython(), "kernel")
+    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", sys)  # any module: tqdm.auto takes its name for a kernel
+    for name in ("tqdm.auto", "tqdm.autonotebook"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread would live as long as the process
     for _ in meshbook.stream([torch.ones(2)] * 3, grid, progress=True):
         pass
