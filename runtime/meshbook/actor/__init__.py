@@ -19,6 +19,7 @@ counters.slice(gpus=0).add.call_one(1).get()
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 import meshbook
@@ -42,7 +43,6 @@ from meshbook.actor.errors import (
     UnhandledFault,
 )
 from meshbook.actor.ports import Channel, Port, PortReceiver
-from meshbook.actor.proc_ref import this_proc
 from meshbook.actor.router import is_rank
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.concurrency.future import Future
@@ -52,6 +52,7 @@ from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
     from meshbook.actor.buffers.rdma_buffer import RDMABuffer
+    from meshbook.actor.proc_ref import ProcRef
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -118,8 +119,6 @@ _LATER = {
 
 def __getattr__(name: str) -> object:
     if name in _LATER:
-        import importlib
-
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -131,3 +130,14 @@ def this_host() -> HostMesh | HostRef:
 
         return HostRef()
     return meshbook.this_host()
+
+
+def this_proc() -> ProcRef:
+    """The process in which this runs, as a mesh without axes: that of a rank, or that of the program."""
+    from meshbook.actor import proc_ref
+
+    if is_rank():
+        return proc_ref.this_proc()
+    from meshbook.mesh.driven import client_proc
+
+    return client_proc()

@@ -202,12 +202,13 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     members, generation = to.members, to.generation
     group = ActorIdentity(router.session, mesh, mesh_name, router.new_mailbox(), name, described, members, generation)
     actors: ActorMesh[TActor] = ActorMesh(group, members)
-    payload = ((name_view(members), actors, router.supervisor, sources_of(cls), cls, *args), kwargs)
+    owner, creator = router.supervisor, context().actor_instance
+    payload = ((name_view(members), actors, owner, creator, sources_of(cls), cls, *args), kwargs)
     try:
-        pickled = dumps(payload, what=cls.__qualname__)
+        pickled = group.pack(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was
         pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
-    owner = router.supervisor
+    group.owner = owner
     request = CallRequest(
         f"{group.mailbox}:{router.session}:{name}", members, pickled, f"{cls.__qualname__}()", mesh, ACTORS,
         generation, fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),

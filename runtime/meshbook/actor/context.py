@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from meshbook.actor.instance import ActorInstance, root_instance
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError
 from meshbook.shape.members import Extent, Point
@@ -62,23 +63,6 @@ class Belongings:
                 end.get(max(0.0, until - time.monotonic()))
 
 
-class ActorInstance(NamedTuple):
-    """One actor; in the notebook, or outside of any actor, the client."""
-
-    name: str
-    """As it was spawned: ``trainers``."""
-    class_name: str
-    mesh_name: str
-    rank: Point
-    """Its place among the processes of its mesh."""
-    mailbox: int
-
-    @property
-    def actor_id(self) -> str:
-        """Names it among all: ``main.trainers[3]``."""
-        return f"{self.mesh_name}.{self.name}[{self.rank.rank}]" if self.mesh_name else self.name
-
-
 class Context(msgspec.Struct, eq=False):
     """What `context` returns: who is asked, for whom, and by which call."""
 
@@ -125,7 +109,7 @@ def _nowhere() -> Point:
     return Point(0, Extent((), ()))
 
 
-_client = Context(ActorInstance("client", "", "", _nowhere(), 0), _nowhere)
+_client = Context(root_instance(), _nowhere)
 current_context: ContextVar[Context] = ContextVar("meshbook_actor", default=_client)
 """Set while an actor handles a message; tasks that it starts inherit it."""
 

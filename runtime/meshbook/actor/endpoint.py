@@ -98,7 +98,7 @@ class ActorEndpoint(Generic[P, R]):
         self._info.check(self._group.name, args, kwargs)
         payload = ((view, port, *args), kwargs)
         try:
-            return dumps(payload, what=self._what)
+            return self._group.pack(payload, what=self._what)
         except SerializationError:  # once more, to say which argument it was
             return dumps(payload, what=self._what, roots=argument_names(args, kwargs))
 

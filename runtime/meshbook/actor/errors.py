@@ -145,6 +145,11 @@ class ActorStoppedError(SupervisionError):
         return f'the actors "{self.name}" were stopped{why}. {again}'
 
 
+def why_stopped(actor: str, reason: str = "") -> str:
+    """Why the mailbox of an actor is closed: `meshbook.errors.MailboxClosed.why`."""
+    return f'the actors "{actor}" were stopped' + (f": {reason}" if reason else "")
+
+
 class ProcsStoppedError(SupervisionError, MeshStoppedError):
     """A call to actors whose mesh of processes was stopped."""
 

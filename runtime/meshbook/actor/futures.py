@@ -7,7 +7,14 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
 from meshbook.actor.context import context
-from meshbook.actor.errors import ActorError, ActorLostError, ActorStoppedError, ProcsStoppedError, SupervisionError
+from meshbook.actor.errors import (
+    ActorError,
+    ActorLostError,
+    ActorStoppedError,
+    ProcsStoppedError,
+    SupervisionError,
+    why_stopped,
+)
 from meshbook.actor.router import Answers, Values
 from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.errors import CallFailed, Failure, MailboxClosed, MeshDetachedError, MeshStoppedError, WorkerLost
@@ -27,12 +34,19 @@ def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
     if isinstance(error, CallFailed) and not isinstance(error, ActorError):
         closed = [failure for failure in error.failures if failure.ename == MailboxClosed.__name__]
         if closed and len(closed) == len(error.failures):
-            return ActorStoppedError(actor, ended_with=_restarted(closed))
+            return ActorStoppedError(actor, _reason(closed, actor), ended_with=_restarted(closed))
         told = ActorError(error.failures, f"{actor}.{endpoint}", partial=error.partial)
         told.freed, told.freed_s, told.groups = error.freed, error.freed_s, error.groups
         told.torn = error.torn
         return told
     return error
+
+
+def _reason(closed: list[Failure], actor: str) -> str:
+    """Why the actor has ended, where it has said so itself (`meshbook.actor.instance`)."""
+    plain = why_stopped(actor)
+    errors = [error for failure in closed if isinstance(error := failure.load(), MailboxClosed)]
+    return next((error.why.removeprefix(f"{plain}: ") for error in errors if error.why not in ("", plain)), "")
 
 
 def _restarted(closed: list[Failure]) -> tuple[int, ...]:

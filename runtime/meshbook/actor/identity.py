@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook.actor.classes import ActorClass
 from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
@@ -15,7 +15,10 @@ from meshbook.calls.request import CallRequest, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.shape.members import Members, Region
-from meshbook.values.pickling import Pickled
+from meshbook.values.pickling import Pickled, dumps, dumps_here
+
+if TYPE_CHECKING:
+    from meshbook.actor.ports import Port
 
 
 @dataclass(eq=False)
@@ -32,6 +35,8 @@ class ActorIdentity:
     members: Members
     """All of them, by their ranks in ``generation``."""
     generation: int
+    owner: Port[MeshFailure] | None = None
+    """Who is told of failures; known where they were spawned."""
     initialized: Future[None] | None = None
     """Known where they were spawned; elsewhere it is asked for."""
     stopped: str | None = None
@@ -87,6 +92,10 @@ class ActorIdentity:
             raise ProcsStoppedError(self.mesh_name) from None
         except WorkerLost as lost:
             raise ActorLostError.of_worker(lost, self.name) from None
+
+    def pack(self, payload: object, *, what: str) -> Pickled:
+        """Pickle what is sent to them; within a process, classes and functions go by reference. As `dumps`."""
+        return (dumps_here if self.mesh == router_for(self.session).place.mesh == 0 else dumps)(payload, what=what)
 
     def check_usable(self) -> None:
         """Raises: ActorStoppedError; UnhandledFault, once for each."""

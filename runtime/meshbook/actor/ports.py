@@ -59,6 +59,15 @@ class Port(Generic[R]):
                 endpoint, to.members, pickled, "the value", mesh, self._mailbox, to.generation, reply=False
             ))  # fmt: skip
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self) or not isinstance(other, Port):
+            return NotImplemented
+        mine = self._session, self._place, self._mailbox
+        return mine == (other._session, other._place, other._mailbox)
+
+    def __hash__(self) -> int:
+        return hash((self._session, self._mailbox))
+
     def __reduce__(self) -> tuple[object, ...]:
         return Port, (self._session, tuple(self._place), self._mailbox)
 
@@ -184,6 +193,12 @@ class ResponsePort(Port[R]):
             self.exception(error)
         else:
             self.exception(value) if endpoint == "exception" else self.send(value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __repr__(self) -> str:
         return "Port(the caller)"

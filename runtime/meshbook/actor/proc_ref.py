@@ -8,7 +8,8 @@ from typing import Any
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.futures import ActorFuture, only_value
 from meshbook.actor.ports import one_member
-from meshbook.actor.router import ROOT, TActor, current_router, is_rank, router_for
+from meshbook.actor.router import ROOT, TActor, current_router, router_for
+from meshbook.calls.mailboxes import CONTROLLER_MESH
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
@@ -41,7 +42,12 @@ class ProcRef(MeshView):
         return self._stopped
 
     def stop(self, reason: str = "stopped by an actor") -> Future[None]:
-        """End every process of the mesh, views included; done when none is left. Idempotent."""
+        """End every process of the mesh, views included; done when none is left. Idempotent.
+
+        Raises: UsageError where it is the program's own.
+        """
+        if self.id == CONTROLLER_MESH:
+            raise UsageError("this is the process of the program itself; meshbook.shutdown() ends what it has started.")
         self._stopped = True
         return ask_controller("stop_procs", (self,), {}, "procs")
 
@@ -49,6 +55,8 @@ class ProcRef(MeshView):
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)
 
     def __repr__(self) -> str:
+        if self.id == CONTROLLER_MESH:
+            return "ProcMesh(the process of the program)"
         return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}), as a rank knows it'
 
 
@@ -68,12 +76,7 @@ def ask_controller(
 
 
 def this_proc() -> ProcRef:
-    """The process in which this runs, as a mesh without axes. Raises: UsageError outside of the ranks of a mesh."""
-    if not is_rank():
-        raise UsageError(
-            "this_proc() is the process of an actor, or of a cell on ranks; this one is no rank of a mesh. "
-            'Start one: this_host().spawn_procs(per_host={"procs": 1}).'
-        )
+    """The process in which this runs, as a mesh without axes: that of a rank, or that of the program."""
     router = current_router()
     place = router.place
     return ProcRef(router.session, place.mesh, "", Region.build(place.rank, []), place.generation)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 SUPERVISE = "__supervise__"
 """What failures of meshes that an actor has spawned come as."""
 
+ABORTED = "ActorAborted"
+"""What a failure is called that an actor has told of itself (`meshbook.actor.instance`)."""
+
 INIT = "__init__"
 """What has failed, where actors could not be made."""
 
@@ -70,7 +73,7 @@ class MeshFailure:
         lines = []
         for group in group_failures(self.failures):
             waited = ", which nobody waited for"
-            if self.is_of_init or group[0].ename == WorkerLost.__name__:
+            if self.is_of_init or group[0].ename in (WorkerLost.__name__, ABORTED):
                 waited = ""
             lines.append(f"{self.what}{waited}: {_cause(group)}")
             lines += [f"  {line}" for part in group[0].traceback for line in name_cells(part).splitlines()]
@@ -95,7 +98,7 @@ class MeshFailure:
 def _cause(group: list[Failure]) -> str:
     first = group[0]
     ranks = name_ranks(failure.rank for failure in group)
-    if first.ename == WorkerLost.__name__:
+    if first.ename in (WorkerLost.__name__, ABORTED):
         return f"{ranks} ended: {first.evalue}"
     return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
 
@@ -108,9 +111,11 @@ def unhandled_fault_hook(failure: MeshFailure) -> None:
     raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]
     if not raised or (failure.is_of_init and failure.mesh.was_called):  # then the caller is told
         return
+    gone = raised[0].ename == ABORTED  # whose calls say so themselves
     for group in group_failures(raised):
-        print(f"{failure.what}: {_cause(group)}\n  the next use of {failure.mesh_name} raises it", file=sys.stderr)
-    if not failure.is_of_init:
+        later = "its calls fail from now on" if gone else f"the next use of {failure.mesh_name} raises it"
+        print(f"{failure.what}: {_cause(group)}\n  {later}", file=sys.stderr)
+    if not (failure.is_of_init or gone):
         failure.mesh.remember_fault(failure)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from meshbook.calls.answer import Outcome
 from meshbook.calls.call import CallFuture, OpenCall
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.output import OutputTarget
@@ -266,6 +267,10 @@ class Controller:
     def mailboxes(self) -> Mailboxes:
         """Those of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)."""
         return self._dispatcher.mail.boxes
+
+    def give_up_mail(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
+        """Answer calls of ranks to mailboxes of this process that nobody else will answer any more."""
+        self._dispatcher.mail.give_up(is_meant, answer)
 
     def write_payload(self, buffers: Sequence[Buffer]) -> wire.SegmentRef | None:
         """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""

@@ -25,7 +25,7 @@ class ControllerMail:
 
     def __init__(self, payloads: Payloads, submit: Callable[[Callable[[], None]], None]) -> None:
         self._incoming = IncomingCalls()
-        self.boxes, self.on_cancel = self._incoming.boxes, self._incoming.cancel
+        self.boxes, self.on_cancel, self.give_up = self._incoming.boxes, self._incoming.cancel, self._incoming.give_up
         self._payloads, self._submit = payloads, submit
         self._strange: set[int] = set()
         """Mailboxes of former controllers of the session, once something has come for them."""

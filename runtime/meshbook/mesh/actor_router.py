@@ -11,16 +11,18 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.context import context
 from meshbook.actor.identity import groups_on
 from meshbook.actor.ports import Port
+from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.router import ROOT, SUPERVISOR, Address, Answers, Place, TActor, find_now
-from meshbook.actor.supervision import FaultJoiner, MeshFailure, failures_of
+from meshbook.actor.supervision import SUPERVISE, FaultJoiner, MeshFailure, failures_of
 from meshbook.calls.answer import Outcome
 from meshbook.calls.incoming import refusal
-from meshbook.calls.mailboxes import LoadArgs, Mailboxes, ReplyTo
+from meshbook.calls.mailboxes import CONTROLLER_MESH, LoadArgs, Mailboxes, ReplyTo
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
@@ -30,7 +32,11 @@ from meshbook.errors import MeshError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.generations import AS_NOW, ranks_now
 from meshbook.shape.members import Members
+from meshbook.shape.view import MeshView
 from meshbook.wire import messages as wire
+
+if TYPE_CHECKING:
+    from meshbook.mesh.client_actors import ClientActors
 
 SINGLE = "controllers"
 """The name of the mesh of one process in which the actors of `get_or_spawn` live."""
@@ -64,6 +70,7 @@ class ControllerRouter:
         """Not the other, which is held while processes start: deaths are told on the thread that starts them."""
         self._owned: dict[int, list[_Owned]] = {}
         """What actors have started, by their mesh."""
+        self._client: ClientActors | None = None
         controller.mailboxes.open(ROOT, self._on_question)
         controller.mailboxes.open(SUPERVISOR, self._on_fault)
         controller.when_worker_lost(self._on_lost)
@@ -73,7 +80,31 @@ class ControllerRouter:
         return self._controller.mailboxes
 
     @property
+    def client(self) -> ClientActors:
+        """The actors of this process; the first question makes room for them."""
+        with self._owning:
+            if self._client is None:
+                from meshbook.mesh.client_actors import ClientActors  # asyncio, which few programs need so early
+
+                controller = self._controller
+                self._client = ClientActors(controller.mailboxes, controller.next_id, controller.give_up_mail)
+            return self._client
+
+    def make_room(self) -> None:
+        """Have actors spawned in this process, by whoever knows it."""
+        _ = self.client
+
+    def end_client(self) -> None:
+        """End the actors of this process."""
+        if self._client is not None:
+            self._client.end()
+
+    @property
     def supervisor(self) -> Port[MeshFailure]:
+        return context().supervisor or self._root_supervisor
+
+    @property
+    def _root_supervisor(self) -> Port[MeshFailure]:
         return Port(self.session, self.place, SUPERVISOR)
 
     def _on_fault(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
@@ -95,7 +126,17 @@ class ControllerRouter:
         for group in groups_on(self.session, mesh.id):
             if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
                 actors: ActorMesh[object] = ActorMesh(group, group.members)
-                self._faults.take(MeshFailure(actors, group.name, failures_of(lost)))
+                failure = MeshFailure(actors, group.name, failures_of(lost))
+                if group.owner is None or group.owner == self._root_supervisor:
+                    self._faults.take(failure)
+                else:  # an actor of this process
+                    run_in_background(functools.partial(self._tell, group.owner, failure))
+
+    def _tell(self, owner: Port[MeshFailure], failure: MeshFailure) -> None:
+        try:
+            owner.post(SUPERVISE, failure)
+        except MeshError:  # it has ended
+            self._faults.take(failure)
 
     @property
     def session(self) -> str:
@@ -109,15 +150,20 @@ class ControllerRouter:
         return self._controller.next_id()
 
     def call(self, request: CallRequest) -> Answers:
+        if request.mesh == CONTROLLER_MESH:
+            return self.client.call(request)
         mesh = self._find(request.mesh, request.generation)
         source = self._controller.front_end.output_source if request.reply else None
         output = source(ProcMesh(self._controller, mesh)) if source else None
         return self._controller.call(mesh, request, output)
 
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
-        return find_now(self._find(mesh).moves, members, generation, partly=partly)
+        moves = () if mesh == CONTROLLER_MESH else self._find(mesh).moves
+        return find_now(moves, members, generation, partly=partly)
 
-    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> ProcMesh:
+    def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> MeshView:
+        if mesh == CONTROLLER_MESH:
+            return ProcRef(session, mesh, name, members, generation)
         known = self._find(mesh)
         try:
             return ProcMesh(self._controller, known, find_now(known.moves, members, generation).members)

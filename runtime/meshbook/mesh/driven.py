@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from meshbook.actor.identity import forget_session
+from meshbook.actor.proc_ref import ProcRef, this_proc
 from meshbook.actor.router import Place, add_router, remove_router, router_for, set_own_router
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
@@ -174,6 +175,7 @@ def shutdown(timeout_s: float = 5.0) -> None:
 
     Runs at exit. Meshes that were detached live on.
     """
+    _end_client_actors()
     for controller in _driven.take_all():
         controller.close(timeout_s)
 
@@ -195,6 +197,7 @@ def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S)
     `attach` before they end; 10 minutes by default. A session without meshes is stopped.
     """
     left = []
+    _end_client_actors()
     for controller in _driven.take_all():
         if controller.folder.state.meshes:
             left.append(controller.folder.id)
@@ -233,6 +236,22 @@ def _open_router(controller: Controller) -> None:
     """References of the session speak through its controller here. Called before any host speaks."""
     services: Callable[..., ProcMesh] = functools.partial(_spawn_beside, controller)
     add_router(controller.folder.id, ControllerRouter(controller, services))
+
+
+def client_proc() -> ProcRef:
+    """This process, as a mesh without axes: others may spawn actors in it."""
+    router = router_for(_driven.first().folder.id)
+    assert isinstance(router, ControllerRouter)
+    router.make_room()
+    return this_proc()
+
+
+def _end_client_actors() -> None:
+    """Actors of this process end while there still are meshes that they may call."""
+    for controller in _driven.controllers:
+        router = router_for(controller.folder.id)
+        if isinstance(router, ControllerRouter):
+            router.end_client()
 
 
 def _spawn_beside(

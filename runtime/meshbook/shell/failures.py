@@ -12,8 +12,6 @@ import gc
 import sys
 import traceback
 from bdb import BdbQuit
-from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 from IPython.core.error import UsageError as IPythonUsageError
@@ -23,7 +21,7 @@ from meshbook.errors import Failure
 from meshbook.errors.advice import advice
 from meshbook.shell.quick_tracebacks import know_modules
 from meshbook.source.cells import name_line
-from meshbook.source.location import PACKAGE
+from meshbook.source.location import drop_own_frames, traceback_entries
 
 QUIT = "ended by q at its prompt"
 EVALUE_MAX_CHARS = 4096
@@ -34,15 +32,6 @@ TRACEBACK_MAX_PARTS = 60
 
 _COLOUR_RESET = "\x1b[0m"
 _ExceptionGroup: type[BaseException] | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
-
-
-def drop_own_frames(error: BaseException) -> None:
-    """Take the frames of this package out of the exception's traceback."""
-    kept: TracebackType | None = None
-    for entry in reversed(list(_entries(error.__traceback__))):
-        if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE):
-            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    error.__traceback__ = kept
 
 
 def describe_error(shell: InteractiveShell, error: BaseException, *, rank: int, host: str, ran: bool) -> Failure:
@@ -146,15 +135,9 @@ def forget_last_error(shell: InteractiveShell) -> None:
         gc.collect()  # what drew the traceback left cycles around the frames
 
 
-def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next
-
-
 def _where(error: BaseException) -> str:
     """The innermost line of a cell: in the traceback, or what the parser complains about."""
-    for entry in reversed(list(_entries(error.__traceback__))):
+    for entry in reversed(list(traceback_entries(error.__traceback__))):
         if place := name_line(entry.tb_frame.f_code.co_filename, entry.tb_lineno):
             return place
     if isinstance(error, SyntaxError) and error.filename:

@@ -26,9 +26,10 @@ from meshbook.errors.advice import advice
 from meshbook.shell.commands import run_command, run_script
 from meshbook.shell.compiler import CellCompiler
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
-from meshbook.shell.failures import describe_briefly, drop_own_frames, forget_last_error, format_error
+from meshbook.shell.failures import describe_briefly, forget_last_error, format_error
 from meshbook.shell.quick_tracebacks import quicken_tracebacks
 from meshbook.shell.transformers import RankTransformers, may_await
+from meshbook.source.location import drop_own_frames
 
 if TYPE_CHECKING:
     from types import CodeType, TracebackType

@@ -10,9 +10,10 @@ import linecache
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 from meshbook.source.cells import is_cell_name, name_line
 from meshbook.source.frames import LIBRARY, RUNTIME, USER, Frame
@@ -149,3 +150,19 @@ def name_call(expression: str) -> str:
             name = re.search(r"[A-Za-z_][\w.]*$", expression[:index])
             return name[0] if name else ""
     return ""
+
+
+def drop_own_frames(error: BaseException) -> None:
+    """Take the frames of this package out of the exception's traceback."""
+    kept: TracebackType | None = None
+    for entry in reversed(list(traceback_entries(error.__traceback__))):
+        if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = kept
+
+
+def traceback_entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    """The frames of a traceback, the outermost first."""
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next

@@ -78,6 +78,19 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
     return pickled
 
 
+def dumps_here(obj: object, *, what: str) -> Pickled:
+    """As `dumps`, for this very process: what can be found by its name, ``__main__`` included, goes by reference.
+
+    By value, loading would give classes of the notebook methods with globals of their own.
+    """
+    if cloudpickle.list_registry_pickle_by_value():
+        return dumps(obj, what=what)
+    try:
+        return _pickle_with(_QuickPickler, obj, NO_LIMIT)
+    except Exception:  # something that has no name
+        return dumps(obj, what=what)
+
+
 def dumps_bounded(obj: object, max_bytes: int) -> Pickled | None:
     """Pickle ``obj`` if all of it can travel within ``max_bytes``, buffers included; else return None.
 

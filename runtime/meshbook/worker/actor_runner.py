@@ -22,12 +22,14 @@ from contextvars import Token
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.actor.classes import RELOAD, has_async_endpoints, swap_class
-from meshbook.actor.context import ActorInstance, Belongings, Context, current_context
+from meshbook.actor.context import Belongings, Context, current_context
 from meshbook.actor.decorators import EndpointMethod
-from meshbook.actor.errors import CircularCallError, NoEndpointError, cause_of
+from meshbook.actor.errors import CircularCallError, NoEndpointError, SupervisionError, cause_of, why_stopped
+from meshbook.actor.instance import ActorInstance
 from meshbook.actor.listing import ActorState
 from meshbook.actor.ports import Port, ResponsePort
-from meshbook.actor.supervision import SUPERVISE, MeshFailure
+from meshbook.actor.router import Place
+from meshbook.actor.supervision import ABORTED, SUPERVISE, MeshFailure
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
 from meshbook.concurrency.future import Future
@@ -39,8 +41,7 @@ from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.system.descriptors import above_standard
 from meshbook.wire import messages as wire
-from meshbook.worker.actor_inbox import Inbox, InboxMessage
-from meshbook.worker.mail_turn import IdleSelector
+from meshbook.worker.actor_inbox import InboxMessage
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
@@ -73,8 +74,8 @@ class ActorRunner:
         self.mesh: ActorMesh[object] | None = None
         """All actors that were spawned together with this one."""
         self._registry = registry
-        turn = registry.worker.mail.turn
-        self._inbox = Inbox(turn.lead, turn.wake)
+        self._process = registry.process
+        self._inbox = registry.process.new_inbox()
         self._actor: object = None
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
@@ -89,6 +90,9 @@ class ActorRunner:
         """Messages whose answer is to come on their response port, by serial."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._why_ended = ""
+        self._failure: BaseException | None = None
+        """How it has failed, by its own account (`meshbook.actor.instance`)."""
+        self._cleans_up = True
         self.served = False
         """Whether it has handled its last message, and at most cleans up."""
         self.belongings = Belongings()
@@ -122,9 +126,9 @@ class ActorRunner:
         for handling in list(self.current.values()):
             self.cancel(handling.call, False)
 
-    def _closed(self) -> Outcome:
-        why = self._why_ended or f'the actors "{self.name}" were stopped'
-        error = MailboxClosed(self._registry.worker.identity.rank, self.mailbox, why)
+    def _closed(self, why: str = "") -> Outcome:
+        why = why or self._why_ended or why_stopped(self.name)
+        error = MailboxClosed(self._process.identity.rank, self.mailbox, why)
         return Outcome(wire.RAISED, failure=self._registry.describe(error))
 
     def cancel(self, call: wire.Call, insist: bool) -> None:
@@ -161,7 +165,7 @@ class ActorRunner:
         running = list(self.current.values())
         oldest = min((handling.since for handling in running), default=None)
         return ActorState(
-            self._registry.worker.identity.rank,
+            self._process.identity.rank,
             self.mailbox,
             self.name,
             self.class_name,
@@ -208,14 +212,16 @@ class ActorRunner:
             self._registry.actor_ended(self, fault)
 
     async def _make(self, message: InboxMessage) -> Outcome:
-        """The actor itself; the payload: the view's labels, its owner, its source, its class, its arguments."""
+        """The actor itself; the payload: the view's labels, its owner and creator, its source, class and arguments."""
         try:
-            (view, self.mesh, self.owner, sources, cls, *args), kwargs = message.load()
+            (view, self.mesh, self.owner, creator, sources, cls, *args), kwargs = message.load()
             self._learn(cls, sources)
-            place = point_of(self._registry.worker.identity.rank, message.call, view)
+            who = self._process.identity
             self._instance = ActorInstance(
-                self.name, self.class_name, self._registry.worker.identity.name, place, self.mailbox
-            )
+                self.name, self.class_name, who.name, point_of(who.rank, message.call, view), self.mailbox,
+                module=cls.__module__, creator=creator, place=Place(who.mesh, who.rank, who.generation), control=self,
+                procs=Region.of(dict(zip(who.axes, who.sizes, strict=True))),
+            )  # fmt: skip
             before = self._enter(message, view)
             try:
                 self._actor = cls(*args, **kwargs)
@@ -247,7 +253,7 @@ class ActorRunner:
 
     def _serve_in_loop(self) -> None:
         with above_standard():
-            self._loop = loop = self._make_loop()
+            self._loop = loop = self._process.new_loop()
         asyncio.set_event_loop(loop)
         self._inbox.enter_loop(loop, self._take_aside)
         serving = loop.create_task(self._serve())
@@ -259,13 +265,6 @@ class ActorRunner:
                     continue
         finally:
             loop.close()
-
-    def _make_loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-        if type(loop) is not asyncio.SelectorEventLoop:  # of a policy that user code has set
-            return loop
-        loop.close()
-        return asyncio.SelectorEventLoop(IdleSelector(self._registry.worker.mail.turn))
 
     async def _serve(self) -> None:
         while (message := await self._inbox.get()) is not None:
@@ -317,7 +316,7 @@ class ActorRunner:
             self.current.pop(serial)
             handle.close()
             return False
-        with self._registry.worker.shell.output_beside(call.output):
+        with self._process.output_beside(call.output):
             answer: Outcome | None
             try:
                 answer = await interruptible(gate, serial, handle)
@@ -329,7 +328,7 @@ class ActorRunner:
         return True
 
     def _finish(self, message: InboxMessage, answer: Outcome | None) -> None:
-        self._registry.worker.end_child(None if answer is None else answer.failure)
+        self._process.end_child(None if answer is None else answer.failure)
         self.current.pop(message.serial, None)
         if answer is not None:
             self._promised.pop(message.serial, None)
@@ -342,7 +341,7 @@ class ActorRunner:
             return self._closed()
         broken = self._broken if self._actor is None else None
         failure = broken or self._registry.describe(error)
-        self._registry.worker.end_child(failure)
+        self._process.end_child(failure)
         if not message.call.reply and not interrupted:
             self._tell_owner(failure, message.call.endpoint)
         return Outcome(wire.INTERRUPTED if interrupted else wire.RAISED, failure=failure)
@@ -407,7 +406,7 @@ class ActorRunner:
         """Let `context` tell of ``message``. view: what was called; its labels suffice where that is all."""
         instance, call = self._instance, message.call
         assert instance is not None
-        point: Callable[[], Point] = functools.partial(point_of, self._registry.worker.identity.rank, call, view)
+        point: Callable[[], Point] = functools.partial(point_of, self._process.identity.rank, call, view)
         on_wait = None if self._loop is not None and self._is_concurrent(message) else self._refuse_circular
         context = Context(instance, point, self._own_port(), self.belongings, call.endpoint, call.chain, on_wait)
         self.current[message.serial].context = context
@@ -415,7 +414,7 @@ class ActorRunner:
 
     def _own_port(self) -> Port[MeshFailure]:
         """Where the actor is told of failures; a new one when its rank has another number."""
-        if self._port_of is not (identity := self._registry.worker.identity):
+        if self._port_of is not (identity := self._process.identity):
             self._port, self._port_of = self._registry.port_to(self.mailbox), identity
         return self._port
 
@@ -434,15 +433,34 @@ class ActorRunner:
         finally:
             current_context.reset(before)
 
+    # ---- what the actor says of itself (`meshbook.actor.instance.ActorControl`) -------------------------------------
+
+    def stop_itself(self, reason: str) -> None:
+        self._registry.stop(self, why_stopped(self.name, reason))
+
+    def fail_itself(self, reason: str, *, now: bool) -> None:
+        why = why_stopped(self.name, reason)
+        self._failure, self._cleans_up = SupervisionError(reason), not now
+        self._registry.refuse(self, why)
+        if self.mesh is not None:
+            identity = self._process.identity
+            failure = Failure(identity.rank, identity.host, ABORTED, reason, (), "")
+            self._registry.tell_owner(self, MeshFailure(self.mesh, self.name, [failure]))
+        if now:
+            self.end_now(why)
+        else:
+            self._inbox.refuse(lambda call: True, lambda call: self._closed(why))
+            self.end()
+
     async def _clean_up(self) -> None:
         """Run ``__cleanup__``; what it raises is told to the owner."""
         self.served = True
         cleanup = getattr(self._actor, "__cleanup__", None)
-        if cleanup is None:
+        if cleanup is None or not self._cleans_up:
             return
-        with self._registry.worker.shell.output_beside(0):
+        with self._process.output_beside(0):
             try:
-                result = cleanup(None)
+                result = cleanup(self._failure)
                 if inspect.isawaitable(result):
                     await self._value_of(result)
             except BaseException as error:

@@ -11,9 +11,8 @@ import functools
 import threading
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
-from meshbook.actor.errors import ActorStuckError
+from meshbook.actor.errors import ActorStuckError, why_stopped
 from meshbook.actor.listing import ActorState
 from meshbook.actor.ports import Port
 from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH, Place
@@ -26,11 +25,8 @@ from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.wire import messages as wire
+from meshbook.worker.actor_process import ActorProcess
 from meshbook.worker.actor_runner import ActorRunner
-
-if TYPE_CHECKING:
-    from meshbook.worker.worker import Worker
-
 
 EARLY_S = 2.0
 """How long a message waits for the actor that it is for to be spawned."""
@@ -51,10 +47,11 @@ _ENDED = Outcome(wire.OK, None, has_value=True)
 
 
 class ActorRegistry:
-    """The actors of a worker."""
+    """The actors of a process."""
 
-    def __init__(self, worker: Worker, mailboxes: Mailboxes) -> None:
-        self.worker, self._mailboxes = worker, mailboxes
+    def __init__(self, process: ActorProcess, mailboxes: Mailboxes, *, keeps_early: bool = True) -> None:
+        """keeps_early: messages for mailboxes that have never been open may be for actors that are still to come."""
+        self.process, self._mailboxes = process, mailboxes
         self.session = ""
         """The id of the session, once an actor was spawned."""
         self._runners: dict[int, ActorRunner] = {}
@@ -63,7 +60,8 @@ class ActorRegistry:
         self._early: dict[int, list[tuple[wire.Call, LoadArgs, ReplyTo]]] = {}
         """What has come for actors that are not there yet, by mailbox."""
         mailboxes.open(ACTORS, self._spawn, self._cancel_spawn)
-        mailboxes.open_rest(self._keep_early)
+        if keeps_early:
+            mailboxes.open_rest(self._keep_early)
 
     def after_fork(self) -> None:
         """In a forked child: the lock may be that of a thread which it lacks."""
@@ -103,7 +101,7 @@ class ActorRegistry:
 
     def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         """A message may have overtaken, by another connection, the spawn of the actor that it is for."""
-        closed = MailboxClosed(self.worker.identity.rank, call.mailbox)
+        closed = MailboxClosed(self.process.identity.rank, call.mailbox)
         if call.origin is None and call.mailbox < FIRST_OF_RANKS:  # who has spawned it was here before
             raise closed
         waiting = self._early.setdefault(call.mailbox, [])
@@ -131,23 +129,33 @@ class ActorRegistry:
         if call.endpoint != STOP:
             runner.deliver(call, load_args, reply)
             return
-        self._mailboxes.close(runner.mailbox, _why_stopped(runner))
         self._at_end.setdefault(runner.mailbox, []).append(reply)
+        self.stop(runner, why_stopped(runner.name))
+
+    # ---- any thread ---------------------------------------------------------------------------------------------
+
+    def stop(self, runner: ActorRunner, why: str) -> None:
+        """Have an actor end behind the messages that have come; see to it that it does."""
+        self.refuse(runner, why)
         runner.end()
         run_in_background(functools.partial(self._see_to_end, runner))
+
+    def refuse(self, runner: ActorRunner, why: str) -> None:
+        """Take no more messages for an actor."""
+        self._mailboxes.close(runner.mailbox, why)
 
     def _see_to_end(self, runner: ActorRunner) -> None:
         """Interrupt an actor that does not end by itself; tell, if that does not help either. On a side thread."""
         runner.thread.join(STOP_GRACE_S)
         until = time.monotonic() + STOP_INSIST_S
         while runner.thread.is_alive() and not runner.served and time.monotonic() < until:
-            runner.end_now(_why_stopped(runner))
+            runner.end_now(why_stopped(runner.name))
             runner.thread.join(STOP_AGAIN_S)
         if runner.served:
             runner.thread.join()  # it cleans up, which may be saving something
         if runner.thread.is_alive():
             place = users_place(frame_of(runner.thread.ident))
-            failure = self.describe(ActorStuckError(runner.name, self.worker.identity.rank, place))
+            failure = self.describe(ActorStuckError(runner.name, self.process.identity.rank, place))
             self._answer_end(runner, Outcome(wire.RAISED, failure=failure))
             runner.belongings.stop()
         else:
@@ -174,11 +182,11 @@ class ActorRegistry:
     def describe(self, error: BaseException) -> Failure:
         """A failure of what user code has raised."""
         with self._describing:  # IPython draws one traceback at a time
-            return self.worker.shell.describe(error)
+            return self.process.describe(error)
 
     def port_to(self, mailbox: int) -> Port[MeshFailure]:
         """Reaches a mailbox of this process from anywhere."""
-        identity = self.worker.identity
+        identity = self.process.identity
         return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
 
     def tell_owner(self, runner: ActorRunner, failure: MeshFailure) -> None:
@@ -202,11 +210,7 @@ class ActorRegistry:
         why = f'the thread of the actor "{runner.name}" has ended by a fault of meshbook: {fault!r}'
         self._mailboxes.close(runner.mailbox, why)
         spawn = f"{runner.mailbox}:"
-        self.worker.mail.give_up(
+        self.process.give_up(
             lambda call: call.mailbox == runner.mailbox or (call.mailbox == ACTORS and call.endpoint.startswith(spawn)),
             Outcome(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
         )
-
-
-def _why_stopped(runner: ActorRunner) -> str:
-    return f'the actors "{runner.name}" were stopped'

@@ -52,6 +52,7 @@ from meshbook.system.processes import may_be_traced
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import StoreOp, StoreResult
 from meshbook.wire.messages import PLACE, SHOWN_HERE
+from meshbook.worker.actor_process import RankProcess
 from meshbook.worker.actors import ActorRegistry
 from meshbook.worker.channel import AgentChannel, RankPayloads
 from meshbook.worker.endpoints import CALLS, QUERIES, SLOW_QUERIES
@@ -94,7 +95,7 @@ class Worker:
         self._payloads = RankPayloads(self.urgent, shell.describe)
         mail = AgentChannel(mail_fd, self.gate, takes_descriptors=True)
         self.mail = WorkerMail(mail, self._payloads, lambda: self.identity, self._limit_prompts, self.groups.tell)
-        self.registry = ActorRegistry(self, self.mail.boxes)
+        self.registry = ActorRegistry(RankProcess(self), self.mail.boxes)
         self.groups.ask_of_actors(self.registry.handled)
         self._cancelled: set[int] = set()
         """Calls that were dropped, and answered for, by the control thread; they must not run when they come."""

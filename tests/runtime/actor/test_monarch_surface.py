@@ -17,7 +17,6 @@ from meshbook.actor import (
     SupervisionError,
     concurrent_endpoint,
     endpoint,
-    this_proc,
 )
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
 
@@ -51,11 +50,6 @@ def test_a_mesh_of_actors_is_generic(mesh4: ProcMesh) -> None:
     assert holders.type_of.call(1).get(20).values() == ["int"] * 4
     cast(ActorMesh[Holder[int]], holders).stop().get(20)
     assert isinstance(holders, ActorMesh)
-
-
-def test_the_notebook_is_no_process_of_a_mesh() -> None:
-    with pytest.raises(UsageError, match=r"this_proc\(\) is the process of an actor"):
-        this_proc()
 
 
 def test_the_size_of_a_buffer_is_a_method(mesh4: ProcMesh) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import meshbook
-from meshbook.shell.failures import drop_own_frames
 from meshbook.source.frames import RUNTIME
-from meshbook.source.location import is_runtimes_code, is_users_code, kind_of_file
+from meshbook.source.location import drop_own_frames, is_runtimes_code, is_users_code, kind_of_file
 from meshbook.stacks import dump
 from meshbook.worker.worker import Worker
 
