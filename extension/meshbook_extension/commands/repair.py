@@ -10,6 +10,7 @@ from meshbook.formatting import name_ranks
 from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
+from meshbook_extension.commands.sync import send_again
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.setup_cells import Setup, follow_ranks, view_after
@@ -40,6 +41,7 @@ def heal(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     repaired = _repair(lambda: procs.base().heal(force=arguments.flag("--force"), note=_note))
     print(repaired)
+    send_again(session, procs, repaired.ranks)
     _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
 
 
@@ -63,6 +65,7 @@ def respawn(session: Session, arguments: Arguments) -> None:
 
     repaired = _repair(act)
     print(repaired)
+    send_again(session, procs, repaired.ranks)
     if arguments.flag("--replay"):
         _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
     else:
@@ -86,6 +89,7 @@ def grow(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     change = _repair(lambda: procs.change(grow=more, note=_note))
     _take_over(session, procs, change)
+    send_again(session, change.procs, change.new)
     if arguments.flag("--replay"):
         _replay_after(session, change.procs, session.setups.owe(procs.name, change.new))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
@@ -50,6 +51,8 @@ from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.system.gpu import GpuUse
 from meshbook.values.pickling import dumps
 from meshbook.wire.messages import AtPrompt
+from meshbook.workspace.local_modules import find_modules
+from meshbook.workspace.synced_modules import Synced, take_modules
 
 T = TypeVar("T")
 
@@ -218,6 +221,17 @@ class ProcMesh(MeshView):
         what: the call, as notes, errors and status name it.
         """
         return self._call("invoke", (function, *args), what=what, fail_fast=False)
+
+    def sync_workspace(self, workspace: str | Path = ".") -> Future[ValueMesh[dict[str, Synced]]]:
+        """Send the Python modules at a path to the members, which import them from memory and reload those in use.
+
+        workspace: a module's file, a package, or a folder that has some. Values: what became of each module, by name.
+        Raises: UsageError, also where one does not parse.
+        """
+        found = find_modules(Path(workspace))
+        for name, problem in found.broken.items():
+            raise UsageError(f"{name} does not parse ({problem}); nothing was sent")
+        return self.execute_as("sync_workspace", take_modules, found.modules)
 
     def evaluate(self, expression: str) -> Future[Values]:
         """The value of an expression in each member's namespace."""

@@ -1,0 +1,137 @@
+"""``%mesh sync``: the modules beside the notebook, on the ranks as they are here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshbook.errors import MeshError
+from meshbook.formatting import group_ranks, name_ranks
+from meshbook_extension.cells.running import interrupted
+from meshbook_extension.commands import Command
+from meshbook_extension.notebook.grammar import Arguments
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.output.labels import count
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.workspace.local_modules import LocalModule
+    from meshbook.workspace.synced_modules import Synced
+
+HERE = -1
+"""Stands for the notebook's own process among ranks."""
+
+NAMED = 6
+"""So many modules that were not reloaded are named."""
+
+
+class SentModules:
+    """What was sent to the meshes of a notebook: new ranks get the same."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, dict[str, LocalModule]] = {}
+
+    def keep(self, mesh: int, modules: Iterable[LocalModule]) -> None:
+        """These were sent, or again in another version."""
+        kept = self._of.setdefault(mesh, {})
+        for module in modules:
+            kept.pop(module.name, None)  # the order is that of the last time
+            kept[module.name] = module
+
+    def of(self, mesh: int) -> list[LocalModule]:
+        """Return all of a mesh, in order."""
+        return list(self._of.get(mesh, {}).values())
+
+
+@Command(
+    name="%mesh sync",
+    summary="Send the Python modules beside the notebook to the ranks, and reload those that are in use.",
+    words="[PATH]",
+    examples=("%mesh sync", "%mesh sync helpers.py", "%mesh sync src"),
+    notes="""
+PATH is a module's file, a package, or a folder that has some; by default the notebook's own. What is in use in
+another version, or imports such a module, is reloaded, in the notebook too, and names that were imported from it get
+the new functions and classes; objects of old classes stay what they are. Ranks that come later, by %mesh heal or grow,
+get the same.""",
+)
+def sync(session: Session, arguments: Arguments) -> None:
+    """Have all ranks run the same version of local modules."""
+    from meshbook.workspace.local_modules import find_modules
+    from meshbook.workspace.synced_modules import FAILED, take_modules
+
+    procs = session.mesh().base()
+    found = find_modules(Path(*arguments.words).expanduser())
+    for name, problem in found.broken.items():
+        print(f"{name} is left out, it does not parse: {problem}")
+    if not found.modules:
+        return
+    taken = _send(procs, found.modules)
+    taken[HERE] = take_modules(found.modules, session.shell.user_ns)
+    well = [each for each in found.modules if all(result[each.name].state != FAILED for result in taken.values())]
+    session.part(SentModules).keep(procs.id, well)
+    problems = [line for module in found.modules for line in _describe(module, taken)]
+    print(_count(found.modules, taken))
+    if problems:
+        raise MeshError("\n".join(problems))
+
+
+def send_again(session: Session, procs: ProcMesh, ranks: Collection[int]) -> None:
+    """Give new ranks what the others were sent."""
+    modules = session.part(SentModules).of(procs.id)
+    if modules and ranks:
+        _send(procs.base().select(sorted(ranks)), modules)
+        print(f"  {name_ranks(ranks)} got {count(len(modules), 'module')} of %mesh sync")
+
+
+def _send(procs: ProcMesh, modules: Collection[LocalModule]) -> dict[int, dict[str, Synced]]:
+    from meshbook.workspace.synced_modules import take_modules
+
+    try:
+        values = procs.execute_as("%mesh sync", take_modules, tuple(modules)).get()
+    except KeyboardInterrupt:
+        raise interrupted("some ranks may not have the modules; again: %mesh sync") from None
+    return dict(zip(values.ranks, values.values(), strict=True))
+
+
+def _describe(module: LocalModule, taken: dict[int, dict[str, Synced]]) -> list[str]:
+    """Print who runs a module that was reloaded somewhere; returns the problems, in a line each."""
+    from meshbook.workspace.synced_modules import FAILED, OTHER, RELOADED, SAME, SENT
+
+    groups = group_ranks((place, result[module.name]) for place, result in taken.items())
+    said = {RELOADED: "reloaded", SAME: "already there", SENT: "not imported yet"}
+    if any(result.state == RELOADED for result in groups):
+        parts = [f"{said[each.state]} {_name_places(at)}" for each, at in groups.items() if each.state in said]
+        print(f"{module.name} {module.version}: {', '.join(parts)}")
+    means = {FAILED: "could not be reloaded {}, where the version before stays: {}", OTHER: "is not used {}: {}"}
+    return [
+        f"{module.name} {means[result.state].format(_name_places(places), result.problem)}"
+        for result, places in groups.items()
+        if result.state in means
+    ]
+
+
+def _name_places(places: Collection[int]) -> str:
+    ranks = [place for place in places if place != HERE]
+    here = "in the notebook"
+    if not ranks:
+        return here
+    return f"on {name_ranks(ranks)}" + (f" and {here}" if HERE in places else "")
+
+
+def _count(modules: Collection[LocalModule], taken: dict[int, dict[str, Synced]]) -> str:
+    from meshbook.workspace.synced_modules import SAME, SENT
+
+    unused, unchanged = [], []
+    for module in modules:
+        states = {result[module.name].state for result in taken.values()}
+        if states == {SENT}:
+            unused.append(module.name)
+        elif states <= {SENT, SAME}:
+            unchanged.append(f"{module.name} {module.version}")
+    parts = [
+        f"; {what}: {', '.join(names[:NAMED])}" + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        for what, names in (("unchanged", unchanged), ("not in use yet", unused))
+        if names
+    ]
+    return f"{count(len(modules), 'module')} sent{''.join(parts)}"

@@ -1,0 +1,1 @@
+"""The workspace: Python modules that lie beside the notebook, sent to the ranks and reloaded there."""
