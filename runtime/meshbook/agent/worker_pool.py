@@ -144,6 +144,7 @@ class WorkerPool:
             sys_path=spawn.sys_path,
             environment={**spawn.environment, **own},
             advice=spawn.advice,
+            shares_files=spawn.shares_files,
         )
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:

@@ -283,6 +283,7 @@ class MeshState:
                     must_enter=bool(asked_cwd),
                     generation=self.generation,
                     advice=advice(),
+                    shares_files=here,
                 )
             )
 

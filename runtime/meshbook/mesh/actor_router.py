@@ -34,6 +34,7 @@ from meshbook.shape.generations import AS_NOW, ranks_now
 from meshbook.shape.members import Members
 from meshbook.shape.view import MeshView
 from meshbook.wire import messages as wire
+from meshbook.workspace.local_modules import find_module
 
 if TYPE_CHECKING:
     from meshbook.mesh.client_actors import ClientActors
@@ -53,8 +54,9 @@ class _Owned(NamedTuple):
 class ControllerRouter:
     """One per session that this process drives; also what ranks ask of it.
 
-    The questions of ranks come to the mailbox `ROOT` of rank 0 of mesh 0: for processes beside them, and for actors of
-    which there is one. Work is done on side threads, since it waits for hosts and runs the user's code.
+    The questions of ranks come to the mailbox `ROOT` of rank 0 of mesh 0: for processes beside them, for actors of
+    which there is one, and for modules that lie beside the notebook. Work is done on side threads, since it waits for
+    hosts and runs the user's code.
     """
 
     def __init__(
@@ -212,6 +214,8 @@ class ControllerRouter:
         args, kwargs = load_args()
         if call.endpoint == "get_or_spawn":
             return self.get_or_spawn(*args).get()
+        if call.endpoint == "find_module":
+            return find_module(*args)
         if call.endpoint == "stop_procs":
             try:
                 return args[0].stop().get()

@@ -186,6 +186,8 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     """Of the numbers of the mesh's ranks."""
     advice: Advice = Advice()
     """How the controller's front end calls what helps."""
+    shares_files: bool = True
+    """Whether the host has the files of the controller."""
 
 
 class Origin(NamedTuple):
@@ -748,6 +750,7 @@ class Begin(_Message, frozen=True, tag="begin"):
     sys_path: tuple[bytes, ...]
     environment: dict[bytes, bytes]
     advice: Advice = Advice()
+    shares_files: bool = True
 
 
 class Renumbered(_Message, frozen=True, tag="renumbered"):

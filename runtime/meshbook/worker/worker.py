@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from meshbook.actor.proc_ref import ask_controller
 from meshbook.actor.router import set_own_router
 from meshbook.calls.answer import Outcome, pack, pack_failure
 from meshbook.concurrency import forks
@@ -37,7 +38,7 @@ from meshbook.concurrency.background import hidden_thread, run_in_background
 from meshbook.concurrency.own_faults import attempt
 from meshbook.concurrency.thread_interrupts import gate_of_this_thread
 from meshbook.debug.dap_session import DebugSession
-from meshbook.errors import Failure, MessageTooLarge
+from meshbook.errors import Failure, MeshError, MessageTooLarge
 from meshbook.errors.advice import set_advice
 from meshbook.formatting import format_bytes
 from meshbook.groups.absent import NO_DISTRIBUTED, NoGroups
@@ -60,15 +61,20 @@ from meshbook.worker.interrupt_gate import InterruptGate, interrupt_children
 from meshbook.worker.mail import WorkerMail
 from meshbook.worker.open_files import write_buffers
 from meshbook.worker.router import WorkerRouter
+from meshbook.workspace.synced_modules import ask_for_missing
 
 if TYPE_CHECKING:
     from meshbook.groups.rank_groups import RankGroups
+    from meshbook.workspace.local_modules import Workspace
 
 IDLE_S = 0.5
 """How often the control thread looks after things that nobody tells it."""
 
 LONG_CALL_S = 0.02
 """Behind a call that took longer, others may wait, and may have been cancelled meanwhile."""
+
+ASK_S = 20.0
+"""How long a module may take to come from the notebook."""
 
 LATE_PIECE_CHARS = 1 << 16
 
@@ -126,6 +132,8 @@ class Worker:
         self.gate.keep_signal()
         forks.at_fork(in_child=self._leave_to_parent)
         _enter_environment(begin)
+        if not begin.shares_files:
+            ask_for_missing(_ask_for_module)
         _seed()
         self.shell.start_rank(rank=identity.rank, host=identity.host, sink=self, namespace=self._names())
         self.shell.debugger.begin(self._tell_prompt)
@@ -467,6 +475,17 @@ def _enter_environment(begin: wire.Begin) -> None:
         torch.set_num_threads(begin.identity.threads)
     for module in begin.preload:
         __import__(module)
+
+
+def _ask_for_module(name: str) -> Workspace | None:
+    """The notebook's own module of this name, which is not on this machine. Raises: ModuleNotFoundError."""
+    try:
+        found: Workspace | None = ask_controller("find_module", (name,), {}, "the workspace").get(ASK_S)
+    except (MeshError, TimeoutError) as error:
+        raise ModuleNotFoundError(
+            f"No module named '{name}' here, and the notebook cannot be asked: {error}", name=name
+        ) from error
+    return found
 
 
 def _by_text(items: Mapping[str, object]) -> dict[str, object]:

@@ -6,6 +6,8 @@ import ast
 import hashlib
 import os
 import platform
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +92,24 @@ def find_modules(path: Path) -> Workspace:
             continue
         found[name] = LocalModule(name, str(file), str(root), source, version_of(source), imports, here)
     return Workspace(tuple(_in_order(found)), broken)
+
+
+def find_module(name: str) -> Workspace | None:
+    """The module or package of this name, without dots, that this process would import, unless it was installed.
+
+    Raises: UsageError if it is too large to be sent.
+    """
+    for entry in sys.path:
+        for path in (Path(entry, name, "__init__.py"), Path(entry, f"{name}.py")):
+            if path.is_file():
+                return None if is_installed(path) else find_modules(path)
+    return None
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 def _files(path: Path) -> Iterator[tuple[Path, Path]]:

@@ -11,16 +11,24 @@ import importlib.abc
 import importlib.util
 import os
 import sys
-import sysconfig
+import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from meshbook.workspace.local_modules import LocalModule, file_system, version_of
+from meshbook.concurrency import forks
+from meshbook.workspace.local_modules import LocalModule, Workspace, file_system, is_installed, version_of
+
+MISSING_S = 2.0
+"""So long a module that the notebook does not have is not asked for again."""
+
+SILENT_S = 60.0
+"""So long nothing is asked for after a question that nobody answered."""
 
 SENT, SAME, RELOADED, FAILED, OTHER = "sent", "same", "reloaded", "failed", "other"
 
@@ -71,7 +79,60 @@ class _SentFinder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_loader(fullname, _SentLoader(module))
 
 
+class _AskingFinder(importlib.abc.MetaPathFinder):
+    """Asks the notebook for modules that are nowhere here; the last of the finders."""
+
+    def __init__(self, ask: Callable[[str], Workspace | None]) -> None:
+        self._ask = ask
+        self._missing: dict[str, float] = {}
+        """When it was told that the notebook has no such module; libraries look for many that they can do without."""
+        self._silent = -SILENT_S
+        """When the notebook has not answered."""
+        self._asking = threading.local()
+        self._generation = forks.generation
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if "." in fullname or self._generation != forks.generation:
+            return None  # a package comes whole; a child that user code has forked cannot ask
+        now = time.monotonic()
+        if now < self._missing.get(fullname, -MISSING_S) + MISSING_S or now < self._silent + SILENT_S:
+            return None
+        if getattr(self._asking, "now", False):
+            return None  # asking itself imports something that is not there
+        self._asking.now = True
+        try:
+            found = self._ask(fullname)
+        except ModuleNotFoundError:
+            self._silent = time.monotonic()
+            raise
+        finally:
+            self._asking.now = False
+        if found is None:
+            self._missing[fullname] = time.monotonic()
+            return None
+        for name, problem in found.broken.items():
+            raise ImportError(f"{name}, which lies beside the notebook, does not parse: {problem}", name=fullname)
+        _install()
+        _sent.update((module.name, module) for module in found.modules)
+        return _finder.find_spec(fullname, path)
+
+
 _finder = _SentFinder()
+
+
+def ask_for_missing(ask: Callable[[str], Workspace | None]) -> None:
+    """From now on modules that this process does not find are asked for.
+
+    ask: gives the module of a name, None where there is none; raises ModuleNotFoundError if nobody answers.
+    """
+    sys.meta_path.append(_AskingFinder(ask))
+
+
+def _install() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def take_modules(modules: Sequence[LocalModule], namespace: dict[str, object] | None = None) -> dict[str, Synced]:
@@ -80,8 +141,7 @@ def take_modules(modules: Sequence[LocalModule], namespace: dict[str, object] | 
     modules: in the order of `Workspace`. namespace: where names bound to functions and classes of reloaded modules
     get the new ones; by default ``__main__``. Returns: what became of each.
     """
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    _install()
     if namespace is None:
         namespace = vars(sys.modules["__main__"])
     _sent.update((module.name, module) for module in modules)
@@ -134,8 +194,7 @@ def _is_of_library(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:
         return not hasattr(module, "__path__")
-    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return any(Path(file).is_relative_to(folder) for folder in folders)
+    return is_installed(Path(file))
 
 
 def _rebind(namespace: dict[str, object], before: dict[str, object], module: ModuleType) -> None:

@@ -66,7 +66,7 @@ def test_without_a_mesh_each_mistake_is_answered_on_one_screen(empty_notebook, c
 def test_commands_of_later_days_are_not_listed(empty_notebook) -> None:
     text = empty_notebook.run("%mesh help").stdout
     assert "%mesh spawn" in text and "%mesh heal" in text
-    for name in ("export", "sync"):
+    for name in ("export",):
         assert f"%mesh {name}" not in text
 
 

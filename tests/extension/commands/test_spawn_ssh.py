@@ -24,7 +24,7 @@ def there(empty_notebook) -> Iterator[SshHosts]:
 def cluster(empty_notebook, there: SshHosts):
     """Two hosts with a rank each, in a folder and an environment of their own."""
     options = f"--device cpu --name far --cwd {there.folder} --env A=1,B=x=y -- -F {there.config}"
-    empty_notebook.spawned = empty_notebook.run(f"%mesh spawn gpus=1 --on ssh:nodeA,nodeB {options}")
+    empty_notebook.spawned = empty_notebook.run(f"%mesh spawn gpus=1 --on ssh:nodeA,nodeB --out far {options}")
     return empty_notebook
 
 
@@ -43,6 +43,25 @@ def test_a_slice_is_one_host(cluster) -> None:
     cluster.run("%%mesh hosts=1\nmine = True")
     cluster.run("%%mesh\nglobals().get('mine', False)")
     assert cluster["_mesh"].values() == [False, True]
+
+
+def test_modules_beside_the_notebook_are_found_by_the_ranks(cluster, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "far_helpers.py").write_text("from far_package import width\n\ndef area():\n    return width() ** 2\n")
+    (tmp_path / "far_package" / "parts").mkdir(parents=True)
+    (tmp_path / "far_package" / "__init__.py").write_text("from .parts.sizes import width\n")
+    (tmp_path / "far_package" / "parts" / "sizes.py").write_text("def width():\n    return 3\n")
+    (tmp_path / "far_broken.py").write_text("def (\n")
+    assert cluster.run("%%mesh\nimport far_helpers; far_helpers.area()").plain.strip() == "[0,1] 9"
+    cluster.run("from far_package.parts import sizes\nvalues = far.execute(sizes.width).get()")
+    assert list(cluster["values"].values()) == [3, 3]
+    assert "No module named 'far_nowhere'" in cluster.fail("%%mesh\nimport far_nowhere")
+    assert "far_broken, which lies beside the notebook, does not parse: " in cluster.fail("%%mesh\nimport far_broken")
+    (tmp_path / "far_package" / "parts" / "sizes.py").write_text("def width():\n    return 4\n")
+    told = cluster.run(f"%mesh sync {tmp_path / 'far_package'}").stdout
+    assert told.count("reloaded on ranks 0,1") == 2 and "far_package.parts.sizes" in told
+    cluster.run(f"%mesh sync {tmp_path / 'far_helpers.py'}")
+    assert cluster.run("%%mesh\nimport far_package; far_package.width()").plain.strip() == "[0,1] 4"
 
 
 def test_a_host_that_is_lost_is_named_and_heals_on_its_own_machine(cluster) -> None:
