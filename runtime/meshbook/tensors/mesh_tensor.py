@@ -28,7 +28,7 @@ from meshbook.tensors.metadata import (
     read_arguments,
 )
 from meshbook.tensors.op_stream import Handle, OpStream
-from meshbook.tensors.operations import Adopted, Factory, NewOutput, TensorReference, written_arguments
+from meshbook.tensors.operations import ONE_HOT, Adopted, Factory, NewOutput, TensorReference, written_arguments
 from meshbook.tensors.rank_tensors import SHOWN_ELEMENTS, TensorDescription, resolve
 from meshbook.tensors.spec import ShardingSpec
 
@@ -310,6 +310,26 @@ def dispatch(
     if known.draws:
         numbers.append(float(new_seed()))
     return _issue(mesh, known, tensors, numbers)
+
+
+_OVERRIDES = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def _one_hot(keys: Any, indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Of a mesh tensor an operation of our own; tensors that are not on a mesh pass as if nothing stood here."""
+    if not isinstance(indices, MeshTensor):
+        before: torch.Tensor = aten.one_hot.default.redispatch(
+            keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), indices, num_classes
+        )
+        return before
+    if num_classes == -1 and indices.numel():
+        num_classes = max(int(indices.max().item()) + 1, 1)  # of negative ones the ranks tell
+    made: torch.Tensor = ONE_HOT(indices, num_classes)
+    return made
+
+
+# the one key at which a subclass can be met before torch takes an operator apart, and at which other tensors are not
+_OVERRIDES.impl("one_hot", _one_hot, "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def _all_on_mesh(

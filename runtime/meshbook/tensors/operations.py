@@ -24,11 +24,20 @@ _OPERATORS.impl(  # type: ignore[no-untyped-call]
 
 _OPERATORS.define("redistribute(Tensor self, Tensor? layout) -> Tensor")  # type: ignore[no-untyped-call]
 
+_OPERATORS.define("one_hot(Tensor self, int num_classes) -> Tensor")  # type: ignore[no-untyped-call]
+_OPERATORS.impl("one_hot", torch.nn.functional.one_hot, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_OPERATORS.impl(  # type: ignore[no-untyped-call]
+    "one_hot", lambda indices, classes: indices.new_empty((*indices.shape, classes)), "Meta"
+)
+
 LAY_OUT: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.lay_out.default
 """The same tensor; on the ranks cut in a dim, or whole, along one axis of the mesh."""
 
 REDISTRIBUTE: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.redistribute.default
 """A copy that lies in another way, with gradients elsewhere; layout: a tensor that lies so, or the placements."""
+
+ONE_HOT: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.one_hot.default
+"""torch's own is taken apart before it comes here, into comparisons that find nothing wrong with any index."""
 
 
 class TensorPlace(NamedTuple):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 
 from meshbook.tensors.lowered_operations import LoweredOperations, way_of
-from meshbook.tensors.operations import LAY_OUT, REDISTRIBUTE, Use
+from meshbook.tensors.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, Use
 from meshbook.tensors.operator_rules import (
     ATTENTION,
     GRADED,
@@ -176,6 +176,8 @@ class Operations:
             return _along(*args)
         if template.operator is REDISTRIBUTE:
             return _redistributed(*args)
+        if template.operator is ONE_HOT:
+            return self._one_hot(*args)
         if template.is_fused:
             return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
         if template.apart is not None and not any(map(has_empty_part, tensors)):
@@ -211,6 +213,17 @@ class Operations:
             told: dict[str, Any] = {"run_check": False, "shape": shape, "stride": _strides_as(local, shape)}
             made.append(DTensor.from_local(local, self._mesh, like.placements, **told))
         return made
+
+    def _one_hot(self, indices: DTensor, num_classes: int) -> DTensor:
+        """Of this rank's indices. Raises: RuntimeError, as torch does, for one that is no class."""
+        indices = indices.redistribute(placements=block_placements(indices))
+        made, shape = ONE_HOT(indices.to_local(), num_classes), torch.Size((*indices.shape, num_classes))
+        told: dict[str, Any] = {
+            "run_check": False,
+            "shape": shape,
+            "stride": torch.empty(shape, device="meta").stride(),
+        }
+        return DTensor.from_local(made, self._mesh, indices.placements, **told)
 
     def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Do an operation on whole tensors, on every rank, and keep this rank's part of what it wrote to."""

@@ -20,6 +20,7 @@ from benchmarks.tensor_program_lines import run_line, write_program
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
 from meshbook.exceptions import DeviceMeshError, TensorError
+from meshbook.tensors import rank_tensors
 
 OUT_OF_RANGE = r"aten\.embedding.*test_failures.py, line \d+\) failed: IndexError"
 
@@ -47,6 +48,25 @@ def test_rows_that_a_table_does_not_have_are_refused_however_it_is_cut(grid: Mes
 
 def embed_in(table: torch.Tensor, mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
+
+
+@pytest.mark.parametrize("spec", [["dp"], [("dp", "tp")], [None]])
+def test_classes_that_one_hot_does_not_have_are_refused_however_they_are_cut(
+    grid: Mesh, spec: list[str | None]
+) -> None:
+    def classes(*indices: int, count: int = 4) -> torch.Tensor:
+        return torch.nn.functional.one_hot(meshbook.distribute(torch.tensor(indices), grid, spec), count)
+
+    wanted = torch.nn.functional.one_hot(torch.tensor([3, 0, 1]), 4)
+    for _ in range(3):  # from the third time on other operations are done in another way
+        assert torch.equal(classes(3, 0, 1).full_tensor(), wanted)
+        assert torch.equal(classes(3, 0, 1, count=-1).full_tensor(), wanted)
+        for indices, why in (((0, 1, 4), "smaller than num_classes"), ((-1, 0, 1), "non-negative")):
+            with pytest.raises(TensorError, match=rf"one_hot.*test_failures.py, line \d+\) failed.*{why}"):
+                classes(*indices).sum().item()
+    with torch.inference_mode(), pytest.raises(TensorError, match="non-negative"):
+        classes(0, 1, -1, count=-1).sum().item()
+    assert torch.equal(torch.nn.functional.one_hot(torch.tensor([3, 0, 1])), wanted)  # of plain tensors
 
 
 @pytest.mark.parametrize("indices", [(0, 1, 2, 9), (9, 0, 1, 2), (9, 0, 0, 9)])
@@ -244,6 +264,24 @@ def test_a_write_of_a_tensor_that_some_ranks_have_not_got_is_told(grid: Mesh, tm
             lost.sum().item()
     x.copy_(torch.zeros(2))
     assert x.add_(1).tolist() == [1.0, 1.0]
+
+
+def test_nothing_is_sent_to_ranks_that_are_being_given_their_tensors(grid: Mesh) -> None:
+    x, stream = meshbook.ones(4, mesh=grid, sharding_spec=["dp"]), grid.stream
+    assert x.sum().item() == 4.0
+
+    def sent() -> set[int]:
+        return set(
+            grid.procs.execute(lambda name: rank_tensors.meshes[name].progress([]).number, stream.name).get().values()
+        )
+
+    before = sent()
+    stream.begin_repair()
+    x.add_(1)
+    assert sent() == before  # though this call is one that sends what was issued
+    stream.end_repair()
+    assert sent() == {before.pop() + 1}
+    assert x.sum().item() == 8.0
 
 
 def test_a_recorded_step_behind_a_failure_is_done(grid: Mesh) -> None:
