@@ -19,7 +19,7 @@ def two_hosts() -> Iterator[tuple[ProcMesh, ProcMesh]]:
         procs = hosts.spawn_procs({"gpus": 1}, name="apart", device="cpu")
         yield procs.slice(hosts=0), procs.slice(hosts=1)
     finally:
-        hosts.stop()
+        hosts.shutdown()
 
 
 if __name__ == "__main__":

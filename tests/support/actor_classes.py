@@ -13,6 +13,7 @@ from typing import Any
 
 from meshbook.actor import (
     Actor,
+    Channel,
     Port,
     concurrent_endpoint,
     context,
@@ -455,3 +456,36 @@ class LastWords(Actor):
     def _write(self, word: str) -> None:
         with open(self.path, "a") as file:
             file.write(f"{word}\n")
+
+
+class SentBack(Actor):
+    """Answers with what tells ranks apart."""
+
+    @endpoint
+    def ten(self) -> int:
+        return current_rank().rank * 10
+
+    @endpoint
+    def give(self, port: Any) -> None:
+        port.send("mine")
+
+    @endpoint
+    def late_rank(self) -> str:
+        time.sleep(0.5 if current_rank().rank == 0 else 0)
+        return str(current_rank().rank)
+
+    @endpoint
+    def fail(self) -> None:
+        raise ValueError("bad")
+
+    @endpoint
+    def open_port(self) -> Port[int]:
+        port, self.receiver = Channel[int].open()
+        return port
+
+    @endpoint
+    def shape_of_host(self) -> tuple[object, ...]:
+        host = this_host()
+        split = host.flatten("hosts")
+        procs = split.spawn_procs({"more": 1}, group=False, torch=False)
+        return host.sizes, len(host), split.sizes, host.initialized.get(20), procs.sizes

@@ -42,7 +42,7 @@ from meshbook.actor.errors import (
     SupervisionError,
     UnhandledFault,
 )
-from meshbook.actor.ports import Channel, Port, PortReceiver
+from meshbook.actor.ports import Channel, Port, PortReceiver, RankedPortReceiver
 from meshbook.actor.router import is_rank
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.concurrency.future import Future
@@ -85,6 +85,7 @@ __all__ = [
     "ProcMesh",
     "ProcsStoppedError",
     "RDMABuffer",
+    "RankedPortReceiver",
     "ReloadError",
     "Shape",
     "ShapeExt",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import msgspec
@@ -180,9 +180,29 @@ class Accumulator(Generic[P, R, A]):
         self._endpoint, self._identity, self._combine = endpoint, identity, combine
 
     def accumulate(self, *args: P.args, **kwargs: P.kwargs) -> Future[A]:
-        """Call, and fold in the order of the ranks. Raises, when asked: what the call raises."""
+        """Call, and fold in the order in which the answers come. Raises, when asked: what the call raises."""
+        parts = list(self._endpoint.stream(*args, **kwargs))
+        return MappedFuture(_when_all_have_come(parts), lambda _: self._fold(parts))
 
-        def fold(values: ValueMesh[R]) -> A:
-            return functools.reduce(self._combine, values.values(), self._identity)
+    def _fold(self, parts: Sequence[Future[R]]) -> A:
+        return functools.reduce(self._combine, (part.get(0) for part in parts), self._identity)
 
-        return MappedFuture(self._endpoint.call(*args, **kwargs), fold)
+
+def _when_all_have_come(parts: Sequence[Future[R]]) -> Future[None]:
+    """Done when all have an outcome, whichever."""
+
+    def cancel() -> None:
+        for part in parts:
+            part.cancel()
+
+    left = set(range(len(parts)))
+    done: Future[None] = Future(on_cancel=cancel)
+
+    def come(index: int) -> None:
+        left.discard(index)
+        if not left:
+            done.set_result(None)
+
+    for index, part in enumerate(parts):
+        part.add_done_callback(lambda _, index=index: come(index))  # type: ignore[misc]
+    return done

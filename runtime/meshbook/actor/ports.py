@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from meshbook.actor.router import Place, Router, current_router, router_for
 from meshbook.calls.answer import Outcome
@@ -19,6 +19,7 @@ from meshbook.calls.mailboxes import LoadArgs, ReplyTo
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future, MappedFuture
+from meshbook.errors import MailboxClosed, MeshStoppedError, RanksLeft, UsageError, WorkerLost
 from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import dumps, loads
 from meshbook.wire import messages as wire
@@ -29,24 +30,40 @@ R = TypeVar("R")
 class Port(Generic[R]):
     """Where values can be sent to. Small, and works in every process of the session."""
 
-    def __init__(self, session: str, place: Place, mailbox: int) -> None:
-        self._session, self._place, self._mailbox = session, Place(*place), mailbox
+    def __init__(self, session: str, place: Place, mailbox: int, rank: int | None = None) -> None:
+        """rank: of the actor that answers on it, which a `RankedPortReceiver` gets as well."""
+        self._session, self._place, self._mailbox, self._rank = session, Place(*place), mailbox, rank
+        self.return_undeliverable = True
+        """False: what can no longer be delivered is dropped in silence."""
+
+    def of_rank(self, rank: int) -> Port[R]:
+        """The same, for the answers of one actor of several."""
+        port: Port[R] = Port(self._session, self._place, self._mailbox, rank)
+        port.return_undeliverable = self.return_undeliverable
+        return port
 
     def send(self, obj: R) -> None:
         """Send a value; returns before it has arrived.
 
         Raises: SerializationError, WorkerLost, RanksLeft, MeshStoppedError.
         """
-        self.post("send", obj)
+        self._send("send", obj)
 
     def exception(self, error: BaseException) -> None:
         """Have the receiver's next `recv` raise ``error``."""
-        self.post("exception", error)
+        self._send("exception", error)
+
+    def _send(self, endpoint: str, value: object) -> None:
+        try:
+            self.post(endpoint, value)
+        except (MailboxClosed, MeshStoppedError, RanksLeft, WorkerLost):
+            if self.return_undeliverable:
+                raise
 
     def post(self, endpoint: str, value: object) -> None:
         """Send a value under another name than ``send``, for mailboxes that tell them apart."""
         router = router_for(self._session)
-        pickled = dumps(((value,), {}), what="the value")
+        pickled = dumps(((value,), {} if self._rank is None else {"rank": self._rank}), what="the value")
         if self._place == router.place:
             head, buffers = pickled.head, [bytearray(buffer) for buffer in pickled.buffers]
             mailbox = router.mailboxes.find(self._mailbox, self._place.rank)
@@ -69,10 +86,18 @@ class Port(Generic[R]):
         return hash((self._session, self._mailbox))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Port, (self._session, tuple(self._place), self._mailbox)
+        return _find_port, (self._session, tuple(self._place), self._mailbox, self._rank, self.return_undeliverable)
 
     def __repr__(self) -> str:
         return f"Port(mesh {self._place.mesh}, rank {self._place.rank})"
+
+
+def _find_port(
+    session: str, place: tuple[int, int, int], mailbox: int, rank: int | None, return_undeliverable: bool
+) -> Port[object]:
+    port: Port[object] = Port(session, Place(*place), mailbox, rank)
+    port.return_undeliverable = return_undeliverable
+    return port
 
 
 def one_member(rank: int) -> Members:
@@ -85,21 +110,29 @@ class PortReceiver(Generic[R]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._come: deque[Callable[[], R]] = deque()
-        self._asked: deque[Future[Callable[[], R]]] = deque()
+        self._come: deque[_Load[R]] = deque()
+        self._asked: deque[Future[_Load[R]]] = deque()
 
     def recv(self) -> Future[R]:
         """The next value. Raises, when asked for its result: what was sent as an exception."""
-        asked: Future[Callable[[], R]] = Future()
+        return MappedFuture(self.next_load(), lambda load: load()[1])
+
+    def ranked(self) -> RankedPortReceiver[R]:
+        """The same values, each with the rank of the actor that has sent it."""
+        return RankedPortReceiver(self)
+
+    def next_load(self) -> Future[_Load[R]]:
+        """What builds the next value."""
+        asked: Future[_Load[R]] = Future()
         with self._lock:
             load = self._come.popleft() if self._come else None
             if load is None:
                 self._asked.append(asked)
         if load is not None:
             asked.set_result(load)
-        return MappedFuture(asked, lambda load: load())
+        return asked
 
-    def take(self, load: Callable[[], R]) -> None:
+    def take(self, load: _Load[R]) -> None:
         """A message has come. load: builds its value, on the thread that asks for it."""
         with self._lock:
             asked = self._asked.popleft() if self._asked else None
@@ -108,21 +141,49 @@ class PortReceiver(Generic[R]):
         if asked is not None:
             asked.set_result(load)
 
-    def loader(self, endpoint: str, load_args: LoadArgs) -> Callable[[], R]:
+    def loader(self, endpoint: str, load_args: LoadArgs) -> _Load[R]:
         """Make what builds the value of a message, once."""
         lock = threading.Lock()
-        loaded: list[R] = []
+        loaded: list[tuple[int | None, R]] = []
 
-        def load() -> R:
+        def load() -> tuple[int | None, R]:
             with lock:
                 if not loaded:
-                    (value,), _ = load_args()
-                    loaded.append(value)
-            if endpoint == "exception" and isinstance(error := loaded[0], BaseException):
+                    (value,), also = load_args()
+                    loaded.append((also.get("rank"), value))
+            if endpoint == "exception" and isinstance(error := loaded[0][1], BaseException):
                 raise error
             return loaded[0]
 
         return load
+
+
+_Load: TypeAlias = "Callable[[], tuple[int | None, R]]"
+"""Builds a value, and the rank of the actor that has answered with it."""
+
+
+class RankedPortReceiver(Generic[R]):
+    """Where the answers of several actors come out with their ranks, as (rank, value)."""
+
+    def __init__(self, receiver: PortReceiver[R]) -> None:
+        self._receiver = receiver
+
+    def recv(self) -> Future[tuple[int, R]]:
+        """The next one. Raises, when asked: what was sent as an exception; UsageError for what no actor has answered.
+
+        The rank is that among the actors which were called together (`meshbook.actor.send`).
+        """
+        return MappedFuture(self._receiver.next_load(), _with_rank)
+
+
+def _with_rank(load: _Load[R]) -> tuple[int, R]:
+    rank, value = load()
+    if rank is None:
+        raise UsageError(
+            "a message without a rank has come to a ranked port: only answers of `send(endpoint, ..., port)` have "
+            "ranks. Receive what is sent otherwise by a Channel.open()."
+        )
+    return rank, value
 
 
 class Channel(Generic[R]):
@@ -137,6 +198,12 @@ class Channel(Generic[R]):
         router = current_router()
         receiver: PortReceiver[R] = PortReceiver()
         return make_port(router, receiver, once=once), receiver
+
+    @staticmethod
+    def open_ranked(once: bool = False) -> tuple[Port[R], RankedPortReceiver[R]]:
+        """As `open`, for the answers of several actors: each comes with its rank."""
+        port, receiver = Channel[R].open(once)
+        return port, receiver.ranked()
 
 
 def make_port(router: Router, receiver: PortReceiver[R], *, once: bool = False) -> Port[R]:
@@ -163,7 +230,7 @@ class ResponsePort(Port[R]):
     """The port of an explicit response: what is sent on it is the answer to the call. Can be passed on."""
 
     def __init__(self, reply: ReplyTo, fail: Callable[[BaseException], Outcome]) -> None:
-        self._reply, self._fail = reply, fail
+        self._reply, self._fail, self.return_undeliverable = reply, fail, True
         self.passed_on = False
         """Whether others may answer, whatever becomes of the actor."""
 

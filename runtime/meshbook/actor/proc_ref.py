@@ -37,6 +37,11 @@ class ProcRef(MeshView):
         return spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
 
     @property
+    def initialized(self) -> Future[bool]:
+        """True: who has a reference to processes has it since they are there."""
+        return Future.completed(True)
+
+    @property
     def is_stopped(self) -> bool:
         """Whether it was stopped by this reference."""
         return self._stopped

@@ -145,6 +145,15 @@ class Future(Generic[T]):
         """Whether the event loop of ``thread`` completes it now itself, and looks what is ready before it sleeps."""
         return False
 
+    def as_asyncio(self) -> asyncio.Future[T]:
+        """A future of the running asyncio loop with the same outcome, for `asyncio.gather` and the like."""
+        import asyncio
+
+        async def wait() -> T:
+            return await self
+
+        return asyncio.ensure_future(wait())
+
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` once there is an outcome: on the completing thread, or now if there is one.
 

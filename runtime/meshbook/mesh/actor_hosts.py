@@ -9,10 +9,23 @@ from meshbook.actor.proc_ref import ProcRef, ask_controller
 from meshbook.actor.router import TActor, current_router
 from meshbook.concurrency.future import Future
 from meshbook.mesh import driven
+from meshbook.shape.members import Members, Region
+from meshbook.shape.view import MeshView
 
 
-class HostRef:
-    """The host of a rank, as that rank knows it."""
+class HostRef(MeshView):
+    """The host of a rank, as that rank knows it: one, so without axes unless they are made by `split` or `flatten`."""
+
+    def __init__(self, members: Members | None = None) -> None:
+        super().__init__(Region.of({}) if members is None else members)
+
+    def _part(self, members: Members) -> HostRef:
+        return HostRef(members)
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """True: we run there."""
+        return Future.completed(True)
 
     def spawn_procs(
         self,
@@ -25,7 +38,8 @@ class HostRef:
         They end with the actor that has called this; those of a cell live until the session ends. Call it in a plain
         endpoint: it waits. Raises: as that.
         """
-        sizes, belongings = {"procs": 1} if per_host is None else dict(per_host), context().belongings
+        sizes = {**self.sizes, **({"procs": 1} if per_host is None else per_host)}
+        belongings = context().belongings
         asked = (sizes, belongings is not None)
         procs: ProcRef = ask_controller("spawn_procs", asked, {**options, "bootstrap": bootstrap}, "this_host").get()
         if belongings is not None:

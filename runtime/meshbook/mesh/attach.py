@@ -15,7 +15,7 @@ from meshbook.controller.reattach import Reattach
 from meshbook.errors import AttachError, SessionInUse
 from meshbook.errors.advice import advice
 from meshbook.formatting import did_you_mean
-from meshbook.mesh.host_mesh import find_hosts
+from meshbook.mesh.host_agents import find_hosts
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SessionFolder, read_state
 from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep

@@ -21,7 +21,8 @@ from meshbook.launchers.local import LocalLauncher
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
 from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler
-from meshbook.mesh.host_mesh import HostMesh, launch_hosts
+from meshbook.mesh.host_agents import launch_hosts
+from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.repair import Repaired
 from meshbook.sessions.folder import SessionFolder

@@ -8,23 +8,18 @@ import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
-from meshbook.launchers.base import Launcher
-from meshbook.launchers.local import FoundHost, LocalLauncher
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.shape.members import Extent, Members, Region
+from meshbook.shape.ndslice import NamedRegion
 from meshbook.shape.view import MeshView
-from meshbook.system.os_errors import explain
-from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.values.pickling import dumps
-from meshbook.wire.ticket import Ticket
-from meshbook.wire.unix_transport import SCHEME
 
 NAME_MAX_CHARS = 60
 """Of a mesh's name: in UTF-8, with the mesh's number, it is the name of a folder."""
@@ -124,7 +119,7 @@ class HostMesh(MeshView):
             yield
         except BaseException:
             if owns_hosts:
-                self.stop()
+                self.shutdown()
             raise
 
     def _bring_up(self, mesh: MeshState, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
@@ -144,9 +139,54 @@ class HostMesh(MeshView):
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """End the host agents, and with them every mesh on these hosts."""
+    def stop(self, reason: str = "stopped by client") -> Future[None]:
+        """End every mesh of processes that has members on these hosts, and leave the hosts: they can spawn again.
+
+        reason: accepted, since Monarch has it. Returns: a future that is done.
+        """
+        hosts = {host.id for host in self._present()}
+        for known in self._controller.known_meshes():
+            if hosts.intersection(host.id for host in known.hosts):
+                ProcMesh(self._controller, known).stop()
+        return Future.completed(None)
+
+    def shutdown(self, timeout_s: float = 5.0) -> Future[None]:
+        """End the hosts' agents, and with them every mesh on these hosts; done when it returns. Idempotent."""
         self._controller.stop_hosts(self._present(), timeout_s)
+        return Future.completed(None)
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """True when all hosts are there. Raises, when asked: SpawnError."""
+        begun: Future[bool] = Future()
+
+        def wait() -> None:
+            try:
+                self.await_ready()
+            except BaseException as error:
+                begun.set_exception(error)
+            else:
+                begun.set_result(True)
+
+        run_in_background(wait)
+        return begun
+
+    @property
+    def region(self) -> NamedRegion:
+        """All hosts, by their ranks."""
+        return self.extent.region
+
+    async def __aenter__(self) -> HostMesh:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def __enter__(self) -> HostMesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
 
     def replace_lost(self) -> None:
         """Start another host in the place of each that was lost. Raises: SpawnError."""
@@ -222,97 +262,3 @@ def _checked_variables(env: Mapping[str, str] | None) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
             raise UsageError(f'env maps names to texts, as in {{"NCCL_DEBUG": "INFO"}}; {name!r}: {value!r} is none.')
     return variables
-
-
-# ---- their agents ---------------------------------------------------------------------------------------------------
-
-
-def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[HostState]:
-    """Start agents that dial in; one that is lost is started again in the same way. Raises: SpawnError.
-
-    An interrupt leaves none: it waits until all that was started is known.
-    """
-    hosts: list[HostState] = []
-    try:
-        with held_back():
-            _launch(controller, launcher, count, serves_all, hosts)
-    except BaseException:
-        if hosts:
-            with contextlib.suppress(OSError):  # what is wrong is told already
-                controller.stop_hosts(hosts, 0.0)
-        raise
-    return hosts
-
-
-def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool, hosts: list[HostState]) -> None:
-    """Fill ``hosts``. Raises: SpawnError; then there are none."""
-    tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
-    address = tcp if launcher.transport == "tcp" else unix
-    endpoint = controller.endpoint(address)
-    tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
-    saved = {}
-    try:
-        started = launcher.launch(tickets)
-    except BaseException as error:
-        controller.revoke(ticket.host_id for ticket in tickets)
-        if isinstance(error, OSError):
-            raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
-        raise
-    for index, (ticket, launched) in enumerate(zip(tickets, started, strict=True)):
-        one = launcher.for_host(index)
-        host = controller.expect_host(ticket, launched, launcher.shares_environment, one.saved.host)
-        _know_launcher(controller, host, one, serves_all)
-        hosts.append(host)
-        saved[ticket.host_id] = SavedHost(
-            ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all,
-            one.saved, one.saved.host,
-        )  # fmt: skip
-    controller.folder.save_hosts(saved)
-
-
-def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, serves_all: bool) -> None:
-    """Have ``launcher`` start whatever comes in the place of a host."""
-    host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
-    host.launcher, host.fixed = launcher.saved, launcher.fixed
-
-
-def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
-    public, secret = controller.accept(host_id)
-    state = controller.folder.state
-    return Ticket(
-        host_id=host_id,
-        endpoint=endpoint,
-        controller_key=state.public_key,
-        public_key=public,
-        secret_key=secret,
-        log_dir=str(controller.folder.logs),
-        epoch=controller.epoch,
-        lease_s=state.lease_s,
-        session=str(controller.folder.path),
-    )
-
-
-# ---- those of a former controller -----------------------------------------------------------------------------------
-
-
-def find_hosts(controller: Controller) -> dict[str, HostState]:
-    """Expect the hosts of the session's former controller, by their ids."""
-    state, logs = controller.folder.state, controller.folder.logs
-    hosts = {}
-    for id, saved in state.hosts.items():
-        found = FoundHost(saved.pid, saved.started)
-        if saved.launcher.engine == "ssh":
-            from meshbook.launchers.ssh import FoundSSHHost
-
-            found = FoundSSHHost(saved.launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
-        hosts[id] = controller.find_host(id, saved, found)
-        _know_launcher(controller, hosts[id], _launcher_of(saved.launcher), saved.serves_all)
-    return hosts
-
-
-def _launcher_of(saved: SavedLauncher) -> Launcher:
-    if saved.engine == "ssh":
-        from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
-
-        return SSHLauncher((saved.host,), python=saved.python or None, options=saved.options)
-    return LocalLauncher(separate_hosts=saved.separate)

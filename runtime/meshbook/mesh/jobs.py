@@ -97,7 +97,7 @@ class JobTrait(ABC):
         """Start the hosts. Raises: SpawnError; then none is left."""
 
     def _end(self, hosts: HostMesh) -> None:
-        hosts.stop()
+        hosts.shutdown()
 
 
 class LocalJob(JobTrait):
@@ -187,7 +187,7 @@ def _start(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
             hosts.await_ready()
     except BaseException:
         for hosts in started.values():
-            hosts.stop()
+            hosts.shutdown()
         raise
     return started
 

@@ -39,12 +39,12 @@ from meshbook.formatting import format_sizes
 from meshbook.groups.absent import WITHOUT_TORCH
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
+from meshbook.mesh.proc_names import MonarchNames
 from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
 from meshbook.mesh.resize import Change, Elastic
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.shape.members import Choice, Extent, Members, Point, Region, arrange
 from meshbook.shape.value_mesh import ValueMesh
-from meshbook.shape.view import MeshView
 from meshbook.shell.postmortem_memory import Freed
 from meshbook.source.cells import text_only_here
 from meshbook.stacks.mesh_stacks import MeshStacks
@@ -106,7 +106,7 @@ class HostPart(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class ProcMesh(MeshView):
+class ProcMesh(MonarchNames):
     """A mesh of worker processes, or a view of some of them; views share the processes and cost nothing.
 
     Calls return a `Future`; ``.get()`` waits. Each call runs once on every member, in the order in which it was made.

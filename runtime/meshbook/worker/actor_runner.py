@@ -22,7 +22,7 @@ from contextvars import Token
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.actor.classes import RELOAD, has_async_endpoints, swap_class
-from meshbook.actor.context import Belongings, Context, current_context
+from meshbook.actor.context import Belongings, Context, context, current_context
 from meshbook.actor.decorators import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, SupervisionError, cause_of, why_stopped
 from meshbook.actor.instance import ActorInstance
@@ -370,6 +370,9 @@ class ActorRunner:
             args.insert(0, to or self._promise(message))
         before = self._enter(message, view)
         try:
+            if to is not None:
+                to = to.of_rank(context().message_rank.rank)
+                args[:1] = [to] if answers_later else args[:1]
             value = getattr(self._actor, call.endpoint)(*args, **kwargs)
             if value is not None and inspect.isawaitable(value):
                 value = await self._value_of(value)
@@ -408,9 +411,9 @@ class ActorRunner:
         assert instance is not None
         point: Callable[[], Point] = functools.partial(point_of, self._process.identity.rank, call, view)
         on_wait = None if self._loop is not None and self._is_concurrent(message) else self._refuse_circular
-        context = Context(instance, point, self._own_port(), self.belongings, call.endpoint, call.chain, on_wait)
-        self.current[message.serial].context = context
-        return current_context.set(context)
+        now = Context(instance, point, self._own_port(), self.belongings, call.endpoint, call.chain, on_wait)
+        self.current[message.serial].context = now
+        return current_context.set(now)
 
     def _own_port(self) -> Port[MeshFailure]:
         """Where the actor is told of failures; a new one when its rank has another number."""

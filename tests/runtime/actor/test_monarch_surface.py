@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from typing import Any, Generic, TypeVar, cast
 
 import pytest
-from actor_classes import Counter, mark_process, mark_process_async
+from actor_classes import Counter, SentBack, mark_process, mark_process_async
 
-from meshbook import ProcMesh, this_host
+from meshbook import LocalLauncher, ProcMesh, start_hosts, this_host
 from meshbook.actor import (
+    Accumulator,
     Actor,
+    ActorError,
     ActorMesh,
+    Channel,
     RDMABuffer,
     SupervisionError,
     concurrent_endpoint,
     endpoint,
+    send,
 )
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
 
@@ -95,3 +100,81 @@ def test_a_bootstrap_that_cannot_be_or_fails_is_named() -> None:
 
     with pytest.raises(SpawnError, match="their bootstrap failed: rank 0 raised OSError: no disk in /"):
         this_host().spawn_procs({"gpus": 1}, boot, group=False)
+
+
+def test_answers_on_a_ranked_port_have_ranks(mesh4: ProcMesh) -> None:
+    actors = mesh4.spawn("ranked", SentBack)
+    port, receiver = Channel[int].open_ranked()
+    send(actors.slice(gpus=slice(1, 4)).ten, (), {}, port)
+    assert sorted(receiver.recv().get(20) for _ in range(3)) == [(0, 0), (1, 10), (2, 20)]
+    plain, values = Channel[int].open()
+    send(actors.ten, (), {}, plain)
+    assert sorted(values.ranked().recv().get(20) for _ in range(4)) == [(rank, rank * 10) for rank in range(4)]
+    actors.slice(gpus=1).give.broadcast(port)
+    with pytest.raises(UsageError, match="a message without a rank has come to a ranked port"):
+        receiver.recv().get(20)
+    actors.slice(gpus=1).give.broadcast(plain)
+    assert values.recv().get(20) == "mine"
+    actors.stop().get(20)
+
+
+def test_what_cannot_be_delivered_is_dropped_where_that_is_asked_for(mesh2: ProcMesh) -> None:
+    port = mesh2.slice(gpus=0).spawn("opener", SentBack).open_port.call_one().get(20)
+    assert port.return_undeliverable
+    mesh2.stop()
+    with pytest.raises(MeshStoppedError):
+        port.send(1)
+    port.return_undeliverable = False
+    port.send(1)
+
+
+def test_answers_are_accumulated_as_they_come(mesh4: ProcMesh) -> None:
+    actors = mesh4.spawn("late", SentBack)
+    came = Accumulator(actors.late_rank, "", lambda so_far, rank: so_far + rank).accumulate().get(20)
+    assert sorted(came) == ["0", "1", "2", "3"] and came.endswith("0")
+    with pytest.raises(ActorError, match="ValueError: bad"):
+        Accumulator(actors.fail, 0, lambda so_far, rank: so_far).accumulate().get(20)
+    actors.stop().get(20)
+
+
+def test_futures_are_asyncios_where_that_is_asked_for(mesh4: ProcMesh) -> None:
+    actors = mesh4.spawn("asyncio", SentBack)
+
+    async def gather() -> list[int]:
+        return await asyncio.gather(*(future.as_asyncio() for future in actors.ten.stream()))
+
+    assert sorted(asyncio.run(gather())) == [0, 10, 20, 30]
+    actors.stop().get(20)
+
+
+def test_processes_know_their_hosts() -> None:
+    async def program() -> None:
+        async with start_hosts({"hosts": 2}, LocalLauncher()) as hosts:
+            assert await hosts.initialized is True
+            assert hosts.region.labels == ["hosts"]
+            procs = hosts.spawn_procs({"gpus": 2}, group=False, device="cpu", torch=False)
+            assert await procs.initialized is True
+            assert procs.host_mesh.sizes == {"hosts": 2} and procs.slice(gpus=0).host_mesh.sizes == {"hosts": 2}
+            assert procs.slice(hosts=1).host_mesh.sizes == {}
+            lines = procs.to_table().splitlines()
+            assert len(lines) == 5 and lines[0].split()[:3] == ["rank", "point", "host"]
+            await hosts.stop()
+            assert not procs.alive
+            beside = procs.slice(hosts=1).host_mesh.spawn_procs({"gpus": 1}, group=False, torch=False)
+            assert len(beside.spawn("there", SentBack).ten.call().get(20)) == 1
+        assert not await _is_usable(hosts)
+
+    asyncio.run(program())
+
+
+async def _is_usable(hosts: Any) -> bool:
+    try:
+        await hosts.initialized
+    except SpawnError:
+        return False
+    return True
+
+
+def test_the_host_of_a_rank_has_the_operations_of_a_mesh(mesh2: ProcMesh) -> None:
+    told = mesh2.slice(gpus=0).spawn("asker", SentBack).shape_of_host.call_one().get(20)
+    assert told == ({}, 1, {"hosts": 1}, True, {"hosts": 1, "more": 1})

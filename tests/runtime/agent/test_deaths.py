@@ -150,7 +150,7 @@ def test_what_ranks_leave_in_sessions_of_their_own_ends_with_the_last_mesh(clean
         _await_end(left, 10)
         with hosts.spawn_procs({"gpus": 1}, group=False) as again:
             assert again.run("rank").get(30).values() == [0]
-    hosts.stop()
+    hosts.shutdown()
     _await_end(left, 10)
 
 

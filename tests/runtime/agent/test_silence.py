@@ -113,7 +113,7 @@ def test_a_mesh_on_a_suspect_host_that_others_use_says_why_it_has_not_ended(clea
         with pytest.raises(MeshError, match=r"is silent for .* s: its agent is stopped .*; they end when it answers"):
             mesh.stop(timeout_s=0.5)
     mesh._mesh.stopped.get(30)
-    hosts.stop()
+    hosts.shutdown()
 
 
 # ---- on other machines -----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def hosts(clean_end: None) -> Iterator[HostMesh]:
 def _hosts(count: int) -> Iterator[HostMesh]:
     hosts = start_hosts({"hosts": count}, LocalLauncher())
     yield hosts
-    hosts.stop()
+    hosts.shutdown()
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_template_of_hosts_ends_with_the_last_of_them(hosts: HostMesh) -> No
     family = [*agents, *(child for agent in agents for child in agent.children(recursive=True)), shared]
     hosts.slice(hosts=0).stop()
     assert shared.is_running() and agents[1].is_running()
-    hosts.stop()
+    hosts.shutdown()
     assert [process for process in family if process.is_running()] == []
 
 
@@ -169,7 +169,7 @@ def test_hosts_that_act_alone_are_told_apart_by_their_environment(clean_end: Non
     with _spawn(hosts) as mesh:
         names = mesh.run("import os; os.environ['MESHBOOK_MEMORY']").get(30).values()
         assert names == [name for host in hosts._hosts for name in [host.id] * 2]
-    hosts.stop()
+    hosts.shutdown()
 
 
 def test_without_a_template_that_imports_each_host_says_what_is_wrong(
@@ -181,7 +181,7 @@ def test_without_a_template_that_imports_each_host_says_what_is_wrong(
     hosts = start_hosts({"hosts": 2}, LocalLauncher())
     with pytest.raises(errors.SpawnError, match="numpy is broken here"):
         _spawn(hosts)
-    hosts.stop()
+    hosts.shutdown()
     assert local._template is not None and local._template.has_ended
 
 

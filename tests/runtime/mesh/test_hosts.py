@@ -67,4 +67,4 @@ def test_hosts_can_be_sliced_and_a_part_of_them_spawns_procs() -> None:
         with hosts.slice(hosts=0).spawn_procs({"gpus": 1}, group=False, device="cpu") as procs:
             assert procs.sizes == {"gpus": 1}
     finally:
-        hosts.stop()
+        hosts.shutdown()

@@ -124,7 +124,7 @@ def test_a_shared_host_is_not_multiplied(mesh2: ProcMesh) -> None:
         ):
             mesh.grow(hosts=1)
     finally:
-        hosts.stop()
+        hosts.shutdown()
 
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing(mesh4: ProcMesh) -> None:

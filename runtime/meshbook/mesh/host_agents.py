@@ -1,0 +1,108 @@
+"""The agents of hosts: started by a launcher, or found again by the next controller of a session."""
+
+from __future__ import annotations
+
+import contextlib
+
+from meshbook.concurrency.sigint import held_back
+from meshbook.controller.controller import Controller
+from meshbook.controller.host_state import HostState
+from meshbook.errors import SpawnError
+from meshbook.launchers.base import Launcher
+from meshbook.launchers.local import FoundHost, LocalLauncher
+from meshbook.sessions.folder import SavedHost, SavedLauncher
+from meshbook.system.os_errors import explain
+from meshbook.system.processes import in_endpoint, loopback_address
+from meshbook.wire.ticket import Ticket
+from meshbook.wire.unix_transport import SCHEME
+
+
+def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[HostState]:
+    """Start agents that dial in; one that is lost is started again in the same way. Raises: SpawnError.
+
+    An interrupt leaves none: it waits until all that was started is known.
+    """
+    hosts: list[HostState] = []
+    try:
+        with held_back():
+            _launch(controller, launcher, count, serves_all, hosts)
+    except BaseException:
+        if hosts:
+            with contextlib.suppress(OSError):  # what is wrong is told already
+                controller.stop_hosts(hosts, 0.0)
+        raise
+    return hosts
+
+
+def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool, hosts: list[HostState]) -> None:
+    """Fill ``hosts``. Raises: SpawnError; then there are none."""
+    tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
+    address = tcp if launcher.transport == "tcp" else unix
+    endpoint = controller.endpoint(address)
+    tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
+    saved = {}
+    try:
+        started = launcher.launch(tickets)
+    except BaseException as error:
+        controller.revoke(ticket.host_id for ticket in tickets)
+        if isinstance(error, OSError):
+            raise SpawnError(f"the host agent could not be started: {explain(error)}.") from error
+        raise
+    for index, (ticket, launched) in enumerate(zip(tickets, started, strict=True)):
+        one = launcher.for_host(index)
+        host = controller.expect_host(ticket, launched, launcher.shares_environment, one.saved.host)
+        _know_launcher(controller, host, one, serves_all)
+        hosts.append(host)
+        saved[ticket.host_id] = SavedHost(
+            ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all,
+            one.saved, one.saved.host,
+        )  # fmt: skip
+    controller.folder.save_hosts(saved)
+
+
+def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, serves_all: bool) -> None:
+    """Have ``launcher`` start whatever comes in the place of a host."""
+    host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
+    host.launcher, host.fixed = launcher.saved, launcher.fixed
+
+
+def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
+    public, secret = controller.accept(host_id)
+    state = controller.folder.state
+    return Ticket(
+        host_id=host_id,
+        endpoint=endpoint,
+        controller_key=state.public_key,
+        public_key=public,
+        secret_key=secret,
+        log_dir=str(controller.folder.logs),
+        epoch=controller.epoch,
+        lease_s=state.lease_s,
+        session=str(controller.folder.path),
+    )
+
+
+# ---- those of a former controller -----------------------------------------------------------------------------------
+
+
+def find_hosts(controller: Controller) -> dict[str, HostState]:
+    """Expect the hosts of the session's former controller, by their ids."""
+    state, logs = controller.folder.state, controller.folder.logs
+    hosts = {}
+    for id, saved in state.hosts.items():
+        found = FoundHost(saved.pid, saved.started)
+        if saved.launcher.engine == "ssh":
+            from meshbook.launchers.ssh import FoundSSHHost
+
+            found = FoundSSHHost(saved.launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
+        hosts[id] = controller.find_host(id, saved, found)
+        _know_launcher(controller, hosts[id], _launcher_of(saved.launcher), saved.serves_all)
+    return hosts
+
+
+def _launcher_of(saved: SavedLauncher) -> Launcher:
+    if saved.engine == "ssh":
+        from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
+
+        return SSHLauncher((saved.host,), python=saved.python or None, options=saved.options)
+    return LocalLauncher(separate_hosts=saved.separate)

@@ -1,0 +1,46 @@
+"""What Monarch calls some things that a `meshbook.mesh.proc_mesh.ProcMesh` has under other names, or has not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from meshbook.concurrency.future import Future
+from meshbook.formatting import format_bytes
+from meshbook.shape.members import Extent, Region, arrange
+from meshbook.shape.view import MeshView
+
+if TYPE_CHECKING:
+    from meshbook.mesh.host_mesh import HostMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+
+class MonarchNames(MeshView):
+    """Base of ProcMesh."""
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """True: `spawn_procs` returns when all processes are there."""
+        return Future.completed(True)
+
+    @property
+    def host_mesh(self) -> HostMesh:
+        """The hosts of these processes, with the axes that count hosts, where these are whole; else on one axis."""
+        from meshbook.mesh.host_mesh import HostMesh  # which stands above us
+
+        procs = cast("ProcMesh", self)
+        mesh = procs._mesh
+        hosts = list(dict.fromkeys(mesh.host_of(rank) for rank in self.ranks))
+        sizes = {axis: size for axis, size in self.sizes.items() if axis in mesh.host_axes}
+        if Extent.of(sizes).nelements != len(hosts):
+            sizes = {"hosts": len(hosts)} if len(hosts) > 1 else {}
+        members = arrange(Extent.of(sizes), range(len(hosts))) if sizes else Region.of({})
+        return HostMesh(procs._controller, hosts, members)
+
+    def to_table(self) -> str:
+        """A table of the processes: rank, place, host, pid, device, state and memory."""
+        rows: list[tuple[str, ...]] = [("rank", "point", "host", "pid", "device", "state", "memory")]
+        for status in cast("ProcMesh", self).status():
+            what = (status.rank, status.point, status.host, status.pid, status.device, status.state)
+            rows.append((*map(str, what), format_bytes(status.rss_bytes)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
