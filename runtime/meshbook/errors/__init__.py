@@ -61,8 +61,11 @@ class ShapeError(MeshError, ValueError):
     """An axis, a rank or a layout that the mesh does not have. A ValueError too."""
 
 
-class UnknownAxisError(ShapeError, KeyError):
-    """A name that is no axis of the mesh. A KeyError too, since points are mappings of axis to coordinate."""
+class UnknownAxisError(ShapeError, KeyError, TypeError):
+    """A name that is no axis of the mesh.
+
+    A KeyError too, since points are mappings of axis to coordinate; and a TypeError, as of an argument of this name.
+    """
 
     def __init__(self, axis: str, sizes: Mapping[str, int]) -> None:
         super().__init__(axis, dict(sizes))

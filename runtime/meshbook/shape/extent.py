@@ -101,8 +101,6 @@ class Extent(Mapping[str, int]):
 
         Raises: RankError if rank is outside the extent.
         """
-        if not 0 <= rank < self.nelements:
-            raise RankError(rank, "rank", self.nelements)
         return Point(rank, self)
 
     def rank(self, point: Mapping[str, int]) -> int:
@@ -132,7 +130,7 @@ class Extent(Mapping[str, int]):
                 raise LayoutError(f"{label} is missing; each axis of {_assign(self)} needs a number")
 
     def __repr__(self) -> str:
-        return f"Extent({_assign(self)})"
+        return "{" + ", ".join(f"{label}: {size}" for label, size in self.items()) + "}"
 
 
 class Point(Mapping[str, int]):
@@ -141,6 +139,9 @@ class Point(Mapping[str, int]):
     __slots__ = ("extent", "rank")
 
     def __init__(self, rank: int, extent: Extent) -> None:
+        """Raises: RankError if rank is outside the extent."""
+        if not 0 <= rank < extent.nelements:
+            raise RankError(rank, "rank", extent.nelements)
         self.rank, self.extent = rank, extent
 
     def size(self, label: str) -> int:

@@ -30,12 +30,15 @@ class Slice(Sequence[int]):
     __slots__ = ("_piece",)
 
     def __init__(self, offset: int, sizes: Iterable[int], strides: Iterable[int]) -> None:
-        """Raises: LayoutError if there is not one stride for each size."""
+        """Raises: LayoutError if there is not one stride for each size, or two axes have the same."""
         self._piece = Piece(
             operator.index(offset), tuple(map(operator.index, sizes)), tuple(map(operator.index, strides))
         )
         if len(self._piece.sizes) != len(self._piece.strides):
             raise LayoutError(f"sizes {self.sizes} do not fit strides {self.strides}; give as many of each")
+        used = [stride for size, stride in zip(self._piece.sizes, self._piece.strides, strict=True) if size > 1]
+        if len(set(used)) < len(used):
+            raise LayoutError(f"two axes have the same stride in {self}, so they have ranks in common")
 
     @staticmethod
     def new_row_major(sizes: Iterable[int]) -> Slice:
@@ -140,7 +143,7 @@ class Slice(Sequence[int]):
         return Slice, tuple(self._piece)
 
     def __repr__(self) -> str:
-        return f"Slice(offset={self.offset}, sizes={self.sizes}, strides={self.strides})"
+        return f"Slice {{ offset: {self.offset}, sizes: {self.sizes}, strides: {self.strides} }}"
 
 
 NDSlice = Slice
@@ -150,6 +153,7 @@ class Shape:
     """A slice whose axes have names."""
 
     __slots__ = ("members",)
+    _KIND = "Shape"
 
     def __init__(self, labels: Iterable[str], slice: Slice) -> None:
         """Name the axes of a slice. Raises: LayoutError."""
@@ -219,13 +223,18 @@ class Shape:
         return type(self), (self.labels, self.ndslice)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.labels}, {self.ndslice})"
+        labels = ", ".join(f'"{label}"' for label in self.members.names)
+        return f"{self._KIND} {{ labels: [{labels}], slice: {self.ndslice} }}"
+
+    def __str__(self) -> str:
+        return "{" + ",".join(f"{label}={size}" for label, size in self.members.sizes.items()) + "}"
 
 
 class NamedRegion(Shape):
     """What Monarch calls a Region, and gives as ``extent.region``."""
 
     __slots__ = ()
+    _KIND = "Region"
 
     def slice(self) -> Slice:
         return self.ndslice

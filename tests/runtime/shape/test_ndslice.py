@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshbook.actor import Extent, MeshTrait, NDSlice, Shape, ShapeExt, Slice, ValueMesh
+from meshbook.actor import Extent, MeshTrait, NDSlice, Point, Shape, ShapeExt, Slice, ValueMesh
 from meshbook.errors import LayoutError
 from meshbook.shape.members import Region
 
@@ -17,7 +17,7 @@ from meshbook.shape.members import Region
 def slices(draw: st.DrawFn) -> Slice:
     """Also such as no mesh has: with axes in any order, or that overlap."""
     sizes = draw(st.lists(st.integers(1, 4), max_size=3))
-    strides = draw(st.lists(st.integers(0, 13), min_size=len(sizes), max_size=len(sizes)))
+    strides = draw(st.lists(st.integers(0, 13), min_size=len(sizes), max_size=len(sizes), unique=True))
     return Slice(draw(st.integers(0, 5)), sizes, strides)
 
 
@@ -43,7 +43,7 @@ def test_a_slice_is_the_sequence_of_its_ranks(ranks: Slice) -> None:
 def test_slices_are_made_of_sizes_and_of_ranks() -> None:
     dense = Slice.new_row_major([2, 3])
     assert dense == NDSlice(offset=0, sizes=[2, 3], strides=[3, 1]) != (0, (2, 3), (3, 1))
-    assert repr(dense) == "Slice(offset=0, sizes=[2, 3], strides=[3, 1])"
+    assert repr(dense) == "Slice { offset: 0, sizes: [2, 3], strides: [3, 1] }"
     assert (dense.ndim, dense.get_index(4), dense.coordinates(4)) == (2, 4, [1, 1])
     assert [rank for part in Slice.from_list([0, 2, 4, 9]) for rank in part] == [0, 2, 4, 9]
     with pytest.raises(IndexError):
@@ -133,3 +133,21 @@ def test_a_programs_own_mesh_has_the_operations_of_every_mesh() -> None:
     assert (mesh.flatten("rank").sizes, mesh.rename(gpu="tp").extent["tp"], mesh.size("gpu")) == ({"rank": 8}, 4, 4)
     assert len(mesh) == 8
     assert isinstance(ValueMesh(Region.of({"gpus": 1}), [1]), MeshTrait)
+
+
+def test_they_print_as_monarchs_do() -> None:
+    shape = Shape(["x", "y"], Slice.new_row_major([2, 3]))
+    assert repr(shape) == 'Shape { labels: ["x", "y"], slice: Slice { offset: 0, sizes: [2, 3], strides: [3, 1] } }'
+    assert str(shape) == "{x=2,y=3}" and repr(shape.region).startswith('Region { labels: ["x", "y"], slice: ')
+    assert repr(shape.extent) == "{x: 2, y: 3}" and repr(Shape.unity().extent) == "{}"
+
+
+def test_what_cannot_be_is_refused_where_it_is_made() -> None:
+    with pytest.raises(ValueError, match="two axes have the same stride"):
+        Slice(offset=0, sizes=[2, 2], strides=[1, 1])
+    assert list(Slice(offset=0, sizes=[1, 2], strides=[1, 1])) == [0, 1]
+    for rank in (-1, 6):
+        with pytest.raises(ValueError, match=f"rank={rank} "):
+            Point(rank, Extent(["x", "y"], [2, 3]))
+    with pytest.raises(TypeError, match='unknown axis "z"'):
+        ShapeExt.slice(Shape.unity(), z=1)

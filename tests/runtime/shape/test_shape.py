@@ -327,7 +327,7 @@ def test_extents_index_points_strictly() -> None:
     extent = Extent(("hosts", "gpus"), (2, 4))
     assert extent.rank({"gpus": 1, "hosts": 1}) == 5
     assert extent.point(5) == Point(5, extent)
-    assert repr(extent) == "Extent(hosts=2, gpus=4)"
+    assert repr(extent) == "{hosts: 2, gpus: 4}"
     for wrong in (
         {"gpus": 4, "hosts": 0},
         {"gpus": -1, "hosts": 0},
