@@ -231,7 +231,7 @@ def test_a_machine_that_is_cut_off_is_lost_in_time(
     clean_end: None, cable: Namespace, monkeypatch: pytest.MonkeyPatch, stopped_first: bool
 ) -> None:
     shutdown()
-    monkeypatch.setattr("meshbook.mesh.host_mesh.loopback_address", lambda: cable.address)
+    monkeypatch.setattr("meshbook.mesh.host_agents.loopback_address", lambda: cable.address)
     hosts = start_hosts({"hosts": 2}, FarLauncher(cable))
     with hosts.spawn_procs({"gpus": 1}, name="cut", device="cpu", group=False, owns_hosts=True) as mesh:
         there = open_desks(mesh)
