@@ -11,6 +11,7 @@ from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.attach import describe_others
 from meshbook_extension.notebook.grammar import Arguments, Option
+from meshbook_extension.notebook.profiles import with_profile
 from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
 from meshbook_extension.notebook.targets import RANK
 from meshbook_extension.output.labels import count, format_seconds
@@ -30,6 +31,7 @@ ENGINES = ("local", "ssh")
 @Command(
     name="%mesh spawn",
     summary="Start a process per rank and form their process group.",
+    profiles=True,
     pairs="AXIS=N [AXIS=N ...]",
     options=(
         Option("--on", "who starts the hosts: local, or ssh on the hosts that are named", str, "local|ssh:HOST,.."),
@@ -54,14 +56,17 @@ ENGINES = ("local", "ssh")
         "%mesh spawn gpus=8 --on ssh:nodeA,nodeB",
         "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
         "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
+        "%mesh spawn @gpu-cluster gpus=4",
     ),
     notes="""
 Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.
 Hosts of ssh are named as for ssh, by your own config; what follows -- goes to ssh. Agents there speak through its
-connection, so no port has to be reachable, and end with it.""",
+connection, so no port has to be reachable, and end with it.
+@PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
 def spawn(session: Session, arguments: Arguments) -> None:
     """Start a mesh and make it the current one."""
+    arguments = with_profile(arguments)
     name = arguments.text("--name") or DEFAULT_NAME
     out = arguments.text("--out")
     check_identifier(name, "--name")

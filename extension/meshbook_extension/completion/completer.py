@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshbook.errors import UsageError
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.cells.transformers import AutoMode
@@ -15,6 +18,7 @@ from meshbook_extension.commands import COMMANDS, load_all
 from meshbook_extension.completion.grammar import Follow, MagicLine, RankCode, Word, follow, locate
 from meshbook_extension.completion.ranks import LivingRanks
 from meshbook_extension.notebook.grammar import PAIR, Grammar, expression_start
+from meshbook_extension.notebook.profiles import find_profiles
 from meshbook_extension.output.publisher import JupyterMessage
 
 if TYPE_CHECKING:
@@ -162,6 +166,9 @@ class _Names:
                 from meshbook.sessions.listing import sessions
 
                 return [mesh.name for saved in sessions() if saved.owner_pid is None for mesh in saved.meshes]
+            case "PROFILE":
+                with contextlib.suppress(UsageError):  # said where one is used
+                    return find_profiles(Path.cwd()).lines
             case "MOD,..":
                 from meshbook.shell.imports import top_level
 

@@ -159,7 +159,7 @@ def _values(option: Option, typed: str, known: Known) -> list[Word]:
 
 def _words(grammar: Grammar, typed: str, known: Known) -> list[Word]:
     """What may be a plain word."""
-    found: list[Word] = []
+    found = [Word(f"@{name}", "instance") for name in known.names("PROFILE", typed)] if grammar.profiles else []
     for placeholder in dict.fromkeys(_PLACEHOLDER.findall(grammar.words)):
         if not placeholder.isupper():
             found.append(Word(placeholder, "keyword"))

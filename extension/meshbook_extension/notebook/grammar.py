@@ -74,6 +74,7 @@ class Grammar:
     pairs: how it writes ``axis=value`` pairs; empty where there are none.
     tail: the first plain word begins a text that is taken raw to the end of the line (an expression).
     rest: whatever follows ``--`` belongs to somebody else.
+    profiles: ``@NAME`` stands for a line that was written down (`meshbook_extension.notebook.profiles`).
     """
 
     name: str
@@ -86,6 +87,7 @@ class Grammar:
     rest: str = ""
     notes: str = ""
     names: str = ""
+    profiles: bool = False
 
     @property
     def limits(self) -> tuple[int, int | None]:
@@ -98,7 +100,15 @@ class Grammar:
     def usage(self) -> str:
         """The command's form in one line."""
         options = [f"[{option.usage}]" for option in self.options] if len(self.options) < 4 else ["[OPTIONS]"]
-        parts = [self.name, self.words, self.pairs, *options, self.tail, self.rest and f"[-- {self.rest}]"]
+        parts = [
+            self.name,
+            "[@PROFILE]" if self.profiles else "",
+            self.words,
+            self.pairs,
+            *options,
+            self.tail,
+            self.rest and f"[-- {self.rest}]",
+        ]
         return " ".join(filter(None, parts))
 
     def help(self) -> str:
@@ -129,6 +139,7 @@ class Arguments:
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     tail: str = ""
     rest: tuple[str, ...] = ()
+    profile: str = ""
 
     def flag(self, name: str) -> bool:
         """Whether the switch ``name`` was given."""
@@ -231,6 +242,7 @@ class _Reader:
         pairs: dict[str, str] = {}
         options: dict[str, OptionValue] = {}
         rest: list[str] = []
+        profile = ""
         parts = iter(self._parts)
         for part in parts:
             pair = PAIR.fullmatch(part)
@@ -243,10 +255,14 @@ class _Reader:
                 options[option.name] = value
             elif pair:
                 self._pair(pair[1], pair[2], pairs)
+            elif part.startswith("@") and self._grammar.profiles:
+                if profile:
+                    raise self._grammar.refuse(f"one profile at a time, but got @{profile} and {part}.", "@")
+                profile = part[1:] or part
             else:
                 words.append(part)
         self._count(words, pairs)
-        return Arguments(self._grammar, tuple(words), pairs, options, rest=tuple(rest))
+        return Arguments(self._grammar, tuple(words), pairs, options, rest=tuple(rest), profile=profile)
 
     def _option(self, part: str, parts: Iterable[str]) -> tuple[Option, OptionValue]:
         name, equals, value = part.partition("=")
