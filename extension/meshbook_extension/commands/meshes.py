@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
@@ -86,23 +87,26 @@ def spawn(session: Session, arguments: Arguments) -> None:
     torch = not arguments.flag("--no-torch")
     grouped = torch and not arguments.flag("--no-group")
     try:
-        procs = _hosts(launcher, hosts).spawn_procs(
-            sizes,
-            name=name,
-            device=arguments.text("--device"),
-            preload=preload,
-            torch=torch,
-            group=grouped,
-            owns_hosts=hosts is not None,
-            env=env,
-            cwd=arguments.text("--cwd"),
-        )
+        with warnings.catch_warnings(record=True) as told:
+            procs = _hosts(launcher, hosts).spawn_procs(
+                sizes,
+                name=name,
+                device=arguments.text("--device"),
+                preload=preload,
+                torch=torch,
+                group=grouped,
+                owns_hosts=hosts is not None,
+                env=env,
+                cwd=arguments.text("--cwd"),
+            )
     except KeyboardInterrupt:
         raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
     session.add(procs)
     if out is not None:
         session.bind(out, procs)
     print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
+    for warning in told:
+        print(f"  {warning.message}")
 
 
 def _has_returned(

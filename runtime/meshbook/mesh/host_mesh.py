@@ -15,6 +15,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
+from meshbook.mesh.host_versions import warn_of_versions
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.members import Extent, Members, Region
 from meshbook.shape.ndslice import NamedRegion
@@ -126,6 +127,7 @@ class HostMesh(MeshView):
         """Start the workers and form their group. Raises: SpawnError; then none of them is left."""
         try:
             self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
+            warn_of_versions(self._controller, mesh)
             (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
             if bootstrap is not None:
                 _run_bootstrap(procs, bootstrap)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -283,6 +285,16 @@ def clock(worker: Worker) -> float:
     return time.time()
 
 
+def versions(worker: Worker) -> dict[str, str]:
+    """What this rank runs, as far as ranks of one mesh should not differ in it."""
+    told = {"Python": platform.python_version()}
+    if (torch := sys.modules.get("torch")) is not None:
+        told["torch"] = str(torch.__version__)
+        if (cuda := torch.version.cuda) is not None:
+            told["CUDA"] = str(cuda)
+    return told
+
+
 def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
     current, paused = worker.current, worker.shell.debugger.place or place_in_debugger(worker)
@@ -307,7 +319,7 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 
 
 _QUICK = (
-    *(where, reaction, status, collectives, clock, actors),
+    *(where, reaction, status, collectives, clock, actors, versions),
     *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, learn_advice),
 )
 _SLOW = (

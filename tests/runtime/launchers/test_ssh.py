@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from controllers import Zygote, alone
 from ssh_hosts import SshHosts, ssh_hosts
 
 import meshbook
+from benchmarks.ssh_hosts import HOSTS
 from meshbook import ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers.ssh import SSHLauncher
@@ -301,6 +304,33 @@ def bare_python(folder: Path) -> str:
 def test_an_interpreter_without_meshbook(there: SshHosts, tmp_path: Path) -> None:
     said = refusal(there, "nodeA", python=bare_python(tmp_path))
     assert "No module named 'meshbook'" in said and "Install meshbook for it there" in said
+
+
+def test_hosts_with_different_torch_are_told_of(there: SshHosts, tmp_path: Path) -> None:
+    (tmp_path / "old_torch.py").write_text("cuda = hip = xpu = None\ndebug = False\n__version__ = '2.12.9'\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+            import importlib.util, sys
+            class Old:
+                def find_spec(self, name, path, target=None):
+                    if name == "torch.version":
+                        return importlib.util.spec_from_file_location(name, {str(tmp_path / "old_torch.py")!r})
+            sys.meta_path.insert(0, Old())
+        """)
+    )
+    python = tmp_path / "python"
+    old = f'case "$SSH_CONNECTION" in *{HOSTS["nodeB"]}*) export PYTHONPATH={tmp_path};; esac'
+    python.write_text(f'#!/bin/sh\n{old}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    hosts = launch(there, "nodeA", "nodeB", python=str(python))
+    said = rf"the hosts differ: torch {re.escape(torch_version())} on nodeA and 2\.12\.9 on nodeB\. Between them"
+    with pytest.warns(UserWarning, match=said), hosts.spawn_procs({"gpus": 1}, owns_hosts=True) as procs:
+        assert procs.evaluate("torch.__version__").get().values() == [torch_version(), "2.12.9"]
+
+
+def torch_version() -> str:
+    """Of this environment, also where torch is not imported."""
+    return importlib.metadata.version("torch")
 
 
 def python_of_another_time(folder: Path, patch: str) -> str:
