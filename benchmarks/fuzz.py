@@ -229,6 +229,9 @@ class _NoProcess:
     def failure(self) -> str | None:
         return None
 
+    def waits_for(self) -> str:
+        return ""
+
     def close(self, timeout_s: float) -> None:
         pass
 

@@ -105,7 +105,7 @@ def _start(sshd: str, folder: Path, silent_port: int) -> subprocess.Popen[bytes]
             [sshd, "-D", "-f", str(folder / "daemon"), "-E", str(log)],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         try:
             if not (why := _await(folder, daemon)):
@@ -121,7 +121,8 @@ def _start(sshd: str, folder: Path, silent_port: int) -> subprocess.Popen[bytes]
     raise NoDaemonError(f"sshd lets nobody in here: {why}")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have the kernel end this process with its parent; called in a child before it executes."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM)
 
 

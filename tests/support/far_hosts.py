@@ -28,6 +28,9 @@ class FarHost:
     def failure(self) -> None:
         return None
 
+    def waits_for(self) -> str:
+        return ""
+
     def close(self, timeout_s: float) -> None:
         """Wait only: nobody can end a process on another machine."""
         with contextlib.suppress(psutil.Error):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
 
-ENGINES = ("local", "ssh")
+ENGINES = ("local", "ssh", "slurm")
 
 
 @Command(
@@ -35,13 +35,18 @@ ENGINES = ("local", "ssh")
     profiles=True,
     pairs="AXIS=N [AXIS=N ...]",
     options=(
-        Option("--on", "who starts the hosts: local, or ssh on the hosts that are named", str, "local|ssh:HOST,.."),
+        Option(
+            "--on",
+            "who starts the hosts: local, ssh on the hosts that are named, or slurm",
+            str,
+            "local|ssh:HOST,..|slurm",
+        ),
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
         Option("--preload", "modules to import once, before the ranks are forked", str, "MOD,.."),
         Option("--no-group", "form no process group"),
         Option("--no-torch", "ranks without torch, there sooner and lighter; no process group either"),
-        Option("--python", "the interpreter on the hosts of ssh", str, "PATH"),
+        Option("--python", "the interpreter on the hosts of ssh and slurm", str, "PATH"),
         Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
         Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
         Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),
@@ -56,6 +61,7 @@ ENGINES = ("local", "ssh")
         "%mesh spawn gpus=4 --no-group",
         "%mesh spawn gpus=8 --on ssh:nodeA,nodeB",
         "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
+        "%mesh spawn hosts=4 gpus=8 --on slurm -- --partition gpu --time 1:00:00",
         "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
         "%mesh spawn @gpu-cluster gpus=4",
     ),
@@ -63,6 +69,8 @@ ENGINES = ("local", "ssh")
 Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.
 Hosts of ssh are named as for ssh, by your own config; what follows -- goes to ssh. Agents there speak through its
 connection, so no port has to be reachable, and end with it.
+Hosts of slurm are the nodes of an allocation: that of the notebook, else one of its own, for which what follows -- goes
+to salloc. Agents there dial the notebook's machine.
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
 def spawn(session: Session, arguments: Arguments) -> None:
@@ -122,7 +130,8 @@ def _has_returned(
     ):
         return False
     asked = launchers, _read_variables(arguments), arguments.text("--cwd") or ""
-    if asked != (procs.base().launchers, procs.env, procs.cwd):
+    launched = tuple(saved.asked for saved in procs.base().launchers)
+    if asked != (launched, procs.env, procs.cwd):
         return False
     session.add(procs.base())
     if (out := arguments.text("--out")) is not None:
@@ -155,7 +164,7 @@ def _read_engine(arguments: Arguments) -> Launcher:
     engine, colon, named = text.partition(":")
     if engine not in ENGINES:
         near = did_you_mean(engine, ENGINES)
-        there = "local, and ssh with hosts: ssh:nodeA,nodeB"
+        there = "local, slurm, and ssh with hosts: ssh:nodeA,nodeB"
         raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
     if engine == "ssh":
         if not named:
@@ -164,7 +173,11 @@ def _read_engine(arguments: Arguments) -> Launcher:
 
         return SSHLauncher(named.split(","), python=arguments.text("--python"), options=arguments.rest)
     if colon:
-        raise arguments.grammar.refuse(f'the engine local has no hosts to name, but got "{named}".')
+        raise arguments.grammar.refuse(f'the engine {engine} has no hosts to name, but got "{named}".')
+    if engine == "slurm":
+        from meshbook.launchers.slurm import SlurmLauncher
+
+        return SlurmLauncher(python=arguments.text("--python"), options=arguments.rest)
     if rest := " ".join(arguments.rest):
         raise arguments.grammar.refuse(f'the engine {engine} has no options, but got "{rest}" after "--".')
     if arguments.text("--python") is not None:
@@ -177,6 +190,10 @@ def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) ->
     from meshbook.launchers.local import LocalLauncher
 
     if isinstance(launcher, LocalLauncher):
+        return count
+    if launcher.name == "slurm":
+        if count is None:
+            raise arguments.grammar.refuse(f"say how many nodes of Slurm: {HOSTS}=N.", "slurm")
         return count
     from meshbook.launchers.ssh import SSHLauncher
 

@@ -76,7 +76,7 @@ class HostAgent:
 
     def __init__(self, ticket: Ticket, template: StartedTemplate | None) -> None:
         self._ticket = ticket
-        self._name = ticket.name or socket.gethostname()
+        self._name = ticket.name or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._loop = EventLoop()
         dialer = Dialer()
         self._uplink = Uplink(dialer, ticket, self._loop, self, self._succeed)
@@ -407,15 +407,15 @@ def main(template: StartedTemplate | None = None) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(all_threads=False)
-    ticket, connection = decode_ticket(_read_line(0)), -1
-    if ticket.by_tunnel:
+    ticket, connection = decode_ticket(_read_line(0), int(os.environ.get("SLURM_PROCID", "0"))), -1
+    if not ticket.session:
         try:
             ticket, connection = tunnel.settle_in(ticket)
         except (OSError, SpawnError) as error:
             sys.exit(str(error))
     adopt_orphans()
     agent = HostAgent(ticket, template)
-    if connection >= 0:
+    if ticket.by_tunnel:
         agent.end_with(connection)
     signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
     code = agent.run()

@@ -31,7 +31,7 @@ def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
 
     Raises: OSError, SpawnError.
     """
-    if not tunnel_of(ticket).is_socket():
+    if ticket.by_tunnel and not tunnel_of(ticket).is_socket():
         raise SpawnError(f"meshbook: no tunnel at {tunnel_of(ticket)}; remote port forwarding failed")
     base = log_base()
     trim_logs(base, KEPT_S)

@@ -22,6 +22,10 @@ MAX_SILENCE_S = 10.0
 back; on our own machine when its process has ended, which we see."""
 
 
+LOOK_S = 1.0
+"""How often somebody who waits for a host looks what that waits for."""
+
+
 class HostState(HostLink):
     """Used by the I/O thread only, but for the plain fields. on_whole: see `HostLink`."""
 
@@ -47,6 +51,8 @@ class HostState(HostLink):
         """What does that."""
         self.fixed = ""
         """Why there are no more hosts like it, as its launcher says (`meshbook.launchers.base.Launcher.fixed`)."""
+        self.endpoint = ""
+        """What it dials, where that is on a network."""
         self._successor: HostState | None = None
         self.ready: Future[HostState] = Future()
         self.hello: wire.Hello | None = None
@@ -72,14 +78,25 @@ class HostState(HostLink):
         last._successor = last.launch_another()
         return last._successor
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it has dialled in. Raises: SpawnError."""
-        try:
-            self.ready.get(timeout_s)
-        except HostLost as error:
-            raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
-        except TimeoutError:
-            raise SpawnError(f"host {self.name} did not dial in within {timeout_s:g} s.") from None
+    def wait_ready(self, timeout_s: float, look: Callable[[str], object] = lambda waits_for: None) -> None:
+        """Wait until it has dialled in; the time begins when it waits in no queue. Raises: SpawnError.
+
+        look: called every second with what it waits for.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.ready.get(max(0.0, min(LOOK_S, deadline - time.monotonic())))
+                return
+            except HostLost as error:
+                raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
+            except TimeoutError:
+                if waits_for := self.launched.waits_for():
+                    deadline = time.monotonic() + timeout_s
+                look(waits_for)
+                if time.monotonic() > deadline:
+                    where = f" at {self.endpoint}, which must be reachable from there" if self.endpoint else ""
+                    raise SpawnError(f"host {self.name} did not dial in within {timeout_s:g} s{where}.") from None
 
     @property
     def suspicion(self) -> str:

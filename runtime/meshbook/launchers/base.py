@@ -19,6 +19,9 @@ class LaunchedHost(Protocol):
     def failure(self) -> str | None:
         """Why it ended, or None while it runs (or while nobody can tell)."""
 
+    def waits_for(self) -> str:
+        """What it waits for before there is an agent, as a job in a queue does; empty where it waits for nothing."""
+
     def close(self, timeout_s: float) -> None:
         """Wait for it to end, and end it by force after ``timeout_s``."""
 
@@ -30,10 +33,12 @@ class Launcher(Protocol):
     """Starts host agents somewhere."""
 
     name: str
-    transport: str
-    """``unix`` when agents run on the controller's machine, ``tcp`` otherwise."""
     shares_environment: bool
     """Whether working folder, sys.path and environment of the controller make sense on its hosts."""
+
+    @property
+    def transport(self) -> str:
+        """How agents reach the controller: ``unix``, ``tcp`` by loopback, or ``tcp://ADDRESS``. Raises: SpawnError."""
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Start one agent per ticket; does not wait until they dial in. Raises: OSError, SpawnError."""

@@ -122,6 +122,9 @@ class LocalHost:
         how = "" if status == UNSEEN else f" ({describe_exit(status)})"
         return ": ".join([f"the host agent ended{how}", *(line.strip() for line in said)])
 
+    def waits_for(self) -> str:
+        return ""
+
     def close(self, timeout_s: float) -> None:
         """Close the lifeline, wait, then kill; idempotent."""
         self._lifeline.close()
@@ -150,6 +153,9 @@ class FoundHost:
         """That it has ended; None while it runs, and where that cannot be seen."""
         gone = self.pid and not is_same_process(self.pid, self.started)
         return f"the host agent (process {self.pid}) has ended" if gone else None
+
+    def waits_for(self) -> str:
+        return ""
 
     def close(self, timeout_s: float) -> None:
         """Wait for its end, then kill exactly the process that was recorded."""

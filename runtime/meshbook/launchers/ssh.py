@@ -21,7 +21,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,12 +28,13 @@ import msgspec
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.head_start import AGENT, open_log
+from meshbook.launchers.elsewhere import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.head_start import open_log
 from meshbook.launchers.local import FoundHost, reap_released, release_child
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import log_tail
 from meshbook.system.processes import describe_exit, start_time
-from meshbook.wire.ticket import Ticket, encode_ticket
+from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
 CONNECT_S = 10
 """How long ssh may take to reach a host, by default."""
@@ -61,7 +61,6 @@ _NOISE = re.compile(
     r"debug\d|connect_to |Warning: Permanently added|channel \d+: open failed|\*\* |Transferred: "
     r"|Bytes per|.*\bKilled\b"  # of an agent: the exit status says so too
 )
-_NO_PYTHON = "meshbook: no Python"
 _SAID_LINES, _KEPT_LINES = 3, 200
 
 _HINTS = (
@@ -71,8 +70,7 @@ _HINTS = (
     ("Too many authentication failures", "Name the key: -- -i PATH, or IdentityFile in your ssh config."),
     ("remote port forwarding failed", "Its sshd must allow the way back: AllowStreamLocalForwarding yes."),
     ("Could not request local forwarding", "Leave out the forwards of your ssh config: -- -o ExitOnForwardFailure=no"),
-    (_NO_PYTHON, "Name the interpreter that has meshbook there: --python PATH"),
-    ("No module named 'meshbook", "Install meshbook for it there, or name another interpreter: --python PATH"),
+    *PYTHON_HINTS,
     ("timed out", "It did not answer within the time that ssh gives it: {timeout} s, or -- -o ConnectTimeout=SECONDS"),
 )
 
@@ -130,17 +128,7 @@ class SSHLauncher:
                 start_new_session=True,
             )
         started = SSHHost(host, process, log)
-        started.give(
-            msgspec.structs.replace(
-                ticket,
-                name=host,
-                endpoint=f"ipc://{tunnel}",
-                by_tunnel=True,
-                shares_memory=False,
-                log_dir=f"{Path(ticket.session).name}/{ticket.host_id}",
-                session="",
-            )
-        )
+        started.give(msgspec.structs.replace(elsewhere(ticket), name=host, endpoint=f"ipc://{tunnel}", by_tunnel=True))
         return started
 
 
@@ -162,6 +150,9 @@ class SSHHost:
         """How ssh has ended, in its own words; None while it runs."""
         status = self._process.poll()
         return None if status is None else _describe_end(self._host, status, log_tail(self._log, _KEPT_LINES))
+
+    def waits_for(self) -> str:
+        return ""
 
     def close(self, timeout_s: float) -> None:
         """Wait for the agent, with which ssh ends, then end ssh, with which the agent ends; idempotent."""
@@ -204,19 +195,8 @@ class FoundSSHHost(FoundHost):
 
 def _command(python: str, tunnel: str) -> str:
     """What the user's shell over there, whichever that is, is to run; the socket of the tunnel goes in any case."""
-    pythons = [python] if python else [sys.executable, "python3"]
-    words = " ".join(map(_quoted, pythons))
-    names = shlex.quote(f"{_NO_PYTHON} at {' or '.join(pythons)}")
-    script = (
-        f"trap 'rm -f {tunnel}' EXIT; "
-        f'for p in {words}; do command -v "$p" >/dev/null 2>&1 && '
-        f'{{ "$p" -m meshbook.launchers.templates {AGENT}; exit $?; }}; done; echo {names} >&2; exit 127'
-    )
+    script = f"trap 'rm -f {tunnel}' EXIT; {agent_script(python)}"
     return f"exec sh -c {shlex.quote(script)}"
-
-
-def _quoted(path: str) -> str:
-    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
 def _describe_end(host: str, status: int, log: str) -> str:
@@ -235,8 +215,7 @@ def _explain(host: str, log: str) -> str:
     usage = next((at for at, line in enumerate(lines) if line.startswith("usage: ssh")), None)
     told = lines[-_SAID_LINES:] if usage is None else [*lines[:usage][-2:], lines[usage]]
     said = "; ".join(line.removeprefix("ssh: ").rstrip(".") for line in told)
-    hint = next((hint for words, hint in _HINTS if words in said), "")
-    return f"{said}. {hint.format(host=host, timeout=CONNECT_S)}" if hint else said
+    return with_hint(said, ((words, hint.format(host=host, timeout=CONNECT_S)) for words, hint in _HINTS))
 
 
 def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:

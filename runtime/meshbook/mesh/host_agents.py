@@ -8,7 +8,7 @@ from meshbook.concurrency.sigint import held_back
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.errors import SpawnError
-from meshbook.launchers.base import Launcher
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.local import FoundHost, LocalLauncher
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.os_errors import explain
@@ -37,8 +37,8 @@ def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_
 def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool, hosts: list[HostState]) -> None:
     """Fill ``hosts``. Raises: SpawnError; then there are none."""
     tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
-    address = tcp if launcher.transport == "tcp" else unix
-    endpoint = controller.endpoint(address)
+    transport = launcher.transport
+    endpoint = controller.endpoint({"tcp": tcp, "unix": unix}.get(transport, f"{transport}:*"))
     tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
     saved = {}
     try:
@@ -52,6 +52,7 @@ def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: 
         one = launcher.for_host(index)
         host = controller.expect_host(ticket, launched, launcher.shares_environment, one.saved.host)
         _know_launcher(controller, host, one, serves_all)
+        host.endpoint = endpoint if transport.startswith("tcp://") else ""
         hosts.append(host)
         saved[ticket.host_id] = SavedHost(
             ticket.public_key, launched.pid, launched.started, launcher.shares_environment, serves_all,
@@ -90,13 +91,19 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
     state, logs = controller.folder.state, controller.folder.logs
     hosts = {}
     for id, saved in state.hosts.items():
-        found = FoundHost(saved.pid, saved.started)
+        found: LaunchedHost = FoundHost(saved.pid, saved.started)
+        launcher = _launcher_of(saved.launcher)
         if saved.launcher.engine == "ssh":
             from meshbook.launchers.ssh import FoundSSHHost
 
             found = FoundSSHHost(saved.launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
+        elif saved.launcher.engine == "slurm":
+            from meshbook.launchers.slurm import SlurmLauncher, found_host
+
+            found = found_host(id, saved, logs)
+            launcher = SlurmLauncher(python=saved.launcher.python, options=saved.launcher.options, place=found)
         hosts[id] = controller.find_host(id, saved, found)
-        _know_launcher(controller, hosts[id], _launcher_of(saved.launcher), saved.serves_all)
+        _know_launcher(controller, hosts[id], launcher, saved.serves_all)
     return hosts
 
 

@@ -202,11 +202,26 @@ class HostMesh(MeshView):
     def await_ready(self) -> list[HostState]:
         """Wait until all hosts are there. Raises: SpawnError."""
         hosts = self._present()
+        progress = _Progress(hosts)
         for host in hosts:
-            host.wait_ready(HOST_TIMEOUT_S)
+            host.wait_ready(HOST_TIMEOUT_S, progress.look)
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
         return hosts
+
+
+class _Progress:
+    """Tells what hosts wait for that wait in a queue, a line whenever it is something else."""
+
+    def __init__(self, hosts: Sequence[HostState]) -> None:
+        self._hosts, self._told = hosts, ""
+
+    def look(self, waits_for: str) -> None:
+        there = [host.name for host in self._hosts if host.is_up]
+        line = waits_for + (f"; there: {', '.join(there)}" if waits_for and there else "")
+        if line not in ("", self._told):
+            print(line, flush=True)
+            self._told = line
 
 
 def _check_bootstrap(bootstrap: object) -> None:

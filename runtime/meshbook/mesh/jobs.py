@@ -123,11 +123,7 @@ class ProcessJob(JobTrait):
     def __init__(self, meshes: Mapping[str, int], env: Mapping[str, str] | None = None) -> None:
         """meshes: how many hosts by name. env: more of an environment for what is spawned there."""
         super().__init__()
-        _checked_names(meshes)
-        for name, count in meshes.items():
-            if not isinstance(count, int) or count < 1:
-                raise UsageError(f'hosts are counted from 1, as in {{"{name}": 2}}, not {count!r}.')
-        self._meshes, self._env = dict(meshes), dict(env or {})
+        self._meshes, self._env = _checked_counts(meshes), dict(env or {})
 
     def can_run(self, spec: JobTrait) -> bool:
         return isinstance(spec, ProcessJob) and self.active and (spec._meshes, spec._env) == (self._meshes, self._env)
@@ -177,6 +173,55 @@ class SSHJob(JobTrait):
         )
 
 
+class SlurmJob(JobTrait):
+    """Nodes of one allocation of Slurm, arranged by name (`meshbook.launchers.slurm`)."""
+
+    def __init__(
+        self,
+        meshes: Mapping[str, int],
+        python_exe: str | None = None,
+        slurm_args: Sequence[str] = (),
+        *,
+        job_name: str | None = None,
+        time_limit: str | None = None,
+        partition: str | None = None,
+        exclusive: bool = False,
+        gpus_per_node: int | None = None,
+        cpus_per_task: int | None = None,
+        mem: str | None = None,
+    ) -> None:
+        """meshes: how many nodes by name. slurm_args: options of salloc, beside the others.
+
+        python_exe: the interpreter there; by default the path of our own where there is one, else ``python3``.
+        """
+        super().__init__()
+        self._meshes, self._python = _checked_counts(meshes), python_exe
+        named = {
+            "job-name": job_name, "time": time_limit, "partition": partition, "gpus-per-node": gpus_per_node,
+            "cpus-per-task": cpus_per_task, "mem": mem,
+        }  # fmt: skip
+        options = [f"--{name}={value}" for name, value in named.items() if value is not None]
+        self._options = (*options, *(["--exclusive"] if exclusive else []), *slurm_args)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, SlurmJob) and self.active and spec._spec == self._spec
+
+    @property
+    def _spec(self) -> object:
+        return self._meshes, self._python, self._options
+
+    def _create(self) -> dict[str, HostMesh]:
+        from meshbook.launchers.slurm import SlurmLauncher  # only here: who has no such hosts need not load it
+
+        launcher = SlurmLauncher(python=self._python, options=self._options)
+        everything = _start({HOSTS: (sum(self._meshes.values()), launcher)})[HOSTS]
+        meshes, first = {}, 0
+        for name, count in self._meshes.items():
+            meshes[name] = everything.slice(**{HOSTS: slice(first, first + count)})
+            first += count
+        return meshes
+
+
 def _start(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
     """Start hosts, so many by each launcher. Raises: SpawnError; then none is left."""
     started: dict[str, HostMesh] = {}
@@ -190,6 +235,15 @@ def _start(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
             hosts.shutdown()
         raise
     return started
+
+
+def _checked_counts(meshes: Mapping[str, int]) -> dict[str, int]:
+    """Raises: UsageError."""
+    _checked_names(meshes)
+    for name, count in meshes.items():
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(f'hosts are counted from 1, as in {{"{name}": 2}}, not {count!r}.')
+    return dict(meshes)
 
 
 def _checked_names(names: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:

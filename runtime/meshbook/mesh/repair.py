@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from meshbook.calls.call import CallFuture
 from meshbook.controller.controller import Controller
+from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import ask_rank
@@ -184,15 +185,18 @@ class Repair:
 
     def _replace_hosts(self) -> None:
         lost = [host for host in self._mesh.hosts if host.lost]
-        replaced = [(host, host.replace()) for host in lost]
-        for host, new in replaced:
-            try:
+        starting: dict[HostState, HostState] = {}
+        try:
+            for host in lost:
+                starting[host] = host.replace()
+            for host, new in list(starting.items()):
                 new.wait_ready(HOST_TIMEOUT_S)
-            except BaseException:  # the next try starts yet another one
-                self._controller.stop_hosts([new], 0.1)
-                raise
-            self._controller.ask(functools.partial(self._mesh.replace_host, host, new))
-            self._new_hosts.append(new.name)
+                self._controller.ask(functools.partial(self._mesh.replace_host, host, new))
+                self._new_hosts.append(new.name)
+                del starting[host]
+        except BaseException:  # the next try starts yet others
+            self._controller.stop_hosts(list(starting.values()), 0.1)
+            raise
         self._controller.stop_hosts(lost, 0.1)  # what is left of them: an agent that is only silent must not come back
 
     def await_recruits(self, pending_workers: PendingWorkers, ask: Callable[[], None]) -> None:

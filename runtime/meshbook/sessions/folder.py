@@ -49,6 +49,15 @@ class SavedLauncher(msgspec.Struct, frozen=True):
     python: str = ""
     options: tuple[str, ...] = ()
     """Of the engine."""
+    job: str = ""
+    step: str = ""
+    task: int = 0
+    """Of a host of Slurm: the logs of what has the allocation and of what runs its agent, and which task that is."""
+
+    @property
+    def asked(self) -> SavedLauncher:
+        """What was asked for, without what has become of it."""
+        return self if not self.job else SavedLauncher(self.engine, python=self.python, options=self.options)
 
 
 class SavedHost(msgspec.Struct):
@@ -187,7 +196,7 @@ class SessionFolder:
 
     def peer_ip(self) -> str:
         """Return where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
-        if any(host.launcher.host for host in self.state.hosts.values()):
+        if any(host.launcher.engine != "local" for host in self.state.hosts.values()):
             return in_endpoint(own_address())  # others are on other machines
         tcp = [end for end in self.state.endpoints.values() if end.startswith("tcp://")]
         return tcp[0].removeprefix("tcp://").rpartition(":")[0] if tcp else in_endpoint(loopback_address())

@@ -267,6 +267,15 @@ def own_address() -> str:
     return next((address for address in named if _is_ours(address)), loopback_address())
 
 
+def address_towards(host: str) -> str:
+    """The address of this machine from which ``host`` is reached; no packet is sent. Raises: OSError."""
+    for family, _, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+        with _datagram_socket(family) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    raise OSError(f"{host} has no address")
+
+
 def loopback_address() -> str:
     """Where processes of this host find each other."""
     return "127.0.0.1" if _is_ours("127.0.0.1") else "::1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 
@@ -30,7 +32,19 @@ class Ticket(msgspec.Struct, frozen=True):
     """Whether the endpoint is an end of the launcher's connection, with which it ends (`meshbook.agent.tunnel`)."""
 
 
-encode_ticket = msgspec.json.Encoder().encode
+def elsewhere(ticket: Ticket) -> Ticket:
+    """The ticket of an agent that shares neither memory nor folders with the controller."""
+    log_dir = f"{Path(ticket.session).name}/{ticket.host_id}"
+    return msgspec.structs.replace(ticket, shares_memory=False, log_dir=log_dir, session="")
 
 
-decode_ticket = msgspec.json.Decoder(Ticket).decode
+encode_ticket = encode_tickets = msgspec.json.Encoder().encode
+"""Several for who passes one stdin on to several agents, as srun does."""
+
+_decode = msgspec.json.Decoder(Ticket | list[Ticket]).decode
+
+
+def decode_ticket(line: bytes, number: int = 0) -> Ticket:
+    """The ticket in ``line``, or the one of this number."""
+    found = _decode(line)
+    return found if isinstance(found, Ticket) else found[number]

@@ -225,6 +225,9 @@ class NoProcess:
     def failure(self) -> str | None:
         return None
 
+    def waits_for(self) -> str:
+        return ""
+
     def close(self, timeout_s: float) -> None:
         pass
 

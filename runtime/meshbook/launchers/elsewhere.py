@@ -1,0 +1,37 @@
+"""What starts an agent on another machine, whoever runs it there, and what to do where that has failed."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+
+from meshbook.launchers.head_start import AGENT
+
+NO_PYTHON = "meshbook: no Python"
+
+PYTHON_HINTS = (
+    (NO_PYTHON, "Name the interpreter that has meshbook there: --python PATH"),
+    ("No module named 'meshbook", "Install meshbook for it there, or name another interpreter: --python PATH"),
+)
+
+
+def agent_script(python: str) -> str:
+    """A script for sh that runs an agent. python: the interpreter; empty: the path of our own, else ``python3``."""
+    pythons = [python] if python else [sys.executable, "python3"]
+    words = " ".join(map(_quoted, pythons))
+    names = shlex.quote(f"{NO_PYTHON} at {' or '.join(pythons)}")
+    return (
+        f'for p in {words}; do command -v "$p" >/dev/null 2>&1 && '
+        f'{{ "$p" -m meshbook.launchers.templates {AGENT}; exit $?; }}; done; echo {names} >&2; exit 127'
+    )
+
+
+def with_hint(said: str, hints: Iterable[tuple[str, str]]) -> str:
+    """What was said, and what to do about it: the first of ``hints`` whose words are in it."""
+    hint = next((hint for words, hint in hints if words in said), "")
+    return f"{said}. {hint}" if hint else said
+
+
+def _quoted(path: str) -> str:
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)

@@ -1,0 +1,58 @@
+"""``%mesh spawn --on slurm`` in a notebook: it waits its turn, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from slurm_cluster import slurm_cluster
+
+from benchmarks.slurm_nodes import SlurmNodes
+from meshbook import shutdown
+
+
+@pytest.fixture(scope="module")
+def nodes(empty_notebook) -> Iterator[SlurmNodes]:
+    with pytest.MonkeyPatch.context() as patch, slurm_cluster(patch) as found:
+        yield found
+        empty_notebook.run("%mesh stop --all")
+        shutdown()
+
+
+def test_a_mesh_of_nodes_waits_in_the_queue_runs_cells_and_stops(empty_notebook, nodes: SlurmNodes) -> None:
+    nodes.ask("salloc", "--no-shell", "-N3", "--exclusive")
+    others = nodes.queue()[0].split()[0]
+
+    def make_room() -> None:
+        deadline = time.monotonic() + 60
+        while not any("PENDING" in line for line in nodes.queue()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        nodes.ask("scancel", others)
+
+    thread = threading.Thread(target=make_room)
+    thread.start()
+    options = "--no-torch --name far --env A=1 --cwd /tmp -- --time 10"
+    spawned = empty_notebook.run(f"%mesh spawn hosts=2 gpus=1 --on slurm {options}").stdout
+    thread.join()
+    assert 'mesh "far": hosts=2, gpus=1, cpu, no process group; ready in' in spawned
+    empty_notebook.run("%%mesh\nimport os\n(os.getcwd(), os.environ['A'], os.environ['SLURMD_NODENAME'])")
+    assert empty_notebook["_mesh"].values() == [("/tmp", "1", "n1"), ("/tmp", "1", "n2")]
+    assert len(nodes.queue()) == 1
+    empty_notebook.run("%mesh stop far")
+    assert nodes.queue() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("gpus=2 --on slurm", "say how many nodes of Slurm: hosts=N"),
+        ("hosts=2 gpus=2 --on slurm:n1", "the engine slurm has no hosts to name"),
+        ("hosts=2 gpus=2 --on slurm -- -N 3", "Slurm cannot be given -N here"),
+        ("hosts=1 gpus=1 --on slurm -- -p nowhere", "invalid partition specified: nowhere"),
+    ],
+)
+def test_lines_that_make_no_sense(empty_notebook, nodes: SlurmNodes, line: str, said: str) -> None:
+    assert said in empty_notebook.fail(f"%mesh spawn --name none {line}")
+    assert nodes.queue() == []
