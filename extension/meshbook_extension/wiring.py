@@ -11,10 +11,12 @@ from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.prompt import CallPromptHandler
 from meshbook_extension.cells.running import Jobs
+from meshbook_extension.commands.sync import SentModules
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE, name_notebook_cells
 from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.time_limits import TimeLimits
 from meshbook_extension.reattach.auto_attach import AutoAttach
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.visual_debugger.target import Debugged
@@ -33,8 +35,9 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, AutoAttach):
+        for kept in (Jobs, AutoAttach, SentModules):
             session.add_part(earlier.part(kept))
+        session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
     calls, state_writer = CallOutput(session), StateWriter(session)
     for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session))):
         session.add_part(part)

@@ -64,6 +64,18 @@ def die_and_come_back(kernel: Any, how: str) -> None:
     kernel.client.wait_for_ready(timeout=60)
 
 
+def test_the_next_kernel_stops_an_idle_mesh_as_asked(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    assert kernel.run("%mesh spawn gpus=1 --no-torch --idle-stop 3s").ok
+    family = [process for process in kernel.family() if process != kernel.process]
+    watch(family)
+    die_and_come_back(kernel, "kill")
+    assert kernel.run("import time\nprocs = get_ipython()._meshbook_session.mesh(); procs.alive").ok
+    kernel.run("deadline = time.monotonic() + 30\nwhile procs.alive and time.monotonic() < deadline: time.sleep(0.05)")
+    assert kernel.run("print(procs.alive)").text("stdout") == "False\n"
+    end(kernel, family)
+
+
 @pytest.mark.parametrize("how", ["restart", "kill"])
 def test_the_next_kernel_goes_on_with_the_mesh(start_kernel: StartKernel, watch: Watch, how: str) -> None:
     kernel = start_kernel()

@@ -6,6 +6,8 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, format_sizes
 from meshbook_extension.cells.running import Jobs, interrupted
@@ -15,7 +17,9 @@ from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.profiles import with_profile
 from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
 from meshbook_extension.notebook.targets import RANK
-from meshbook_extension.output.labels import count, format_seconds
+from meshbook_extension.notebook.time_limits import Limit, TimeLimits
+from meshbook_extension.output.labels import count, format_seconds, parse_duration
+from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
     from meshbook.launchers.base import Launcher
@@ -49,6 +53,8 @@ ENGINES = ("local", "ssh", "slurm")
         Option("--python", "the interpreter on the hosts of ssh and slurm", str, "PATH"),
         Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
         Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
+        Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", str, "TIME"),
+        Option("--max-hours", "stop it after so many hours", float, "N"),
         Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),
     ),
     rest="ENGINE OPTIONS",
@@ -85,6 +91,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     sizes = _read_sizes(arguments)
     hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
     env = _read_variables(arguments)
+    limit = _read_limit(arguments)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
     launchers = tuple(launcher.for_host(index).saved for index in range(hosts or 1))
@@ -110,6 +117,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     except KeyboardInterrupt:
         raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
     session.add(procs)
+    session.part(TimeLimits).add(procs, limit, sink_for(session.shell), session.publisher)
     if out is not None:
         session.bind(out, procs)
     print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
@@ -134,6 +142,9 @@ def _has_returned(
     if asked != (launched, procs.env, procs.cwd):
         return False
     session.add(procs.base())
+    limits, asked_limit = session.part(TimeLimits), _read_limit(arguments)
+    began = limits.of(procs).began or asked_limit.began
+    limits.add(procs, replace(asked_limit, began=began), sink_for(session.shell), session.publisher)
     if (out := arguments.text("--out")) is not None:
         session.bind(out, procs.base())
     print(
@@ -217,6 +228,15 @@ def _read_variables(arguments: Arguments) -> dict[str, str]:
             )
         variables[name] = value
     return variables
+
+
+def _read_limit(arguments: Arguments) -> Limit:
+    """What ``--idle-stop`` and ``--max-hours`` say. Raises: UsageError."""
+    idle, hours = arguments.text("--idle-stop"), arguments.number("--max-hours")
+    if hours == 0:
+        raise arguments.grammar.refuse("--max-hours 0 is no time at all.")
+    idle_s = 0.0 if idle is None else parse_duration(idle, "--idle-stop")
+    return Limit(idle_s, (hours or 0.0) * 3600, time.time())
 
 
 def _hosts(launcher: Launcher, count: int | None) -> HostMesh:

@@ -18,6 +18,7 @@ from meshbook.formatting import utf8_text
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.setup_cells import Setup
+from meshbook_extension.notebook.time_limits import Limit, TimeLimits
 from meshbook_extension.output.publisher import kernel_of
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class NotebookState(msgspec.Struct, frozen=True):
     jobs: dict[int, int]
     """Output id of a cell to its number as a job."""
     next_job: int
+    limits: dict[str, Limit] = {}
+    """Of meshes that stop by themselves."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -155,7 +158,7 @@ class StateWriter:
         drop_traces(self.notebook)
 
     def _make(self, id: str) -> NotebookState:
-        session = self._session
+        session, limits = self._session, self._session.part(TimeLimits)
         meshes = {name: procs for name, procs in session.meshes.items() if procs.session == id and procs.alive}
         slices = {
             name: SavedSlice(named.mesh, View.of(named.view), None if named.pairs is None else dict(named.pairs))
@@ -170,6 +173,7 @@ class StateWriter:
             setups=tuple(setup for name in meshes for setup in session.setups.of(name)),
             jobs={job.cell.run.id: job.number for job in session.part(Jobs).running() if job.mesh in meshes},
             next_job=session.part(Jobs).next_number,
+            limits={name: limit for name, procs in meshes.items() if (limit := limits.of(procs)) != Limit()},
         )
 
     def _leave_traces(self, traces: list[Trace]) -> None:

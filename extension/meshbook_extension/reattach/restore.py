@@ -13,7 +13,9 @@ from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
 from meshbook_extension.notebook.session import NamedSlice, Session
+from meshbook_extension.notebook.time_limits import TimeLimits
 from meshbook_extension.notebook.waiting import wait_until_done
+from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import KEY, NotebookState, decode
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
     session.part(Jobs).count_from(notebook_state.next_job)
     for mesh in attachment.meshes:
         session.add(_arranged(mesh, notebook_state))
+        if (limit := notebook_state.limits.get(mesh.name)) is not None:
+            session.part(TimeLimits).add(mesh, limit, sink_for(session.shell), session.publisher)
         if again:
             session.returned.add(mesh.name)
     if notebook_state.current in session.meshes:

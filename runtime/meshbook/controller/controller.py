@@ -236,6 +236,7 @@ class Controller:
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         mesh.check_usable()
+        mesh.called_at = time.monotonic()
         what, members = str(request.what)[:WHAT_MAX_CHARS], request.members
         if self._dispatcher.is_full:
             self.wait_for_room()

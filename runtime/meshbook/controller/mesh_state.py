@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -118,6 +119,8 @@ class MeshState:
         self.crash_loops = CrashLoops()
         self.grouped = True
         """Whether its ranks form a process group, rather than make their own."""
+        self.called_at = time.monotonic()
+        """When a call to it was last made."""
         self.before_calls: list[weakref.WeakMethod[Callable[[], object]]] = []
         """What is done before each call, on the caller's thread: others may have something to send that goes first."""
         self.after_repairs: list[weakref.WeakMethod[Callable[[], object]]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -578,6 +579,11 @@ class ProcMesh(MonarchNames):
     def busy(self) -> tuple[int, ...]:
         """The members that have a call to answer, in order."""
         return self._waiting_in(lambda call: True)
+
+    @property
+    def called_at(self) -> float:
+        """When a call to any rank of the mesh was last made, by the monotonic clock; now, while one runs."""
+        return time.monotonic() if self._controller.open_calls(self._mesh.id) else self._mesh.called_at
 
     def _waiting_in(self, is_meant: Callable[[OpenCall], bool]) -> tuple[int, ...]:
         calls = [call for call in self._controller.open_calls(self._mesh.id) if is_meant(call)]
