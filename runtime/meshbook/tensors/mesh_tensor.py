@@ -374,6 +374,8 @@ def _issue(mesh: Mesh, known: Metadata, tensors: Sequence[MeshTensor], numbers: 
             results.append(number := stream.new_number())
             given.append(MeshTensor._of(mesh, output, number))
     read = [tensor._handle.number for tensor in tensors]
+    if known.aliases:
+        stream.note_views(results, read[0])
     stream.issue(known.template, read, numbers, results, [read[index] for index in known.writes])
     if known.form is torch.Tensor:
         return given[0]

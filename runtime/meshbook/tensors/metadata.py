@@ -51,8 +51,10 @@ class Metadata(NamedTuple):
     draws: bool
     writes: tuple[int, ...]
     """Which of its tensors it writes to."""
+    aliases: bool
+    """Whether its results are in the memory of its first tensor."""
     is_view: bool
-    """Whether its results are views, of which autograd keeps account."""
+    """Whether they are views, of which autograd keeps account."""
 
 
 class NotOnMesh(Exception):
@@ -158,8 +160,9 @@ def learn(
     template = new_template(operator, template_args, template_kwargs)
     form = torch.Tensor if isinstance(made, torch.Tensor) else None if made is None else type(made)
     written = _written(operator, template_args, template_kwargs)
-    is_view = not written and operator is not aten.detach.default and gives_alias(operator)
-    return Metadata(template, tuple(outputs), form, is_random(operator), written, is_view)
+    aliases = not written and gives_alias(operator)
+    is_view = aliases and operator is not aten.detach.default
+    return Metadata(template, tuple(outputs), form, is_random(operator), written, aliases, is_view)
 
 
 _OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")

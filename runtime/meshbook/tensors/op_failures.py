@@ -6,7 +6,8 @@ others are done.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshbook.errors import MeshError
@@ -47,8 +48,14 @@ class Issued(NamedTuple):
 class Families:
     """Tensors in the same memory."""
 
-    def __init__(self, told: Iterable[HaltedAt]) -> None:
+    def __init__(self, told: Iterable[HaltedAt], roots: Mapping[TensorId, TensorId] | None = None) -> None:
+        """told: what ranks say. roots: what views are of, as far as it is known here."""
         self._sets: dict[TensorId, set[TensorId]] = {}
+        views: defaultdict[TensorId, list[TensorId]] = defaultdict(list)
+        for view, root in list((roots or {}).items()):
+            views[root].append(view)
+        for root, those in views.items():
+            self.join((root, *those))
         for each in told:
             for family in each.families:
                 self.join(family)
@@ -66,7 +73,9 @@ class Families:
 class FailedOperations:
     """Of the operations of one mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: Mapping[TensorId, TensorId]) -> None:
+        """roots: what views are of."""
+        self._roots = roots
         self.lost: dict[TensorId, MeshError] = {}
         """Tensors that could not be made."""
         self.unsure: dict[TensorId, MeshError] = {}
@@ -86,12 +95,17 @@ class FailedOperations:
             self.unsure[number] = error
             self.writes.setdefault(number, []).append(write)
 
+    def doubted(self) -> set[Write]:
+        """Which of all operations it may still matter of who has done them."""
+        return {write for writes in self.writes.values() for write in writes}
+
     def find(self, numbers: Sequence[TensorId], overwritten: Collection[TensorId] = ()) -> MeshError | None:
         """What has to be told before these are read; of a write that nobody did, once."""
+        written_over = [
+            number for number in overwritten if number not in self.lost and list(numbers).count(number) == 1
+        ]
         for number in numbers:
-            if number in overwritten and number not in self.lost:
-                for each in (self.unsure, self.writes, self.unwritten):
-                    each.pop(number, None)
+            if number in written_over:
                 continue
             error = self.lost.get(number) or self.unsure.get(number)
             if error is None:
@@ -101,7 +115,18 @@ class FailedOperations:
             if isinstance(error, TensorError):
                 error.was_told = True
             return error
+        if written_over:
+            self._forget_written(lambda each: each in written_over or self._roots.get(each) in written_over)
         return None
+
+    def keep_written(self, held: Container[TensorId]) -> None:
+        """Forget what was to be written to tensors that nobody has."""
+        self._forget_written(lambda each: each not in held)
+
+    def _forget_written(self, of: Callable[[TensorId], bool]) -> None:
+        for written in (self.unsure, self.writes, self.unwritten):
+            for number in list(filter(of, written)):
+                del written[number]
 
     def forget(self, numbers: Iterable[TensorId]) -> None:
         """Nobody has these any more."""

@@ -132,6 +132,8 @@ class OpStream:
         self.note_freed = self._freed.append
         self.held: dict[TensorId, _HandleRef] = {}
         """What notes that a handle is gone; by its number."""
+        self.roots: dict[TensorId, TensorId] = {}
+        """Of views the tensor that they are, or were, a view of, and that is none itself."""
         self._numbers = itertools.count(1)
         self._told: set[int] = set()
         """Templates that the ranks know."""
@@ -147,7 +149,7 @@ class OpStream:
         """Whether some were started again, and have not been told of the tensors."""
         self._resumed = 0
         """How often the ranks were told to go on behind what failed."""
-        self._failures = FailedOperations()
+        self._failures = FailedOperations(self.roots)
         self._replays = Replays(self._failures)
         self._was_interrupted = False
         """Whether it is not known yet what an interrupt has left undone."""
@@ -169,6 +171,22 @@ class OpStream:
         """One for a thread that issues no operations."""
         with self._lock:
             return next(self._numbers)
+
+    def note_views(self, views: Sequence[TensorId], base: TensorId) -> None:
+        """What is in the memory of another tensor."""
+        root = self.roots.get(base, base)
+        for number in views:
+            self.roots[number] = root
+
+    def find_views(self, numbers: Sequence[TensorId], others: Sequence[TensorId]) -> list[tuple[int, TensorId]]:
+        """Which of these, by their places, are views of a tensor that is still there, of ``others``, or of one."""
+        roots = [self.roots.get(number, 0) for number in numbers]
+        there = {root for root in roots if (held := self.held.get(root)) is not None and held() is not None}
+        return [
+            (at, root)
+            for at, root in enumerate(roots)
+            if root and (root in there or root in others or roots.count(root) > 1)
+        ]
 
     def issue(
         self,
@@ -247,7 +265,7 @@ class OpStream:
         window = self._take_issued()
         self._told -= told
         refused = {number: error or each.failed(NOT_SENT) for number, each, _ in window.each()}
-        window.note(self._failures, refused, Families(()), math.inf if error is not None else window.first)
+        window.note(self._failures, refused, Families((), self.roots), math.inf if error is not None else window.first)
 
     def begin_repair(self) -> None:
         """Come to the end of what is under way. From now on nothing is sent: new ranks do not know the tensors yet."""
@@ -421,6 +439,7 @@ class OpStream:
         del self._freed[:count]
         for number in freed:
             self.held.pop(number, None)
+            self.roots.pop(number, None)
         self._failures.forget(freed)
         unfreed, self._unfreed = self._unfreed, ()
         return [*unfreed, *freed]
@@ -463,7 +482,7 @@ class OpStream:
                 self._forget_told()
                 if oldest.issued:
                     _, cause, is_said = Window(0, oldest.issued, []).first_failed(error)
-                    self._replays.note_lost(cause.error, oldest.issued, is_said=is_said)
+                    self._replays.note_lost(cause.error, oldest.issued, Families(()), is_said=is_said)
 
     def _forget_told(self) -> None:
         """A rank that is new, or was interrupted before it began, has not read what it was sent."""
@@ -501,7 +520,7 @@ class OpStream:
                 raise
             except MeshError as error:
                 errors.insert(0, error)
-        families = Families(told)
+        families = Families(told, self.roots)
         begin, first, is_said = window.first_failed(errors[0])
         with held_back():
             if causes and told:
@@ -516,8 +535,11 @@ class OpStream:
                     within = causes[number].within if number in causes else 0
                     # a rank that lives, and did not do what is before a step, has not begun with the step
                     said = bool(told) or (is_said if number == begin else isinstance(errors[0], CallFailed))
-                    self._replays.note_lost(refused[number], turn.step.issued, turn, number, within, is_said=said)
+                    self._replays.note_lost(
+                        refused[number], turn.step.issued, families, turn, number, within, is_said=said
+                    )
             window.note(self._failures, refused, families, undone_from)
+            self._failures.keep_written(self.held)
             self._resumed += 1
             if told:
                 self._resume(window._replace(refused=refused))
@@ -531,7 +553,7 @@ class OpStream:
             number: why[at] for at, each, _ in window.each() if at in why for number in each.results if number in known
         }
         with contextlib.suppress(MeshError):  # of a mesh that cannot be called they are gone
-            resumed = self.send("resume", why, lost)
+            resumed = self.send("resume", why, lost, self._failures.doubted())
             self._underway.append(_Underway(resumed, window.issued, first=window.first, operations=window))
 
     def _await(self, future: Future[ValueMesh[Any]]) -> ValueMesh[Any]:

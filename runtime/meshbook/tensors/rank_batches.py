@@ -31,6 +31,7 @@ from meshbook.tensors.operations import (
     TensorId,
     Undone,
     Use,
+    Write,
 )
 from meshbook.tensors.operator_rules import CompiledTemplate
 from meshbook.tensors.partial_sums import end_shared_sums, lay_all_out
@@ -94,7 +95,7 @@ class RankBatches:
         """What this rank goes on with when it is told to, if it has halted."""
         self._halted_by = OperationFailed(0, "", "", "")
         self._undone: list[Undone] = []
-        """What was left out since the last repair."""
+        """What was left out since the last repair, as far as it was not settled that it does not matter."""
 
     def run(self, batch: OperationBatch) -> dict[TensorId, str]:
         """Do what a batch says; returns which results failed, and why. Raises: OperationFailed, Missed."""
@@ -144,10 +145,13 @@ class RankBatches:
         wanted = {memory[number] for number in written if number in memory}
         return HaltedAt(self._left[0].number if self._left else self._next, [families[each] for each in wanted])
 
-    def resume(self, refused: Mapping[int, str], lost: Mapping[TensorId, str]) -> dict[TensorId, str]:
+    def resume(
+        self, refused: Mapping[int, str], lost: Mapping[TensorId, str], doubted: Collection[Write]
+    ) -> dict[TensorId, str]:
         """Go on from where this rank has halted; as `run`.
 
         refused: operations, by their numbers, that are not done, and why. lost: their results, which it may have.
+        doubted: writes of which a repair may ask whether this rank has done them; of no others before the last refused.
         """
         for number in lost.keys() & self._tensors.keys():
             self.give_up(number, lost[number])
@@ -157,6 +161,7 @@ class RankBatches:
             for each in refused
             if each >= now.first
         ]
+        self._undone = [each for each in self._undone if any(map(each.has, doubted))]
         left, self._left = self._left, []
         return self._go_on(left, refused)
 
@@ -182,7 +187,7 @@ class RankBatches:
         return Undone(now.number, end, now.done if now.replay is not None else 0)
 
     def undone(self) -> list[Undone]:
-        """What this rank has not done, and never will, since it last agreed with the others in a repair."""
+        """What this rank has not done, and never will, of what matters since it last agreed with the others."""
         return self._undone
 
     def _go_on(self, left: Sequence[_Left], refused: Mapping[int, str]) -> dict[TensorId, str]:

@@ -162,6 +162,7 @@ class _RecordedRun:
     def __init__(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> None:
         self.steps = StepRecorder(inputs, scalars)
         self.modules: dict[torch.nn.Module, None] = {}
+        self.inputs = [tensor._handle.number for tensor in inputs]
 
     def __enter__(self) -> None:
         self._hook = register_module_forward_pre_hook(lambda module, _: self.modules.setdefault(module))
@@ -204,6 +205,9 @@ class _RepeatableStep:
         self.captured, self.left = recorded.captured, recorded.left
         self._mesh, self._here, self._written = recorded.mesh, recorded.here, recorded.written
         self._kept, self._returned = recorded.kept, returned
+        self._inputs = recording.inputs
+        self._views = self._mesh.stream.find_views(returned.numbers, recording.inputs)
+        """Which results are in the memory of another tensor, and of which."""
         self._handle = Handle(self.recording.number, self._mesh.stream, NewOutput((), (), torch.float32))
         self._is_gone = any(each() is None for each in recorded.held)
         self._held = [weakref.ref(handle, self._on_gone) for each in recorded.held if (handle := each()) is not None]
@@ -239,12 +243,24 @@ class _RepeatableStep:
             raise
         torch.autograd.graph.increment_version([tensor for each in self._written if (tensor := each()) is not None])
         self.times += 1
+        if self._views:
+            self._note_views(given, results)
         fresh = iter(results)
         made = [
             MeshTensor._of(self._mesh, each, next(fresh)) if isinstance(each, NewOutput) else each
             for each in self._returned.leaves
         ]
         return tree_unflatten(made, self._returned.spec)
+
+    def _note_views(self, inputs: Sequence[TensorId], results: Sequence[TensorId]) -> None:
+        """What they are of this time: an input, another result, or what is there each time."""
+        stream = self._mesh.stream
+        now = dict(zip(self._inputs, inputs, strict=True))
+        for at, root in self._views:
+            if root not in now:
+                now[root] = root if root in stream.held else results[at]
+            if now[root] != results[at]:
+                stream.note_views([results[at]], now[root])
 
     def undo(self) -> None:
         """Set the counters of optimizers back."""

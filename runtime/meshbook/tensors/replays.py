@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from meshbook.errors import MeshError
 from meshbook.tensors import anomalies
-from meshbook.tensors.op_failures import FailedOperations, Issued
+from meshbook.tensors.op_failures import FailedOperations, Families, Issued
 from meshbook.tensors.operations import Recording, Replay, TensorId, Write
 
 WAITS = "the wait before a step of an optimizer"
@@ -83,6 +83,7 @@ class Replays:
         self,
         cause: MeshError,
         issued: Sequence[tuple[Any, ...]],
+        families: Families,
         turn: Turn | None = None,
         number: int = 0,
         begin: int = 0,
@@ -91,8 +92,8 @@ class Replays:
     ) -> None:
         """A step, or a call, was not done to its end: it costs what failed first, and all behind it.
 
-        number: that of the step among the operations. begin: the first in it that not all ranks have done; is_said: as
-        all of them say.
+        families: what lies in the memory that it writes. number: that of the step among the operations. begin: the
+        first in it that not all ranks have done; is_said: as all of them say.
         In a step nobody goes past the second wait in a row unless all have passed the first: where a rank failed
         before, nothing behind was written.
         """
@@ -102,7 +103,7 @@ class Replays:
         for index, each in enumerate(operations[begin:], begin):
             self._failures.lost.update(dict.fromkeys(as_named(each.results, turn), cause))
             if index < sure:
-                self._failures.doubt(as_named(each.written, turn), cause, Write(number, index))
+                self._failures.doubt(families.of(as_named(each.written, turn)), cause, Write(number, index))
         if turn is not None and waits:
             self.untold = cause
             if sure == waits[1]:

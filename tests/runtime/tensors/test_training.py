@@ -253,18 +253,20 @@ def test_what_some_ranks_had_written_when_another_ended_is_refused_after_the_rep
         mesh = Mesh(procs)
         x, alike = (meshbook.zeros(4, 4, mesh=mesh, sharding_spec=[None, spec]) for spec in ("tp", None))
         cut = meshbook.ones(4, 4, mesh=mesh, sharding_spec=["dp", "tp"])
-        row = x[0]
-        assert x.sum().item() + alike.sum().item() + cut.sum().item() == 16.0
+        row, behind = x[0], meshbook.zeros(4, 4, mesh=mesh, sharding_spec=[None, "tp"])
+        view_alone = behind[1:]
+        assert view_alone.sum().item() + x.sum().item() + alike.sum().item() + cut.sum().item() == 16.0
         ended = procs.slice(dp=1, tp=1).run("import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)")
         cut.redistribute([None, "tp"])  # in which one of the ranks that live waits for the one that does not
-        for each in (x, alike):
+        for each in (x, alike, behind):
             each.add_(1)
+        del behind, each
         for future in (x.sum().item, lambda: ended.get(20)):
             with pytest.raises(errors.WorkerLost):
                 future()
         for _ in range(2):
             heal_mesh(mesh)
-            for each in (x, row):
+            for each in (x, row, view_alone):
                 with pytest.raises(TensorTorn, match="newer than others"):
                     each.tolist()
             assert alike.full_tensor().unique().tolist() in ([0.0], [1.0])
@@ -273,7 +275,10 @@ def test_what_some_ranks_had_written_when_another_ended_is_refused_after_the_rep
                 alike.sum().item()
         heal_mesh(mesh)
         x.zero_()
-        assert x.add_(1).tolist() == [[1.0] * 4] * 4
+        assert x.add_(1).tolist() == [[1.0] * 4] * 4 and row.tolist() == [1.0] * 4
+        with pytest.raises(TensorTorn):
+            view_alone.tolist()
+        assert view_alone.zero_().tolist() == [[0.0] * 4] * 3
 
 
 def test_an_optimizer_steps_after_a_repair_that_ended_a_view_of_a_gradient() -> None:
