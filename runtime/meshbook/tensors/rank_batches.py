@@ -79,6 +79,19 @@ class _Left(NamedTuple):
         return self.first + (1 if self.replay is not None else len(self.uses))
 
 
+class _KnownStep(NamedTuple):
+    """A recorded step as this rank does it each time."""
+
+    recording: Recording
+    uses: Sequence[Use]
+    lines: Sequence[CodeLine]
+
+    @staticmethod
+    def of(recording: Recording) -> _KnownStep:
+        uses = list(map(Use._make, recording.uses))
+        return _KnownStep(recording, uses, list(each_line(recording.lines, len(uses))))
+
+
 class RankBatches:
     """The mesh tensors of one process, for one device mesh, and what is done with them."""
 
@@ -87,7 +100,7 @@ class RankBatches:
         self._tensors: dict[TensorId, RankTensor | Failed] = {}
         self._templates: dict[int, Template] = {}
         self._compiled: dict[int, CompiledTemplate] = {}
-        self._recordings: dict[TensorId, Recording] = {}
+        self._steps: dict[TensorId, _KnownStep] = {}
         self._turn = self._waits = self._waited = 0
         self._next = 0
         """The number of the first operation that this rank has not been sent."""
@@ -107,15 +120,14 @@ class RankBatches:
     def replay(self, replay: Replay) -> dict[TensorId, str]:
         """Do a recorded step once more; as `run`."""
         if replay.recording is not None:
-            self._recordings[replay.number] = replay.recording
+            self._steps[replay.number] = _KnownStep.of(replay.recording)
             self._templates.update((template.number, template) for template in replay.recording.templates)
-        recording = self._recordings[replay.number]
-        uses = list(map(Use._make, recording.uses))
+        known = self._steps[replay.number]
+        uses = list(known.uses)
         for index, numbers in replay.numbers.items():
             uses[index] = uses[index]._replace(numbers=numbers)
         search = Search(replay.hunted, self.mesh, len(uses)) if replay.hunted else None
-        lines = list(each_line(recording.lines, len(uses)))
-        return self._begin(_Left(replay.first, uses, lines, replay.freed, search, replay))
+        return self._begin(_Left(replay.first, uses, known.lines, replay.freed, search, replay))
 
     def _begin(self, left: _Left) -> dict[TensorId, str]:
         if not left.uses or left.first != self._next:
@@ -205,7 +217,7 @@ class RankBatches:
     def _do(self, left: _Left, refused: Mapping[int, str]) -> dict[TensorId, str]:
         """Do what is left of a batch, or of a step. Raises: OperationFailed at the first that fails here."""
         failed: dict[TensorId, str] = {}
-        recording = self._recordings[left.replay.number] if left.replay is not None else None
+        recording = self._steps[left.replay.number].recording if left.replay is not None else None
         if left.replay is not None and not left.done:
             self._name_inputs(left.replay)
         ends = recording.ends if recording is not None else itertools.repeat(())
@@ -255,12 +267,12 @@ class RankBatches:
 
     def _name_inputs(self, replay: Replay) -> None:
         self._turn, self._waits = replay.turn, 0
-        for name, number in zip(self._recordings[replay.number].inputs, replay.inputs, strict=True):
+        for name, number in zip(self._steps[replay.number].recording.inputs, replay.inputs, strict=True):
             self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
 
     def _name_results(self, replay: Replay, failed: Mapping[TensorId, str]) -> dict[TensorId, str]:
         """A step is over; returns what failed of what is there afterwards."""
-        named = dict(zip(self._recordings[replay.number].results, replay.results, strict=True))
+        named = dict(zip(self._steps[replay.number].recording.results, replay.results, strict=True))
         for name, number in named.items():
             self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
         for name in [name for name in self._tensors if name < 0]:
@@ -273,7 +285,7 @@ class RankBatches:
             return
         for number in numbers:
             if self._tensors.pop(number, None) is None:
-                self._recordings.pop(number, None)
+                self._steps.pop(number, None)
 
     def _wait_for_all(self, gradients: Sequence[TensorId]) -> None:
         """gradients: each with its parameter behind it. Raises: RuntimeError if one could not be made."""

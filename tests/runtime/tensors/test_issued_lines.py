@@ -18,7 +18,7 @@ import meshbook
 from meshbook import ProcMesh, errors
 from meshbook.distributed import Mesh
 from meshbook.exceptions import TensorError
-from meshbook.tensors import op_stream
+from meshbook.tensors import op_settling
 from meshbook.tensors.issued_lines import each_line, for_ranks
 
 
@@ -152,7 +152,7 @@ def test_a_recorded_step_shows_its_lines(grid: Mesh) -> None:
 def test_a_long_wait_says_who_holds_the_ranks_up(
     grid: Mesh, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(op_stream, "HANG_NOTE_S", 1.5)
+    monkeypatch.setattr(op_settling, "HANG_NOTE_S", 1.5)
     x, noted = _cut(grid), []
 
     def look() -> None:
