@@ -15,6 +15,7 @@ All of them outlive the controller, as agents do. What they say goes to a file, 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -38,6 +39,8 @@ ANSWER_S = 10.0
 """How long commands of Slurm may take to answer."""
 END_S = 5.0
 """How long salloc and srun may take to end when told to."""
+PIPE_BYTES = 1 << 20
+"""What a pipe may hold: the tickets of some 2,000 hosts."""
 LOOK_S = 2.0
 """How often the queue is looked at."""
 
@@ -47,7 +50,16 @@ _SRUN = (
 )  # fmt: skip
 """One that ends has the others live on, and several steps share a node."""
 
+_GUARD = """
+(cat "$1" >/dev/null 2>&1; read -r _ _ _ parent _ </proc/self/stat; [ "$parent" = $$ ] && kill $$) &
+export MESHBOOK_GUARD=$!
+shift
+exec "$@"
+"""
+"""What becomes salloc: while that is in the queue it ends with us, who hold the other end of the pipe $1."""
+
 _HOLD = """
+kill "$MESHBOOK_GUARD"
 echo "meshbook: job $SLURM_JOB_ID" >&2
 "$@"
 echo "meshbook: srun ended $?" >&2
@@ -100,6 +112,8 @@ class SlurmLauncher:
         """Ask for nodes and an agent on each; both come when Slurm has them. Raises: OSError, SpawnError."""
         reap_released()
         log = Path(tickets[0].log_dir) / f"agent-{tickets[0].host_id}.log"
+        if len(encode_tickets(tickets)) > PIPE_BYTES:
+            raise UsageError(f"{len(tickets)} nodes are more than one srun gets tickets for; spawn two meshes.")
         count, own_job, node = str(len(tickets)), os.environ.get("SLURM_JOB_ID", ""), ""
         srun = [*_SRUN, f"--nodes={count}", f"--ntasks={count}"]
         agent = ["sh", "-c", f'echo "meshbook: on $SLURMD_NODENAME" >&2; {agent_script(self.python)}']
@@ -168,9 +182,12 @@ def found_host(id: str, saved: SavedHost, logs: Path) -> SlurmHost:
 
 
 class Client:
-    """A salloc or srun, and what it and its tasks say. process: where it is our child."""
+    """A salloc or srun, and what it and its tasks say. process: where it is our child; held: a pipe that it watches."""
 
-    def __init__(self, log: Path, pid: int, started: int, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, log: Path, pid: int, started: int, process: subprocess.Popen[bytes] | None = None, held: int = -1
+    ) -> None:
+        self._held = held
         self.log, self.pid, self.started, self._process = log, pid, started, process
         self._read_bytes, self._said = -1, StepLog()
 
@@ -194,6 +211,7 @@ class Client:
     def give(self, tickets: Sequence[Ticket]) -> None:
         """Give the agents their tickets, which lie with it until there are agents."""
         assert self._process is not None and self._process.stdin is not None
+        fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # nobody reads while it is in the queue
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and `SlurmHost.failure` says why
             self._process.stdin.write(encode_tickets(tickets) + b"\n")
             self._process.stdin.flush()
@@ -222,6 +240,9 @@ class Client:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
 
 
 class Allocation:
@@ -247,18 +268,27 @@ class Allocation:
 
     def start(self, command: list[str], tickets: Sequence[Ticket], log: Path, job: str) -> Client:
         """Start a client. job: where the allocation is there already. Raises: OSError, SpawnError."""
-        with open_log(log) as output:
-            if job:
-                output.write(f"meshbook: job {job}\n".encode())
-                output.flush()
-            process = subprocess.Popen(
-                [_program(command[0]), *command[1:]],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        client = self._clients[log] = Client(log, process.pid, start_time(process.pid) or 0, process)
+        program, (watched, held) = _program(command[0]), os.pipe2(os.O_CLOEXEC)
+        guard = [] if job else ["sh", "-c", _GUARD, "meshbook", f"/proc/self/fd/{watched}"]
+        try:
+            with open_log(log) as output:
+                if job:
+                    output.write(f"meshbook: job {job}\n".encode())
+                    output.flush()
+                process = subprocess.Popen(
+                    [*guard, program, *command[1:]],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=[watched] if guard else [],
+                )
+        except BaseException:
+            os.close(held)
+            raise
+        finally:
+            os.close(watched)
+        client = self._clients[log] = Client(log, process.pid, start_time(process.pid) or 0, process, held)
         client.give([elsewhere(ticket) for ticket in tickets])
         return client
 

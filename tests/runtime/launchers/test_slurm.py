@@ -300,6 +300,18 @@ def test_a_job_that_is_cancelled_in_the_queue(nodes: SlurmNodes, queued: None) -
     assert not pending(nodes) and not slurm_processes() and not known_hosts()
 
 
+def test_a_controller_that_is_killed_leaves_nothing_in_the_queue(
+    nodes: SlurmNodes, queued: None, zygote: Zygote
+) -> None:
+    driver = zygote.start(textwrap.dedent(_PROGRAM.format(environment=nodes.environment)))
+    thread = while_queued(nodes, lambda number: driver.kill())
+    thread.join()
+    deadline = time.monotonic() + 30
+    while pending(nodes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not pending(nodes)
+
+
 def test_who_has_no_such_hosts_does_not_load_it() -> None:
     code = "import sys, meshbook.mesh.driven; print('meshbook.launchers.slurm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
