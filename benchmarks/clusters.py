@@ -1,4 +1,4 @@
-"""Hosts by ssh, on loopback, beside hosts of this machine by TCP: spawn, a call, a host that is lost and comes back."""
+"""Hosts by ssh and by Slurm, on loopback, beside hosts of this machine by TCP: spawn, a call, a host that is lost."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator
 
 import meshbook
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
+from benchmarks.slurm_nodes import slurm_nodes
 from benchmarks.ssh_hosts import LoopbackHosts, NoDaemonError, loopback_hosts
 from benchmarks.stats import interleave
 from benchmarks.subject import TIMEOUT_S, no_op
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts
+from meshbook.controller.host_state import HostState
 from meshbook.launchers.base import Launcher
+from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.launchers.ssh import SSHLauncher
 
 QUESTION = (
     "Two hosts with two ranks each by a real sshd on loopback, beside two agents of this machine that act as two hosts "
     "(TCP): spawn until all have answered, process group formed (floor: `ssh HOST true`); a call; the ssh client of a "
-    "host is killed: until its loss is known, and healed."
+    "host is killed: until its loss is known, and healed. The same on two nodes of a real Slurm (floor: "
+    "`srun -N2 true`), where the agent is killed."
 )
 NAMES = ("nodeA", "nodeB")
 SPAWN_GOAL_S = 5.0
@@ -39,6 +43,18 @@ def run(settings: Settings) -> Iterator[Figure]:
         print(f"left out: {error}")
     finally:
         meshbook.shutdown()
+    before = dict(os.environ)
+    try:
+        with slurm_nodes(2) as nodes:
+            os.environ.update(nodes.environment)
+            yield from _spawn_by_slurm(settings.count(5))
+            yield from _lose_agents(settings.count(5))
+    except NoDaemonError as error:
+        print(f"left out: {error}")
+    finally:
+        meshbook.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _launchers(there: LoopbackHosts) -> dict[str, Callable[[], Launcher]]:
@@ -87,19 +103,47 @@ def _call(there: LoopbackHosts, count: int) -> Iterator[Figure]:
     yield from side_by_side("clusters", "call", "4 ranks", "ms", samples)
 
 
-def _lose(there: LoopbackHosts, count: int) -> Iterator[Figure]:
+def _spawn_by_slurm(count: int) -> Iterator[Figure]:
+    samples: dict[str, list[float]] = {"srun -N2 true": [], "meshbook": []}
+    for turn in range(count + 1):
+        started = time.perf_counter()
+        subprocess.run(["srun", "-N2", "true"], check=True, stdin=subprocess.DEVNULL, timeout=60)
+        floor = time.perf_counter() - started
+        started = time.perf_counter()
+        with _mesh(SlurmLauncher()):
+            took = time.perf_counter() - started
+        if turn:
+            samples["srun -N2 true"].append(floor)
+            samples["meshbook"].append(took)
+    yield from side_by_side("clusters", "spawn by Slurm", "2 hosts x 2 ranks", "s", samples)
+
+
+def _lose_agents(count: int) -> Iterator[Figure]:
+    with _mesh(SlurmLauncher()) as procs:
+        known, healed = _lose_and_heal(procs, count, lambda host: host.hello.pid if host.hello else 0)
+    yield timed("clusters", "lost agent known, Slurm", "2 of 4 ranks", "s", known)
+    yield timed("clusters", "lost agent healed, Slurm", "2 of 4 ranks", "s", healed)
+
+
+def _lose_and_heal(procs: ProcMesh, count: int, pid_of: Callable[[HostState], int]) -> tuple[list[float], list[float]]:
+    """The second host ends by the end of a process: how long until that is known, and until it is there again."""
     known, healed = [], []
+    for _ in range(count):
+        future = procs.slice(hosts=1).run("import time; time.sleep(600)")
+        started = time.perf_counter()
+        os.kill(pid_of(procs._mesh.hosts[1]), signal.SIGKILL)
+        try:
+            future.get(TIMEOUT_S)
+        except errors.WorkerLost:
+            known.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        procs.heal()
+        healed.append(time.perf_counter() - started)
+    return known, healed
+
+
+def _lose(there: LoopbackHosts, count: int) -> Iterator[Figure]:
     with _mesh(_launchers(there)["meshbook"]()) as procs:
-        for _ in range(count):
-            future = procs.slice(hosts=1).run("import time; time.sleep(600)")
-            started = time.perf_counter()
-            os.kill(procs._mesh.hosts[1].launched.pid, signal.SIGKILL)
-            try:
-                future.get(TIMEOUT_S)
-            except errors.WorkerLost:
-                known.append(time.perf_counter() - started)
-            started = time.perf_counter()
-            procs.heal()
-            healed.append(time.perf_counter() - started)
+        known, healed = _lose_and_heal(procs, count, lambda host: host.launched.pid)
     yield timed("clusters", "lost host known", "2 of 4 ranks", "ms", known, goal=Goal("at most", KNOWN_GOAL_MS))
     yield timed("clusters", "lost host healed", "2 of 4 ranks", "s", healed)

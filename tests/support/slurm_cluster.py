@@ -20,11 +20,14 @@ def slurm_processes() -> list[psutil.Process]:
 
 
 def tasks(nodes: SlurmNodes) -> list[psutil.Process]:
-    """What runs on the nodes: steps, agents, workers."""
+    """What runs on the nodes: agents and workers, which no process of ours is the parent of."""
     found = []
-    for name in nodes.names:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += psutil.Process(nodes.daemons[name].pid).children(recursive=True)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            ours = environment.get("SLURM_CONF") == nodes.environment["SLURM_CONF"]
+            if ours and "SLURMD_NODENAME" in environment:
+                found.append(process)
     return found
 
 

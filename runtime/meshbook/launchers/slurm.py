@@ -182,7 +182,10 @@ def found_host(id: str, saved: SavedHost, logs: Path) -> SlurmHost:
 
 
 class Client:
-    """A salloc or srun, and what it and its tasks say. process: where it is our child; held: a pipe that it watches."""
+    """A salloc or srun, and what it and its tasks say.
+
+    process: where it is our child. held: our end of a pipe by which it knows of us.
+    """
 
     def __init__(
         self, log: Path, pid: int, started: int, process: subprocess.Popen[bytes] | None = None, held: int = -1

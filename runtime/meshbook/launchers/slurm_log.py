@@ -28,6 +28,7 @@ _NOISE = re.compile(
 _SAID_LINES = 3
 
 _HINTS = (
+    ("node configuration is not available", "Its node has gone, see sinfo; go on without it: %mesh shrink."),
     *PYTHON_HINTS,
     *((words, "Its allocation has ended: spawn the mesh again.") for words in ("nvalid job", "already completing")),
 )
