@@ -19,7 +19,21 @@ from meshbook_extension.notebook.targets import FORMS
 
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
-MODULES = ("meshes", "attach", "views", "values", "sync", "cells", "repair", "status", "pdb", "stacks", "logs", "debug")
+MODULES = (
+    "meshes",
+    "attach",
+    "views",
+    "values",
+    "sync",
+    "pip",
+    "cells",
+    "repair",
+    "status",
+    "pdb",
+    "stacks",
+    "logs",
+    "debug",
+)
 
 
 @dataclass(frozen=True)

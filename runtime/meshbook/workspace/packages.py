@@ -1,0 +1,56 @@
+"""pip on a rank: for the environment that the rank runs in, which the ranks of a host share."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshbook.workspace.local_modules import file_system
+
+_UNINSTALLED = re.compile(r"^ *(?:Attempting uninstall: | - )([\w.-]+)")
+"""A package of which another version was there, in the words of pip and of uv."""
+
+
+class PipResult(NamedTuple):
+    """How it ended."""
+
+    code: int
+    replaced: tuple[str, ...]
+    """Packages of which another version was there: who has imported that, keeps it."""
+    problem: str = ""
+    """Why it did not run."""
+
+
+def environment() -> tuple[str, str]:
+    """Equal on two processes exactly when what one installs is there for the other."""
+    return file_system(), sys.prefix
+
+
+def run_pip(arguments: Sequence[str]) -> PipResult:
+    """Run ``pip``, or ``uv pip`` in an environment without it, and print its lines as they come."""
+    if importlib.util.find_spec("pip") is not None:
+        options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+        command = [sys.executable, "-m", "pip", *arguments[:1], *options, *arguments[1:]]
+    elif (uv := shutil.which("uv")) is not None:
+        command = [uv, "pip", *arguments[:1], "--python", sys.executable, *arguments[1:]]
+    else:
+        return PipResult(1, (), f"{sys.executable} has no pip, and there is no uv: install one of them there")
+    replaced = []
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                print(line, end="")
+                if found := _UNINSTALLED.match(line):
+                    replaced.append(found[1])
+        except BaseException:  # an interrupt
+            process.terminate()
+            raise
+    importlib.invalidate_caches()
+    return PipResult(process.returncode, tuple(dict.fromkeys(replaced)))
