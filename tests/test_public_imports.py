@@ -18,7 +18,7 @@ PUBLIC = {
         Accumulator Actor ActorError ActorLostError ActorMesh ActorStoppedError ActorStuckError ArgumentsError
         BufferDroppedError BufferKindError BufferSizeError Channel Context Endpoint Extent Future HostMesh
         MeshFailure MeshTrait NDSlice NoEndpointError Point Port PortReceiver ProcMesh ProcsStoppedError
-        RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh as_endpoint
+        RankedPortReceiver RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh as_endpoint
         concurrent_endpoint context current_actor_name current_rank current_size endpoint
         get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
     """,
@@ -35,6 +35,7 @@ PUBLIC = {
         RanksDisagree RanksLeft RemoteTraceback SerializationError SessionInUse ShapeError SpawnError
         UnknownAxisError UsageError WorkerLost format_ranks group_failures
     """,
+    "meshbook.spmd": "SPMDActor setup_torch_elastic_env setup_torch_elastic_env_async",
     "meshbook.shape": "Choice Extent Index Members Picked Piece Point Region arrange",
 }
 

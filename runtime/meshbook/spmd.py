@@ -1,0 +1,159 @@
+"""Programs that were written for torchrun, on the processes of a mesh: Monarch's names for it.
+
+    setup_torch_elastic_env(procs)                     # RANK, WORLD_SIZE, MASTER_ADDR and the others, on every process
+
+    trainers = procs.spawn("trainers", SPMDActor)      # or: a script, or module, as the main program of every process
+    first = trainers.slice(**dict.fromkeys(procs.sizes, 0))
+    address, port = first.get_host_port.call_one(None).get()
+    trainers.main.call(address, port, ["train.py", "--lr", "0.001"]).get()
+
+What a script prints appears under the cell, by rank. It runs on the thread of its actor, so it cannot set handlers of
+signals; an interrupt of the call ends it. Where the mesh has its process group, ``init_process_group`` gives it that
+one; elsewhere each run needs a port of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshbook.actor import Actor, context, endpoint
+from meshbook.errors import UsageError
+from meshbook.system.processes import loopback_address
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshbook.actor import ProcMesh
+
+__all__ = ["SPMDActor", "setup_torch_elastic_env", "setup_torch_elastic_env_async"]
+
+
+class SPMDActor(Actor):
+    """One process of a program as torchrun starts it; its rank is that among the actors that were spawned together."""
+
+    @endpoint
+    def get_host_port(self, use_ipaddr: object = None) -> tuple[str, int]:
+        """An address of this machine, and a port that is free there: for MASTER_ADDR and MASTER_PORT.
+
+        use_ipaddr: None for the name of the host, else ``"IPv4"`` or ``"IPv6"``, or what has that in its name.
+        """
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port: int = probe.getsockname()[1]
+        return _address(use_ipaddr), port
+
+    @endpoint
+    def setup_env(self, master_addr: str, master_port: int) -> None:
+        """Set torchrun's variables in this process."""
+        _set_variables(master_addr, master_port)
+
+    @endpoint
+    def main(self, master_addr: str, master_port: int, script_args: Sequence[str]) -> bool:
+        """Run ``["script.py", ...]`` or ``["-m", "module", ...]`` as ``__main__``; True when it has ended well.
+
+        Raises: what it raises; UsageError where nothing is named; RuntimeError for an exit code other than 0.
+        """
+        _set_variables(master_addr, master_port)
+        if not script_args or (script_args[0] == "-m" and len(script_args) < 2):
+            raise UsageError('name what is to run: ["train.py", "--lr", "0.1"], or ["-m", "module"].')
+        before = sys.argv, list(sys.path)
+        try:
+            _run([str(each) for each in script_args])
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise RuntimeError(f"{' '.join(map(str, script_args))} ended with exit code {end.code!r}") from None
+        finally:
+            sys.argv, sys.path[:] = before
+        return True
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _set_variables(master_addr: str, master_port: int) -> None:
+    here = context().actor_instance.rank
+    rank, world = here.rank, here.extent.nelements
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
+    variables = {
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world,
+        "GROUP_RANK": os.environ.get("GROUP_RANK", rank // local_world),
+        "GROUP_WORLD_SIZE": os.environ.get("GROUP_WORLD_SIZE", -(-world // local_world)),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "rank",
+    }
+    os.environ.update({name: str(value) for name, value in variables.items()})
+
+
+def _address(use_ipaddr: object) -> str:
+    """Raises: UsageError for what names no family of addresses."""
+    host = socket.gethostname()
+    if use_ipaddr is None:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:  # a name that nobody knows
+            return loopback_address()
+        return host
+    wanted = str(getattr(use_ipaddr, "name", use_ipaddr)).lower()
+    families = {"ipv4": socket.AF_INET, "ipv6": socket.AF_INET6}
+    if wanted not in families:
+        raise UsageError(f'use_ipaddr is None, "IPv4" or "IPv6", not {use_ipaddr!r}.')
+    return str(socket.getaddrinfo(host, None, families[wanted])[0][4][0])
+
+
+def _spawn(procs: ProcMesh) -> tuple[Any, Any]:
+    """The actors, and the first of them."""
+    actors: Any = procs.spawn("torch_elastic_env", SPMDActor)
+    return actors, actors.slice(**dict.fromkeys(procs.sizes, 0))
+
+
+def setup_torch_elastic_env(
+    proc_mesh: ProcMesh, master_addr: str | None = None, master_port: int | None = None, use_ipaddr: object = None
+) -> None:
+    """Set torchrun's variables on all processes of a mesh; the first one is the master.
+
+    master_addr, master_port: both, or neither: then one that is free. use_ipaddr: as `SPMDActor.get_host_port`.
+    """
+    _check_master(master_addr, master_port)
+    actors, first = _spawn(proc_mesh)
+    if master_addr is None:
+        master_addr, master_port = first.get_host_port.call_one(use_ipaddr).get()
+    actors.setup_env.call(master_addr, master_port).get()
+    actors.stop().get()
+
+
+async def setup_torch_elastic_env_async(
+    proc_mesh: ProcMesh, master_addr: str | None = None, master_port: int | None = None, use_ipaddr: object = None
+) -> None:
+    """The same, for coroutines."""
+    _check_master(master_addr, master_port)
+    actors, first = _spawn(proc_mesh)
+    if master_addr is None:
+        master_addr, master_port = await first.get_host_port.call_one(use_ipaddr)
+    await actors.setup_env.call(master_addr, master_port)
+    await actors.stop()
+
+
+def _check_master(master_addr: str | None, master_port: int | None) -> None:
+    """Raises: UsageError."""
+    if (master_addr is None) != (master_port is None):
+        raise UsageError("give master_addr and master_port both, or neither.")
