@@ -11,7 +11,7 @@ TOGETHER := --dist loadfile --no-loadscope-reorder
 JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 
-.PHONY: setup fix check test test-slow test-all test-ipykernels test-pythons notebooks bench bench-peers faults demo lab
+.PHONY: setup fix check test test-slow test-all test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -62,6 +62,11 @@ bench: $(READY)
 
 bench-peers: $(READY)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+# Programs of ours under Monarch, whose wheel goes into .bench, and here: only the import changes. ARGS=--page writes
+# docs/monarch.md.
+monarch: $(READY)
+	$(BIN)/python -m benchmarks.monarch $(ARGS)
 
 faults: $(READY)
 	$(BIN)/python -m benchmarks.faults $(ARGS)

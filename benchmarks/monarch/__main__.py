@@ -1,0 +1,117 @@
+"""``make monarch``: our programs under Monarch and here, and the page that compares the names.
+
+    python -m benchmarks.monarch            compares the answers; ends with 1 where one differs that should not
+    python -m benchmarks.monarch --page     writes docs/monarch.md of both surfaces and these answers
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.monarch.notes import BETTER, DIFFERENCES, INSTEAD
+from benchmarks.peers.environments import PEERS, ROOT, python_of, version_of
+
+HERE = Path(__file__).parent
+PAGE = ROOT / "docs" / "monarch.md"
+TIMEOUT_S = 600.0
+ON_INSTANCES = frozenset({"mesh", "return_undeliverable"})
+"""Attributes that our classes set in ``__init__``, so that the class has none of the name."""
+ELSEWHERE = ("`meshbook.", "`from meshbook", "`tensor.")
+"""How a note begins that says where a name is."""
+OF_TYPES = frozenset({"Actor", "SPMDActor"})
+"""Classes whose remaining names are those of their meshes, which type checkers see."""
+
+
+def main(arguments: list[str]) -> int:
+    monarch = next(peer for peer in PEERS if peer.name == "monarch")
+    python = python_of(monarch)
+    theirs, ours = answers(python, "monarch"), answers(Path(sys.executable), "meshbook")
+    differs = [name for name in theirs if not agree(theirs[name], ours.get(name, "nothing"))]
+    for name in differs:
+        print(f"{name}\n  monarch   {theirs[name]}\n  meshbook  {ours.get(name)}\n  {DIFFERENCES.get(name, 'NEW')}")
+    surprises = sorted(set(differs) ^ DIFFERENCES.keys())
+    equal = len(theirs) - len(differs)
+    told = f"{equal} of {len(theirs)} programs give the same answer, {len(differs)} differ on purpose"
+    print(told if not surprises else f"{told}; but not: {surprises}")
+    if "--page" in arguments:
+        here, there = surface(Path(sys.executable), "meshbook"), surface(python, "monarch")
+        PAGE.write_text(page(there, here, version_of(monarch, python), equal, len(theirs)))
+    return 1 if surprises else 0
+
+
+def answers(python: Path, package: str) -> dict[str, str]:
+    """Run the programs with the package in the place of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = (HERE / "programs.py").read_text().replace("meshbook", package)
+        (Path(folder) / "programs.py").write_text(text)
+        environment = {**os.environ, "PYTHONPATH": folder}
+        done = subprocess.run(
+            [str(python), "programs.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    for line in done.stdout.splitlines():
+        if line.startswith("ANSWERS "):
+            found: dict[str, str] = json.loads(line.removeprefix("ANSWERS "))
+            return found
+    raise SystemExit(f"the programs did not end under {package}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+
+
+def agree(theirs: str, ours: str) -> bool:
+    """Whether both are one answer; an error of ours is also what theirs is."""
+    if theirs.startswith("raises") and ours.startswith("raises"):
+        return set(theirs.split()) <= set(ours.split())
+    return theirs == ours
+
+
+def surface(python: Path, package: str) -> dict[str, dict[str, list[str]]]:
+    """The public names, as `benchmarks.monarch.surface` tells them."""
+    done = subprocess.run(
+        [str(python), str(HERE / "surface.py"), package], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    found: dict[str, dict[str, list[str]]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def page(theirs: Any, ours: Any, version: str, equal: int, programs: int) -> str:
+    """The whole page."""
+    rows = {
+        module: [row(name, names[name], ours.get(module, {})) for name in names] for module, names in theirs.items()
+    }
+    there = sum("| not here |" not in each and "| elsewhere |" not in each for each in rows["actor"])
+    lines = [
+        "# Monarch's names",
+        "",
+        f"Every public name of PyTorch Monarch {version}, and what there is of it here.",
+        "Written by `make monarch ARGS=--page`; do not edit.",
+        f"Of `monarch.actor` {there} of {len(rows['actor'])} names are here.",
+        f"{equal} of {programs} small programs give the same answer when only their import changes; the others are last.",
+        "",
+    ]
+    for module, each in rows.items():
+        title = f"monarch.{module}" if module else "monarch"
+        lines += [f"## {title}", "", "| name | here | |", "| --- | --- | --- |", *each, ""]
+    lines += ["## Programs whose answers differ", "", "| program | here |", "| --- | --- |"]
+    lines += [f"| `{name}` | {why} |" for name, why in DIFFERENCES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def row(name: str, members: list[str], ours: dict[str, list[str]]) -> str:
+    """One line of a table."""
+    if name not in ours:
+        instead = INSTEAD.get(name, "")
+        return f"| `{name}` | {'elsewhere' if instead.startswith(ELSEWHERE) else 'not here'} | {instead} |"
+    missing = [each for each in members if each not in ours[name] and each not in ON_INSTANCES]
+    better = BETTER.get(name, "")
+    if not missing or name in OF_TYPES:
+        return f"| `{name}` | {'better' if better else 'same'} | {better} |"
+    without = "without " + ", ".join(f"`{each}`" for each in missing)
+    return f"| `{name}` | same, in part | {'; '.join(filter(None, (without, better)))} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,441 @@
+"""Small programs for Monarch's documented interface. A copy in which ``meshbook`` is ``monarch`` runs there.
+
+Run as a module of its own: prints one JSON object, the name of each program to its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import importlib
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from meshbook import NDSlice, Shape
+from meshbook.actor import (
+    Accumulator,
+    Actor,
+    ActorError,
+    Channel,
+    Extent,
+    Point,
+    ValueMesh,
+    as_endpoint,
+    concurrent_endpoint,
+    context,
+    current_rank,
+    current_size,
+    endpoint,
+    get_or_spawn_controller,
+    send,
+    this_host,
+    this_proc,
+)
+from meshbook.spmd import setup_torch_elastic_env
+
+PROGRAMS: list[Callable[[Any], Any]] = []
+
+
+def program(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Have it run with a mesh of four processes, gpus=4."""
+    PROGRAMS.append(function)
+    return function
+
+
+class Counter(Actor):
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    @endpoint
+    def add(self, by: int) -> int:
+        self.value += by
+        return self.value
+
+    @endpoint
+    def rank(self) -> int:
+        return current_rank().rank
+
+    @endpoint
+    def where(self) -> tuple[dict[str, int], dict[str, int]]:
+        return dict(current_rank()), current_size()
+
+    @endpoint
+    def fail(self) -> None:
+        raise ValueError("broken")
+
+    @endpoint
+    def who(self) -> tuple[str, str, bool]:
+        me = context().actor_instance
+        return me.name, str(me.creator), len(me.proc) == 1
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    def variables(self) -> list[str]:
+        return [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+
+    @endpoint(explicit_response_port=True)
+    def later(self, port: Any, value: int) -> None:
+        port.send(value + current_rank().rank)
+
+    @endpoint
+    def hold(self, port: Any) -> None:
+        port.send(("from", current_rank().rank))
+
+    @endpoint
+    def call_other(self, other: Any, by: int) -> list[int]:
+        values = other.add.call(by).get()
+        return [value for _, value in values.items()]
+
+    def plain(self) -> str:
+        return "plain"
+
+    @endpoint
+    def stop_itself(self) -> str:
+        context().actor_instance.stop("enough")
+        return "stopping"
+
+
+class Queue(Actor):
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[int] = asyncio.Queue()
+
+    @concurrent_endpoint
+    async def take(self) -> int:
+        return await self.queue.get()
+
+    @concurrent_endpoint
+    async def put(self, value: int) -> None:
+        await self.queue.put(value)
+
+
+class Broken(Actor):
+    def __init__(self) -> None:
+        raise ValueError("cannot be")
+
+    @endpoint
+    def ping(self) -> str:
+        return "pong"
+
+
+def values(mesh: Any) -> list[Any]:
+    return [value for _, value in mesh.items()]
+
+
+@program
+def call(procs: Any) -> Any:
+    return values(procs.spawn("c", Counter, 3).add.call(2).get())
+
+
+@program
+def call_one_of_a_slice(procs: Any) -> Any:
+    return procs.spawn("c", Counter).slice(gpus=2).rank.call_one().get(), "done"
+
+
+@program
+def call_one_of_several(procs: Any) -> Any:
+    return procs.spawn("c", Counter).add.call_one(1).get()
+
+
+@program
+def choose(procs: Any) -> Any:
+    return procs.spawn("c", Counter, 5).add.choose(1).get()
+
+
+@program
+def stream(procs: Any) -> Any:
+    return sorted(future.get() for future in procs.spawn("c", Counter).rank.stream())
+
+
+@program
+def broadcast_then_call(procs: Any) -> Any:
+    counters = procs.spawn("c", Counter)
+    counters.add.broadcast(4)
+    return values(counters.add.call(1).get())
+
+
+@program
+def where_a_slice_is(procs: Any) -> Any:
+    counters = procs.spawn("c", Counter)
+    return values(counters.slice(gpus=slice(1, 3)).where.call().get()), counters.slice(gpus=1).where.call_one().get()
+
+
+@program
+def where_a_split_is(procs: Any) -> Any:
+    split = procs.split(gpus=("a", "b"), a=2)
+    return split.sizes, values(split.spawn("c", Counter).where.call().get())
+
+
+@program
+def items_of_a_result(procs: Any) -> Any:
+    result = procs.spawn("c", Counter).rank.call().get()
+    return [(dict(point), value) for point, value in result.items()], result.item(gpus=3)
+
+
+@program
+def an_endpoint_that_raises(procs: Any) -> Any:
+    return procs.spawn("c", Counter).fail.call().get()
+
+
+@program
+def what_an_endpoint_has_raised(procs: Any) -> Any:
+    try:
+        procs.spawn("c", Counter).slice(gpus=0).fail.call_one().get()
+    except ActorError as error:
+        return type(error.exception).__name__, str(error.exception)
+
+
+@program
+def state_survives_an_error(procs: Any) -> Any:
+    counter = procs.slice(gpus=0).spawn("c", Counter, 7)
+    try:
+        counter.fail.call_one().get()
+    except ActorError:
+        return counter.add.call_one(1).get()
+
+
+@program
+def too_many_arguments(procs: Any) -> Any:
+    return procs.spawn("c", Counter).add.call(1, 2).get()
+
+
+@program
+def a_keyword_that_is_none(procs: Any) -> Any:
+    return procs.spawn("c", Counter).add.call(to=2).get()
+
+
+@program
+def no_endpoint_of_this_name(procs: Any) -> Any:
+    return procs.spawn("c", Counter).nothing.call().get()
+
+
+@program
+def a_method_that_is_no_endpoint(procs: Any) -> Any:
+    return values(as_endpoint(procs.spawn("c", Counter).plain).call().get())
+
+
+@program
+def calls_to_what_was_stopped(procs: Any) -> Any:
+    counters = procs.spawn("c", Counter)
+    counters.add.call(1).get()
+    counters.stop().get()
+    return counters.add.call(1).get()
+
+
+@program
+def an_actor_stops_itself(procs: Any) -> Any:
+    counter = procs.slice(gpus=0).spawn("c", Counter)
+    told = counter.stop_itself.call_one().get()
+    try:
+        counter.add.call_one(1).get()
+    except RuntimeError as error:
+        return told, "enough" in str(error)
+
+
+@program
+def initialized(procs: Any) -> Any:
+    return procs.initialized.get(), this_host().initialized.get(), procs.spawn("c", Counter).initialized.get()
+
+
+@program
+def actors_of_the_program(procs: Any) -> Any:
+    counter = this_proc().spawn("here", Counter, 3)
+    here = counter.pid.call_one().get() == os.getpid()
+    return here, counter.add.call_one(1).get(), len(this_proc()), this_proc().sizes
+
+
+@program
+def actors_of_the_program_and_ranks(procs: Any) -> Any:
+    here, there = this_proc().spawn("here", Counter), procs.spawn("there", Counter, 1)
+    return here.call_other.call_one(there, 2).get(), sorted(values(there.call_other.call(here, 1).get()))
+
+
+@program
+def who_an_actor_is(procs: Any) -> Any:
+    return procs.slice(gpus=0).spawn("me", Counter).who.call_one().get(), str(context().actor_instance)
+
+
+@program
+def a_port_that_is_sent(procs: Any) -> Any:
+    port, receiver = Channel[Any].open()
+    procs.spawn("c", Counter).hold.broadcast(port)
+    return sorted(receiver.recv().get() for _ in range(4))
+
+
+@program
+def answers_on_a_port(procs: Any) -> Any:
+    port, receiver = Channel[Any].open()
+    send(procs.spawn("c", Counter, 1).add, (2,), {}, port)
+    return [receiver.recv().get() for _ in range(4)]
+
+
+@program
+def answers_on_a_ranked_port(procs: Any) -> Any:
+    port, receiver = Channel[Any].open_ranked()
+    send(procs.spawn("c", Counter).slice(gpus=slice(2, 4)).add, (2,), {}, port)
+    return sorted(receiver.recv().get() for _ in range(2))
+
+
+@program
+def an_exception_on_a_port(procs: Any) -> Any:
+    port, receiver = Channel[Any].open()
+    port.exception(ValueError("sent"))
+    return receiver.recv().get()
+
+
+@program
+def an_explicit_response_port(procs: Any) -> Any:
+    return values(procs.spawn("c", Counter).later.call(10).get())
+
+
+@program
+def an_accumulator(procs: Any) -> Any:
+    return Accumulator(procs.spawn("c", Counter, 2).rank, 100, lambda total, rank: total + rank).accumulate().get()
+
+
+@program
+def concurrent_endpoints(procs: Any) -> Any:
+    queue = procs.slice(gpus=0).spawn("q", Queue)
+    taken = queue.take.call_one()
+    queue.put.call_one(5).get()
+    return taken.get()
+
+
+@program
+def a_controller_of_its_own(procs: Any) -> Any:
+    first = get_or_spawn_controller("only", Counter, 1).get()
+    second = get_or_spawn_controller("only", Counter, 100).get()
+    return first.add.call_one(1).get(), second.add.call_one(1).get()
+
+
+@program
+def torchruns_variables(procs: Any) -> Any:
+    setup_torch_elastic_env(procs)
+    return values(procs.spawn("c", Counter).variables.call().get())
+
+
+@program
+def shapes_of_a_mesh(procs: Any) -> Any:
+    return procs.sizes, procs.size(), len(procs), procs.extent.labels, procs.rename(gpus="g").sizes, procs.size("gpus")
+
+
+@program
+def no_axis_of_this_name(procs: Any) -> Any:
+    return procs.slice(nothing=1)
+
+
+@program
+def meshes_are_pickled(procs: Any) -> Any:
+    again = pickle.loads(pickle.dumps(procs.spawn("c", Counter, 4)))
+    return values(again.add.call(1).get())
+
+
+@program
+def bootstrap_comes_second(procs: Any) -> Any:
+    with_it = this_host().spawn_procs({"gpus": 1}, set_variable)
+    told = with_it.spawn("c", Counter).variables.call_one().get()[0]
+    with_it.stop().get()
+    return told
+
+
+def set_variable() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ[name] = "booted"
+
+
+async def _await(future: Any) -> Any:
+    return await future
+
+
+async def _gather(futures: Any) -> list[Any]:
+    return list(await asyncio.gather(*(future.as_asyncio() for future in futures)))
+
+
+@program
+def awaited(procs: Any) -> Any:
+    return values(asyncio.run(_await(procs.spawn("c", Counter).rank.call())))
+
+
+@program
+def gathered(procs: Any) -> Any:
+    return sorted(asyncio.run(_gather(procs.spawn("c", Counter).rank.stream())))
+
+
+@program
+def stops_and_then(procs: Any) -> Any:
+    """The last one: it stops the mesh."""
+    counters = procs.spawn("c", Counter)
+    counters.add.call(1).get()
+    procs.stop().get()
+    return counters.add.call(1).get()
+
+
+extent, rows = Extent(["h", "g"], [2, 3]), NDSlice.new_row_major([2, 3])
+sparse = NDSlice(offset=1, sizes=[2, 2], strides=[4, 2])
+shape, part = Shape(["h", "g"], rows), Shape(["a", "b"], sparse)
+point, letters = Point(4, extent), ValueMesh(shape, list("abcdef"))
+empty = Extent([], [])
+
+EXPRESSIONS = """
+extent | str(extent) | extent.labels | extent.sizes | extent["g"] | extent["z"] | len(extent) | list(extent) | list(extent.keys())
+"g" in extent | "z" in extent | extent.nelements | extent == Extent(["h", "g"], [2, 3]) | extent == Extent(["g", "h"], [3, 2])
+extent != Extent(["h"], [2]) | dict(extent) | {**extent} | empty | empty.nelements | Extent(["a"], [1, 2]) | Extent(("a",), (2,))
+pickle.loads(pickle.dumps(extent)) == extent | extent.region.labels | extent.region.slice() | extent.region.as_shape()
+extent.region.point_of_base_rank(4) | extent.region.point_of_base_rank(6) | extent.region == extent.region
+point | str(point) | point.rank | point.extent | point["h"], point["g"] | point["z"] | len(point) | list(point) | dict(point)
+point.size("g") | point.size("z") | point == Point(4, extent) | point == Point(3, extent) | Point(6, extent) | Point(0, empty)
+list(point.items()) | "h" in point | point < Point(5, extent) | pickle.loads(pickle.dumps(point)) == point | list(point.keys())
+rows | str(rows) | rows.offset, rows.sizes, rows.strides, rows.ndim | len(rows) | list(rows) | list(sparse) | sparse | rows[4] | sparse[3]
+rows == NDSlice.new_row_major([2, 3]) | rows == [0, 1, 2, 3, 4, 5] | rows[6] | rows[1:3] | sparse.index(5) | sparse.index(4)
+sparse.coordinates(7) | sparse.coordinates(4) | sparse.nditem([1, 1]) | 5 in sparse | 4 in sparse | hash(rows) == hash(NDSlice.new_row_major([2, 3]))
+NDSlice(offset=0, sizes=[2], strides=[1, 2]) | NDSlice(offset=0, sizes=[], strides=[]) | list(NDSlice(offset=3, sizes=[], strides=[]))
+NDSlice(offset=0, sizes=[2, 2], strides=[1, 1]) | NDSlice.from_list([0, 1, 2, 4, 6]) | NDSlice.from_list([]) | NDSlice.new_row_major([])
+pickle.loads(pickle.dumps(sparse)) == sparse | shape | str(shape) | part | shape.labels | shape.ndslice | shape.extent | shape.ranks()
+shape.coordinates(4) | shape.coordinates(9) | shape.at("h", 1) | shape.at("h", 2) | shape.at("z", 0) | shape.index(h=1) | shape.index(h=1, g=2)
+shape.index(z=1) | shape.select("g", slice(0, 2)) | shape.select("g", slice(5, 6)) | shape.select("z", slice(0, 2)) | len(shape)
+shape == Shape(["h", "g"], NDSlice.new_row_major([2, 3])) | shape == part | Shape(["h"], rows) | Shape.unity() | Shape.unity().ranks()
+pickle.loads(pickle.dumps(shape)) == shape | letters.extent | letters.sizes | letters.size() | letters.size("g") | letters.size(["h", "g"])
+letters.size("z") | len(letters) | letters.values() | list(letters.items()) | list(letters) | letters.item(h=1, g=1) | letters.item(h=5, g=1)
+letters.get(4) | letters.get(6) | letters.slice(h=1).values() | letters.slice(h=1).item(g=2) | letters.slice(z=1) | letters.slice(h=7)
+letters.split(g=("a", "b"), a=3).values() | letters.split(g=("a", "b"), a=2) | letters.flatten("x").item(x=3) | letters.rename(h="n").sizes
+letters.rename(z="n") | ValueMesh(shape, list("abc")) | ValueMesh(part, list("abcd")).item(a=1, b=0) | ValueMesh(Shape.unity(), [7]).item()
+ValueMesh.from_indexed(shape, [(i, i * i) for i in range(6)]).values() | ValueMesh.from_indexed(shape, [(0, 1)])
+ValueMesh.from_indexed(shape, [(i, i) for i in range(7)]) | pickle.loads(pickle.dumps(letters)).values()
+extent.keys() | Extent(["a"], [0]).nelements | Extent(["a b"], [1]) | point == {"h": 1, "g": 1} | Point(-1, extent) | point.keys() | rows[-1]
+letters.item(h=1) | letters.item(h=1, z=1) | letters.get(-1) | letters.slice(h=1).get(0) | letters.slice(g=slice(0, 3, 2)).values()
+letters.slice(g=1).flatten("x").values() | letters == ValueMesh(shape, list("abcdef")) | str(letters) | sparse.nditem([2, 1]) | sparse.nditem([1])
+shape.select("g", slice(0, 3, 2)) | ValueMesh(part, list("abcd")).get(3)
+"""  # noqa: E501
+
+
+def answer_of(work: Callable[[], Any]) -> str:
+    """The repr of what it gives; of what it raises the classes that both sides know."""
+    try:
+        return repr(work())
+    except BaseException as error:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        common = ("ActorError", "SupervisionError", *vars(builtins))
+        return f"raises {' '.join(name for name in names if name in common)}"
+
+
+def main() -> None:
+    expressions = [each.strip() for line in EXPRESSIONS.strip().splitlines() for each in line.split(" | ")]
+    answers = {each: answer_of(lambda each=each: eval(each)) for each in expressions}  # type: ignore[misc]
+    procs = this_host().spawn_procs({"gpus": 4})
+    for each in PROGRAMS:
+        answers[each.__name__] = answer_of(lambda each=each: each(procs))  # type: ignore[misc]
+    answers["Broken"] = answer_of(
+        lambda: this_host().spawn_procs({"gpus": 1}).spawn("b", Broken).ping.call_one().get()
+    )
+    sys.stdout.write(f"\nANSWERS {json.dumps(answers)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    importlib.import_module("programs").main()  # by the name under which processes of the mesh find its classes
