@@ -1,7 +1,7 @@
 """``make monarch``: our programs under Monarch and here, and the page that compares the names.
 
-    python -m benchmarks.monarch            compares the answers; ends with 1 where one differs that should not
-    python -m benchmarks.monarch --page     writes docs/monarch.md of both surfaces and these answers
+python -m benchmarks.monarch            compares the answers; ends with 1 where one differs that should not
+python -m benchmarks.monarch --page     writes docs/monarch.md of both surfaces and these answers
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def page(theirs: Any, ours: Any, version: str, equal: int, programs: int) -> str
         f"Every public name of PyTorch Monarch {version}, and what there is of it here.",
         "Written by `make monarch ARGS=--page`; do not edit.",
         f"Of `monarch.actor` {there} of {len(rows['actor'])} names are here.",
-        f"{equal} of {programs} small programs give the same answer when only their import changes; the others are last.",
+        f"{equal} of {programs} programs give the same answer when only their import changes; the others come last.",
         "",
     ]
     for module, each in rows.items():

@@ -80,7 +80,7 @@ DIFFERENCES: dict[str, str] = {
     "letters.item(h=1)": "a ValueError that names the axis",
     "letters.get(-1)": "an IndexError, as for other ranks that are not there",
     "letters.slice(h=1).get(0)": "`get` takes a rank of the whole mesh, also on a part of it",
-    "ValueMesh(part, list(\"abcd\")).get(3)": "`get` takes a rank of the whole mesh, also on a part of it",
+    'ValueMesh(part, list("abcd")).get(3)': "`get` takes a rank of the whole mesh, also on a part of it",
     "letters.slice(g=slice(0, 3, 2)).values()": "slices with steps",
     'shape.select("g", slice(0, 3, 2))': "slices with steps",
     'letters.slice(g=1).flatten("x").values()': "values can always be flattened",

@@ -430,9 +430,7 @@ def main() -> None:
     procs = this_host().spawn_procs({"gpus": 4})
     for each in PROGRAMS:
         answers[each.__name__] = answer_of(lambda each=each: each(procs))  # type: ignore[misc]
-    answers["Broken"] = answer_of(
-        lambda: this_host().spawn_procs({"gpus": 1}).spawn("b", Broken).ping.call_one().get()
-    )
+    answers["Broken"] = answer_of(lambda: this_host().spawn_procs({"gpus": 1}).spawn("b", Broken).ping.call_one().get())
     sys.stdout.write(f"\nANSWERS {json.dumps(answers)}\n")
     sys.stdout.flush()
 
