@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshbook.errors import UsageError
 from meshbook.groups.rank_groups import own_groups
 from meshbook.tensors.issued_lines import CodeLine, frame_at
+from meshbook.tensors.made_parts import make_part, shape_of
 from meshbook.tensors.operations import (
     Adopted,
     Factory,
@@ -34,9 +35,6 @@ CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
 SHOWN_ELEMENTS = 1000
 """A tensor with no more is shown whole."""
-
-UNIFORM = ("zeros", "ones", "full")
-"""Functions that make tensors of equal values, of a shape that is their first argument."""
 
 
 class TensorDescription(NamedTuple):
@@ -73,13 +71,14 @@ class RankTensors(RankBatches):
             self.keep(sent.number, local, part)
 
     def make(self, number: TensorId, factory: Factory, placements: Sequence[Placement]) -> None:
-        """Take this rank's part of a tensor that is made here; where all values are equal, without memory for more."""
-        if factory.function not in UNIFORM or any(type(each) not in (Shard, Replicate) for each in placements):
+        """Take this rank's part of a tensor that is made here, without memory for the whole where that can be."""
+        shape, made = shape_of(factory), None
+        if all(type(each) in (Shard, Replicate) for each in placements):
+            made = make_part(factory, *compute_local_shape_and_global_offset(shape, self.mesh, placements))
+        if made is None:
             self.place(number, factory.make(), placements)
             return
-        shape = tuple(factory.args[0])
-        local_shape, _ = compute_local_shape_and_global_offset(shape, self.mesh, placements)
-        made = factory._replace(args=(local_shape, *factory.args[1:])).make().to(self.mesh.device_type)
+        made = made.to(self.mesh.device_type)
         strides = torch.empty(shape, device="meta").stride()
         part = LocalPart(tuple(placements), shape, strides, made.dtype, tuple(made.shape), made.stride())
         self.keep(number, made, part)
