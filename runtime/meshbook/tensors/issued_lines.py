@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -49,6 +49,19 @@ def line_of_caller() -> CodeLine:
 def name_code_line(place: CodeLine) -> str:
     """What a person calls a line: ``cell 4, line 2``; empty where it is not known."""
     return name_line(*place) or f"{place[0]}, line {place[1]}" if place else ""
+
+
+class NamedLine(NamedTuple):
+    """A line that asked for something."""
+
+    name: str
+    """What a person calls it."""
+    place: CodeLine
+    """As ranks are told of it."""
+
+
+def as_named_line(place: CodeLine) -> NamedLine:
+    return NamedLine(name_code_line(place), for_ranks([place])[0][1])
 
 
 def for_ranks(places: Iterable[CodeLine]) -> LinesOfUses:

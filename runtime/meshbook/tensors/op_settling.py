@@ -27,7 +27,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors import anomalies
 from meshbook.tensors.failed_windows import Window
-from meshbook.tensors.issued_lines import CodeLine
+from meshbook.tensors.issued_lines import NamedLine
 from meshbook.tensors.op_failures import FailedOperations, Families, Issued, TensorError
 from meshbook.tensors.operations import HaltedAt, TensorId, Write
 from meshbook.tensors.replays import RepeatedStep, Replays, Turn, as_named
@@ -91,7 +91,7 @@ class SentOperations(abc.ABC):
         self.anomaly: MeshError | None = None
 
     @abc.abstractmethod
-    def send(self, method: str, *args: Any, asked_by: CodeLine = None) -> Future[ValueMesh[Any]]:
+    def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """Call a method of `RankTensors` on all ranks."""
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors import anomalies, rank_tensors
 from meshbook.tensors.failed_windows import Window
-from meshbook.tensors.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
+from meshbook.tensors.issued_lines import CodeLine, NamedLine, as_named_line, for_ranks, line_of_caller
 from meshbook.tensors.op_failures import OVERWRITING, Families, Issued, TensorError
 from meshbook.tensors.op_settling import SentOperations, Underway
 from meshbook.tensors.operations import NewOutput, OperationBatch, Template, TensorId
@@ -170,7 +170,7 @@ class OpStream(SentOperations):
                 lines = for_ranks(each[1] for each in window.issued)
                 batch = OperationBatch(window.first, self._templates, uses, lines, self._take_freed(), anomalies.hunted)
                 try:
-                    sent = self.send("run", batch, asked_by=window.issued[0][1] if uses else None)
+                    sent = self.send("run", batch, asked_by=as_named_line(window.issued[0][1]) if uses else None)
                 except MeshError as error:
                     self._unfreed = batch.freed
                     self._give_up_issued(window, error)
@@ -225,7 +225,7 @@ class OpStream(SentOperations):
             self.flush()
         with self._lock, held_back():
             replay = self._replays.message(self._first, turn, inputs, numbers, results, self._take_freed())
-            sent = self.send("replay", replay, asked_by=step.issued[0][1])
+            sent = self.send("replay", tuple(replay), asked_by=step.asked_by)
             self._underway.append(Underway(sent, step.issued, turn, first=self._first))
             self._first += 1
         while len(self._underway) > BATCHES_AHEAD:
@@ -296,15 +296,13 @@ class OpStream(SentOperations):
         self.settle()
         return self._failures.lost.get(number)
 
-    def ask(self, method: str, *args: Any, asked_by: CodeLine = None) -> Future[ValueMesh[Any]]:
+    def ask(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """Call a method of `RankTensors` on all ranks. asked_by: the line of what has none of its own on ranks."""
-        place = line_of_caller() if asked_by is None else None
-        line = name_code_line(asked_by or place)
-        ((_, place),) = for_ranks([place])
+        line, place = asked_by or as_named_line(line_of_caller())
         what = f"mesh tensors ({line})" if line else "mesh tensors"
         return self.procs.execute_as(what, rank_tensors.ask_at, place, self.name, self.decided, method, *args)
 
-    def send(self, method: str, *args: Any, asked_by: CodeLine = None) -> Future[ValueMesh[Any]]:
+    def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """As `ask`, which is a call that would send what was issued before it."""
         with self._lock:
             self._sending = True
@@ -314,8 +312,9 @@ class OpStream(SentOperations):
                 self._sending = False
 
     def _before_call(self) -> None:
-        sends = any(isinstance(stream, OpStream) and stream._sending for stream in anomalies.streams)
-        if self.recorder is not None and not sends:
+        if self.recorder is not None and not any(
+            isinstance(each, OpStream) and each._sending for each in anomalies.streams
+        ):
             self.recorder.refuse("it asks the ranks for a value, or calls them")
         self.send_issued()  # calls of other threads come here as well: one thread alone settles
 

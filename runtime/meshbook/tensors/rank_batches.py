@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,8 +117,9 @@ class RankBatches:
         search = Search(batch.hunted, self.mesh, len(uses)) if batch.hunted and uses else None
         return self._begin(_Left(batch.first, uses, list(each_line(batch.lines, len(uses))), batch.freed, search))
 
-    def replay(self, replay: Replay) -> dict[TensorId, str]:
-        """Do a recorded step once more; as `run`."""
+    def replay(self, fields: tuple[Any, ...]) -> dict[TensorId, str]:
+        """Do a recorded step once more; as `run`. fields: of a `Replay`."""
+        replay = Replay._make(fields)
         if replay.recording is not None:
             self._steps[replay.number] = _KnownStep.of(replay.recording)
             self._templates.update((template.number, template) for template in replay.recording.templates)

@@ -12,7 +12,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import ParamSpec
 
-from meshbook.tensors.issued_lines import name_code_line
+from meshbook.tensors.issued_lines import as_named_line, name_code_line
 from meshbook.tensors.mesh_tensor import MeshTensor, new_seed
 from meshbook.tensors.op_stream import Handle, OpStream
 from meshbook.tensors.operations import NewOutput, TensorId
@@ -33,7 +33,7 @@ from meshbook.tensors.step_guards import (
     read_argument,
     values_referred_to,
 )
-from meshbook.tensors.step_recorder import DoHere, Given, NumberSource, Recorded, Seed, StepRecorder
+from meshbook.tensors.step_recorder import DoHere, Given, ReadNumbers, Recorded, Seed, StepRecorder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -203,8 +203,11 @@ class _RepeatableStep:
     def __init__(self, recorded: Recorded, recording: _RecordedRun, returned: _Returned) -> None:
         self.recording, self.issued = recorded.recording, recorded.issued
         self.captured, self.left = recorded.captured, recorded.left
-        self._mesh, self._here, self._written = recorded.mesh, recorded.here, recorded.written
+        self._mesh, self._written = recorded.mesh, recorded.written
+        self._here = [each if isinstance(each, DoHere) else _Reading(each) for each in recorded.here]
+        self.asked_by = as_named_line(self.issued[0][1])
         self._kept, self._returned = recorded.kept, returned
+        self._returns_one = returned.spec.is_leaf()
         self._inputs = recording.inputs
         self._views = self._mesh.stream.find_views(returned.numbers, recording.inputs)
         """Which results are in the memory of another tensor, and of which."""
@@ -234,14 +237,16 @@ class _RepeatableStep:
         stream = self._mesh.stream
         given = [tensor._handle.number for tensor in inputs]
         stream.check_step(self, given, in_turn=bool(self._optimizers))
-        numbers = self._do_here(scalars)
+        numbers = self._do_here(scalars) if self._here else {}
         results = [stream.new_number() for _ in self._returned.numbers]
         try:
             stream.replay(self, given, numbers, results)
         except BaseException:
             self.undo()
             raise
-        torch.autograd.graph.increment_version([tensor for each in self._written if (tensor := each()) is not None])
+        if self._written:
+            written = [tensor for each in self._written if (tensor := each()) is not None]
+            torch.autograd.graph.increment_version(written)
         self.times += 1
         if self._views:
             self._note_views(given, results)
@@ -250,7 +255,7 @@ class _RepeatableStep:
             MeshTensor._of(self._mesh, each, next(fresh)) if isinstance(each, NewOutput) else each
             for each in self._returned.leaves
         ]
-        return tree_unflatten(made, self._returned.spec)
+        return made[0] if self._returns_one else tree_unflatten(made, self._returned.spec)
 
     def _note_views(self, inputs: Sequence[TensorId], results: Sequence[TensorId]) -> None:
         """What they are of this time: an input, another result, or what is there each time."""
@@ -267,18 +272,36 @@ class _RepeatableStep:
         for tensor, value in zip(self._counters, self._counted, strict=False):
             tensor.fill_(value)
 
-    @torch.no_grad()
     def _do_here(self, scalars: Sequence[torch.Tensor]) -> dict[int, Sequence[float]]:
         """What the step does in this process; returns numbers of uses."""
         self._counted = _values(self._counters)
         numbers: dict[int, Sequence[float]] = {}
-        for each in self._here:
-            if isinstance(each, DoHere):
-                each.operator(*each.args, **each.kwargs)
-            else:
-                read = iter(_values([source for source in each.sources if isinstance(source, torch.Tensor)]))
-                numbers[each.use] = [_number(source, scalars, read) for source in each.sources]
+        with torch.no_grad():
+            for each in self._here:
+                if isinstance(each, DoHere):
+                    each.operator(*each.args, **each.kwargs)
+                else:
+                    numbers[each.use] = each.read(scalars)
         return numbers
+
+
+class _Reading:
+    """The numbers of a use, as they are each time."""
+
+    def __init__(self, numbers: ReadNumbers) -> None:
+        self.use = numbers.use
+        self._numbers = [0.0 if isinstance(each, torch.Tensor | Given | Seed) else each for each in numbers.sources]
+        tensors = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, torch.Tensor)]
+        self._places, self._tensors = [at for at, _ in tensors], [each for _, each in tensors]
+        self._others = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, Given | Seed)]
+
+    def read(self, scalars: Sequence[torch.Tensor]) -> list[float]:
+        found = list(self._numbers)
+        for at, number in zip(self._places, _values(self._tensors), strict=True):
+            found[at] = number
+        for at, source in self._others:
+            found[at] = scalars[source.at].item() if isinstance(source, Given) else float(new_seed())
+        return found
 
 
 def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
@@ -286,12 +309,3 @@ def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
     if len(tensors) > 2 and len({tensor.dtype for tensor in tensors}) == 1:
         return torch.stack(list(tensors)).tolist()
     return [tensor.item() for tensor in tensors]
-
-
-def _number(source: NumberSource, scalars: Sequence[torch.Tensor], read: Iterator[float]) -> float:
-    """read: the values of those sources that are tensors."""
-    if isinstance(source, torch.Tensor):
-        return next(read)
-    if isinstance(source, Given):
-        return scalars[source.at].item()
-    return float(new_seed()) if isinstance(source, Seed) else source

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from meshbook.errors import MeshError
 from meshbook.tensors import anomalies
+from meshbook.tensors.issued_lines import NamedLine
 from meshbook.tensors.op_failures import FailedOperations, Families, Issued
 from meshbook.tensors.operations import Recording, Replay, TensorId, Write
 
@@ -19,6 +20,8 @@ class RepeatedStep(Protocol):
     recording: Recording
     issued: Sequence[tuple[Any, ...]]
     """The fields of an `Issued` for each use."""
+    asked_by: NamedLine
+    """The line of the first."""
     captured: Sequence[TensorId]
     """What it reads that was there before."""
     left: Sequence[TensorId]

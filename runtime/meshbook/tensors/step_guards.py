@@ -19,25 +19,32 @@ from meshbook.tensors.mesh_tensor import MeshTensor
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
+_mode, _needs_gradient = operator.attrgetter("training"), operator.attrgetter("requires_grad")
+_part: Callable[[Any, str], object] = dict.get
+"""Asked of all at once by `map`: there are hundreds of them, and it is done before each step."""
+
+
 class KnownModules:
     """The modules of a recorded step, with all that they consist of."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._modes = [(module, module.training) for module in modules]
-        self._parts = [
-            (parts, name, part)
-            for module, _ in self._modes
-            for parts in (module._parameters, module._buffers, module._modules)
-            for name, part in parts.items()
-        ]
-        self._needs = [(part, part.requires_grad) for _, _, part in self._parts if isinstance(part, MeshTensor)]
+        self._modules = list(modules)
+        self._modes = list(map(_mode, self._modules))
+        held = [parts for each in self._modules for parts in (each._parameters, each._buffers, each._modules)]
+        self._held_by, self._names = (
+            [parts for parts in held for _ in parts],
+            [name for parts in held for name in parts],
+        )
+        self._parts: list[object] = [part for parts in held for part in parts.values()]
+        self._tensors = [part for part in self._parts if isinstance(part, MeshTensor)]
+        self._needs = list(map(_needs_gradient, self._tensors))
 
     def is_as_it_was(self) -> bool:
         """Whether they have the same parts, in the same modes; parameters may have other values."""
         return (
-            all(module.training is mode for module, mode in self._modes)
-            and all(parts.get(name) is part for parts, name, part in self._parts)
-            and all(part.requires_grad is needs for part, needs in self._needs)
+            all(map(operator.is_, map(_mode, self._modules), self._modes))
+            and all(map(operator.is_, map(_part, self._held_by, self._names), self._parts))
+            and all(map(operator.is_, map(_needs_gradient, self._tensors), self._needs))
         )
 
 
@@ -46,7 +53,7 @@ class KnownOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._state, self._groups = optimizer, optimizer.state, optimizer.param_groups
-        self._options = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        self._options = [_Options(group) for group in optimizer.param_groups]
 
     def is_as_it_was(self) -> bool:
         """Whether neither its options nor what it steps are others; a tensor as an option may have another value."""
@@ -55,15 +62,25 @@ class KnownOptimizer:
             now.state is self._state
             and now.param_groups is self._groups
             and len(self._groups) == len(self._options)
-            and all(map(_are_options, self._groups, self._options))
+            and all(map(_Options.are_those_of, self._options, self._groups))
         )
 
 
-def _are_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    if len(group["params"]) != len(options["params"]) or len(group) != len(options):
-        return False
-    same = map(operator.is_, group["params"], options["params"])
-    return all(same) and all(_is_option(group.get(name), options[name]) for name in options if name != "params")
+class _Options:
+    """Those of one group of parameters."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._parameters = list(group["params"])
+        self._values = {name: value for name, value in group.items() if name != "params"}
+
+    def are_those_of(self, group: Mapping[str, Any]) -> bool:
+        parameters = group["params"]
+        if len(parameters) != len(self._parameters) or len(group) != len(self._values) + 1:
+            return False
+        if not all(map(operator.is_, parameters, self._parameters)):
+            return False
+        now = list(map(group.get, self._values))
+        return all(map(operator.is_, now, self._values.values())) or all(map(_is_option, now, self._values.values()))
 
 
 def _is_option(value: Any, before: Any) -> bool:
