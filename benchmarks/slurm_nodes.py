@@ -73,7 +73,7 @@ class SlurmNodes:
 
     def queue(self) -> list[str]:
         """The jobs that wait or run, as ``12 PENDING``."""
-        return self.ask("squeue", "-h", "-o", "%i %T").splitlines()
+        return self.ask("squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%i %T").splitlines()
 
 
 @contextlib.contextmanager

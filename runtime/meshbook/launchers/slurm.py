@@ -238,6 +238,7 @@ class Client:
         self._close_stdin()
         if self._process is not None:
             release_child(self._process)
+            self._process = None  # whoever attaches next, in this process too, finds it
 
     def _close_stdin(self) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -185,6 +185,18 @@ def test_the_next_controller_has_the_hosts_of_one_that_was_killed(nodes: SlurmNo
     await_quiet(nodes)
 
 
+def test_detached_hosts_are_found_again_and_end_with_their_lease(nodes: SlurmNodes) -> None:
+    hosts = start_hosts({"hosts": 1}, SlurmLauncher())
+    hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, name="left").run("kept = 1").get(60)
+    meshbook.detach()
+    attached = meshbook.attach("left", timeout_s=60)
+    assert attached.lost_hosts == [] and attached.mesh("left").run("kept").get(60).values() == [1]
+    clients = slurm_processes()
+    meshbook.detach(lease_s=0.5)
+    assert clients and psutil.wait_procs(clients, timeout=60)[1] == []
+    await_quiet(nodes)
+
+
 @pytest.mark.slow
 def test_without_a_controller_the_allocation_ends_with_the_lease(nodes: SlurmNodes, zygote: Zygote) -> None:
     meshbook.shutdown()
