@@ -25,7 +25,7 @@ INSTEAD: dict[str, str] = {
     "is_ibverbs_available": "shared memory on one host, TCP between hosts",
     "is_rdma_available": "always: shared memory on one host, TCP between hosts",
     "RDMABuffer": "`from meshbook.actor import RDMABuffer`",
-    "SlurmJob": "not here yet; `SSHJob` over the nodes of an allocation",
+    "SlurmJob": "one allocation for all names, taken by `salloc`",
     "PortForwarder": "`ssh -L`",
     "shell": "`%%mesh` cells, `!command` in them",
     "exec_command": "`%%mesh` cells with `!command`",
