@@ -17,15 +17,9 @@ INSTEAD: dict[str, str] = {
     "span": "`%mesh profile`",
     "traced": "`%mesh profile`",
     "returns_future": "`Future` of calls; a coroutine is awaited",
-    "RDMAAction": "several `read_into` and `write_from`, whose futures are awaited together",
     "RDMAReadTransferWarning": "nothing to warn of",
     "RDMAWriteTransferWarning": "nothing to warn of",
     "RDMATcpFallbackWarning": "nothing to warn of",
-    "get_rdma_backend": "shared memory on one host, TCP between hosts",
-    "is_ibverbs_available": "shared memory on one host, TCP between hosts",
-    "is_rdma_available": "always: shared memory on one host, TCP between hosts",
-    "RDMABuffer": "`from meshbook.actor import RDMABuffer`",
-    "SlurmJob": "one allocation for all names, taken by `salloc`",
     "PortForwarder": "`ssh -L`",
     "shell": "`%%mesh` cells, `!command` in them",
     "exec_command": "`%%mesh` cells with `!command`",
@@ -54,6 +48,7 @@ INSTEAD: dict[str, str] = {
 """By name; a name that is missing and not listed is simply not here."""
 
 BETTER: dict[str, str] = {
+    "RDMABuffer": "an interrupt ends a copy; on one host bytes go from memory to memory",
     "ActorError": "every rank that failed, equal causes once, the results of the others in `.partial`",
     "ActorMesh": "`reload()` gives living actors a class that was defined again",
     "Future": "an interrupt reaches the actors; a timeout names who is silent",
@@ -66,6 +61,7 @@ BETTER: dict[str, str] = {
     "endpoint": "plain and async ones in one class",
     "concurrent_endpoint": "beside plain and async ones in one class",
     "Extent": "a mapping, hashable",
+    "SlurmJob": "one allocation for all names, taken by `salloc`",
     "Point": "hashable, equal to a dict of its coordinates",
 }
 

@@ -18,9 +18,6 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.errors import MeshStoppedError
 from meshbook.formatting import format_bytes
 
-AT_ONCE_MAX_BYTES = 1 << 20
-"""What is not larger is copied by the thread that asks for it, where the owner's memory is within reach."""
-
 
 class RDMABuffer:
     """Memory of the process that makes it, for all processes of the session. The handle is small and can be sent.
@@ -49,6 +46,11 @@ class RDMABuffer:
         return self._target.size_bytes
 
     @property
+    def backend(self) -> str:
+        """How its bytes go between hosts; on one host they are copied from memory to memory."""
+        return "tcp"
+
+    @property
     def owner(self) -> str:
         """The actor that made it (``main.trainers[3]``), or the process."""
         return self._target.owner
@@ -59,21 +61,29 @@ class RDMABuffer:
         timeout: seconds. Raises: BufferKindError, BufferSizeError, at once; the future: BufferDroppedError,
         SupervisionError if the owner has ended, CallTimeout.
         """
+        return self.reading_into(dst, timeout).begin()
+
+    def write_from(self, src: object, *, timeout: float | None = None) -> TransferFuture:
+        """Copy ``src``, which is not larger, to the begin of the buffer. Otherwise as `read_into`."""
+        return self.writing_from(src, timeout).begin()
+
+    def reading_into(self, dst: object, timeout: float | None) -> Transfer:
+        """What `read_into` begins."""
         memory = memory_of(dst, "dst")
         if not memory.writable:
             raise BufferKindError("dst is read-only; give memory that can be written, such as a bytearray.")
         if memory.size_bytes < self.size():
             self._misfit("dst has", memory, "at least as much")
-        return self._begin(Transfer(self._target, memory, self.size(), READ, timeout))
+        return Transfer(self._target, memory, self.size(), READ, timeout)
 
-    def write_from(self, src: object, *, timeout: float | None = None) -> TransferFuture:
-        """Copy ``src``, which is not larger, to the begin of the buffer. Otherwise as `read_into`."""
+    def writing_from(self, src: object, timeout: float | None) -> Transfer:
+        """What `write_from` begins."""
         memory = memory_of(src, "src")
         if not self._writable:
             raise BufferKindError(f"{self._target.name} is read-only: its owner has made it of read-only memory.")
         if memory.size_bytes > self.size():
             self._misfit("src has", memory, "at most as much")
-        return self._begin(Transfer(self._target, memory, memory.size_bytes, WRITE, timeout))
+        return Transfer(self._target, memory, memory.size_bytes, WRITE, timeout)
 
     def drop(self) -> TransferFuture:
         """Have the owner let go of the memory, from any process: at once, or when accesses under way have ended.
@@ -100,11 +110,6 @@ class RDMABuffer:
 
         run_in_background(work)
         return future
-
-    def _begin(self, transfer: Transfer) -> TransferFuture:
-        if transfer.size_bytes > AT_ONCE_MAX_BYTES or not transfer.run(at_once=True):
-            run_in_background(transfer.run)
-        return transfer.future
 
     def _misfit(self, has: str, memory: Memory, needs: str) -> None:
         raise BufferSizeError(

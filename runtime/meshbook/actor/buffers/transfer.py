@@ -17,6 +17,7 @@ from meshbook.actor.futures import only_value
 from meshbook.actor.ports import one_member
 from meshbook.actor.router import Answers, Place, router_for
 from meshbook.calls.request import CallRequest
+from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
 from meshbook.formatting import format_bytes
@@ -33,6 +34,10 @@ STREAM_MIN_BYTES = 1 << 16
 
 _unreachable: set[str] = set()
 """Where connections to have failed: whom they share memory with (`RemoteAddress.memory`)."""
+
+
+AT_ONCE_MAX_BYTES = 1 << 20
+"""What is not larger is copied by the thread that asks for it, where the owner's memory is within reach."""
 
 
 class TransferTarget(NamedTuple):
@@ -73,7 +78,7 @@ class Transfer:
     def __init__(
         self, target: TransferTarget, memory: Memory, size_bytes: int, kind: str, timeout_s: float | None
     ) -> None:
-        self._target, self._memory, self.size_bytes, self._kind = target, memory, size_bytes, kind
+        self._target, self.memory, self.size_bytes, self._kind = target, memory, size_bytes, kind
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._cancelled = False
@@ -81,6 +86,12 @@ class Transfer:
 
     def _cancel(self) -> None:
         self._cancelled = True
+
+    def begin(self) -> TransferFuture:
+        """Do it, on this thread where that is soon done, else aside."""
+        if self.size_bytes > AT_ONCE_MAX_BYTES or not self.run(at_once=True):
+            run_in_background(self.run)
+        return self.future
 
     def run(self, *, at_once: bool = False) -> bool:
         """Do it, on this thread; `future` tells how it went.
@@ -110,14 +121,14 @@ class Transfer:
             return
         with access(self._target.spot):
             write = self._kind == WRITE
-            copy(self._target.spot, self._memory.address, self.size_bytes, write=write, check=self._check)
+            copy(self._target.spot, self.memory.address, self.size_bytes, write=write, check=self._check)
 
     def _copy_own(self) -> None:
         kept = kept_buffers().find(self._target.mailbox)
         memory = kept.memory if kept is not None else None
         if memory is None:
             raise BufferDroppedError(self._target.name)
-        here, there = self._memory.address, memory.address
+        here, there = self.memory.address, memory.address
         source, to = (there, here) if self._kind == READ else (here, there)
         for offset in range(0, self.size_bytes, SLICE_BYTES):
             self._check()
@@ -179,7 +190,7 @@ class Transfer:
 
         with listener.accept(look) as connection:
             move = receive_all if self._kind == READ else send_all
-            move(connection, self._memory.view(0, self.size_bytes).data, look)
+            move(connection, self.memory.view(0, self.size_bytes).data, look)
 
     def _by_mail(self) -> None:
         """In pieces, several under way at once. An empty one asks whether the buffer is there."""
@@ -189,7 +200,7 @@ class Transfer:
             while pieces and len(asked) < UNDER_WAY:
                 offset = pieces.popleft()
                 size_bytes = min(PIECE_BYTES, self.size_bytes - offset)
-                part = size_bytes if self._kind == READ else self._memory.view(offset, size_bytes)
+                part = size_bytes if self._kind == READ else self.memory.view(offset, size_bytes)
                 asked.append((offset, size_bytes, begin(self._target, self._kind, (offset, part))))
             offset, size_bytes, future = asked.popleft()
             try:
@@ -199,7 +210,7 @@ class Transfer:
             self._check()
             if self._kind == READ:
                 assert value is not None
-                self._memory.view(offset, size_bytes)[:] = value
+                self.memory.view(offset, size_bytes)[:] = value
 
 
 def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> Bytes | None:
