@@ -12,14 +12,14 @@ from meshbook.actor.buffers.transfer import Transfer, TransferFuture
 from meshbook.actor.errors import BufferKindError
 
 
-class _Queued(NamedTuple):
+class _QueuedCopy(NamedTuple):
     """A copy to be made. local: the memory of this process; it is written where ``reads``."""
 
     begin: Callable[[float | None], Transfer]
     local: Memory
     reads: bool
 
-    def clashes(self, other: _Queued) -> bool:
+    def clashes(self, other: _QueuedCopy) -> bool:
         """Whether both use the same bytes of this process, and one of them writes there."""
         ends = [queued.local.address + queued.local.size_bytes for queued in (self, other)]
         apart = ends[0] <= other.local.address or ends[1] <= self.local.address
@@ -34,7 +34,7 @@ class RDMAAction:
     """
 
     def __init__(self) -> None:
-        self._queued: list[_Queued] = []
+        self._queued: list[_QueuedCopy] = []
 
     def read_remote(self, dst: object, src: RDMABuffer) -> RDMAAction:
         """Add a copy of the whole of ``src`` to the begin of ``dst``.
@@ -50,7 +50,7 @@ class RDMAAction:
 
     def _add(self, make: Callable[[object, float | None], Transfer], memory: object, *, reads: bool) -> RDMAAction:
         local = make(memory, None).memory  # now, so that what does not fit is refused where it is written
-        queued = _Queued(lambda timeout: make(memory, timeout), local, reads)
+        queued = _QueuedCopy(lambda timeout: make(memory, timeout), local, reads)
         if any(queued.clashes(other) for other in self._queued):
             raise BufferKindError(
                 "two copies of one action use the same memory of this process, and one of them writes there: which "
@@ -65,7 +65,7 @@ class RDMAAction:
         timeout: seconds, for each. Raises, when asked: what the first of them raises, with notes of the others.
         """
         transfers = [queued.begin(timeout) for queued in self._queued]
-        return _Batch(transfers).begin()
+        return _SubmittedCopies(transfers).begin()
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -74,7 +74,7 @@ class RDMAAction:
         return f"RDMAAction({len(self)} copies)"
 
 
-class _Batch:
+class _SubmittedCopies:
     def __init__(self, transfers: list[Transfer]) -> None:
         self._transfers, self._left = transfers, len(transfers)
         self._lock = threading.Lock()
