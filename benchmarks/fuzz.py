@@ -225,6 +225,7 @@ def fuzz_decoders(count: int, seed: int) -> Report:
 
 class _NoProcess:
     pid = started = 0
+    job = ""
 
     def failure(self) -> str | None:
         return None

@@ -193,7 +193,7 @@ def test_a_detached_mesh_waits_for_another_kernel(start_kernel: StartKernel, wat
     one, two = start_kernel(), start_kernel()
     family = with_mesh(one, watch, "%%mesh\nkept = rank + 5", "%mesh slice last gpus=1")
     listed = two.run("%mesh list").text()
-    assert f"belongs to process {one.process.pid}" in listed
+    assert re.search(rf"main: gpus=2, up \d+ s; belongs to process {one.process.pid}\n", listed), listed
     refused = two.run("%mesh attach main")
     assert not refused.ok
     assert "run %mesh detach there" in str(refused.reply["traceback"])

@@ -20,6 +20,7 @@ class FarHost:
     """`meshbook.launchers.base.LaunchedHost`, without a word of what becomes of it."""
 
     pid = started = 0
+    job = ""
 
     def __init__(self, host: LocalHost) -> None:
         self._process = psutil.Process(host.pid)

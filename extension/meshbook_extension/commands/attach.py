@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
@@ -14,6 +15,7 @@ from meshbook_extension.output.labels import format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
+    from meshbook.sessions.folder import SavedMesh
     from meshbook.sessions.listing import SavedSession
 
 
@@ -121,11 +123,19 @@ def owner_of(saved: SavedSession) -> str:
     return f"{notebook} (process {saved.owner_pid})" if notebook else f"process {saved.owner_pid}"
 
 
+def describe_age(mesh: SavedMesh) -> str:
+    """``up 3 h (6 h of hosts), job 12``: since when, what that makes of several hosts, and an engine's job."""
+    age_s, hosts = max(0.0, time.time() - mesh.began), len(set(mesh.hosts))
+    in_all = f" ({format_duration(age_s * hosts)} of hosts)" if hosts > 1 else ""
+    jobs = f", job {', '.join(mesh.jobs)}" if mesh.jobs else ""
+    return f"up {format_duration(age_s)}{in_all}{jobs}"
+
+
 def describe(saved: SavedSession) -> str:
     """Its meshes, whose it is, and how long it waits: for lists."""
     from meshbook.formatting import format_sizes
 
-    meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}" for mesh in saved.meshes)
+    meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}, {describe_age(mesh)}" for mesh in saved.meshes)
     if saved.owner_pid is not None:
         return f"{meshes}; belongs to {owner_of(saved)}"
     notebook_state = decode(saved.recall(KEY))

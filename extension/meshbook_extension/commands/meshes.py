@@ -12,7 +12,7 @@ from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, format_sizes
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
-from meshbook_extension.commands.attach import describe_others
+from meshbook_extension.commands.attach import describe_age, describe_others
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.profiles import with_profile
 from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
@@ -265,7 +265,7 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
     for name, procs in session.meshes.items():
         mark = "*" if name == session.current else " "
-        state = count(len(procs), "rank") if procs.alive else "stopped"
+        state = f"{count(len(procs), 'rank')}, {describe_age(procs.saved)}" if procs.alive else "stopped"
         print(f"{mark} {name}: {format_sizes(procs.sizes)}, {procs.device}, {state}")
         for slice_name, named in session.slices.items():
             if named.mesh == name:

@@ -119,6 +119,7 @@ class MeshState:
         self.crash_loops = CrashLoops()
         self.grouped = True
         """Whether its ranks form a process group, rather than make their own."""
+        self.began = time.time()
         self.called_at = time.monotonic()
         """When a call to it was last made."""
         self.before_calls: list[weakref.WeakMethod[Callable[[], object]]] = []
@@ -193,7 +194,8 @@ class MeshState:
         hosts = [host.id for host in self.hosts]
         return SavedMesh(
             self.name, dict(self.extent), hosts, self.owns_hosts, self.grouped, list(self.host_axes),
-            self.recipe.asked_cwd, dict(self.recipe.asked_environment),
+            self.recipe.asked_cwd, dict(self.recipe.asked_environment), self.began,
+            sorted({host.launched.job for host in self.hosts} - {""}),
         )  # fmt: skip
 
     # ---- repair -------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Reattach:
         recipe = recipe._replace(asked_cwd=saved.cwd, asked_environment=saved.environment)
         mesh = MeshState(state.mesh, state.name, extent, [host] * extent.nelements, recipe)
         mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
-        mesh.host_axes = tuple(saved.host_axes)
+        mesh.host_axes, mesh.began = tuple(saved.host_axes), saved.began
         mesh.set_moves(state.moves)
         mesh.is_whole = False
         self.meshes[mesh.id] = self._known_meshes[mesh.id] = mesh

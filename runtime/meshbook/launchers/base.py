@@ -19,6 +19,10 @@ class LaunchedHost(Protocol):
     def failure(self) -> str | None:
         """Why it ended, or None while it runs (or while nobody can tell)."""
 
+    @property
+    def job(self) -> str:
+        """The engine's own number for what it runs in; empty where there is none."""
+
     def waits_for(self) -> str:
         """What it waits for before there is an agent, as a job in a queue does; empty where it waits for nothing."""
 

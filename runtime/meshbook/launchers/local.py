@@ -109,6 +109,8 @@ def _exec(log: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[byte
 class LocalHost:
     """A host agent that is our child, or our template's."""
 
+    job = ""
+
     def __init__(self, process: subprocess.Popen[bytes] | HostFork, lifeline: IO[bytes], log: Path) -> None:
         self._process, self._lifeline, self._log = process, lifeline, log
         self.pid, self.started = process.pid, start_time(process.pid) or 0
@@ -145,6 +147,8 @@ class LocalHost:
 
 class FoundHost:
     """A host agent that another controller has started, on this machine or elsewhere."""
+
+    job = ""
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid, self.started = pid, started

@@ -161,6 +161,10 @@ class SlurmHost:
         status = self._client.poll()  # first: when it has ended, the log is whole
         return self._client.said.why_ended(self._task, self.node, self._client.name, status)
 
+    @property
+    def job(self) -> str:
+        return self.allocation.job
+
     def waits_for(self) -> str:
         """What Slurm says of the queue."""
         return "" if self.failure() else self.allocation.look_at_queue()

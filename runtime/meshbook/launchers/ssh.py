@@ -135,6 +135,8 @@ class SSHLauncher:
 class SSHHost:
     """A host at the other end of an ssh client that is our child. log: what that says."""
 
+    job = ""
+
     def __init__(self, host: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self._host, self._process, self._log = host, process, log
         self.pid, self.started = process.pid, start_time(process.pid) or 0

@@ -43,7 +43,7 @@ from meshbook.mesh import partition
 from meshbook.mesh.proc_names import MonarchNames
 from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
 from meshbook.mesh.resize import Change, Elastic
-from meshbook.sessions.folder import SavedLauncher
+from meshbook.sessions.folder import SavedLauncher, SavedMesh
 from meshbook.shape.members import Choice, Extent, Members, Point, Region, arrange
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.postmortem_memory import Freed
@@ -493,6 +493,11 @@ class ProcMesh(MonarchNames):
     def launchers(self) -> tuple[SavedLauncher, ...]:
         """Who has started these hosts."""
         return tuple(host.launcher for host in self._mesh.hosts)
+
+    @property
+    def saved(self) -> SavedMesh:
+        """What lists of meshes say of it; see `meshbook.sessions`."""
+        return self._mesh.saved
 
     @property
     def env(self) -> dict[str, str]:

@@ -94,6 +94,10 @@ class SavedMesh(msgspec.Struct):
     cwd: str = ""
     environment: dict[str, str] = {}
     """What was asked for its ranks, on every host."""
+    began: float = 0.0
+    """When it was spawned, in seconds since 1970."""
+    jobs: list[str] = []
+    """The jobs of engines that its hosts run in."""
 
 
 class SessionState(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 import subprocess
 import sys
 
@@ -117,7 +118,8 @@ def test_several_meshes_and_one_current(notebook) -> None:
     notebook.run("%%mesh\nrank")
     assert notebook["_mesh"].ranks == (0,)
     listed = notebook.run("%mesh list").stdout  # what other kernels of this user have may follow
-    assert listed.startswith("  main: gpus=4, cpu, 4 ranks\n* other: gpus=1, cpu, 1 rank\n")
+    age = r"up \d+ (s|min)"
+    assert re.match(rf"  main: gpus=4, cpu, 4 ranks, {age}\n\* other: gpus=1, cpu, 1 rank, {age}\n", listed), listed
     notebook.run("%%mesh main\nrank")
     assert len(notebook["_mesh"]) == 4
     assert notebook.run("%mesh use main").stdout == 'mesh "main" is current: gpus=4\n'

@@ -39,7 +39,8 @@ def test_a_mesh_of_nodes_waits_in_the_queue_runs_cells_and_stops(empty_notebook,
     assert 'mesh "far": hosts=2, gpus=1, cpu, no process group; ready in' in spawned
     empty_notebook.run("%%mesh\nimport os\n(os.getcwd(), os.environ['A'], os.environ['SLURMD_NODENAME'])")
     assert empty_notebook["_mesh"].values() == [("/tmp", "1", "n1"), ("/tmp", "1", "n2")]
-    assert len(nodes.queue()) == 1
+    (job,) = nodes.queue()
+    assert f" of hosts), job {job.split()[0]}\n" in empty_notebook.run("%mesh list").stdout
     empty_notebook.run("%mesh stop far")
     assert nodes.queue() == []
 

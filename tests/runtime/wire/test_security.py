@@ -221,6 +221,7 @@ class NoProcess:
     """What a launcher returns, for a host that the test itself plays."""
 
     pid = 0
+    job = ""
 
     def failure(self) -> str | None:
         return None
