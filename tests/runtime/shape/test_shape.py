@@ -122,7 +122,10 @@ def test_split_is_reshape_and_flatten_undoes_it(data: st.DataObject) -> None:
     assert split.labels == (*members.labels[:axis], "a", "b", *members.labels[axis + 1 :])
     assert same(split, array.reshape(*array.shape[:axis], first, size // first, *array.shape[axis + 1 :]))
     rest = {name: 0 for name in members.labels if name != label}
-    assert list(split.slice(**rest).flatten(label).ranks()) == list(members.slice(**rest).ranks())
+    part, ranks = split.slice(**rest), list(members.slice(**rest).ranks())
+    assert list(part.ranks()) == ranks
+    if isinstance(part, Picked) or len(set(np.diff(ranks).tolist())) <= 1:  # else it is one of the next test's
+        assert list(part.flatten(label).ranks()) == ranks
 
 
 @given(views())
