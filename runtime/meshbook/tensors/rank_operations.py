@@ -100,8 +100,8 @@ class Operations:
             end_shared_sums(operands)
         if known is None or template.written:
             args, kwargs = template.fill(use, tensors)
-            targets = [target for argument in template.written for target in listed(argument.of(args, kwargs))]
-            written = [o for o, t in zip(operands, tensors, strict=True) if any(t is each for each in targets)]
+            targets = {id(target) for argument in template.written for target in listed(argument.of(args, kwargs))}
+            written = [o for o, t in zip(operands, tensors, strict=True) if id(t) in targets]
             if any(operand.made is not None for operand in written):
                 self._write_through(template, use, operands, written)
                 return []
@@ -318,7 +318,10 @@ def _parts(arguments: Any, like: Sequence[DTensor]) -> Any:
     found: list[Any] = []
     for argument in arguments:
         if isinstance(argument, list) and len(argument) == len(like) and isinstance(argument[0], DTensor):
-            laid = [each.redistribute(placements=to.placements) for each, to in zip(argument, like, strict=True)]
+            laid = [
+                each if each.placements == to.placements else each.redistribute(placements=to.placements)
+                for each, to in zip(argument, like, strict=True)
+            ]
             found.append([each.to_local() for each in laid])
         else:
             found.append(_whole(argument))
