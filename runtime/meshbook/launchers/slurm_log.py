@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from meshbook.errors.advice import advice
 from meshbook.launchers.elsewhere import PYTHON_HINTS, with_hint
 from meshbook.system.processes import describe_exit
 
@@ -28,7 +29,7 @@ _NOISE = re.compile(
 _SAID_LINES = 3
 
 _HINTS = (
-    ("node configuration is not available", "Its node has gone, see sinfo; go on without it: %mesh shrink."),
+    ("node configuration is not available", "Its node has gone, see sinfo; go on without it: {shrink}"),
     *PYTHON_HINTS,
     *((words, "Its allocation has ended: spawn the mesh again.") for words in ("nvalid job", "already completing")),
 )
@@ -105,7 +106,10 @@ class StepLog:
     def _words(self, task: int | None) -> str:
         """What a task, or Slurm, said last, and what to do about it."""
         lines = [line for who, line in self.said if who == task][-_SAID_LINES:]
-        return with_hint("; ".join(line.rstrip(".") for line in lines), _HINTS)
+        return with_hint(
+            "; ".join(line.rstrip(".") for line in lines),
+            ((words, hint.format(shrink=advice().shrink)) for words, hint in _HINTS),
+        )
 
 
 def _numbers(text: str) -> Iterator[int]:
