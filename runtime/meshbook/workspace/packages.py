@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from typing import NamedTuple
 
 from meshbook.workspace.local_modules import file_system
 
 _UNINSTALLED = re.compile(r"^ *(?:Attempting uninstall: | - )([\w.-]+)")
 """A package of which another version was there, in the words of pip and of uv."""
+
+_PIP_OPTIONS = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off"}
+"""By the environment: not every command of pip has each of them."""
 
 
 class PipResult(NamedTuple):
@@ -32,17 +37,26 @@ def environment() -> tuple[str, str]:
 
 
 def run_pip(arguments: Sequence[str]) -> PipResult:
-    """Run ``pip``, or ``uv pip`` in an environment without it, and print its lines as they come."""
-    if importlib.util.find_spec("pip") is not None:
-        options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
-        command = [sys.executable, "-m", "pip", *arguments[:1], *options, *arguments[1:]]
+    """Run ``pip``, or ``uv pip`` in an environment without it, and print its lines as they come.
+
+    Only folders are asked for pip: setuptools has a finder which, asked for it, takes this process for pip and hides
+    its own distutils from then on.
+    """
+    if PathFinder.find_spec("pip") is not None:
+        command = [sys.executable, "-m", "pip", *arguments]
     elif (uv := shutil.which("uv")) is not None:
         command = [uv, "pip", *arguments[:1], "--python", sys.executable, *arguments[1:]]
     else:
         return PipResult(1, (), f"{sys.executable} has no pip, and there is no uv: install one of them there")
     replaced = []
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env={**os.environ, **_PIP_OPTIONS},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     ) as process:
         try:
             for line in process.stdout or ():

@@ -55,6 +55,14 @@ def test_nothing_to_do_shows_an_example(mesh: Any) -> None:
     assert "%mesh pip needs COMMAND." in mesh.fail("%mesh pip")
 
 
+def test_setuptools_is_whole_afterwards() -> None:
+    """Which takes a process that looks for pip for pip itself, before Python 3.12."""
+    code = "from meshbook.workspace.packages import run_pip; assert run_pip(['list']).code == 0; import setuptools"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "torch" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_replaced_version_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Here, in an environment of our own: nothing of the developer's is touched."""
