@@ -16,10 +16,12 @@ PUBLIC = {
     """,
     "meshbook.actor": """
         Accumulator Actor ActorError ActorLostError ActorMesh ActorStoppedError ActorStuckError ArgumentsError
+        BootstrapCommand
         BufferDroppedError BufferKindError BufferSizeError Channel Context Endpoint Extent Future HostMesh
         MeshFailure MeshTrait NDSlice NoEndpointError Point Port PortReceiver ProcMesh ProcsStoppedError
         RankedPortReceiver RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh
-        as_endpoint concurrent_endpoint context current_actor_name current_rank current_size endpoint
+        as_endpoint concurrent_endpoint context current_actor_name current_rank current_size
+        default_bootstrap_cmd endpoint
         get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
     """,
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",

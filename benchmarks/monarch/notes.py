@@ -13,7 +13,6 @@ INSTEAD: dict[str, str] = {
     "run_worker_loop_until_shutdown": "`SSHJob`: no worker has to be started by hand",
     "start_worker_loop_forever": "`SSHJob`: no worker has to be started by hand",
     "debug_controller": "`breakpoint()` opens pdb in the cell; docs/debugging.md",
-    "default_bootstrap_cmd": "`spawn_procs(env=, cwd=, preload=)`, `SSHJob(python_exe=)`",
     "span": "`%mesh profile`",
     "traced": "`%mesh profile`",
     "returns_future": "`Future` of calls; a coroutine is awaited",

@@ -29,6 +29,7 @@ from meshbook.actor import (
     context,
     current_rank,
     current_size,
+    default_bootstrap_cmd,
     endpoint,
     get_or_spawn_controller,
     send,
@@ -79,6 +80,18 @@ class Counter(Actor):
     @endpoint
     def variables(self) -> list[str]:
         return [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+
+    @endpoint
+    def look_up(self, names: list[str]) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    @endpoint
+    def executable(self) -> str:
+        return sys.executable
+
+    @endpoint
+    def cpus(self) -> list[int]:
+        return sorted(os.sched_getaffinity(0))
 
     @endpoint(explicit_response_port=True)
     def later(self, port: Any, value: int) -> None:
@@ -344,6 +357,62 @@ def bootstrap_comes_second(procs: Any) -> Any:
     return told
 
 
+@program
+def bootstrap_may_be_async(procs: Any) -> Any:
+    with_it = this_host().spawn_procs({"gpus": 1}, set_variable_later)
+    told = with_it.spawn("c", Counter).variables.call_one().get()[0]
+    with_it.stop().get()
+    return told
+
+
+@program
+def a_bootstrap_command(procs: Any) -> Any:
+    command = default_bootstrap_cmd().with_env({"SAID": "once"}).with_env({"HIDDEN": None})
+    with_it = this_host().spawn_procs({"gpus": 2}, bootstrap_command=command)
+    told = values(with_it.spawn("c", Counter).look_up.call(["SAID", "HIDDEN", "SEEN"]).get())
+    with_it.stop().get()
+    return told, command.env["SAID"], command.inherit_env
+
+
+@program
+def a_bootstrap_command_for_each(procs: Any) -> Any:
+    with_it = this_host().spawn_procs({"gpus": 2}, bootstrap_command=command_of)
+    told = values(with_it.spawn("c", Counter).look_up.call(["SAID"]).get())
+    with_it.stop().get()
+    return told
+
+
+def command_of(point: Any) -> Any:
+    return default_bootstrap_cmd().with_env({"SAID": str(point["gpus"])})
+
+
+@program
+def another_python(procs: Any) -> Any:
+    with_it = this_host().with_python_executable(sys.executable).spawn_procs({"gpus": 1})
+    told = with_it.spawn("c", Counter).executable.call_one().get() == sys.executable
+    with_it.stop().get()
+    return told
+
+
+@program
+def processes_that_are_bound(procs: Any) -> Any:
+    cpu = min(os.sched_getaffinity(0))
+    with_it = this_host().spawn_procs({"gpus": 2}, proc_bind=[{"cpus": str(cpu)}, {"cpus": str(cpu)}])
+    told = values(with_it.spawn("c", Counter).cpus.call().get()) == [[cpu], [cpu]]
+    with_it.stop().get()
+    return told
+
+
+@program
+def too_few_bindings(procs: Any) -> Any:
+    return this_host().spawn_procs({"gpus": 2}, proc_bind=[{"cpus": "0"}])
+
+
+async def set_variable_later() -> None:
+    await asyncio.sleep(0)
+    set_variable()
+
+
 def set_variable() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         os.environ[name] = "booted"
@@ -427,6 +496,7 @@ def answer_of(work: Callable[[], Any]) -> str:
 def main() -> None:
     expressions = [each.strip() for line in EXPRESSIONS.strip().splitlines() for each in line.split(" | ")]
     answers = {each: answer_of(lambda each=each: eval(each)) for each in expressions}  # type: ignore[misc]
+    os.environ.update({"SEEN": "1", "HIDDEN": "1"})
     procs = this_host().spawn_procs({"gpus": 4})
     for each in PROGRAMS:
         answers[each.__name__] = answer_of(lambda each=each: each(procs))  # type: ignore[misc]

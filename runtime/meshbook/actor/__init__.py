@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.mesh.spawn_options import BootstrapCommand, default_bootstrap_cmd
 
 __all__ = [
     "Accumulator",
@@ -66,6 +67,7 @@ __all__ = [
     "ActorStoppedError",
     "ActorStuckError",
     "ArgumentsError",
+    "BootstrapCommand",
     "BufferDroppedError",
     "BufferKindError",
     "BufferSizeError",
@@ -99,6 +101,7 @@ __all__ = [
     "current_actor_name",
     "current_rank",
     "current_size",
+    "default_bootstrap_cmd",
     "endpoint",
     "get_or_spawn_controller",
     "send",
@@ -109,9 +112,11 @@ __all__ = [
 ]
 
 _LATER = {
+    "BootstrapCommand": "meshbook.mesh.spawn_options",
     "HostMesh": "meshbook.mesh",
     "ProcMesh": "meshbook.mesh.proc_mesh",
     "RDMABuffer": "meshbook.actor.buffers.rdma_buffer",
+    "default_bootstrap_cmd": "meshbook.mesh.spawn_options",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",
 }

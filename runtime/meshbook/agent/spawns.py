@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -32,14 +33,14 @@ class Spawns:
         inherited: StartedTemplate | None,
     ) -> None:
         self._loop, self._mesh_of, self._report = loop, mesh_of, report
-        self._plain: dict[bool, TemplateProcess] = {}
-        """With torch, and without."""
-        self._special: dict[tuple[bool, tuple[str, ...]], TemplateProcess] = {}
-        """By the modules that they have imported besides."""
+        self._plain: dict[tuple[str, bool], TemplateProcess] = {}
+        """By their interpreter, empty for ours: with torch, and without."""
+        self._special: dict[tuple[str, bool, tuple[str, ...]], TemplateProcess] = {}
+        """By the modules that they have imported besides, too."""
         self._waiting: list[wire.Spawn] = []
         self._was_asked = False
         if inherited is not None:
-            self._plain[inherited.has_torch] = TemplateProcess.start(loop, inherited)
+            self._plain["", inherited.has_torch] = TemplateProcess.start(loop, inherited)
 
     @property
     def _templates(self) -> list[TemplateProcess]:
@@ -63,7 +64,8 @@ class Spawns:
         try:
             template = self._template_for(spawn)
         except OSError as error:
-            self._fail(spawn, f"the workers' template could not be started: {explain(error)}")
+            its = f" with {spawn.command.python}" if spawn.command.python else ""
+            self._fail(spawn, f"the workers' template could not be started{its}: {explain(error)}")
             return
         mesh = self._mesh_of(spawn)
         mesh.memory.on_spawn(spawn)
@@ -75,30 +77,31 @@ class Spawns:
 
         One that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
         """
-        template = self._special.get((spawn.torch, spawn.preload))
+        python = "" if spawn.command.python == sys.executable else spawn.command.python
+        template = self._special.get((python, spawn.torch, spawn.preload))
         if template is not None and not template.failure and not template.problem:
             return template
-        plain = self._plain_template(spawn.torch)
+        plain = self._plain_template(python, spawn.torch)
         if not spawn.preload or (template is not None and not template.failure):
             return plain
-        forked = self._special[spawn.torch, spawn.preload] = plain.fork_template(spawn.preload, spawn.sys_path)
+        forked = self._special[python, spawn.torch, spawn.preload] = plain.fork_template(spawn.preload, spawn.sys_path)
         return forked
 
     def expect_torch(self) -> None:
         """Have torch imported before somebody asks for ranks, unless somebody has: they may want none."""
         if not self._was_asked:
             with contextlib.suppress(OSError):  # who asks is told
-                self._plain_template(torch=True)
+                self._plain_template("", torch=True)
 
-    def _plain_template(self, torch: bool) -> TemplateProcess:
+    def _plain_template(self, python: str, torch: bool) -> TemplateProcess:
         """Raises: OSError."""
-        template = self._plain.get(torch)
+        template = self._plain.get((python, torch))
         if template is None or template.failure:
             if torch:
-                template = self._plain_template(torch=False).fork_template(WITH_TORCH, ())
+                template = self._plain_template(python, torch=False).fork_template(WITH_TORCH, ())
             else:
-                template = TemplateProcess.start(self._loop)
-            self._plain[torch] = template
+                template = TemplateProcess.start(self._loop, python=python)
+            self._plain[python, torch] = template
         return template
 
     def _fork(self, spawn: wire.Spawn, mesh: AgentMesh, template: TemplateProcess, again: bool) -> None:

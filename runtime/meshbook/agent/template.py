@@ -87,12 +87,13 @@ class TemplateProcess:
         self._forks: deque[_ForkRequest] = deque()
 
     @classmethod
-    def start(cls, loop: EventLoop, inherited: StartedTemplate | None = None) -> TemplateProcess:
+    def start(cls, loop: EventLoop, inherited: StartedTemplate | None = None, *, python: str = "") -> TemplateProcess:
         """Speak to a template with the standard modules: the one that came with us, or one that is started now.
 
-        Raises: OSError if the system has no process or no descriptors for it.
+        python: the interpreter of the latter; ours by default. Raises: OSError if the system has no process or no
+        descriptors for it, or no such interpreter.
         """
-        started = exec_template() if inherited is None else inherited
+        started = exec_template(python) if inherited is None else inherited
         template = cls(loop, started.sock, TemplateOutput(loop, started.output))
         template.pid = started.pid
         return template

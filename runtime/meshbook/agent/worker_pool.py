@@ -145,6 +145,8 @@ class WorkerPool:
             environment={**spawn.environment, **own},
             advice=spawn.advice,
             shares_files=spawn.shares_files,
+            command=spawn.command,
+            binding=spawn.bindings[seat.local_rank] if seat.local_rank < len(spawn.bindings) else {},
         )
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:

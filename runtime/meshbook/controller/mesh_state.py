@@ -47,6 +47,10 @@ class WorkerSpec(NamedTuple):
     asked_cwd: str = ""
     asked_environment: Mapping[str, str] = {}
     """What was asked for on every host, the controller's own or another."""
+    commands: tuple[wire.StartCommand, ...] = ()
+    """How they begin: by rank, or one for all."""
+    bindings: tuple[dict[str, str], ...] = ()
+    """Where on the machine they run, by local rank."""
 
     @classmethod
     def here(
@@ -61,11 +65,21 @@ class WorkerSpec(NamedTuple):
         asked = dict(asked_environment or {})
         return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb), torch, asked_cwd, asked)
 
+    def command_of(self, rank: int) -> wire.StartCommand:
+        """What starts ``rank``."""
+        return self.commands[rank if len(self.commands) > 1 else 0] if self.commands else wire.StartCommand()
+
 
 def _search_path() -> tuple[bytes, ...]:
     """``sys.path`` as the system has it, which need not be UTF-8; without what is no path, which imports ignore too."""
     entries: tuple[object, ...] = tuple(sys.path)
     return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
+
+
+def _outside(prefix: str, base: str, path: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The entries of ``path`` that are not an interpreter's own: another interpreter has its own modules."""
+    own = tuple(os.fsencode(os.path.join(each, "")) for each in (prefix, base))
+    return tuple(entry for entry in path if not entry.startswith(own))
 
 
 def _path_bytes(path: str) -> bytes:
@@ -195,7 +209,8 @@ class MeshState:
         return SavedMesh(
             self.name, dict(self.extent), hosts, self.owns_hosts, self.grouped, list(self.host_axes),
             self.recipe.asked_cwd, dict(self.recipe.asked_environment), self.began,
-            sorted({host.launched.job for host in self.hosts} - {""}),
+            sorted({host.launched.job for host in self.hosts} - {""}), list(self.recipe.commands),
+            list(self.recipe.bindings),
         )  # fmt: skip
 
     # ---- repair -------------------------------------------------------------------------------------------------
@@ -267,30 +282,56 @@ class MeshState:
     ) -> None:
         """Ask hosts for workers. arrangements: for those that are to be numbered anew; else as the ranks are now."""
         self.pending_workers = pending_workers
-        device, preload, cwd, sys_path, environment, torch, asked_cwd, asked_environment = self.recipe
-        asked = {os.fsencode(name): os.fsencode(value) for name, value in asked_environment.items()}
         for host, seats in pending_workers.seats.items():
             self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
-            here = host.shares_environment
-            host.send(
-                wire.Spawn(
-                    request=pending_workers.id,
-                    mesh=self.id,
-                    name=self.name,
-                    seats=seats,
-                    arrangement=arrangements[host] if arrangements else self.arrangement_on(host),
-                    device=device,
-                    preload=preload,
-                    cwd=os.fsencode(asked_cwd) if asked_cwd else cwd if here else None,
-                    sys_path=(*([os.fsencode(asked_cwd)] if asked_cwd else []), *(sys_path if here else ())),
-                    environment={**(environment if here else {}), **asked},
-                    torch=torch,
-                    must_enter=bool(asked_cwd),
-                    generation=self.generation,
-                    advice=advice(),
-                    shares_files=here,
-                )
-            )
+            arrangement = arrangements[host] if arrangements else self.arrangement_on(host)
+            for command, alike in self._by_command(seats):
+                host.send(self._spawn(pending_workers.id, host, alike, arrangement, command))
+
+    def _by_command(self, seats: Iterable[wire.Seat]) -> list[tuple[wire.StartCommand, list[wire.Seat]]]:
+        """The seats of one host, put together by what starts them."""
+        found: list[tuple[wire.StartCommand, list[wire.Seat]]] = []
+        for seat in seats:
+            command = self.recipe.command_of(seat.rank)
+            alike = next((alike for known, alike in found if known == command), None)
+            if alike is None:
+                found.append((command, alike := []))
+            alike.append(seat)
+        return found
+
+    def _spawn(
+        self,
+        request: int,
+        host: HostState,
+        seats: Sequence[wire.Seat],
+        arrangement: wire.Arrangement,
+        command: wire.StartCommand,
+    ) -> wire.Spawn:
+        """What asks a host for workers that begin alike."""
+        recipe = self.recipe
+        here, folder = host.shares_environment, os.fsencode(recipe.asked_cwd)
+        more = {**recipe.asked_environment, **command.environment}
+        asked = {os.fsencode(name): os.fsencode(value) for name, value in more.items() if value is not None}
+        search_path = _outside(sys.prefix, sys.base_prefix, recipe.sys_path) if command.python else recipe.sys_path
+        return wire.Spawn(
+            request=request,
+            mesh=self.id,
+            name=self.name,
+            seats=tuple(seats),
+            arrangement=arrangement,
+            device=recipe.device,
+            preload=recipe.preload,
+            cwd=folder or (recipe.cwd if here else None),
+            sys_path=(*([folder] if folder else []), *(search_path if here else ())),
+            environment={**(recipe.environment if here and command.inherits else {}), **asked},
+            torch=recipe.torch,
+            must_enter=bool(folder),
+            generation=self.generation,
+            advice=advice(),
+            shares_files=here,
+            command=command,
+            bindings=recipe.bindings,
+        )
 
     def seats_of(self, ranks: Iterable[int]) -> dict[HostState, list[wire.Seat]]:
         """Who ``ranks`` are, by host."""

@@ -108,6 +108,7 @@ class Reattach:
         cwd = os.getcwdb() if saved.cwd or not state.cwd else state.cwd
         recipe = WorkerSpec(state.device, state.preload, cwd, state.sys_path, dict(os.environb), state.torch)
         recipe = recipe._replace(asked_cwd=saved.cwd, asked_environment=saved.environment)
+        recipe = recipe._replace(commands=tuple(saved.commands), bindings=tuple(saved.bindings))
         mesh = MeshState(state.mesh, state.name, extent, [host] * extent.nelements, recipe)
         mesh.owns_hosts, mesh.grouped = saved.owns_hosts, saved.grouped
         mesh.host_axes, mesh.began = tuple(saved.host_axes), saved.began

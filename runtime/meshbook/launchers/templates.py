@@ -117,11 +117,14 @@ def fork_template(be: Callable[[socket.socket], NoReturn], has_torch: bool) -> S
     return StartedTemplate(pid, ours, output, has_torch)
 
 
-def exec_template() -> StartedTemplate:
-    """Start a template of workers in an interpreter of its own. It is the caller's to reap. Raises: OSError."""
+def exec_template(python: str = "") -> StartedTemplate:
+    """Start a template of workers in an interpreter of its own. It is the caller's to reap. Raises: OSError.
+
+    python: another interpreter than ours.
+    """
     output, theirs = os.pipe2(os.O_CLOEXEC)
     try:
-        process, sock = _exec(["meshbook.worker.template"], theirs)
+        process, sock = _exec(["meshbook.worker.template"], theirs, python=python)
     except OSError:
         os.close(output)
         raise
@@ -132,14 +135,14 @@ def exec_template() -> StartedTemplate:
 
 
 def _exec(
-    module: Sequence[str], output: int, own_session: bool = False
+    module: Sequence[str], output: int, own_session: bool = False, python: str = ""
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run a module whose last argument is its socket. Raises: OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", *module, str(theirs.fileno())],
+                [python or sys.executable, "-m", *module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 from meshbook.actor.context import context
 from meshbook.actor.proc_ref import ProcRef, ask_controller
 from meshbook.actor.router import TActor, current_router
 from meshbook.concurrency.future import Future
 from meshbook.mesh import driven
-from meshbook.shape.members import Members, Region
+from meshbook.mesh.spawn_options import BootstrapCommand, checked_python
+from meshbook.shape.members import Members, Point, Region
 from meshbook.shape.view import MeshView
 
 
 class HostRef(MeshView):
     """The host of a rank, as that rank knows it: one, so without axes unless they are made by `split` or `flatten`."""
 
-    def __init__(self, members: Members | None = None) -> None:
+    def __init__(self, members: Members | None = None, python: str = "") -> None:
+        """python: the interpreter of what is spawned here; empty for that of the rank."""
         super().__init__(Region.of({}) if members is None else members)
+        self._python = python
 
     def _part(self, members: Members) -> HostRef:
-        return HostRef(members)
+        return HostRef(members, self._python)
+
+    def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostRef:
+        """The same host, where processes run another interpreter; it must have meshbook. Raises: UsageError."""
+        return HostRef(self.members, checked_python(python_executable))
 
     @property
     def initialized(self) -> Future[bool]:
@@ -31,6 +39,9 @@ class HostRef(MeshView):
         self,
         per_host: Mapping[str, int] | None = None,
         bootstrap: Callable[[], object] | None = None,
+        name: str | None = None,
+        proc_bind: Sequence[Mapping[str, str]] | None = None,
+        bootstrap_command: BootstrapCommand | Callable[[Point], BootstrapCommand] | None = None,
         **options: object,
     ) -> ProcRef:
         """Start processes here, as `meshbook.mesh.host_mesh.HostMesh.spawn_procs` does.
@@ -40,8 +51,15 @@ class HostRef(MeshView):
         """
         sizes = {**self.sizes, **({"procs": 1} if per_host is None else per_host)}
         belongings = context().belongings
-        asked = (sizes, belongings is not None)
-        procs: ProcRef = ask_controller("spawn_procs", asked, {**options, "bootstrap": bootstrap}, "this_host").get()
+        if self._python and bootstrap_command is None:
+            bootstrap_command = BootstrapCommand(self._python)
+        options |= {
+            "bootstrap": bootstrap,
+            "name": name,
+            "proc_bind": proc_bind,
+            "bootstrap_command": bootstrap_command,
+        }
+        procs: ProcRef = ask_controller("spawn_procs", (sizes, belongings is not None), options, "this_host").get()
         if belongings is not None:
             belongings.add(procs)
         return procs

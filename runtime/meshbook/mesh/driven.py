@@ -262,7 +262,8 @@ def _spawn_beside(
     known = controller.find_mesh(place.mesh)
     if known is None:
         return this_host().spawn_procs(per_host, **options)
-    return HostMesh(controller, [known.host_of(place.rank)]).spawn_procs(per_host, **options)
+    python = known.recipe.command_of(place.rank).python
+    return HostMesh(controller, [known.host_of(place.rank)], python=python).spawn_procs(per_host, **options)
 
 
 set_own_router(lambda: router_for(_driven.first().folder.id))

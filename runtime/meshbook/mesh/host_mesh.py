@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshbook.concurrency.background import run_in_background
@@ -17,13 +16,21 @@ from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.mesh.host_versions import warn_of_versions
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.shape.members import Extent, Members, Region
+from meshbook.mesh.spawn_options import (
+    BootstrapCommand,
+    check_bootstrap,
+    checked_bindings,
+    checked_folder,
+    checked_modules,
+    checked_name,
+    checked_python,
+    checked_sizes,
+    checked_variables,
+    commands_of,
+)
+from meshbook.shape.members import Extent, Members, Point, Region
 from meshbook.shape.ndslice import NamedRegion
 from meshbook.shape.view import MeshView
-from meshbook.values.pickling import dumps
-
-NAME_MAX_CHARS = 60
-"""Of a mesh's name: in UTF-8, with the mesh's number, it is the name of a folder."""
 
 HOST_TIMEOUT_S = 60.0
 """How long a host agent may take to dial in."""
@@ -44,20 +51,30 @@ class HostMesh(MeshView):
         hosts: list[HostState],
         members: Members | None = None,
         env: Mapping[str, str] | None = None,
+        python: str = "",
     ) -> None:
         """hosts: all of them, of which ``members`` are these; by default it is one host, without axes.
 
-        env: what all that is spawned here gets.
+        env: what all that is spawned here gets. python: the interpreter that it runs in; empty for that of the hosts.
         """
         super().__init__(Region.of({}) if members is None else members)
-        self._controller, self._hosts, self._env = controller, hosts, _checked_variables(env)
+        self._controller, self._hosts, self._env = controller, hosts, checked_variables(env)
+        self._python = python
 
     def _part(self, members: Members) -> HostMesh:
-        return HostMesh(self._controller, self._hosts, members, self._env)
+        return HostMesh(self._controller, self._hosts, members, self._env, self._python)
 
     def with_environment(self, env: Mapping[str, str]) -> HostMesh:
         """The same hosts, where processes get more of an environment. Raises: UsageError."""
-        return HostMesh(self._controller, self._hosts, self.members, {**self._env, **env})
+        return HostMesh(self._controller, self._hosts, self.members, {**self._env, **env}, self._python)
+
+    def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostMesh:
+        """The same hosts, where processes, and those that these start beside themselves, run another interpreter.
+
+        python_executable: on the hosts; it must have meshbook. Raises: UsageError.
+        """
+        python = checked_python(python_executable)
+        return HostMesh(self._controller, self._hosts, self.members, self._env, python)
 
     def __repr__(self) -> str:
         return f"HostMesh({format_sizes(self.sizes)})"
@@ -66,8 +83,10 @@ class HostMesh(MeshView):
         self,
         per_host: Mapping[str, int] | None = None,
         bootstrap: Callable[[], object] | None = None,
-        *,
         name: str | None = None,
+        proc_bind: Sequence[Mapping[str, str]] | None = None,
+        bootstrap_command: BootstrapCommand | Callable[[Point], BootstrapCommand] | None = None,
+        *,
         device: str | None = None,
         preload: Sequence[str] = (),
         torch: bool = True,
@@ -88,21 +107,27 @@ class HostMesh(MeshView):
         owns_hosts: the hosts are this mesh's alone, and end with it, also when this fails.
         env: more of an environment, on every host. cwd: the folder there, from ``/`` or ``~``; it is on sys.path too.
         bootstrap: called first in every process; may be ``async``.
+        proc_bind: the CPUs and NUMA nodes of each process of a host; see `meshbook.system.binding`.
+        bootstrap_command: another interpreter or environment; a function of a Point gives each process its own.
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
         SerializationError if ``bootstrap`` cannot travel.
         """
         with self._ended_on_failure(owns_hosts):
-            per_host = {"procs": 1} if per_host is None else _checked_sizes(per_host)
+            per_host = {"procs": 1} if per_host is None else checked_sizes(per_host)
             extent = Extent.of({**self.extent, **per_host})
             if len(extent) != len(self.extent) + len(per_host):
                 raise UsageError(f"the hosts have the axes {self.extent.labels} already; name the others otherwise.")
             if device not in (None, "cpu", "cuda"):
                 raise UsageError(f'device must be "cpu" or "cuda", not "{device}".')
             if bootstrap is not None:
-                _check_bootstrap(bootstrap)
-            name = "procs" if name is None else _checked_name(name)
-            variables = {**self._env, **_checked_variables(env)}
-            recipe = WorkerSpec.here(device, _checked_modules(preload), torch, _checked_folder(cwd), variables)
+                check_bootstrap(bootstrap)
+            name = "procs" if name is None else checked_name(name)
+            variables = {**self._env, **checked_variables(env)}
+            recipe = WorkerSpec.here(device, checked_modules(preload), torch, checked_folder(cwd), variables)
+            recipe = recipe._replace(
+                commands=commands_of(bootstrap_command, extent, self._python),
+                bindings=checked_bindings(proc_bind, math.prod(per_host.values())),
+            )
             hosts = self.await_ready()
             placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
             mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
@@ -224,58 +249,9 @@ class _Progress:
             self._told = line
 
 
-def _check_bootstrap(bootstrap: object) -> None:
-    """Refuse what cannot run on ranks before there are any. Raises: UsageError, SerializationError."""
-    if not callable(bootstrap):
-        raise UsageError(f"bootstrap must be a function without arguments; got {bootstrap!r}.")
-    dumps(bootstrap, what="bootstrap")
-
-
 def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object]) -> None:
     """Run it in every process. Raises: SpawnError, TimeoutError."""
     try:
         procs.execute(bootstrap).get(SPAWN_TIMEOUT_S)
     except CallFailed as error:
         raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from error
-
-
-def _checked_sizes(per_host: Mapping[str, int]) -> dict[str, int]:
-    if not isinstance(per_host, Mapping):
-        raise UsageError(f'per_host maps axes to sizes, as in {{"gpus": 4}}; it is {per_host!r}.')
-    return dict(per_host)
-
-
-def _checked_name(name: object) -> str:
-    """Hosts name folders by it, and people read it. Raises: UsageError."""
-    if not isinstance(name, str) or not name or not name.isprintable() or "/" in name or len(name) > NAME_MAX_CHARS:
-        raise UsageError(
-            f'a mesh is named by a text of 1 to {NAME_MAX_CHARS} printable characters without "/", not by '
-            f"{reprlib.repr(name)}; None, the default, names it for you."
-        )
-    return name
-
-
-def _checked_modules(preload: Sequence[str]) -> tuple[str, ...]:
-    modules = () if isinstance(preload, str) else tuple(preload)
-    if isinstance(preload, str) or not all(
-        isinstance(module, str) and all(part.isidentifier() for part in module.split(".")) for module in modules
-    ):
-        raise UsageError(f'preload lists names of modules, as in preload=("json", "my.module"); it is {preload!r}.')
-    return modules
-
-
-def _checked_folder(cwd: str | os.PathLike[str] | None) -> str:
-    """Raises: UsageError."""
-    folder = "" if cwd is None else os.fspath(cwd)
-    if not isinstance(folder, str) or (cwd is not None and not folder.startswith(("/", "~"))) or "\0" in folder:
-        raise UsageError(f"cwd is a folder from / or ~ that every host has, not {cwd!r}.")
-    return folder
-
-
-def _checked_variables(env: Mapping[str, str] | None) -> dict[str, str]:
-    """Raises: UsageError."""
-    variables = {} if env is None else dict(env)
-    for name, value in variables.items():
-        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
-            raise UsageError(f'env maps names to texts, as in {{"NCCL_DEBUG": "INFO"}}; {name!r}: {value!r} is none.')
-    return variables

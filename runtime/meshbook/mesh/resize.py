@@ -75,6 +75,7 @@ class Elastic:
         """See `ProcMesh.grow`."""
         mesh = self._mesh
         check_steps(self._extent, more, "grow")
+        self._check_alike()
         with self._repair.exclusive():
             self._check_idle(self._controller.busy_on(mesh), "grow")
             if mesh.lost:
@@ -102,6 +103,7 @@ class Elastic:
         mesh = self._mesh
         fewer = fewer or without(self._extent, mesh.lost)
         check_steps(self._extent, fewer, "shrink")
+        self._check_alike()
         with self._repair.exclusive():
             plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))
             before, hosts = mesh.extent.nelements, list(mesh.hosts)
@@ -112,6 +114,14 @@ class Elastic:
             return self._finish(plan, ended=tuple(rank for rank in range(before) if rank not in plan.moved), new=())
 
     # ---- steps --------------------------------------------------------------------------------------------------
+
+    def _check_alike(self) -> None:
+        """Raises: UsageError where each rank has a command of its own."""
+        if len(self._mesh.recipe.commands) > 1:
+            raise UsageError(
+                f'mesh "{self._mesh.name}" keeps its size: its bootstrap_command gave each rank its own. '
+                f"Start another mesh: {advice().spawn_call}"
+            )
 
     def _check_idle(self, busy: Collection[int], verb: str) -> None:
         """Raises: UsageError while ranks run a call."""

@@ -30,6 +30,7 @@ from meshbook.errors import UsageError
 from meshbook.sessions import lock
 from meshbook.system.processes import in_endpoint, is_same_process, loopback_address, own_address
 from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
+from meshbook.wire.messages import StartCommand
 
 KEPT_LOG_SESSIONS = 20
 KEPT_LOG_BYTES = 2 << 30
@@ -98,6 +99,9 @@ class SavedMesh(msgspec.Struct):
     """When it was spawned, in seconds since 1970."""
     jobs: list[str] = []
     """The jobs of engines that its hosts run in."""
+    commands: list[StartCommand] = []
+    bindings: list[dict[str, str]] = []
+    """How its ranks begin, and where on the machine they run."""
 
 
 class SessionState(msgspec.Struct):

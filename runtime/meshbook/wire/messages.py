@@ -164,6 +164,17 @@ class Arrangement(NamedTuple):
     local_world_size: int
 
 
+class StartCommand(NamedTuple):
+    """How workers begin, where that was asked for."""
+
+    python: str = ""
+    """The interpreter, as the host finds it; empty: that of the host's agent."""
+    environment: dict[str, str | None] = {}
+    """More of an environment; None removes a variable."""
+    inherits: bool = True
+    """Whether the environment starts as that of the host and of the controller, rather than empty."""
+
+
 class Spawn(_Message, frozen=True, tag="spawn"):
     """Start workers of a mesh; they join those that the host has of it. Answered by `MeshReady` or `SpawnFailed`."""
 
@@ -188,6 +199,10 @@ class Spawn(_Message, frozen=True, tag="spawn"):
     """How the controller's front end calls what helps."""
     shares_files: bool = True
     """Whether the host has the files of the controller."""
+    command: StartCommand = StartCommand()
+    """What differs in ``environment`` is in there already."""
+    bindings: tuple[dict[str, str], ...] = ()
+    """Where on the machine workers run, by local rank (`meshbook.system.binding`)."""
 
 
 class Origin(NamedTuple):
@@ -751,6 +766,8 @@ class Begin(_Message, frozen=True, tag="begin"):
     environment: dict[bytes, bytes]
     advice: Advice = Advice()
     shares_files: bool = True
+    command: StartCommand = StartCommand()
+    binding: dict[str, str] = {}
 
 
 class Renumbered(_Message, frozen=True, tag="renumbered"):

@@ -48,6 +48,7 @@ from meshbook.shape.members import Extent
 from meshbook.shell.postmortem_memory import HeldMemoryGauge
 from meshbook.shell.shell import RankShell
 from meshbook.stacks.dump import accept_dumps
+from meshbook.system.binding import bind
 from meshbook.system.gpu import GpuGauge
 from meshbook.system.processes import may_be_traced
 from meshbook.wire import messages as wire
@@ -462,7 +463,13 @@ def _keep_operators() -> None:
 
 
 def _enter_environment(begin: wire.Begin) -> None:
+    if not begin.command.inherits:
+        os.environb.clear()
     os.environb.update(begin.environment)
+    for name in (name for name, value in begin.command.environment.items() if value is None):
+        os.environ.pop(name, None)
+    if begin.binding:
+        bind(begin.binding)
     set_advice(begin.advice)
     if begin.cwd:
         try:
@@ -472,7 +479,8 @@ def _enter_environment(begin: wire.Begin) -> None:
     sys.path[:0] = [path for entry in begin.sys_path if (path := os.fsdecode(entry)) not in sys.path]
     sys.argv = ["meshbook-worker"]
     if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(begin.identity.threads)
+        threads = begin.identity.threads
+        torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))) if begin.binding else threads)
     for module in begin.preload:
         __import__(module)
 

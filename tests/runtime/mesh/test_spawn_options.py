@@ -1,0 +1,146 @@
+"""How processes begin: their interpreter, their environment, and where on the machine they run."""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshbook import attach, detach, this_host
+from meshbook.actor import BootstrapCommand, Point, default_bootstrap_cmd
+from meshbook.errors import SpawnError, UsageError
+from meshbook.mesh.driven import own_meshes
+
+CPU = min(os.sched_getaffinity(0))
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment of its own that finds what ours has."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = "; ".join(f"site.addsitedir({each!r})" for each in site.getsitepackages())
+    (folder / "lib" / version / "site-packages" / "ours.pth").write_text(f"import site; {packages}\n")
+    return folder / "bin" / "python"
+
+
+def test_processes_run_another_interpreter_and_so_do_those_that_they_start(other_python: Path) -> None:
+    host = this_host().with_python_executable(other_python)
+    with host.spawn_procs({"gpus": 2}) as procs:
+        told = procs.run("import sys, torch; (sys.executable, sys.prefix, float(torch.ones(2).sum()))").get(60)
+        assert told.values() == [(str(other_python), str(other_python.parents[1]), 2.0)] * 2
+        assert procs.run("dist.all_reduce(t := torch.ones(1)); float(t)").get(60).values() == [2.0, 2.0]
+        started = "from meshbook.actor import this_host; inner = this_host().spawn_procs({'x': 1}, torch=False)"
+        procs.slice(gpus=0).run(started).get(60)
+        (inner,) = (mesh for mesh in own_meshes() if mesh.id != procs.id)
+        assert _executables(inner) == [str(other_python)]
+        inner.stop()
+        procs.respawn(1)
+        assert _executables(procs) == [str(other_python)] * 2
+    with this_host().spawn_procs({"gpus": 1}, torch=False) as procs:
+        assert _executables(procs) == [sys.executable]
+
+
+def _executables(procs: Any) -> list[str]:
+    return list(procs.run("import sys; sys.executable").get(60).values())
+
+
+@pytest.mark.parametrize(("python", "why"), [("/nowhere/python", "with /nowhere/python"), ("/bin/false", "template")])
+def test_an_interpreter_that_cannot_be_is_named(python: str, why: str) -> None:
+    with pytest.raises(SpawnError, match=why):
+        this_host().with_python_executable(python).spawn_procs({"gpus": 1}, torch=False)
+    with pytest.raises(UsageError, match="named by its path"):
+        this_host().with_python_executable("")
+
+
+def test_a_command_changes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "1")
+    monkeypatch.setenv("GONE", "1")
+    names = "import os; [os.environ.get(name) for name in ('HERE', 'GONE', 'MORE')]"
+    command = default_bootstrap_cmd().with_env({"MORE": "2"}).with_env({"GONE": None})
+    with this_host().spawn_procs({"gpus": 2}, bootstrap_command=command, torch=False) as procs:
+        assert procs.run(names).get(60).values() == [["1", None, "2"]] * 2
+    command.inherit_env = False
+    with this_host().spawn_procs({"gpus": 1}, bootstrap_command=command) as procs:
+        assert procs.run(names).get(60).values() == [[None, None, "2"]]
+        assert procs.run("'PATH' in os.environ, os.environ['LOCAL_RANK']").get(60).values() == [(False, "0")]
+
+
+def test_each_rank_has_a_command_of_its_own_and_keeps_it(other_python: Path) -> None:
+    def command(point: Point) -> BootstrapCommand:
+        program = str(other_python) if point["gpus"] == 1 else sys.executable
+        return BootstrapCommand(program, env={"MINE": str(point.rank)})
+
+    told = "import os, sys; (sys.executable, os.environ['MINE'])"
+    expected = [(sys.executable, "0"), (str(other_python), "1")]
+    with this_host().spawn_procs({"gpus": 2}, bootstrap_command=command, torch=False) as procs:
+        assert procs.run(told).get(60).values() == expected
+        procs.respawn([0, 1])
+        assert procs.run(told).get(60).values() == expected
+        with pytest.raises(UsageError, match="keeps its size: its bootstrap_command gave each rank its own"):
+            procs.grow(gpus=1)
+
+
+def test_what_is_no_command_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"runs PYTHON -m .*, not \[None, '-c', 'pass'\]: .*proc_bind"):
+        BootstrapCommand(sys.executable, None, ["-c", "pass"], {})
+    with pytest.raises(UsageError, match="or a function of a Point that gives one; got 7"):
+        this_host().spawn_procs({"gpus": 1}, bootstrap_command=7)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"bootstrap_command\({'gpus': 0}\) gave None"):
+        this_host().spawn_procs({"gpus": 1}, bootstrap_command=lambda point: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UsageError, match="'MORE': 7 is none"):
+        default_bootstrap_cmd().with_env({"MORE": 7})  # type: ignore[dict-item]
+
+
+def test_processes_are_bound_and_stay_so() -> None:
+    bind = [{"cpus": str(CPU)}, {"cpunodebind": "0", "membind": "0"}]
+    with this_host().spawn_procs({"gpus": 2}, None, "bound", bind) as procs:
+        assert procs.run(_BOUND).get(60).values()[0] == ([CPU], 1)
+        assert procs.run(_MEMORY).get(60).values()[1] == "bind:0"
+        procs.respawn(0)
+        assert procs.run(_BOUND).get(60).values()[0] == ([CPU], 1)
+
+
+_BOUND = "import os, torch; (sorted(os.sched_getaffinity(0)), torch.get_num_threads())"
+_MEMORY = "open('/proc/self/numa_maps').readline().split()[1]"
+
+
+def test_later_controllers_know_how_ranks_begin() -> None:
+    command = default_bootstrap_cmd().with_env({"MINE": "1"})
+    this_host().spawn_procs({"gpus": 1}, name="kept", proc_bind=[{"cpus": str(CPU)}], bootstrap_command=command)
+    detach()
+    procs = attach("kept").meshes[0]
+    procs.respawn(0)
+    assert procs.run(f"import os; {_BOUND}[0], os.environ['MINE']").get(60).values() == [([CPU], "1")]
+    procs.stop()
+
+
+@pytest.mark.parametrize(
+    ("bind", "why"),
+    [
+        ([{"cpus": "0"}], "a mapping for each of the 2 processes"),
+        ({"cpus": "0"}, "a mapping for each of the 2 processes"),
+        ([{"cpus": "0"}, {"cpu": "0"}], "not bound by 'cpu'; did you mean \"cpus\""),
+        ([{"cpus": "0"}, {"cpus": "0-"}], "a text that lists numbers"),
+        ([{"cpus": "0"}, {"cpus": "0", "physcpubind": "0"}], "all name CPUs"),
+        ([{"cpus": "0"}, 7], "a binding maps names to numbers"),
+    ],
+)
+def test_bindings_that_do_not_fit_are_refused(bind: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        this_host().spawn_procs({"gpus": 2}, proc_bind=bind)
+
+
+@pytest.mark.parametrize(
+    ("bind", "why"), [({"cpus": "60000"}, "may not use CPU 60000, but"), ({"cpunodebind": "999"}, "no NUMA node 999")]
+)
+def test_bindings_that_the_machine_has_not_are_named(bind: Mapping[str, str], why: str) -> None:
+    with pytest.raises(SpawnError, match=why):
+        this_host().spawn_procs({"gpus": 1}, proc_bind=[bind], torch=False)
