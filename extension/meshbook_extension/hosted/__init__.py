@@ -1,0 +1,1 @@
+"""Machines that only a hosted notebook reaches."""
