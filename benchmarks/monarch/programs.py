@@ -404,6 +404,21 @@ def processes_that_are_bound(procs: Any) -> Any:
 
 
 @program
+def a_window_without_a_stream(procs: Any) -> Any:
+    return procs.logging_option(aggregate_window_sec=3).get()
+
+
+@program
+def a_level_of_logging(procs: Any) -> Any:
+    return procs.logging_option(stream_to_client=True, aggregate_window_sec=None, level=30).get()
+
+
+@program
+def no_level_of_logging(procs: Any) -> Any:
+    return procs.logging_option(stream_to_client=True, level=256).get()
+
+
+@program
 def too_few_bindings(procs: Any) -> Any:
     return this_host().spawn_procs({"gpus": 2}, proc_bind=[{"cpus": "0"}])
 

@@ -16,7 +16,7 @@ from meshbook.launchers.templates import StartedTemplate, exec_template
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import last_words
 from meshbook.system.os_errors import explain
-from meshbook.system.processes import describe_exit, kill_session
+from meshbook.system.processes import describe_exit, kill_session, versions
 from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol
 
@@ -66,6 +66,11 @@ class TemplateOutput:
             self._kept = b"".join((self._kept + data).splitlines(keepends=True)[-_KEPT_LINES:])
             with contextlib.suppress(OSError):  # a full disk under the log
                 os.write(2, data)
+
+
+def _misfit(version: str) -> str:
+    """Why a template of another interpreter is of no use; empty where it is."""
+    return "" if version == versions() else f"it is {version}, this side {versions()}; both sides need the same"
 
 
 class TemplateProcess:
@@ -169,7 +174,7 @@ class TemplateProcess:
         if isinstance(answer, protocol.TemplateForked):
             self.pid = answer.pid
         elif isinstance(answer, protocol.TemplateReady):
-            self.problem, self.failure = answer.problem, answer.failure
+            self.problem, self.failure = answer.problem, answer.failure or _misfit(answer.version)
             self._ready = True
             self._serve_waiting()
         elif isinstance(answer, protocol.ForkFailed):

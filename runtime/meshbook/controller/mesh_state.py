@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from meshbook.calls.output import OutputTarget
 from meshbook.calls.stopped import StoppedRanks
 from meshbook.concurrency.future import Future
 from meshbook.controller.crash_loops import CrashLoops
@@ -89,6 +90,11 @@ def _path_bytes(path: str) -> bytes:
         return utf8_text(path).encode()
 
 
+class CallOutputSource(Protocol):
+    def target(self) -> OutputTarget | None:
+        """Where what a call prints goes that is made now; None: where the front end has it."""
+
+
 class Renumbering(NamedTuple):
     """Ranks get other numbers."""
 
@@ -147,6 +153,8 @@ class MeshState:
         self.stopped_ranks = StoppedRanks()
         self.sources: set[str] = set()
         """Names of the files of functions that were sent; those that only this process has were made known to ranks."""
+        self.shown_by: CallOutputSource | None = None
+        """Where what calls print goes, if not where the front end has it."""
         self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[HostState] = set()
 

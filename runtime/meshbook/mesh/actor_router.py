@@ -155,8 +155,7 @@ class ControllerRouter:
         if request.mesh == CONTROLLER_MESH:
             return self.client.call(request)
         mesh = self._find(request.mesh, request.generation)
-        source = self._controller.front_end.output_source if request.reply else None
-        output = source(ProcMesh(self._controller, mesh)) if source else None
+        output = ProcMesh(self._controller, mesh).output_target() if request.reply else None
         return self._controller.call(mesh, request, output)
 
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:

@@ -6,9 +6,10 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from meshbook.concurrency.background import run_in_background
-from meshbook.concurrency.future import Future
+from meshbook.concurrency.future import Future, MappedFuture, join_futures
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
@@ -181,6 +182,15 @@ class HostMesh(MeshView):
         """End the hosts' agents, and with them every mesh on these hosts; done when it returns. Idempotent."""
         self._controller.stop_hosts(self._present(), timeout_s)
         return Future.completed(None)
+
+    def sync_workspace(
+        self, workspace: str | Path = ".", conda: bool = False, auto_reload: bool = False
+    ) -> Future[None]:
+        """Send Python modules to all processes that have members on these hosts, as `ProcMesh.sync_workspace` does."""
+        hosts = {host.id for host in self._present()}
+        there = [mesh for mesh in self._controller.known_meshes() if hosts & {host.id for host in mesh.hosts}]
+        sent = [ProcMesh(self._controller, mesh).sync_workspace(workspace, conda, auto_reload) for mesh in there]
+        return MappedFuture(join_futures(sent), lambda _: None)
 
     @property
     def initialized(self) -> Future[bool]:

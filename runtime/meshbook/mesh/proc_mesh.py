@@ -40,6 +40,7 @@ from meshbook.formatting import format_sizes
 from meshbook.groups.absent import WITHOUT_TORCH
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
+from meshbook.mesh.log_streaming import LogStreaming
 from meshbook.mesh.proc_names import MonarchNames
 from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
 from meshbook.mesh.resize import Change, Elastic
@@ -223,12 +224,17 @@ class ProcMesh(MonarchNames):
         """
         return self._call("invoke", (function, *args), what=what, fail_fast=False)
 
-    def sync_workspace(self, workspace: str | Path = ".") -> Future[ValueMesh[dict[str, Synced]]]:
+    def sync_workspace(
+        self, workspace: str | Path = ".", conda: bool = False, auto_reload: bool = False
+    ) -> Future[ValueMesh[dict[str, Synced]]]:
         """Send the Python modules at a path to the members, which import them from memory and reload those in use.
 
         workspace: a module's file, a package, or a folder that has some. Values: what became of each module, by name.
-        Raises: UsageError, also where one does not parse.
+        conda, auto_reload: Monarch's. What is in use is reloaded either way.
+        Raises: UsageError, also where one does not parse, and for ``conda=True``: packages go by ``%mesh pip``.
         """
+        if conda:
+            raise UsageError("conda=True: the packages of an environment are not sent; `%mesh pip` installs them.")
         found = find_modules(Path(workspace))
         for name, problem in found.broken.items():
             raise UsageError(f"{name} does not parse ({problem}); nothing was sent")
@@ -414,9 +420,19 @@ class ProcMesh(MonarchNames):
         if self._mesh.before_calls:
             _call_living(self._mesh.before_calls)
         pickled = dumps((args, kwargs or {}), what=what, roots=roots)
-        source = self._controller.front_end.output_source
         request = CallRequest(endpoint, self._members, pickled, what, fail_fast=fail_fast)
-        return self._controller.call(self._mesh, request, source(self) if source else None)
+        return self._controller.call(self._mesh, request, self.output_target())
+
+    def output_target(self) -> OutputTarget | None:
+        """Where what a call prints goes that is made now; None: to our stdout."""
+        shown_by, source = self._mesh.shown_by, self._controller.front_end.output_source
+        if shown_by is not None and (target := shown_by.target()) is not None:
+            return target
+        return source(self) if source else None
+
+    def show_calls_by(self, streaming: LogStreaming) -> None:
+        """Have what calls to the mesh print, those of cells apart, shown so from now on."""
+        self._mesh.shown_by = streaming
 
     def call_before_calls(self, method: Callable[[], object]) -> None:
         """Call a method before each call to these processes is sent, as long as its object lives; see `base`."""

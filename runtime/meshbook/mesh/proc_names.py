@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, cast
 
 from meshbook.concurrency.future import Future
 from meshbook.formatting import format_bytes
+from meshbook.mesh.log_streaming import set_logging
 from meshbook.shape.members import Extent, Region, arrange
 from meshbook.shape.view import MeshView
 
@@ -35,6 +37,17 @@ class MonarchNames(MeshView):
             sizes = {"hosts": len(hosts)} if len(hosts) > 1 else {}
         members = arrange(Extent.of(sizes), range(len(hosts))) if sizes else Region.of({})
         return HostMesh(procs._controller, hosts, members)
+
+    def logging_option(
+        self, stream_to_client: bool = False, aggregate_window_sec: float | None = None, level: int = logging.INFO
+    ) -> Future[None]:
+        """Say how what calls print is shown, and from which level on ranks log to stderr; done when they all do.
+
+        stream_to_client: as it comes, which is what happens anyway; False leaves it to the logs. Cells show theirs.
+        aggregate_window_sec: collect the lines of so many seconds, and show equal ones once, with their ranks.
+        Raises: UsageError for a window without stream_to_client, and for what is no level.
+        """
+        return set_logging(cast("ProcMesh", self), stream_to_client, aggregate_window_sec, level)
 
     def to_table(self) -> str:
         """A table of the processes: rank, place, host, pid, device, state and memory."""

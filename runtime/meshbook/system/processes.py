@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from meshbook._version import __version__
 from meshbook.system.descriptors import above_standard, open_above
 
 _PR_SET_PDEATHSIG = 1
@@ -210,6 +211,11 @@ def machine_id() -> str:
 def python_version() -> str:
     """As in ``3.11``: between these bytecode differs."""
     return "{}.{}".format(*sys.version_info)
+
+
+def versions() -> str:
+    """Of Python and of us: processes of one host that differ here do not understand each other."""
+    return f"Python {python_version()}, meshbook {__version__}"
 
 
 def memory_name() -> str:

@@ -30,6 +30,8 @@ class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
     seconds: float
     problem: str = ""
     failure: str = ""
+    version: str = ""
+    """Of its Python and of us, which have to be those of the agent."""
 
 
 class TemplateForked(msgspec.Struct, tag="born", frozen=True):

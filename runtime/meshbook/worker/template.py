@@ -40,6 +40,7 @@ from meshbook.system.processes import (
     outlive_parent,
     start_time,
     thread_count,
+    versions,
 )
 from meshbook.wire import messages as wire
 from meshbook.wire.template_messages import (
@@ -105,7 +106,8 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
         if (groups := sys.modules.get("meshbook.groups.rank_groups")) is not None:
             groups.warm()
         gc.freeze()  # keeps the collector of the children away from our objects, else it would copy their pages
-        sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, why_not_to_fork())))
+        took_s = time.perf_counter() - started
+        sock.send(wire.encode(TemplateReady(os.getpid(), took_s, why_not_to_fork(), version=versions())))
         flock = SpawnedWorkers()
         child = _serve(sock, flock, SpareWork(later or []))
         if child is None:

@@ -22,12 +22,16 @@ CPU = min(os.sched_getaffinity(0))
 
 @pytest.fixture(scope="module")
 def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment of its own that finds what ours has."""
-    folder = tmp_path_factory.mktemp("environment")
+    """Of an environment of its own that finds what ours has."""
+    return _environment(tmp_path_factory.mktemp("environment"))
+
+
+def _environment(folder: Path, more: str = "pass") -> Path:
+    """Make one, whose Python runs ``more`` first."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = "; ".join(f"site.addsitedir({each!r})" for each in site.getsitepackages())
-    (folder / "lib" / version / "site-packages" / "ours.pth").write_text(f"import site; {packages}\n")
+    (folder / "lib" / version / "site-packages" / "ours.pth").write_text(f"import site; {packages}; {more}\n")
     return folder / "bin" / "python"
 
 
@@ -58,6 +62,12 @@ def test_an_interpreter_that_cannot_be_is_named(python: str, why: str) -> None:
         this_host().with_python_executable(python).spawn_procs({"gpus": 1}, torch=False)
     with pytest.raises(UsageError, match="named by its path"):
         this_host().with_python_executable("")
+
+
+def test_an_interpreter_with_another_meshbook_is_refused(tmp_path: Path) -> None:
+    python = _environment(tmp_path, "import meshbook._version; meshbook._version.__version__ = '0.0'")
+    with pytest.raises(SpawnError, match=r"it is Python 3.*, meshbook 0\.0, this side .*; both sides need the same"):
+        this_host().with_python_executable(python).spawn_procs({"gpus": 1}, torch=False)
 
 
 def test_a_command_changes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
