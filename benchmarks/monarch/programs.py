@@ -405,17 +405,17 @@ def processes_that_are_bound(procs: Any) -> Any:
 
 @program
 def a_window_without_a_stream(procs: Any) -> Any:
-    return procs.logging_option(aggregate_window_sec=3).get()
+    return asyncio.run(_await(procs.logging_option(aggregate_window_sec=3)))
 
 
 @program
 def a_level_of_logging(procs: Any) -> Any:
-    return procs.logging_option(stream_to_client=True, aggregate_window_sec=None, level=30).get()
+    return asyncio.run(_await(procs.logging_option(stream_to_client=True, aggregate_window_sec=None, level=30)))
 
 
 @program
 def no_level_of_logging(procs: Any) -> Any:
-    return procs.logging_option(stream_to_client=True, level=256).get()
+    return asyncio.run(_await(procs.logging_option(stream_to_client=True, level=256)))
 
 
 @program
