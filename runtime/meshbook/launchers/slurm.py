@@ -26,19 +26,17 @@ from pathlib import Path
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.client import END_S, Client
 from meshbook.launchers.elsewhere import agent_script
 from meshbook.launchers.head_start import open_log
-from meshbook.launchers.local import reap_released, release_child
+from meshbook.launchers.local import reap_released
 from meshbook.launchers.slurm_log import StepLog
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.process_ends import end_process
-from meshbook.system.processes import address_towards, in_endpoint, is_same_process, own_address, start_time
+from meshbook.system.processes import address_towards, in_endpoint, own_address, start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 ANSWER_S = 10.0
 """How long commands of Slurm may take to answer."""
-END_S = 5.0
-"""How long salloc and srun may take to end when told to."""
 PIPE_BYTES = 1 << 20
 """What a pipe may hold: the tickets of some 2,000 hosts."""
 LOOK_S = 2.0
@@ -140,7 +138,7 @@ class SlurmLauncher:
 class SlurmHost:
     """An agent that is a task of a client. node: where it is, if that is known before it says so."""
 
-    def __init__(self, allocation: Allocation, client: Client, host_id: str, task: int, node: str) -> None:
+    def __init__(self, allocation: Allocation, client: SlurmClient, host_id: str, task: int, node: str) -> None:
         self.allocation, self._client, self._id, self._task, self._node = allocation, client, host_id, task, node
         self.pid, self.started = client.pid, client.started
         allocation.hosts.add(host_id)
@@ -185,69 +183,30 @@ def found_host(id: str, saved: SavedHost, logs: Path) -> SlurmHost:
     return SlurmHost(allocation, client, id, launcher.task, launcher.host)
 
 
-class Client:
-    """A salloc or srun, and what it and its tasks say.
-
-    process: where it is our child. held: our end of a pipe by which it knows of us.
-    """
+class SlurmClient(Client[StepLog]):
+    """A salloc or srun, and what it and its tasks say. held: our end of a pipe by which it knows of us."""
 
     def __init__(
         self, log: Path, pid: int, started: int, process: subprocess.Popen[bytes] | None = None, held: int = -1
     ) -> None:
+        super().__init__(log, pid, started, process)
         self._held = held
-        self.log, self.pid, self.started, self._process = log, pid, started, process
-        self._read_bytes, self._said = -1, StepLog()
 
-    @property
-    def said(self) -> StepLog:
-        with contextlib.suppress(OSError):
-            if (size := self.log.stat().st_size) != self._read_bytes:
-                self._read_bytes, self._said = size, StepLog.read(self.log.read_text(errors="replace"))
-        return self._said
+    def _read(self, text: str) -> StepLog:
+        return StepLog.read(text)
 
     @property
     def name(self) -> str:
         return "salloc" if self.said.owned else "srun"
 
-    def poll(self) -> int | None:
-        """How it has ended, as in `subprocess`; None while it runs."""
-        if self._process is not None:
-            return self._process.poll()
-        return None if is_same_process(self.pid, self.started) else 0
-
     def give(self, tickets: Sequence[Ticket]) -> None:
         """Give the agents their tickets, which lie with it until there are agents."""
         assert self._process is not None and self._process.stdin is not None
         fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # nobody reads while it is in the queue
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and `SlurmHost.failure` says why
-            self._process.stdin.write(encode_tickets(tickets) + b"\n")
-            self._process.stdin.flush()
+        self.write(encode_tickets(tickets) + b"\n")
 
-    def end(self, timeout_s: float) -> None:
-        """Wait until it ends, as it does with its agents, then end it; idempotent."""
-        self._close_stdin()
-        if self._process is None:
-            end_process(self.pid, self.started, timeout_s)
-            return
-        for deadline_s, end in ((timeout_s, self._process.terminate), (END_S, self._process.kill)):
-            try:
-                self._process.wait(deadline_s)
-                return
-            except subprocess.TimeoutExpired:
-                end()
-        self._process.wait()
-
-    def release(self) -> None:
-        """Close its stdin: agents see that their launcher has gone. It lives on."""
-        self._close_stdin()
-        if self._process is not None:
-            release_child(self._process)
-            self._process = None  # whoever attaches next, in this process too, finds it
-
-    def _close_stdin(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+    def close_stdin(self) -> None:
+        super().close_stdin()
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
@@ -260,7 +219,7 @@ class Allocation:
         self.log = log
         self.hosts: set[str] = set()
         """The ids of those that are there; with the last one it ends."""
-        self._clients: dict[Path, Client] = {}
+        self._clients: dict[Path, SlurmClient] = {}
         self._looked, self._queue = 0.0, ""
         self.address = ""
         """What its nodes reach, as in `Launcher.transport`, once that was found out."""
@@ -271,10 +230,10 @@ class Allocation:
         return self._first.said.job
 
     @property
-    def _first(self) -> Client:
-        return self._clients.get(self.log) or Client(self.log, 0, 0)
+    def _first(self) -> SlurmClient:
+        return self._clients.get(self.log) or SlurmClient(self.log, 0, 0)
 
-    def start(self, command: list[str], tickets: Sequence[Ticket], log: Path, job: str) -> Client:
+    def start(self, command: list[str], tickets: Sequence[Ticket], log: Path, job: str) -> SlurmClient:
         """Start a client. job: where the allocation is there already. Raises: OSError, SpawnError."""
         program, (watched, held) = _program(command[0]), os.pipe2(os.O_CLOEXEC)
         guard = [] if job else ["sh", "-c", _GUARD, "meshbook", f"/proc/self/fd/{watched}"]
@@ -296,13 +255,13 @@ class Allocation:
             raise
         finally:
             os.close(watched)
-        client = self._clients[log] = Client(log, process.pid, start_time(process.pid) or 0, process, held)
+        client = self._clients[log] = SlurmClient(log, process.pid, start_time(process.pid) or 0, process, held)
         client.give([elsewhere(ticket) for ticket in tickets])
         return client
 
-    def find(self, log: Path, pid: int, started: int) -> Client:
+    def find(self, log: Path, pid: int, started: int) -> SlurmClient:
         """The client that has this log, of another controller."""
-        return self._clients.setdefault(log, Client(log, pid, started))
+        return self._clients.setdefault(log, SlurmClient(log, pid, started))
 
     def look_at_queue(self) -> str:
         """Where its job is in the queue, and why; empty once it runs."""
@@ -316,7 +275,7 @@ class Allocation:
             self._looked = time.monotonic()
         return self._queue or "salloc asks Slurm for nodes"
 
-    def leave(self, host_id: str, client: Client, timeout_s: float) -> None:
+    def leave(self, host_id: str, client: SlurmClient, timeout_s: float) -> None:
         """A host has ended, or is to; without hosts everything ends that was started here, within the time."""
         self.hosts.discard(host_id)
         if not self.hosts:
