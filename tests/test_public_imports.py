@@ -25,7 +25,7 @@ PUBLIC = {
         get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
     """,
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
-    "meshbook.job": "JobState JobTrait LocalJob ProcessJob SSHJob SlurmJob",
+    "meshbook.job": "JobState JobTrait LocalJob ProcessJob RayJob SSHJob SlurmJob",
     "meshbook.mesh": """
         Attachment HostMesh ProcMesh SavedSession attach detach heal_mesh prewarm recall remember sessions
         set_output_source shutdown start_hosts this_host

@@ -5,6 +5,6 @@ A module of its own because programs import it by this name, as they import ``mo
 
 from __future__ import annotations
 
-from meshbook.mesh.jobs import JobState, JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob
+from meshbook.mesh.jobs import JobState, JobTrait, LocalJob, ProcessJob, RayJob, SlurmJob, SSHJob
 
-__all__ = ["JobState", "JobTrait", "LocalJob", "ProcessJob", "SSHJob", "SlurmJob"]
+__all__ = ["JobState", "JobTrait", "LocalJob", "ProcessJob", "RayJob", "SSHJob", "SlurmJob"]

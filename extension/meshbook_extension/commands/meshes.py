@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from typing import TYPE_CHECKING
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
 
-ENGINES = ("local", "ssh", "slurm")
+_COUNTED = {"slurm": "nodes of Slurm", "ray": "nodes of Ray"}
+"""What hosts are called of engines that are told how many there are to be."""
+
+ENGINES = ("local", "ssh", "slurm", "ray")
 
 
 @Command(
@@ -41,16 +45,16 @@ ENGINES = ("local", "ssh", "slurm")
     options=(
         Option(
             "--on",
-            "who starts the hosts: local, ssh on the hosts that are named, or slurm",
+            "who starts the hosts: local, ssh on the hosts that are named, slurm, or ray",
             str,
-            "local|ssh:HOST,..|slurm",
+            "local|ssh:HOST,..|slurm|ray[:ADDRESS]",
         ),
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
         Option("--preload", "modules to import once, before the ranks are forked", str, "MOD,.."),
         Option("--no-group", "form no process group"),
         Option("--no-torch", "ranks without torch, there sooner and lighter; no process group either"),
-        Option("--python", "the interpreter on the hosts of ssh and slurm", str, "PATH"),
+        Option("--python", "the interpreter on hosts elsewhere", str, "PATH"),
         Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
         Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
         Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", str, "TIME"),
@@ -68,6 +72,7 @@ ENGINES = ("local", "ssh", "slurm")
         "%mesh spawn gpus=8 --on ssh:nodeA,nodeB",
         "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
         "%mesh spawn hosts=4 gpus=8 --on slurm -- --partition gpu --time 1:00:00",
+        "%mesh spawn hosts=3 gpus=2 --on ray:head:6379",
         "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
         "%mesh spawn @gpu-cluster gpus=4",
     ),
@@ -77,6 +82,8 @@ Hosts of ssh are named as for ssh, by your own config; what follows -- goes to s
 connection, so no port has to be reachable, and end with it.
 Hosts of slurm are the nodes of an allocation: that of the notebook, else one of its own, for which what follows -- goes
 to salloc. Agents there dial the notebook's machine.
+Hosts of ray are nodes of a Ray cluster, with a GPU for each rank where it has them: that of this machine, or the one at
+ADDRESS. What follows -- is what each host asks for: --num-cpus N, --num-gpus N, --resources JSON.
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
 def spawn(session: Session, arguments: Arguments) -> None:
@@ -175,7 +182,7 @@ def _read_engine(arguments: Arguments) -> Launcher:
     engine, colon, named = text.partition(":")
     if engine not in ENGINES:
         near = did_you_mean(engine, ENGINES)
-        there = "local, slurm, and ssh with hosts: ssh:nodeA,nodeB"
+        there = "local, slurm, ray, and ssh with hosts: ssh:nodeA,nodeB"
         raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
     if engine == "ssh":
         if not named:
@@ -183,6 +190,8 @@ def _read_engine(arguments: Arguments) -> Launcher:
         from meshbook.launchers.ssh import SSHLauncher
 
         return SSHLauncher(named.split(","), python=arguments.text("--python"), options=arguments.rest)
+    if engine == "ray":
+        return _read_ray(arguments, named)
     if colon:
         raise arguments.grammar.refuse(f'the engine {engine} has no hosts to name, but got "{named}".')
     if engine == "slurm":
@@ -196,15 +205,25 @@ def _read_engine(arguments: Arguments) -> Launcher:
     return LocalLauncher()
 
 
+def _read_ray(arguments: Arguments, address: str) -> Launcher:
+    from meshbook.launchers.ray import RayLauncher
+
+    ranks = math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
+    device, given = arguments.text("--device"), " ".join(arguments.rest)
+    options = [f"--num-gpus={ranks}"] if device == "cuda" and "--num-gpus" not in given else []
+    gpus = ranks if device is None else 0
+    return RayLauncher(address, python=arguments.text("--python"), options=[*options, *arguments.rest], gpus=gpus)
+
+
 def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
     """How many hosts of its own the mesh has; None where it is on this one. Raises: UsageError."""
     from meshbook.launchers.local import LocalLauncher
 
     if isinstance(launcher, LocalLauncher):
         return count
-    if launcher.name == "slurm":
+    if launcher.name in _COUNTED:
         if count is None:
-            raise arguments.grammar.refuse(f"say how many nodes of Slurm: {HOSTS}=N.", "slurm")
+            raise arguments.grammar.refuse(f"say how many {_COUNTED[launcher.name]}: {HOSTS}=N.", launcher.name)
         return count
     from meshbook.launchers.ssh import SSHLauncher
 

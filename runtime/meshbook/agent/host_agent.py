@@ -415,7 +415,7 @@ def main(template: StartedTemplate | None = None) -> None:
             sys.exit(str(error))
     adopt_orphans()
     agent = HostAgent(ticket, template)
-    if ticket.by_tunnel:
+    if ticket.by_tunnel or ticket.ends_with_launcher:
         agent.end_with(connection)
     signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
     code = agent.run()

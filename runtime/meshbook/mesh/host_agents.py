@@ -102,6 +102,10 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
 
             found = found_host(id, saved, logs)
             launcher = SlurmLauncher(python=saved.launcher.python, options=saved.launcher.options, place=found)
+        elif saved.launcher.engine == "ray":
+            from meshbook.launchers.ray import found_host as found_host_of_ray
+
+            found, launcher = found_host_of_ray(id, saved, logs)
         hosts[id] = controller.find_host(id, saved, found)
         _know_launcher(controller, hosts[id], launcher, saved.serves_all)
     return hosts

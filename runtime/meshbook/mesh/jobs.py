@@ -11,6 +11,7 @@ in a file: another program takes meshes over by `meshbook.attach`.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -213,13 +214,54 @@ class SlurmJob(JobTrait):
     def _create(self) -> dict[str, HostMesh]:
         from meshbook.launchers.slurm import SlurmLauncher  # only here: who has no such hosts need not load it
 
-        launcher = SlurmLauncher(python=self._python, options=self._options)
-        everything = _start({HOSTS: (sum(self._meshes.values()), launcher)})[HOSTS]
-        meshes, first = {}, 0
-        for name, count in self._meshes.items():
-            meshes[name] = everything.slice(**{HOSTS: slice(first, first + count)})
-            first += count
-        return meshes
+        return _start_together(self._meshes, SlurmLauncher(python=self._python, options=self._options))
+
+
+class RayJob(JobTrait):
+    """Nodes of one placement group of Ray, arranged by name (`meshbook.launchers.ray`)."""
+
+    def __init__(
+        self,
+        meshes: Mapping[str, int],
+        address: str = "",
+        python_exe: str | None = None,
+        ray_args: Sequence[str] = (),
+        *,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
+        """meshes: how many nodes by name. address: of the cluster; by default that of this machine.
+
+        num_cpus, num_gpus, resources: what each host asks for. ray_args: more options, as of `RayLauncher`.
+        python_exe: the interpreter there; by default the path of our own where there is one, else Ray's.
+        """
+        super().__init__()
+        self._meshes, self._python, self._address = _checked_counts(meshes), python_exe, address
+        named = {"num-cpus": num_cpus, "num-gpus": num_gpus, "resources": resources and json.dumps(dict(resources))}
+        self._options = (*(f"--{name}={value}" for name, value in named.items() if value is not None), *ray_args)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, RayJob) and self.active and spec._spec == self._spec
+
+    @property
+    def _spec(self) -> object:
+        return self._meshes, self._address, self._python, self._options
+
+    def _create(self) -> dict[str, HostMesh]:
+        from meshbook.launchers.ray import RayLauncher  # only here: who has no such hosts need not load it
+
+        return _start_together(self._meshes, RayLauncher(self._address, python=self._python, options=self._options))
+
+
+def _start_together(meshes: Mapping[str, int], launcher: Launcher) -> dict[str, HostMesh]:
+    """Start all hosts at once, and part them by name. Raises: SpawnError; then none is left."""
+    everything = _start({HOSTS: (sum(meshes.values()), launcher)})[HOSTS]
+    parts, first = {}, 0
+    for name, count in meshes.items():
+        parts[name] = everything.slice(**{HOSTS: slice(first, first + count)})
+        first += count
+    return parts
 
 
 def _start(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:

@@ -30,6 +30,8 @@ class Ticket(msgspec.Struct, frozen=True):
     """What people call the host; empty: its machine's own name."""
     by_tunnel: bool = False
     """Whether the endpoint is an end of the launcher's connection, with which it ends (`meshbook.agent.tunnel`)."""
+    ends_with_launcher: bool = False
+    """Whether it ends when nobody reads its stdout any more, though it has dialled by itself."""
 
 
 def elsewhere(ticket: Ticket) -> Ticket:
