@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from benchmarks.ssh_hosts import NoDaemonError, end_with_parent
 
-CPUS = 2
+CPUS = 1
 STORE_BYTES = 80 << 20
 
 
@@ -26,7 +26,8 @@ class RayNodes:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         ready = self._read()
-        self.address, self.raylets = str(ready["address"]), cast(list[int], ready["raylets"])
+        self.address, self.raylets = str(ready["address"]), set(cast(list[int], ready["raylets"]))
+        """Their pids, also of those that were killed."""
 
     def ask(self, what: str, *arguments: object) -> dict[str, Any]:
         """kill NAME, add NAME, or groups: what is left of placement groups and actors."""
@@ -34,7 +35,7 @@ class RayNodes:
         self._process.stdin.write(json.dumps([what, *arguments]).encode() + b"\n")
         self._process.stdin.flush()
         answer = self._read()
-        self.raylets = answer.get("raylets", self.raylets)
+        self.raylets.update(answer.get("raylets", ()))
         return answer
 
     def left(self) -> list[str]:
@@ -51,7 +52,7 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(count: int = 3) -> Iterator[RayNodes]:
-    """Nodes r1, r2, ... of 2 CPUs each, which are not there. Raises: NoDaemonError."""
+    """Nodes r1, r2, ... of one CPU each, which are not there. Raises: NoDaemonError."""
     if importlib.util.find_spec("ray") is None:
         raise NoDaemonError("there is no Ray: pip install 'meshbook[ray]'")
     process = subprocess.Popen(
@@ -83,7 +84,12 @@ class _Keeper:
         import ray
         from ray.cluster_utils import Cluster
 
-        quick = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_timeout_ms": 500}
+        quick = {
+            "health_check_period_ms": 500,
+            "health_check_failure_threshold": 3,
+            "health_check_timeout_ms": 500,
+            "prestart_worker_first_driver": False,
+        }
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}
         for number in range(1, count + 1):

@@ -5,10 +5,10 @@
         '── own address: port <══════════════════════════ network ═════════════════════════════'
 
 The driver (`meshbook.launchers.ray_driver`) is a process beside us, so that the notebook's own is no driver of Ray,
-which would change its signal handlers and its output. Like salloc it outlives the controller, as agents do, until its last
-agent has ended; its own end is the end of the placement group, the actors and the agents. What it says goes to a file
-(`meshbook.launchers.ray_log`). A lost host comes back by another actor in its bundle, which Ray puts on another node
-where the first has gone: the driver is asked by its socket, by the next controller too.
+which would change its signal handlers and its output. Like salloc it outlives the controller, as agents do, until its
+last agent has ended; its own end is the end of the placement group, the actors and the agents. What it says goes to a
+file (`meshbook.launchers.ray_log`). A lost host comes back by another actor in its bundle, which Ray puts on another
+node where the first has gone: the driver is asked by its socket, by the next controller too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The driver of Ray: has a placement group, and in each of its bundles an actor that starts an agent.
 
-    python -m meshbook.launchers.ray_driver     what is wanted: a line on stdin; what becomes of it: `ray_log`, by stdout
+    python -m meshbook.launchers.ray_driver     what is wanted, a line on stdin; what becomes of it: `ray_log`
 
 It ends when it is told to (SIGTERM), when its controller goes before Ray had the nodes, and when the last agent has
 ended and no controller is there: with its end Ray removes what is left of its actors and of the placement group.
@@ -303,7 +303,7 @@ def _watch(actor: Any) -> tuple[int, str]:
 
 
 def _how(status: int, node: str, said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in said.splitlines() if line.strip() not in ("", "Killed")]
     status = 128 - status if status > 128 else status  # as a shell tells of signals
     words = "; ".join(lines[-3:])
     return f"its agent{node and f' on {node}'} ended ({describe_exit(status)}){words and f': {words}'}"

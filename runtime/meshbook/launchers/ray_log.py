@@ -69,5 +69,5 @@ class RayLog:
             return with_hint(said, _HINTS)
         if status is None:
             return None
-        words = "; ".join(self.said[-_SAID_LINES:])
+        words = "; ".join(self.said[-_SAID_LINES:]) if status > 0 else ""  # else they are of something else
         return with_hint(f"the driver of Ray has ended ({describe_exit(status)}){words and f': {words}'}", _HINTS)

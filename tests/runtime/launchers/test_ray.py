@@ -1,0 +1,259 @@
+"""Hosts on the nodes of a real Ray cluster: they work as others do, each failure is told, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+from controllers import Zygote, alone
+from ray_cluster import await_quiet, drivers, ray_cluster, tasks
+
+import meshbook
+from benchmarks.ray_nodes import RayNodes
+from meshbook import ProcMesh, start_hosts
+from meshbook.errors import SpawnError, UsageError, WorkerLost
+from meshbook.job import RayJob
+from meshbook.launchers.ray import RayLauncher
+from meshbook.mesh.driven import own_sessions
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def nodes(clean_end: None) -> Iterator[RayNodes]:
+    with ray_cluster() as found:
+        yield found
+        meshbook.shutdown()
+
+
+@contextlib.contextmanager
+def spawned(nodes: RayNodes, count: int, **launcher: object) -> Iterator[ProcMesh]:
+    """A rank on each of so many nodes, without torch: it is there soon."""
+    hosts = start_hosts({"hosts": count}, RayLauncher(nodes.address, **launcher))  # type: ignore[arg-type]
+    with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, env={"GREETING": "hello"}) as procs:
+        yield procs
+
+
+def agent_of(procs: ProcMesh, host: int) -> psutil.Process:
+    hello = procs._mesh.hosts[host].hello
+    assert hello is not None
+    return psutil.Process(hello.pid)
+
+
+def loss(procs: ProcMesh, how: Callable[[], object], rank: int = 1) -> str:
+    """What a call says of a rank that is lost by ``how`` while it runs."""
+    future = procs.slice(hosts=rank).run("import time; time.sleep(120)")
+    how()
+    with pytest.raises(WorkerLost) as told:
+        future.get(60)
+    return str(told.value)
+
+
+def known_hosts() -> list[str]:
+    saved = [host for session in own_sessions() for host in session.state.hosts.values()]
+    return [host.name for host in saved if host.launcher.engine == "ray"]
+
+
+# ---- what works -----------------------------------------------------------------------------------------------------
+
+
+def test_collectives_run_across_nodes_and_a_job_of_several_names_is_one_placement_group(nodes: RayNodes) -> None:
+    job = RayJob({"trainers": 2, "judges": 1}, nodes.address, num_cpus=1)
+    state = job.state()
+    with state.trainers.spawn_procs({"gpus": 2}, device="cpu") as procs:
+        code = "t = torch.ones(1) * rank; dist.all_reduce(t); (t.item(), dict(point))"
+        assert procs.run(code).get(60).values()[3] == (6.0, {"hosts": 1, "gpus": 1})
+        with state.judges.spawn_procs(torch=False) as judges:
+            assert sorted([*procs.hosts, *judges.hosts]) == ["r1", "r2", "r3"] and len(nodes.left()) == 1
+    job.kill()
+    await_quiet(nodes)
+
+
+def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes: RayNodes) -> None:
+    with spawned(nodes, 2) as procs:
+        procs.run("kept = rank + 1").get(60)
+        here = procs.hosts
+        said = loss(procs, agent_of(procs, 1).kill)
+        assert f"its agent on {here[1]} ended (killed by SIGKILL" in said
+        assert f"host {here[1]} started again, rank 1 started again" in str(procs.heal())
+        assert procs.hosts == here
+        code = "import os; (os.environ['GREETING'], globals().get('kept'))"
+        assert procs.run(code).get(60).values() == [("hello", 1), ("hello", None)]
+        actor = agent_of(procs, 1).parents()[1]
+        assert actor.name().startswith("ray::")
+        assert "The actor is dead because its worker process has died" in loss(procs, actor.kill)
+        procs.heal()
+        keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
+        seen = [*tasks(nodes), *drivers()]
+        words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen if process.is_running())
+        assert "host_agent" in words and "ray_driver" in words and not [key for key in keys if key in words]
+        with pytest.raises(UsageError, match="its hosts are the bundles of its placement group"):
+            procs.grow(hosts=1)
+        rank = next(rank for rank, name in enumerate(procs.hosts) if name != "r1")  # r1 is the head
+        lost = procs.hosts[rank]
+        assert "node was terminated unexpectedly" in loss(procs, lambda: nodes.ask("kill", lost), rank)
+        procs.heal()
+        assert lost not in procs.hosts and procs.run("rank").get(60).values() == [0, 1]
+        nodes.ask("add", lost)
+    await_quiet(nodes)
+
+
+def test_the_end_of_the_driver_is_the_end_of_all(nodes: RayNodes) -> None:
+    with spawned(nodes, 2) as procs:
+        assert "the driver of Ray has ended (killed by SIGKILL" in loss(procs, drivers()[0].kill)
+        await_quiet(nodes)
+        with pytest.raises(SpawnError, match="its placement group has ended: spawn the mesh again"):
+            procs.heal()
+    assert not known_hosts()
+
+
+# ---- controllers come and go ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zygote(clean_end: None) -> Iterator[Zygote]:
+    meshbook.shutdown()
+    with alone() as started:
+        yield started
+
+
+_PROGRAM = """
+    import os
+    os.environ.update({environment!r})
+    from meshbook import start_hosts
+    from meshbook.launchers.ray import RayLauncher
+    hosts = start_hosts({{"hosts": 2}}, RayLauncher({address!r}))
+    procs = hosts.spawn_procs({{"gpus": 1}}, torch=False, owns_hosts=True, name="kept")
+    procs.run("kept = rank + 1").get(60)
+    say("ready")
+    wait()
+"""
+
+
+def program(nodes: RayNodes, **environment: str) -> str:
+    return textwrap.dedent(_PROGRAM.format(environment=environment, address=nodes.address))
+
+
+def test_the_next_controller_has_the_hosts_of_one_that_was_killed(nodes: RayNodes, zygote: Zygote) -> None:
+    meshbook.shutdown()
+    driver = zygote.start(program(nodes))
+    driver.expect("ready")
+    driver.kill()
+    attached = meshbook.attach("kept", timeout_s=60)
+    procs = attached.mesh("kept")
+    assert attached.lost_hosts == [] and procs.run("kept").get(60).values() == [1, 2]
+    assert "its agent on" in loss(procs, agent_of(procs, 1).kill)
+    procs.heal()
+    assert procs.run("globals().get('kept')").get(60).values() == [1, None] and len(nodes.left()) == 1
+    procs.stop()
+    meshbook.shutdown()
+    await_quiet(nodes)
+
+
+def test_without_a_controller_all_ends_with_the_lease(nodes: RayNodes, zygote: Zygote) -> None:
+    meshbook.shutdown()
+    driver = zygote.start(program(nodes, MESHBOOK_LEASE_S="1"))
+    driver.expect("ready")
+    driver.kill()
+    await_quiet(nodes, 60)
+
+
+# ---- what can go wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "launcher", "said"),
+    [
+        (4, {}, "Ray has too few nodes for 4 hosts, each on a node of its own: 3 of its 3 nodes have 1 CPU"),
+        (2, {"options": ["--num-gpus=1"]}, "0 of its 3 nodes have 1 CPU, 1 GPU"),
+        (2, {"python": "/no/such/python"}, "meshbook: no Python at /no/such/python"),
+    ],
+)
+def test_what_ray_cannot_give(nodes: RayNodes, count: int, launcher: dict[str, object], said: str) -> None:
+    with pytest.raises(SpawnError) as told, spawned(nodes, count, **launcher):
+        pass
+    assert said in str(told.value)
+    await_quiet(nodes)
+    assert not known_hosts()
+
+
+@pytest.fixture
+def busy(nodes: RayNodes) -> Iterator[None]:
+    """Others have all CPUs."""
+    nodes.ask("hold", 1, 3)
+    yield
+    nodes.ask("give_back")
+    await_quiet(nodes)
+
+
+def test_an_interrupt_while_ray_is_busy_leaves_nothing(
+    nodes: RayNodes, busy: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press() -> None:
+        said, deadline = "", time.monotonic() + 60
+        while "waited" not in said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+        told.append(said)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    told: list[str] = []
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), spawned(nodes, 2):
+        pass
+    thread.join()
+    assert "Ray's queue: 2 hosts need a node each with 1 CPU; 0 of 3 nodes have that free; waited" in told[0]
+    assert len(nodes.left()) == 1 and not drivers() and not known_hosts(), "what others hold is theirs"
+
+
+def test_a_controller_that_is_killed_leaves_nothing_waiting(nodes: RayNodes, busy: None, zygote: Zygote) -> None:
+    driver = zygote.start(program(nodes))
+    deadline = time.monotonic() + 60
+    while len(nodes.left()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    driver.kill()
+    while len(nodes.left()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(nodes.left()) == 1
+
+
+# ---- without a cluster ----------------------------------------------------------------------------------------------
+
+
+def test_no_cluster_at_the_address() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(SpawnError, match=f"there is no Ray cluster at {address}: Connection refused"):
+        start_hosts({"hosts": 1}, RayLauncher(address)).spawn_procs(torch=False, owns_hosts=True)
+    meshbook.shutdown()
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SpawnError, match=r"pip install 'meshbook\[ray\]'"):
+        start_hosts({"hosts": 1}, RayLauncher())
+    meshbook.shutdown()
+
+
+@pytest.mark.parametrize("options", [["--nodes=3"], ["--num-cpus", "many"], ["--resources", "[1]"]])
+def test_options_that_make_no_sense(options: list[str]) -> None:
+    with pytest.raises(UsageError, match="Options of Ray are --num-cpus N"):
+        RayLauncher(options=options)
+
+
+def test_who_has_no_such_hosts_does_not_load_it() -> None:
+    code = "import sys, meshbook.mesh.driven, meshbook.job; print({'ray', 'meshbook.launchers.ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stderr
