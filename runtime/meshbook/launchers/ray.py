@@ -73,7 +73,7 @@ class RayLauncher:
         """
         self.address, self.python, self.gpus, self._place = address, python or "", gpus, place
         self.options = tuple(map(str, options))
-        self._wanted = _Options().parse_args(list(self.options))
+        self._wanted = _RayOptions().parse_args(list(self.options))
         self._launched: list[RayHost] = []
 
     @property
@@ -231,7 +231,7 @@ def _address_for_nodes(address: str) -> str:
     return own_address()
 
 
-class _Options(argparse.ArgumentParser):
+class _RayOptions(argparse.ArgumentParser):
     """What a host of Ray may ask for, named as by ``ray start``."""
 
     def __init__(self) -> None:
