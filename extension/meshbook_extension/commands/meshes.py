@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
 
-_COUNTED = {"slurm": "nodes of Slurm", "ray": "nodes of Ray"}
+_COUNTED = {"slurm": "nodes of Slurm", "ray": "nodes of Ray", "manual": "hosts you will start"}
 """What hosts are called of engines that are told how many there are to be."""
 
-ENGINES = ("local", "ssh", "slurm", "ray")
+ENGINES = ("local", "ssh", "slurm", "ray", "manual")
 
 
 @Command(
@@ -45,9 +45,9 @@ ENGINES = ("local", "ssh", "slurm", "ray")
     options=(
         Option(
             "--on",
-            "who starts the hosts: local, ssh on the hosts that are named, slurm, or ray",
+            "who starts the hosts: local, ssh on the hosts that are named, slurm, ray, or you",
             str,
-            "local|ssh:HOST,..|slurm|ray[:ADDRESS]",
+            "local|ssh:HOST,..|slurm|ray[:ADDRESS]|manual[:ADDRESS]",
         ),
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
@@ -55,6 +55,7 @@ ENGINES = ("local", "ssh", "slurm", "ray")
         Option("--no-group", "form no process group"),
         Option("--no-torch", "ranks without torch, there sooner and lighter; no process group either"),
         Option("--python", "the interpreter on hosts elsewhere", str, "PATH"),
+        Option("--within", "how long hosts of manual may take to come (30m)", str, "TIME"),
         Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
         Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
         Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", str, "TIME"),
@@ -73,6 +74,7 @@ ENGINES = ("local", "ssh", "slurm", "ray")
         "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
         "%mesh spawn hosts=4 gpus=8 --on slurm -- --partition gpu --time 1:00:00",
         "%mesh spawn hosts=3 gpus=2 --on ray:head:6379",
+        "%mesh spawn hosts=2 gpus=8 --on manual --within 1h",
         "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
         "%mesh spawn @gpu-cluster gpus=4",
     ),
@@ -84,6 +86,7 @@ Hosts of slurm are the nodes of an allocation: that of the notebook, else one of
 to salloc. Agents there dial the notebook's machine.
 Hosts of ray are nodes of a Ray cluster, with a GPU for each rank where it has them: that of this machine, or the one at
 ADDRESS. What follows -- is what each host asks for: --num-cpus N, --num-gpus N, --resources JSON.
+Hosts of manual are where you run the command that is shown, with a ticket that is good for so many hosts and so long.
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
 def spawn(session: Session, arguments: Arguments) -> None:
@@ -182,8 +185,10 @@ def _read_engine(arguments: Arguments) -> Launcher:
     engine, colon, named = text.partition(":")
     if engine not in ENGINES:
         near = did_you_mean(engine, ENGINES)
-        there = "local, slurm, ray, and ssh with hosts: ssh:nodeA,nodeB"
+        there = "local, slurm, ray, manual, and ssh with hosts: ssh:nodeA,nodeB"
         raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
+    if engine != "manual" and arguments.text("--within") is not None:
+        raise arguments.grammar.refuse("--within is for hosts that you start: --on manual.", "manual")
     if engine == "ssh":
         if not named:
             raise arguments.grammar.refuse("ssh needs the names of hosts, as your ssh config has them.", "ssh:")
@@ -192,14 +197,15 @@ def _read_engine(arguments: Arguments) -> Launcher:
         return SSHLauncher(named.split(","), python=arguments.text("--python"), options=arguments.rest)
     if engine == "ray":
         return _read_ray(arguments, named)
+    if engine == "manual":
+        return _read_manual(arguments, named)
     if colon:
         raise arguments.grammar.refuse(f'the engine {engine} has no hosts to name, but got "{named}".')
     if engine == "slurm":
         from meshbook.launchers.slurm import SlurmLauncher
 
         return SlurmLauncher(python=arguments.text("--python"), options=arguments.rest)
-    if rest := " ".join(arguments.rest):
-        raise arguments.grammar.refuse(f'the engine {engine} has no options, but got "{rest}" after "--".')
+    _refuse_rest(arguments, engine)
     if arguments.text("--python") is not None:
         raise arguments.grammar.refuse("--python is for hosts elsewhere; ranks here run on the notebook's own.", "ssh:")
     return LocalLauncher()
@@ -213,6 +219,21 @@ def _read_ray(arguments: Arguments, address: str) -> Launcher:
     options = [f"--num-gpus={ranks}"] if device == "cuda" and "--num-gpus" not in given else []
     gpus = ranks if device is None else 0
     return RayLauncher(address, python=arguments.text("--python"), options=[*options, *arguments.rest], gpus=gpus)
+
+
+def _read_manual(arguments: Arguments, address: str) -> Launcher:
+    """Raises: UsageError."""
+    from meshbook.launchers.manual import WITHIN_S, ManualLauncher
+
+    _refuse_rest(arguments, "manual")
+    within = arguments.text("--within")
+    within_s = WITHIN_S if within is None else parse_duration(within, "--within")
+    return ManualLauncher(address, python=arguments.text("--python"), within_s=within_s)
+
+
+def _refuse_rest(arguments: Arguments, engine: str) -> None:
+    if rest := " ".join(arguments.rest):
+        raise arguments.grammar.refuse(f'the engine {engine} has no options, but got "{rest}" after "--".')
 
 
 def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:

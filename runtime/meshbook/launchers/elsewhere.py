@@ -19,7 +19,7 @@ PYTHON_HINTS = (
 def agent_script(python: str) -> str:
     """A script for sh that runs an agent. python: the interpreter; empty: the path of our own, else ``python3``."""
     pythons = [python] if python else [sys.executable, "python3"]
-    words = " ".join(map(_quoted, pythons))
+    words = " ".join(map(quoted_program, pythons))
     names = shlex.quote(f"{NO_PYTHON} at {' or '.join(pythons)}")
     return (
         f'for p in {words}; do command -v "$p" >/dev/null 2>&1 && '
@@ -33,5 +33,6 @@ def with_hint(said: str, hints: Iterable[tuple[str, str]]) -> str:
     return f"{said}. {hint}" if hint else said
 
 
-def _quoted(path: str) -> str:
+def quoted_program(path: str) -> str:
+    """As a shell takes it; ``~/`` stays the home over there."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from meshbook.concurrency.sigint import held_back
 from meshbook.controller.controller import Controller
@@ -83,6 +84,20 @@ def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
     )
 
 
+class HostProgress:
+    """Tells what hosts wait for before they are there, a line whenever it is something else."""
+
+    def __init__(self, hosts: Sequence[HostState]) -> None:
+        self._hosts, self._told = hosts, ""
+
+    def look(self, waits_for: str) -> None:
+        there = [host.name for host in self._hosts if host.is_up]
+        line = waits_for + (f"; there: {', '.join(there)}" if waits_for and there else "")
+        if line not in ("", self._told):
+            print(line, flush=True)
+            self._told = line
+
+
 # ---- those of a former controller -----------------------------------------------------------------------------------
 
 
@@ -112,6 +127,10 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
 
 
 def _launcher_of(saved: SavedLauncher) -> Launcher:
+    if saved.engine == "manual":
+        from meshbook.launchers.manual import saved_manual
+
+        return saved_manual(saved)
     if saved.engine == "ssh":
         from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
 

@@ -15,6 +15,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
+from meshbook.mesh.host_agents import HostProgress
 from meshbook.mesh.host_versions import warn_of_versions
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.spawn_options import (
@@ -237,26 +238,12 @@ class HostMesh(MeshView):
     def await_ready(self) -> list[HostState]:
         """Wait until all hosts are there. Raises: SpawnError."""
         hosts = self._present()
-        progress = _Progress(hosts)
+        progress = HostProgress(hosts)
         for host in hosts:
             host.wait_ready(HOST_TIMEOUT_S, progress.look)
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
         return hosts
-
-
-class _Progress:
-    """Tells what hosts wait for that wait in a queue, a line whenever it is something else."""
-
-    def __init__(self, hosts: Sequence[HostState]) -> None:
-        self._hosts, self._told = hosts, ""
-
-    def look(self, waits_for: str) -> None:
-        there = [host.name for host in self._hosts if host.is_up]
-        line = waits_for + (f"; there: {', '.join(there)}" if waits_for and there else "")
-        if line not in ("", self._told):
-            print(line, flush=True)
-            self._told = line
 
 
 def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object]) -> None:

@@ -33,6 +33,7 @@ from meshbook.errors import (
 from meshbook.formatting import name_ranks
 from meshbook.groups.deadlock import is_in_use
 from meshbook.groups.progress import Collectives
+from meshbook.mesh.host_agents import HostProgress
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -189,8 +190,9 @@ class Repair:
         try:
             for host in lost:
                 starting[host] = host.replace()
+            progress = HostProgress(list(starting.values()))
             for host, new in list(starting.items()):
-                new.wait_ready(HOST_TIMEOUT_S)
+                new.wait_ready(HOST_TIMEOUT_S, progress.look)
                 self._controller.ask(functools.partial(self._mesh.replace_host, host, new))
                 self._new_hosts.append(new.name)
                 del starting[host]

@@ -23,6 +23,7 @@ from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.errors.advice import advice
 from meshbook.formatting import format_sizes, name_ranks
+from meshbook.mesh.host_agents import HostProgress
 from meshbook.mesh.repair import GONE_TIMEOUT_S, HOST_TIMEOUT_S, Note, Repair
 from meshbook.mesh.resize_plan import NewHost, Plan, check_steps, describe_moves, plan_growth, plan_shrinkage, without
 from meshbook.wire import messages as wire
@@ -151,8 +152,9 @@ class Elastic:
         try:
             for key in wanted:
                 hosts[key] = launch()
+            progress = HostProgress(list(hosts.values()))
             for host in hosts.values():
-                host.wait_ready(HOST_TIMEOUT_S)
+                host.wait_ready(HOST_TIMEOUT_S, progress.look)
         except BaseException:
             self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
             raise

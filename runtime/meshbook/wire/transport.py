@@ -10,6 +10,7 @@ thread.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import select
@@ -43,12 +44,15 @@ class ControllerSocket:
         self._epoll = select.epoll()
         self._wake_fd = -1
         self._unix: UnixServer | None = None
-        self._zmq: ZmqServer | None = None
+        self._servers: list[ZmqServer] = []
+        """One for each address of this machine by which hosts reach it."""
+        self._server_of: dict[str, int] = {}
+        """Its index, by host id, of hosts that were heard of."""
         self._ends: set[int] = set()
         """Of processes whose end `poll` waits for (`meshbook.system.process_ends`)."""
 
     def bind(self, address: str) -> str:
-        """Listen at ``unix:PATH`` and at ``tcp://IP:PORT``, once each, ``*`` for any port; return what to dial.
+        """Listen at ``unix:PATH``, once, and at ``tcp://IP:PORT``, ``*`` for any port; return what to dial.
 
         Raises: OSError if the system has no sockets for it, and for other addresses.
         """
@@ -57,28 +61,30 @@ class ControllerSocket:
             return address
         if not address.startswith("tcp://"):  # as earlier versions have saved it
             raise OSError(errno.EPROTONOSUPPORT, "no address that this version listens at")
-        self._zmq = ZmqServer(address, (self.public_key, self._secret), self._keys, self._far_hosts)
-        for fd in self._zmq.descriptors:
+        expected = functools.partial(self._far_hosts, len(self._servers))
+        server = ZmqServer(address, (self.public_key, self._secret), self._keys, expected)
+        self._servers.append(server)
+        for fd in server.descriptors:
             self._epoll.register(fd, select.EPOLLIN)
         self.watch_door()
-        return self._zmq.endpoint
+        return server.endpoint
 
     @property
     def door(self) -> ConnectionFilter | None:
-        """Watches the TCP port, if there is one."""
-        return None if self._zmq is None else self._zmq.door
+        """Watches the first TCP port, if there is one."""
+        return self._servers[0].door if self._servers else None
 
     @property
     def rejected(self) -> int:
         """Connections, messages and keys that were not let in."""
-        return sum(server.rejected for server in (self._unix, self._zmq) if server is not None)
+        return sum(server.rejected for server in (self._unix, *self._servers) if server is not None)
 
     def watch_door(self) -> None:
-        """Once a second: open the TCP port while hosts are expected there, and shut it while none is."""
+        """Once a second: open each TCP port while hosts are expected there, and shut it while none is."""
         if self._unix is not None:
             self._unix.look_again()
-        if self._zmq is not None:
-            self._zmq.watch_door()
+        for server in self._servers:
+            server.watch_door()
 
     def accept(self, host_id: str) -> tuple[str, str]:
         """Make a key pair (public, secret) that lets ``host_id`` in, and nobody else."""
@@ -94,6 +100,7 @@ class ControllerSocket:
     def revoke(self, host_id: str) -> None:
         """Let ``host_id`` in no more."""
         self._keys.pop(host_id, None)
+        self._server_of.pop(host_id, None)
         if self._unix is not None:
             self._unix.revoke(host_id)
         self.watch_door()
@@ -109,9 +116,13 @@ class ControllerSocket:
         host_id = host_with(self._keys, key) if is_theirs else ""
         return (host_id, lane) if host_id and lane in LANES else None
 
-    def _far_hosts(self) -> list[str]:
-        """Hosts that are not connected by a Unix socket."""
-        return [id for id in self._keys if self._unix is None or not self._unix.has(id)]
+    def _far_hosts(self, server: int) -> list[str]:
+        """Hosts that are not connected by a Unix socket, or to another server than that with this index."""
+        return [
+            id
+            for id in self._keys
+            if self._server_of.get(id, server) == server and (self._unix is None or not self._unix.has(id))
+        ]
 
     def poll(self, wake_fd: int, timeout_s: float | None) -> bool:
         """Wait until a message, a wake-up by the eventfd ``wake_fd`` or the timeout is there; let hosts in meanwhile.
@@ -122,7 +133,7 @@ class ControllerSocket:
         if wake_fd != self._wake_fd:
             self._wake_fd = wake_fd
             self._epoll.register(wake_fd, select.EPOLLIN)
-        if self._zmq is not None and timeout_s != 0 and self._zmq.is_there:
+        if self._servers and timeout_s != 0 and any(server.is_there for server in self._servers):
             timeout_s = 0  # its descriptors tell edges only
         for fd, events in self._epoll.poll(timeout_s):
             if self._unix is not None and self._unix.serve(fd, events):
@@ -132,8 +143,9 @@ class ControllerSocket:
             elif fd in self._ends:
                 self._forget_end(fd)
                 ended = True
-            elif self._zmq is not None:
-                self._zmq.tell(fd)
+            else:
+                for server in self._servers:
+                    server.tell(fd)
         return ended
 
     @property
@@ -147,7 +159,8 @@ class ControllerSocket:
 
     def answered(self, host_id: str, before: float) -> float:
         """When the machine of a host was last known to be there (`meshbook.wire.answering`), at least ``before``."""
-        return before if self._zmq is None else self._zmq.answered(host_id, before)
+        server = self._server_of.get(host_id)
+        return before if server is None else self._servers[server].answered(host_id, before)
 
     def key_of(self, host_id: str) -> str:
         """The public key of a host that is let in; empty for any other."""
@@ -172,16 +185,18 @@ class ControllerSocket:
         received: list[tuple[str, LaneName, list[bytes]]] = []
         if self._unix is not None:
             received, self._unix.received = self._unix.received, received
-        if self._zmq is not None:
-            received += itertools.islice(self._zmq.receive(), most)
+        for index, server in enumerate(self._servers):
+            for message in itertools.islice(server.receive(), most):
+                self._server_of[message[0]] = index
+                received.append(message)
         return received
 
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
         """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
         if self._unix is not None and self._unix.send((host_id, lane), frames):
             return
-        if self._zmq is not None and (key := self._keys.get(host_id)) is not None:
-            self._zmq.send(key, lane, frames)
+        if (server := self._server_of.get(host_id)) is not None and (key := self._keys.get(host_id)) is not None:
+            self._servers[server].send(key, lane, frames)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close everything; what cannot be sent within ``linger_ms`` is dropped."""
@@ -189,8 +204,8 @@ class ControllerSocket:
             self._forget_end(fd)
         if self._unix is not None:
             self._unix.close(linger_ms / 1000)
-        if self._zmq is not None:
-            self._zmq.close(linger_ms)
+        for server in self._servers:
+            server.close(linger_ms)
         self._epoll.close()
 
 

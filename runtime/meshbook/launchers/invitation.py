@@ -1,0 +1,97 @@
+"""The ticket that a person carries to other machines, and what is said at the gate that it leads to.
+
+It is one line, so that it can be pasted. It names the gate (`meshbook.wire.gate`), and holds a secret: whoever shows
+that there is a host, as often as hosts are waited for. Only then an agent gets a `Ticket` of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from typing import TypeAlias
+
+import msgspec
+
+from meshbook.errors import UsageError
+from meshbook.wire.ticket import Ticket
+
+COMMAND = "-m meshbook.join"
+_KIND, _CHECK_BYTES = "mb1-", 4
+
+
+class Invitation(msgspec.Struct, array_like=True, frozen=True):
+    """What the line holds."""
+
+    endpoint: str
+    key: str
+    """Of the gate, public."""
+    token: str
+
+    def __str__(self) -> str:
+        packed = msgspec.msgpack.encode(self)
+        return _KIND + base64.urlsafe_b64encode(_check(packed) + packed).decode().rstrip("=")
+
+
+def read_invitation(line: str) -> Invitation:
+    """Raises: UsageError."""
+    text = line.strip()
+    try:
+        if not text.startswith(_KIND):
+            raise ValueError
+        coded = text.removeprefix(_KIND)
+        packed = base64.b64decode(coded + "=" * (-len(coded) % 4), altchars=b"-_", validate=True)
+        if packed[:_CHECK_BYTES] != _check(packed[_CHECK_BYTES:]):
+            raise ValueError
+        return msgspec.msgpack.decode(packed[_CHECK_BYTES:], type=Invitation)
+    except (ValueError, binascii.Error, msgspec.MsgspecError):
+        what = "nothing" if not text else f"{len(text)} characters that are no whole one"
+        raise UsageError(
+            f"a ticket is the whole line beginning with {_KIND} that the notebook shows, but there came {what}; "
+            "copy it once more, from its beginning to its end."
+        ) from None
+
+
+class Arrival(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Somebody wants to be a host."""
+
+    token: str
+    name: str
+    """Of the machine."""
+    protocol: int
+    python: str
+
+
+class Departure(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """A host has ended, or is about to."""
+
+    token: str
+    host_id: str
+    why: str
+
+
+class Admitted(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """It is one."""
+
+    ticket: Ticket
+    home: str
+    """Who waits, and where, as people call it."""
+
+
+class TurnedAway(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """It is none; also the answer to who leaves."""
+
+    reason: str
+
+
+GateQuestion: TypeAlias = Arrival | Departure
+GateAnswer: TypeAlias = Admitted | TurnedAway
+
+encode = msgspec.msgpack.encode
+decode_question = msgspec.msgpack.Decoder(GateQuestion).decode
+decode_answer = msgspec.msgpack.Decoder(GateAnswer).decode
+
+
+def _check(packed: bytes) -> bytes:
+    """Tells a line that was not copied whole."""
+    return hashlib.sha256(packed).digest()[:_CHECK_BYTES]
