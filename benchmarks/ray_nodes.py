@@ -17,6 +17,8 @@ from typing import Any, cast
 from benchmarks.ssh_hosts import NoDaemonError, end_with_parent
 
 CPUS = 1
+GPUS = 2
+"""Of each node but the first, as far as Ray knows."""
 STORE_BYTES = 80 << 20
 
 
@@ -52,7 +54,7 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(count: int = 3) -> Iterator[RayNodes]:
-    """Nodes r1, r2, ... of one CPU each, which are not there. Raises: NoDaemonError."""
+    """Nodes r1, r2, ... of one CPU each, and two GPUs but for the first; they are not there. Raises: NoDaemonError."""
     if importlib.util.find_spec("ray") is None:
         raise NoDaemonError("there is no Ray: pip install 'meshbook[ray]'")
     process = subprocess.Popen(
@@ -93,13 +95,12 @@ class _Keeper:
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}
         for number in range(1, count + 1):
-            self.add(f"r{number}", **({"_system_config": quick} if number == 1 else {}))
+            self.add(f"r{number}", **({"_system_config": quick, "num_gpus": 0} if number == 1 else {}))
         ray.init(self._cluster.address, log_to_driver=False, configure_logging=False)
 
     def add(self, name: str, **options: object) -> dict[str, object]:
-        self._nodes[name] = self._cluster.add_node(
-            num_cpus=CPUS, node_name=name, object_store_memory=STORE_BYTES, include_dashboard=False, **options
-        )
+        default = {"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        self._nodes[name] = self._cluster.add_node(node_name=name, **{**default, **options})
         return self._describe()
 
     def kill(self, name: str) -> dict[str, object]:

@@ -79,6 +79,14 @@ def test_collectives_run_across_nodes_and_a_job_of_several_names_is_one_placemen
     await_quiet(nodes)
 
 
+def test_gpus_are_asked_for_where_enough_nodes_have_them(nodes: RayNodes) -> None:
+    for count, seen in ((2, "0,1"), (3, None)):
+        with spawned(nodes, count, gpus=2) as procs:
+            code = "import os; os.environ.get('CUDA_VISIBLE_DEVICES') or None"
+            assert procs.run(code).get(60).values() == [seen] * count
+    await_quiet(nodes)
+
+
 def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes: RayNodes) -> None:
     with spawned(nodes, 2) as procs:
         procs.run("kept = rank + 1").get(60)
@@ -175,7 +183,7 @@ def test_without_a_controller_all_ends_with_the_lease(nodes: RayNodes, zygote: Z
     ("count", "launcher", "said"),
     [
         (4, {}, "Ray has too few nodes for 4 hosts, each on a node of its own: 3 of its 3 nodes have 1 CPU"),
-        (2, {"options": ["--num-gpus=1"]}, "0 of its 3 nodes have 1 CPU, 1 GPU"),
+        (3, {"options": ["--num-gpus=2"]}, "2 of its 3 nodes have 1 CPU, 2 GPU"),
         (2, {"python": "/no/such/python"}, "meshbook: no Python at /no/such/python"),
     ],
 )
