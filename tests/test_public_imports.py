@@ -22,8 +22,10 @@ PUBLIC = {
         RankedPortReceiver RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh
         as_endpoint concurrent_endpoint context current_actor_name current_rank current_size
         default_bootstrap_cmd endpoint
-        get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
+        get_meter get_or_spawn_controller send shutdown_context span this_host this_proc traced
+        unhandled_fault_hook
     """,
+    "meshbook.config": "clear_runtime_config configure configured get_global_config get_runtime_config",
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
     "meshbook.job": "JobState JobTrait LocalJob ProcessJob RayJob SSHJob SlurmJob",
     "meshbook.mesh": """

@@ -13,8 +13,6 @@ INSTEAD: dict[str, str] = {
     "run_worker_loop_until_shutdown": "`SSHJob`: no worker has to be started by hand",
     "start_worker_loop_forever": "`SSHJob`: no worker has to be started by hand",
     "debug_controller": "`breakpoint()` opens pdb in the cell; docs/debugging.md",
-    "span": "`%mesh profile`",
-    "traced": "`%mesh profile`",
     "returns_future": "`Future` of calls; a coroutine is awaited",
     "RDMAReadTransferWarning": "nothing to warn of",
     "RDMAWriteTransferWarning": "nothing to warn of",
@@ -47,6 +45,10 @@ INSTEAD: dict[str, str] = {
 """By name; a name that is missing and not listed is simply not here."""
 
 BETTER: dict[str, str] = {
+    "configure": "takes all of Monarch's settings, and warns of those that mean nothing here; docs/actors.md",
+    "span": "to OpenTelemetry, and in profiles of PyTorch",
+    "traced": "to OpenTelemetry, and in profiles of PyTorch",
+    "get_meter": "OpenTelemetry's own, with all kinds of instruments",
     "RDMABuffer": "an interrupt ends a copy; on one host bytes go from memory to memory",
     "ActorError": "every rank that failed, equal causes once, the results of the others in `.partial`",
     "ActorMesh": "`reload()` gives living actors a class that was defined again",

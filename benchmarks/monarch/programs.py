@@ -31,11 +31,15 @@ from meshbook.actor import (
     current_size,
     default_bootstrap_cmd,
     endpoint,
+    get_meter,
     get_or_spawn_controller,
     send,
+    span,
     this_host,
     this_proc,
+    traced,
 )
+from meshbook.config import configure, configured, get_global_config, get_runtime_config
 from meshbook.spmd import setup_torch_elastic_env
 
 PROGRAMS: list[Callable[[Any], Any]] = []
@@ -416,6 +420,35 @@ def a_level_of_logging(procs: Any) -> Any:
 @program
 def no_level_of_logging(procs: Any) -> Any:
     return asyncio.run(_await(procs.logging_option(stream_to_client=True, level=256)))
+
+
+@program
+def settings_for_a_while(procs: Any) -> Any:
+    before = get_global_config()["host_spawn_ready_timeout"]
+    with configured(host_spawn_ready_timeout="7s", enable_log_forwarding=True) as settings:
+        told = settings["host_spawn_ready_timeout"], get_runtime_config()["enable_log_forwarding"]
+    return told, get_global_config()["host_spawn_ready_timeout"] == before
+
+
+@program
+def no_setting_of_this_name(procs: Any) -> Any:
+    return configure(host_spawn_ready_timeouts="7s")
+
+
+@program
+def measured(procs: Any) -> Any:
+    with span("outer"):
+        get_meter().create_counter("steps").add(1)
+        get_meter().create_histogram("seconds").record(0.5)
+        return traced(plain_work)(2), traced(name="other")(plain_work)(3), asyncio.run(traced(async_work)(4))
+
+
+def plain_work(value: int) -> int:
+    return value
+
+
+async def async_work(value: int) -> int:
+    return value
 
 
 @program

@@ -121,7 +121,7 @@ _FOUND_IN = {
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _FOUND_IN.items() for name in names}
 
 
-_FACES = ("actor", "distributed", "errors", "exceptions", "job", "mesh", "rdma", "shape", "spmd", "wire")
+_FACES = ("actor", "config", "distributed", "errors", "exceptions", "job", "mesh", "rdma", "shape", "spmd", "wire")
 """Packages that ``import meshbook`` is enough for."""
 
 

@@ -53,6 +53,7 @@ from meshbook.shape.value_mesh import ValueMesh
 if TYPE_CHECKING:
     from meshbook.actor.buffers.rdma_buffer import RDMABuffer
     from meshbook.actor.proc_ref import ProcRef
+    from meshbook.actor.telemetry import get_meter, span, traced
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -103,11 +104,14 @@ __all__ = [
     "current_size",
     "default_bootstrap_cmd",
     "endpoint",
+    "get_meter",
     "get_or_spawn_controller",
     "send",
     "shutdown_context",
+    "span",
     "this_host",
     "this_proc",
+    "traced",
     "unhandled_fault_hook",
 ]
 
@@ -116,11 +120,14 @@ _LATER = {
     "HostMesh": "meshbook.mesh",
     "ProcMesh": "meshbook.mesh.proc_mesh",
     "RDMABuffer": "meshbook.actor.buffers.rdma_buffer",
+    "get_meter": "meshbook.actor.telemetry",
+    "span": "meshbook.actor.telemetry",
+    "traced": "meshbook.actor.telemetry",
     "default_bootstrap_cmd": "meshbook.mesh.spawn_options",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",
 }
-"""What stands above this package, which those modules import themselves; and buffers, which import NumPy."""
+"""What stands above this package, which those modules import themselves; buffers, which import NumPy; what few use."""
 
 
 def __getattr__(name: str) -> object:

@@ -17,7 +17,9 @@ from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.mesh.host_agents import HostProgress
 from meshbook.mesh.host_versions import warn_of_versions
+from meshbook.mesh.log_streaming import hide_calls
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.settings import setting_s, shows_calls
 from meshbook.mesh.spawn_options import (
     BootstrapCommand,
     check_bootstrap,
@@ -33,12 +35,6 @@ from meshbook.mesh.spawn_options import (
 from meshbook.shape.members import Extent, Members, Point, Region
 from meshbook.shape.ndslice import NamedRegion
 from meshbook.shape.view import MeshView
-
-HOST_TIMEOUT_S = 60.0
-"""How long a host agent may take to dial in."""
-
-SPAWN_TIMEOUT_S = 120.0
-"""How long workers may take to answer, imports of ``preload`` included."""
 
 
 class HostMesh(MeshView):
@@ -135,6 +131,8 @@ class HostMesh(MeshView):
             mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
             mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
             procs = ProcMesh(self._controller, mesh)
+            if not shows_calls():
+                hide_calls(procs)
             self._bring_up(mesh, procs, bootstrap)
         mesh.joined = not mesh.lost
         self._controller.folder.save_mesh(mesh.id, mesh.saved)
@@ -152,19 +150,20 @@ class HostMesh(MeshView):
 
     def _bring_up(self, mesh: MeshState, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
         """Start the workers and form their group. Raises: SpawnError; then none of them is left."""
+        timeout_s = setting_s("mesh_proc_spawn_max_idle")
         try:
-            self._controller.recruit(mesh).done.get(SPAWN_TIMEOUT_S)
+            self._controller.recruit(mesh).done.get(timeout_s)
             warn_of_versions(self._controller, mesh)
-            (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(SPAWN_TIMEOUT_S)
+            (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(timeout_s)
             if bootstrap is not None:
-                _run_bootstrap(procs, bootstrap)
+                _run_bootstrap(procs, bootstrap, timeout_s)
         except BaseException as error:
             self._controller.stop_mesh(mesh, 0.0)
             if isinstance(error, (SpawnError, KeyboardInterrupt)):
                 raise
             if isinstance(error, TimeoutError):
                 raise SpawnError(
-                    f"not every worker answered within {SPAWN_TIMEOUT_S:g} s; see {self._controller.folder.logs}"
+                    f"not every worker answered within {timeout_s:g} s; see {self._controller.folder.logs}"
                 ) from error
             raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
 
@@ -240,15 +239,15 @@ class HostMesh(MeshView):
         hosts = self._present()
         progress = HostProgress(hosts)
         for host in hosts:
-            host.wait_ready(HOST_TIMEOUT_S, progress.look)
+            host.wait_ready(setting_s("host_spawn_ready_timeout"), progress.look)
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
         return hosts
 
 
-def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object]) -> None:
+def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], timeout_s: float) -> None:
     """Run it in every process. Raises: SpawnError, TimeoutError."""
     try:
-        procs.execute(bootstrap).get(SPAWN_TIMEOUT_S)
+        procs.execute(bootstrap).get(timeout_s)
     except CallFailed as error:
         raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from error

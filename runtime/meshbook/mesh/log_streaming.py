@@ -30,6 +30,11 @@ def set_logging(procs: ProcMesh, stream: bool, window_s: float | None, level: in
     return LogStreaming(procs, stream, window_s, level).begin()
 
 
+def hide_calls(procs: ProcMesh) -> None:
+    """Leave what calls print to the logs, until `ProcMesh.logging_option` says otherwise."""
+    procs.show_calls_by(LogStreaming(procs, False, None, logging.WARNING))
+
+
 class LogStreaming:
     """Of one mesh, until the next one takes its place. Ranks that are started again get the same level."""
 
