@@ -18,12 +18,13 @@ from typing import NamedTuple
 from benchmarks import machine
 from benchmarks.faults.actors import ActorCampaign
 from benchmarks.faults.beside import run_beside, run_retries
-from benchmarks.faults.checks import Held, mark_ourselves, orphans, shared_memory_names, thread_names
+from benchmarks.faults.checks import Held, mark_ourselves, new_threads, orphans, shared_memory_names, thread_names
 from benchmarks.faults.document import write
 from benchmarks.faults.endurance import run_calls, run_flood
 from benchmarks.faults.faults import Campaign
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.forks import run_forks
+from benchmarks.faults.hosts import run_hosts
 from benchmarks.faults.kernels import run_kernels
 from benchmarks.faults.large import run_large
 from benchmarks.faults.links import run_links
@@ -80,6 +81,7 @@ COUNTED: dict[str, Counted] = {
     "retries": Counted(tiny=8, short=20, long=1000, run=run_retries),
     "large": Counted(tiny=12, short=30, long=300, run=run_large),
     "forks": Counted(tiny=12, short=60, long=600, run=run_forks),
+    "hosts": Counted(tiny=7, short=14, long=70, run=run_hosts),
     "mutation": Counted(tiny=12, short=60, long=300, run=run_mutation),
     "silence": Counted(tiny=2, short=5, long=100, run=run_silence),
     "shapes": Counted(tiny=8, short=30, long=500, run=run_shapes),
@@ -125,7 +127,7 @@ def run(names: Sequence[str], sizes: Sizes, counts: Mapping[str, int], seed: int
         found.notes.append(f"this process, afterwards: {after.since(before)}")
         if after.files > before.files or after.memory_files > before.memory_files:
             found.left.append(f"in this process: {after.since(before)}")
-        found.left += [f"thread {thread}" for thread in thread_names() if thread not in threads]
+        found.left += [f"thread {thread}" for thread in new_threads(threads)]
         found.left += [f"/dev/shm/{entry}" for entry in shared_memory_names() - shared]
         print("\n".join(found.lines()), flush=True)
         findings.append(found)

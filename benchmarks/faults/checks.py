@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from meshbook.concurrency.background import IDLE_S
 from meshbook.system.processes import resident_bytes
 
 MARK = "MESHBOOK_FAULTS_RUN"
@@ -93,3 +94,11 @@ def shared_memory_names() -> set[str]:
 def thread_names() -> list[str]:
     """Of this process."""
     return sorted(thread.name for thread in threading.enumerate())
+
+
+def new_threads(before: list[str]) -> list[str]:
+    """Those of this process that were not there before, once idle ones have had the time to end."""
+    deadline = time.monotonic() + 2 * IDLE_S
+    while (new := [name for name in thread_names() if name not in before]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return new
