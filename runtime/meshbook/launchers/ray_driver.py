@@ -24,6 +24,8 @@ from meshbook.system.processes import describe_exit
 
 CONNECT_S, JOIN_S = 5.0, 60.0
 """How long the cluster's address may take to answer, and Ray to let us in."""
+ANSWER_S = "10"
+"""How long Ray looks for a node of the cluster on this machine, unless the environment says otherwise."""
 LOOK_S = 1.0
 """How often it looks whether Ray has what it waits for."""
 AWAY_S = 5.0
@@ -80,6 +82,7 @@ class Driver:
         refused = threading.Timer(JOIN_S, self._fail, [f"Ray at {address} has not let us in within {JOIN_S:g} s"])
         refused.daemon = True
         refused.start()
+        os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", ANSWER_S)
         try:
             import ray
 
@@ -227,6 +230,9 @@ class Driver:
         try:
             host.actor = actor = self._make_actor(host.bundle)
             node = self._await_actor(host, actor.node_id.remote())
+            if host.ended:  # nobody wants it any more
+                ray.kill(actor)
+                return
             name = _name_of(node)
             agent = {**host.agent, "name": name}
             ray.get(actor.start.remote(self._wanted["script"], json.dumps(agent).encode()))

@@ -23,8 +23,9 @@ _SAID_LINES = 3
 _HINTS = (
     *PYTHON_HINTS,
     ("Version mismatch", "Install the cluster's versions of Ray and Python for the notebook."),
-    ("Could not find any running Ray instance", "Start one, or name it: --on ray:HOST:PORT"),
-    ("Can't find a node_ip_address", "This machine is no node of it: --on ray://HOST:10001 goes by Ray's client port."),
+    ("Could not find any running Ray instance", "Start one, or name it, as in ray:HOST:PORT"),
+    ("Failed to connect to Ray cluster", "A machine that is no node of it goes by Ray's client port: ray://HOST:10001"),
+    ("No module named 'grpc'", "Install what that needs: pip install 'meshbook[ray]'"),
 )
 
 

@@ -87,6 +87,27 @@ def test_gpus_are_asked_for_where_enough_nodes_have_them(nodes: RayNodes) -> Non
     await_quiet(nodes)
 
 
+def test_by_the_client_server_of_ray(nodes: RayNodes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = ["-m", "ray.util.client.server", "--address", nodes.address, "--host", "127.0.0.1", "--port", port]
+    server = subprocess.Popen([sys.executable, *command, "--mode", "proxy"], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", int(port)), 5).close()
+                break
+            time.sleep(0.1)
+        hosts = start_hosts({"hosts": 2}, RayLauncher(f"ray://127.0.0.1:{port}"))
+        with hosts.spawn_procs(torch=False, owns_hosts=True) as procs:
+            assert len(set(procs.hosts)) == 2 and procs.run("rank").get(60).values() == [0, 1]
+        await_quiet(nodes)
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
 def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes: RayNodes) -> None:
     with spawned(nodes, 2) as procs:
         procs.run("kept = rank + 1").get(60)
@@ -234,34 +255,3 @@ def test_a_controller_that_is_killed_leaves_nothing_waiting(nodes: RayNodes, bus
     while len(nodes.left()) > 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(nodes.left()) == 1
-
-
-# ---- without a cluster ----------------------------------------------------------------------------------------------
-
-
-def test_no_cluster_at_the_address() -> None:
-    pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(SpawnError, match=f"there is no Ray cluster at {address}: Connection refused"):
-        start_hosts({"hosts": 1}, RayLauncher(address)).spawn_procs(torch=False, owns_hosts=True)
-    meshbook.shutdown()
-
-
-def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SpawnError, match=r"pip install 'meshbook\[ray\]'"):
-        start_hosts({"hosts": 1}, RayLauncher())
-    meshbook.shutdown()
-
-
-@pytest.mark.parametrize("options", [["--nodes=3"], ["--num-cpus", "many"], ["--resources", "[1]"]])
-def test_options_that_make_no_sense(options: list[str]) -> None:
-    with pytest.raises(UsageError, match="Options of Ray are --num-cpus N"):
-        RayLauncher(options=options)
-
-
-def test_who_has_no_such_hosts_does_not_load_it() -> None:
-    code = "import sys, meshbook.mesh.driven, meshbook.job; print({'ray', 'meshbook.launchers.ray'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "set()\n", done.stderr
