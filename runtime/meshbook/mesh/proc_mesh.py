@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
 from meshbook.actor.listing import ActorState
@@ -55,6 +55,9 @@ from meshbook.values.pickling import dumps
 from meshbook.wire.messages import AtPrompt
 from meshbook.workspace.local_modules import find_modules
 from meshbook.workspace.synced_modules import Synced, take_modules
+
+if TYPE_CHECKING:
+    from meshbook.tensors.mesh_tensor import MeshTensor
 
 T = TypeVar("T")
 
@@ -447,6 +450,16 @@ class ProcMesh(MonarchNames):
         from meshbook.tensors.local_view import activate
 
         return activate(self)
+
+    def rank_tensor(self, dim: str | Sequence[str]) -> MeshTensor:
+        """Each process's own index along an axis, as a tensor of the local view; along several as along one."""
+        from meshbook.tensors.local_view import rank_tensor
+
+        return rank_tensor(self, dim)
+
+    def rank_tensors(self) -> dict[str, MeshTensor]:
+        """`rank_tensor` of each axis."""
+        return {axis: self.rank_tensor(axis) for axis in self.sizes}
 
     def spawn(self, name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> TActor:
         """Make an actor ``cls(*args, **kwargs)`` in every process; returns an `ActorMesh` at once.

@@ -203,6 +203,11 @@ def call_foreseen(
         _local(name).know(number, tensor)
 
 
+def own_number(numbers: Mapping[int, int]) -> torch.Tensor:
+    """This rank's of the numbers of all ranks."""
+    return torch.tensor(numbers[dist.get_rank()])
+
+
 def _local(name: str) -> LocalTensors:
     found = rank_tensors.meshes.get(name)
     assert isinstance(found, LocalTensors)

@@ -214,6 +214,19 @@ def activate(procs: ProcMesh | Mesh) -> Iterator[None]:
         yield
 
 
+def rank_tensor(procs: ProcMesh | Mesh, dim: str | Sequence[str]) -> MeshTensor:
+    """Each rank's own index along an axis, or along several as one, the last fastest. Raises: UnknownAxisError."""
+    mesh, names = local_mesh_of(procs), [dim] if isinstance(dim, str) else list(dim)
+    mesh.procs.size(names)
+    numbers = {}
+    for position, rank in enumerate(mesh.procs.ranks):
+        at, index = _coordinates(mesh.axes, position), 0
+        for name in names:
+            index = index * mesh.axes[name] + at[name]
+        numbers[rank] = index
+    return cast("MeshTensor", mesh.execute(local_ranks.own_number, numbers))
+
+
 def remote(function: Callable[..., Any], *, propagate: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A function that, when it is called, runs on each rank of the mesh of the tensors it is given.
 

@@ -221,3 +221,18 @@ def kill(procs: ProcMesh, rank: int) -> None:
     with pytest.raises(WorkerLost):
         procs.run("pass").get(30)
     heal_mesh(procs)
+
+
+def test_ranks_know_their_place_along_axes(square: ProcMesh) -> None:
+    assert each(square.rank_tensor("tp")) == [0, 1, 0, 1]
+    assert each(square.rank_tensor(["tp", "dp"])) == [0, 2, 1, 3]
+    assert {axis: each(tensor) for axis, tensor in square.rank_tensors().items()} == {
+        "dp": [0, 0, 1, 1],
+        "tp": [0, 1, 0, 1],
+    }
+    with square.activate():
+        total = (square.rank_tensor("dp") + torch.ones((), dtype=torch.long)).reduce("dp", "sum")
+    assert each(total) == [3, 3, 3, 3]
+    assert each(square.slice(dp=1).rank_tensor("tp") * 10) == [0, 10]
+    with pytest.raises(errors.UnknownAxisError, match="nothing"):
+        square.rank_tensor("nothing")
