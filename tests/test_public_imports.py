@@ -15,8 +15,8 @@ PUBLIC = {
         start_hosts this_host
     """,
     "meshbook.actor": """
-        Accumulator Actor ActorError ActorLostError ActorMesh ActorStoppedError ActorStuckError ArgumentsError
-        BootstrapCommand
+        Accumulator Actor ActorError ActorLostError ActorMesh ActorNotMadeError ActorStoppedError ActorStuckError
+        ArgumentsError BootstrapCommand
         BufferDroppedError BufferKindError BufferSizeError Channel Context Endpoint Extent Future HostMesh
         MeshFailure MeshTrait NDSlice NoEndpointError Point Port PortReceiver ProcMesh ProcsStoppedError
         RankedPortReceiver RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh

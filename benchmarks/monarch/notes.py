@@ -87,6 +87,5 @@ DIFFERENCES: dict[str, str] = {
     "sparse.nditem([1])": "a ValueError",
     "an_actor_stops_itself": "Monarch's default hook interrupts the program",
     "a_window_without_a_stream": "a ValueError, as for other options that cannot be",
-    "Broken": "the caller gets the ActorError that `__init__` raised; Monarch says that the actors are gone",
 }
 """By program: where the answers differ on purpose, and how ours is."""

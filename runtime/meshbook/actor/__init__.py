@@ -30,6 +30,7 @@ from meshbook.actor.endpoint import Accumulator, as_endpoint, send
 from meshbook.actor.errors import (
     ActorError,
     ActorLostError,
+    ActorNotMadeError,
     ActorStoppedError,
     ActorStuckError,
     ArgumentsError,
@@ -65,6 +66,7 @@ __all__ = [
     "ActorError",
     "ActorLostError",
     "ActorMesh",
+    "ActorNotMadeError",
     "ActorStoppedError",
     "ActorStuckError",
     "ArgumentsError",

@@ -60,6 +60,12 @@ class SupervisionError(MeshError, RuntimeError):
         return ()
 
 
+class ActorNotMadeError(ActorError, SupervisionError):
+    """A call to actors whose ``__init__`` raised, on some rank at least: there is nobody to call."""
+
+    cause = "not made"
+
+
 class ActorLostError(WorkerLost, SupervisionError):
     """Processes in which actors lived have ended."""
 

@@ -10,6 +10,7 @@ from meshbook.actor.context import context
 from meshbook.actor.errors import (
     ActorError,
     ActorLostError,
+    ActorNotMadeError,
     ActorStoppedError,
     ProcsStoppedError,
     SupervisionError,
@@ -35,7 +36,8 @@ def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
         closed = [failure for failure in error.failures if failure.ename == MailboxClosed.__name__]
         if closed and len(closed) == len(error.failures):
             return ActorStoppedError(actor, _reason(closed, actor), ended_with=_restarted(closed))
-        told = ActorError(error.failures, f"{actor}.{endpoint}", partial=error.partial)
+        kind = ActorNotMadeError if any(failure.unmade for failure in error.failures) else ActorError
+        told = kind(error.failures, f"{actor}.{endpoint}", partial=error.partial)
         told.freed, told.freed_s, told.groups = error.freed, error.freed_s, error.groups
         told.torn = error.torn
         return told

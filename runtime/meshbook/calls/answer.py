@@ -36,10 +36,10 @@ EXCEPTION_MAX_BYTES = 1 << 16
 def pack_failure(failure: Failure) -> list[Buffer]:
     """The payload of a reply that failed: its text, and the exception if that can travel."""
     try:
-        fields = wire.encode(failure[:6])
+        fields = wire.encode((*failure[:6], failure.unmade))
     except Exception as problem:  # whoever waits needs some answer
         why = f"what was raised cannot travel: {type(problem).__name__}"
-        return [wire.encode((failure.rank, failure.host, "SerializationError", why, (why,), ""))]
+        return [wire.encode((failure.rank, failure.host, "SerializationError", why, (why,), "", failure.unmade))]
     try:
         pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
     except BaseException:  # a user's class may raise anything when it is pickled

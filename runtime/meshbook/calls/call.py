@@ -39,7 +39,7 @@ T = TypeVar("T")
 WAIT_NOTE_S = 1.5
 """A wait that takes longer says what it waits for, when that is a rank that did not stop at an interrupt."""
 
-_decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str]).decode
+_decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str, bool]).decode
 _NOTHING = object()
 _NO_OUTCOME = None, TimeoutError(), None
 
@@ -293,7 +293,9 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
     if reply.status == wire.DROPPED:
         return Failure(reply.rank, "", "KeyboardInterrupt", "cancelled before it started", (), "")
     try:
-        return Failure(*_decode_failure(frames[0]), frames[1] if len(frames) > 1 else None)
+        rank, host, ename, evalue, lines, where, unmade = _decode_failure(frames[0])
+        exception = frames[1] if len(frames) > 1 else None
+        return Failure(rank, host, ename, evalue, lines, where, exception, unmade)
     except (*wire.MALFORMED, IndexError) as error:  # the rank's own doing, which is no lie of its host
         return Failure(reply.rank, "", "PeerProtocolError", f"what it raised cannot be read here: {error}", (), "")
 

@@ -213,6 +213,8 @@ class Failure(NamedTuple):
     """The innermost line of the user's own code: ``cell 7, line 3``."""
     exception: BaseException | bytes | None = None
     """The exception, or its pickle, where it could travel; `load` returns it."""
+    unmade: bool = False
+    """Whether it is what the constructor of an actor has raised."""
 
     def load(self) -> BaseException | None:
         """The exception itself; None where it could not travel. Unpickles, so its class must exist here."""

@@ -229,7 +229,7 @@ class ActorRunner:
                 current_context.reset(before)
             return _DONE
         except BaseException as error:
-            self._broken = self._registry.describe(error)
+            self._broken = self._registry.describe(error)._replace(unmade=True)
             raise
 
     def _how_made(self) -> Outcome:

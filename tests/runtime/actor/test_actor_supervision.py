@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from patience import wait_until
 
 import meshbook.actor
 from meshbook import ProcMesh
-from meshbook.actor import Actor, ActorError, MeshFailure, endpoint, this_proc
+from meshbook.actor import Actor, ActorError, ActorNotMadeError, MeshFailure, SupervisionError, endpoint, this_proc
 from meshbook.errors import CallFailed
 
 
@@ -116,8 +117,18 @@ def test_constructors_that_raise_are_told_in_a_line_and_each_call_says_why(
     wait_until(told)
     assert text.count("broken.__init__: ranks 0-3 raised RuntimeError: no such file") == 1
     for _ in range(2):
-        with pytest.raises(ActorError, match=r"broken.get: .* raised RuntimeError: no such file"):
+        with pytest.raises(ActorError, match=r"broken.get: .* raised RuntimeError: no such file") as raised:
             broken.get.call().get(20)
+        assert isinstance(raised.value, ActorNotMadeError)
+        assert isinstance(raised.value, SupervisionError)
+        again = pickle.loads(pickle.dumps(raised.value))
+        assert (str(again), again.ranks) == (str(raised.value), (0, 1, 2, 3))
+
+
+def test_endpoints_that_raise_leave_their_actors_there(mesh2: ProcMesh) -> None:
+    with pytest.raises(ActorError) as raised:
+        mesh2.spawn("counters", Counter).fail.call().get(20)
+    assert not isinstance(raised.value, SupervisionError)
 
 
 SCRIPT = """
