@@ -31,10 +31,15 @@ if TYPE_CHECKING:
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""
 
-_COUNTED = {"slurm": "nodes of Slurm", "ray": "nodes of Ray", "manual": "hosts you will start"}
+_COUNTED = {
+    "slurm": "nodes of Slurm",
+    "ray": "nodes of Ray",
+    "manual": "hosts you will start",
+    "mpi": "hosts of mpirun",
+}
 """What hosts are called of engines that are told how many there are to be."""
 
-ENGINES = ("local", "ssh", "slurm", "ray", "manual")
+ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "manual")
 
 
 @Command(
@@ -45,9 +50,9 @@ ENGINES = ("local", "ssh", "slurm", "ray", "manual")
     options=(
         Option(
             "--on",
-            "who starts the hosts: local, ssh on the hosts that are named, slurm, ray, or you",
+            "who starts the hosts: local, ssh on the hosts that are named, slurm, ray, mpi, or you",
             str,
-            "local|ssh:HOST,..|slurm|ray[:ADDRESS]|manual[:ADDRESS]",
+            "local|ssh:HOST,..|slurm|ray[:ADDRESS]|mpi[:MPIRUN]|manual[:ADDRESS]",
         ),
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
@@ -74,6 +79,7 @@ ENGINES = ("local", "ssh", "slurm", "ray", "manual")
         "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
         "%mesh spawn hosts=4 gpus=8 --on slurm -- --partition gpu --time 1:00:00",
         "%mesh spawn hosts=3 gpus=2 --on ray:head:6379",
+        "%mesh spawn hosts=4 gpus=8 --on mpi -- --hostfile hosts",
         "%mesh spawn hosts=2 gpus=8 --on manual --within 1h",
         "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
         "%mesh spawn @gpu-cluster gpus=4",
@@ -86,6 +92,7 @@ Hosts of slurm are the nodes of an allocation: that of the notebook, else one of
 to salloc. Agents there dial the notebook's machine.
 Hosts of ray are nodes of a Ray cluster, with a GPU for each rank where it has them: that of this machine, or the one at
 ADDRESS. What follows -- is what each host asks for: --num-cpus N, --num-gpus N, --resources JSON.
+Hosts of mpi are those that mpirun knows of, by its options, which follow --, or by the job that the notebook is in.
 Hosts of manual are where you run the command that is shown, with a ticket that is good for so many hosts and so long.
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
@@ -185,7 +192,7 @@ def _read_engine(arguments: Arguments) -> Launcher:
     engine, colon, named = text.partition(":")
     if engine not in ENGINES:
         near = did_you_mean(engine, ENGINES)
-        there = "local, slurm, ray, manual, and ssh with hosts: ssh:nodeA,nodeB"
+        there = "local, slurm, ray, mpi, manual, and ssh with hosts: ssh:nodeA,nodeB"
         raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
     if engine != "manual" and arguments.text("--within") is not None:
         raise arguments.grammar.refuse("--within is for hosts that you start: --on manual.", "manual")
@@ -197,6 +204,10 @@ def _read_engine(arguments: Arguments) -> Launcher:
         return SSHLauncher(named.split(","), python=arguments.text("--python"), options=arguments.rest)
     if engine == "ray":
         return _read_ray(arguments, named)
+    if engine == "mpi":
+        from meshbook.launchers.mpi import MPILauncher
+
+        return MPILauncher(program=named, python=arguments.text("--python"), options=arguments.rest)
     if engine == "manual":
         return _read_manual(arguments, named)
     if colon:

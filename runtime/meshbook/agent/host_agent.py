@@ -407,7 +407,10 @@ def main(template: StartedTemplate | None = None) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(all_threads=False)
-    ticket, connection = decode_ticket(_read_line(0), int(os.environ.get("SLURM_PROCID", "0"))), -1
+    ticket, connection = (
+        decode_ticket(_read_line(0), int(os.environ.get("MESHBOOK_TASK") or os.environ.get("SLURM_PROCID") or 0)),
+        -1,
+    )
     if not ticket.session:
         try:
             ticket, connection = tunnel.settle_in(ticket)

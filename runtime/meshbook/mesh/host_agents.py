@@ -105,6 +105,12 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
     """Expect the hosts of the session's former controller, by their ids."""
     state, logs = controller.folder.state, controller.folder.logs
     hosts = {}
+    engines = {saved.launcher.engine for saved in state.hosts.values()}
+    of_mpi: dict[str, tuple[LaunchedHost, Launcher]] = {}
+    if "mpi" in engines:
+        from meshbook.launchers.mpi import found_hosts
+
+        of_mpi = {id: (found, launcher) for id, found, launcher in found_hosts(state.hosts, logs)}
     for id, saved in state.hosts.items():
         found: LaunchedHost = FoundHost(saved.pid, saved.started)
         launcher = _launcher_of(saved.launcher)
@@ -121,6 +127,8 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
             from meshbook.launchers.ray import found_host as found_host_of_ray
 
             found, launcher = found_host_of_ray(id, saved, logs)
+        elif id in of_mpi:
+            found, launcher = of_mpi[id]
         hosts[id] = controller.find_host(id, saved, found)
         _know_launcher(controller, hosts[id], launcher, saved.serves_all)
     return hosts
