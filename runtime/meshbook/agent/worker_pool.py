@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ class WorkerPool:
 
         on_template_lost: called in place of the report when the template ends meanwhile; no worker is left of it then.
         """
-        slots = self._free_slots(len(spawn.seats))
+        slots = free_slots(spawn.seats, {worker.slot for worker in (*self.workers.values(), *self.leaving)})
         try:
             plan = plan_devices(max(slots) + 1, spawn.device, self.host)
         except DeviceError as error:
@@ -108,11 +108,6 @@ class WorkerPool:
             lambda pids: self._on_forked(batch, pids),
             lambda reason: self._on_not_forked(batch, reason, on_template_lost if template.failure else None),
         )
-
-    def _free_slots(self, count: int) -> list[int]:
-        """Places for devices that no process of this mesh uses, the lowest first."""
-        taken = {worker.slot for worker in (*self.workers.values(), *self.leaving)}
-        return [slot for slot in range(count + len(taken)) if slot not in taken][:count]
 
     def _make_worker(self, known_as: int, device: str, slot: int) -> AgentWorker:
         log = self.logs[known_as] = self._log_dir / f"rank-{known_as}.log"
@@ -270,6 +265,19 @@ class WorkerPool:
             moved[rank] = aside.with_name(f"rank-{rank}.log")
             _move(aside, moved[rank])
         return moved
+
+
+def free_slots(seats: Sequence[wire.Seat], taken: Collection[int]) -> list[int]:
+    """Places for devices that no process of this mesh uses: that of the local rank, if it is free, else the lowest.
+
+    Workers of one mesh that begin differently may come in any order.
+    """
+    used, slots = set(taken), []
+    for seat in seats:
+        slot = seat.local_rank if seat.local_rank not in used else min(set(range(len(used) + 1)) - used)
+        used.add(slot)
+        slots.append(slot)
+    return slots
 
 
 def _move(path: Path, to: Path) -> None:

@@ -209,6 +209,11 @@ class HostMesh(MeshView):
         return begun
 
     @property
+    def is_fake_in_process(self) -> bool:
+        """False: hosts are processes of their own, also those on this machine."""
+        return False
+
+    @property
     def region(self) -> NamedRegion:
         """All hosts, by their ranks."""
         return self.extent.region

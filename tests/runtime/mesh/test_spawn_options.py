@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import site
 import subprocess
@@ -14,8 +15,10 @@ import pytest
 
 from meshbook import attach, detach, this_host
 from meshbook.actor import BootstrapCommand, Point, default_bootstrap_cmd
+from meshbook.agent.worker_pool import free_slots
 from meshbook.errors import SpawnError, UsageError
 from meshbook.mesh.driven import own_meshes
+from meshbook.wire.messages import Seat
 
 CPU = min(os.sched_getaffinity(0))
 
@@ -154,3 +157,26 @@ def test_bindings_that_do_not_fit_are_refused(bind: Any, why: str) -> None:
 def test_bindings_that_the_machine_has_not_are_named(bind: Mapping[str, str], why: str) -> None:
     with pytest.raises(SpawnError, match=why):
         this_host().spawn_procs({"gpus": 1}, proc_bind=[bind], torch=False)
+
+
+def test_an_event_loop_goes_on_while_meshes_come_up_side_by_side() -> None:
+    async def spawn() -> list[str]:
+        start = [asyncio.to_thread(this_host().spawn_procs, {"gpus": 2}, name=name) for name in ("one", "two")]
+        meshes = await asyncio.gather(*start)
+        sums = [await mesh.run("dist.all_reduce(t := torch.ones(1)); float(t)") for mesh in meshes]
+        assert [list(each.values()) for each in sums] == [[2.0, 2.0]] * 2
+        for mesh in meshes:
+            mesh.stop()
+        return [mesh.name for mesh in meshes]
+
+    assert asyncio.run(spawn()) == ["one", "two"]
+
+
+def test_devices_are_those_of_local_ranks_in_whatever_order_these_begin() -> None:
+    def seats(*local_ranks: int) -> list[Seat]:
+        return [Seat(rank, rank, rank) for rank in local_ranks]
+
+    assert free_slots(seats(0, 1, 2), ()) == [0, 1, 2]
+    assert (free_slots(seats(1), ()), free_slots(seats(0, 2), (1,))) == ([1], [0, 2])
+    assert free_slots(seats(0, 1), (1, 2)) == [0, 3]  # after a renumbering others may have those places
+    assert free_slots(seats(2, 3), (2, 3)) == [0, 1]
