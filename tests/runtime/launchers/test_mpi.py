@@ -78,7 +78,7 @@ def test_a_lost_host_comes_back_where_it_was_and_nothing_is_left(there: MPIHosts
         assert procs.run(code).get(60).values() == [("hello", "nodeA", 1), ("hello", "nodeB", None)]
         with pytest.raises(UsageError, match="its hosts are those that mpirun was given"):
             procs.grow(hosts=1)
-        assert procs.shrink(hosts=1).procs.run("kept").get(60).values() == [1]
+        assert procs.shrink(hosts=1).run("kept").get(60).values() == [1]
         tree += [process for each in mpi_processes() for process in [each, *each.children(recursive=True)]]
     await_end(tree)
     assert not known_hosts()
