@@ -1,4 +1,4 @@
-"""Hosts by ssh and by Slurm, on loopback, beside hosts of this machine by TCP: spawn, a call, a host that is lost."""
+"""Hosts by ssh, Slurm and Ray, on loopback, beside hosts of this machine by TCP: spawn, a call, a host that is lost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import meshbook
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
+from benchmarks.ray_nodes import ray_nodes
 from benchmarks.slurm_nodes import slurm_nodes
 from benchmarks.ssh_hosts import LoopbackHosts, NoDaemonError, loopback_hosts
 from benchmarks.stats import interleave
@@ -18,6 +19,7 @@ from benchmarks.subject import TIMEOUT_S, no_op
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts
 from meshbook.controller.host_state import HostState
 from meshbook.launchers.base import Launcher
+from meshbook.launchers.ray import RayLauncher
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.launchers.ssh import SSHLauncher
 
@@ -25,7 +27,7 @@ QUESTION = (
     "Two hosts with two ranks each by a real sshd on loopback, beside two agents of this machine that act as two hosts "
     "(TCP): spawn until all have answered, process group formed (floor: `ssh HOST true`); a call; the ssh client of a "
     "host is killed: until its loss is known, and healed. The same on two nodes of a real Slurm (floor: "
-    "`srun -N2 true`), where the agent is killed."
+    "`srun -N2 true`), and on two nodes of a real Ray, where the agent is killed."
 )
 NAMES = ("nodeA", "nodeB")
 SPAWN_GOAL_S = 5.0
@@ -48,13 +50,33 @@ def run(settings: Settings) -> Iterator[Figure]:
         with slurm_nodes(2) as nodes:
             os.environ.update(nodes.environment)
             yield from _spawn_by_slurm(settings.count(5))
-            yield from _lose_agents(settings.count(5))
+            yield from _lose_agents(SlurmLauncher(), "Slurm", settings.count(5))
     except NoDaemonError as error:
         print(f"left out: {error}")
     finally:
         meshbook.shutdown()
         os.environ.clear()
         os.environ.update(before)
+    yield from by_ray(settings.count(5))
+
+
+def by_ray(count: int) -> Iterator[Figure]:
+    """On three nodes, of which two are taken; nothing where there is no Ray."""
+    try:
+        with ray_nodes(3) as nodes:
+            samples = []
+            for turn in range(count + 1):
+                started = time.perf_counter()
+                with _mesh(RayLauncher(nodes.address)):
+                    took = time.perf_counter() - started
+                if turn:
+                    samples.append(took)
+            yield timed("clusters", "spawn by Ray", "2 hosts x 2 ranks", "s", samples)
+            yield from _lose_agents(RayLauncher(nodes.address), "Ray", count)
+    except NoDaemonError as error:
+        print(f"left out: {error}")
+    finally:
+        meshbook.shutdown()
 
 
 def _launchers(there: LoopbackHosts) -> dict[str, Callable[[], Launcher]]:
@@ -118,11 +140,11 @@ def _spawn_by_slurm(count: int) -> Iterator[Figure]:
     yield from side_by_side("clusters", "spawn by Slurm", "2 hosts x 2 ranks", "s", samples)
 
 
-def _lose_agents(count: int) -> Iterator[Figure]:
-    with _mesh(SlurmLauncher()) as procs:
+def _lose_agents(launcher: Launcher, engine: str, count: int) -> Iterator[Figure]:
+    with _mesh(launcher) as procs:
         known, healed = _lose_and_heal(procs, count, lambda host: host.hello.pid if host.hello else 0)
-    yield timed("clusters", "lost agent known, Slurm", "2 of 4 ranks", "s", known)
-    yield timed("clusters", "lost agent healed, Slurm", "2 of 4 ranks", "s", healed)
+    yield timed("clusters", f"lost agent known, {engine}", "2 of 4 ranks", "s", known)
+    yield timed("clusters", f"lost agent healed, {engine}", "2 of 4 ranks", "s", healed)
 
 
 def _lose_and_heal(procs: ProcMesh, count: int, pid_of: Callable[[HostState], int]) -> tuple[list[float], list[float]]:

@@ -20,20 +20,31 @@ import time
 from typing import Any
 
 from meshbook.launchers.ray_log import MARK
-from meshbook.system.processes import describe_exit
+from meshbook.launchers.ray_questions import (
+    CLIENT,
+    CONNECT_S,
+    count_free,
+    describe_end,
+    has_room,
+    listed,
+    live_nodes,
+    name_of,
+    require_answer,
+    rounded,
+    watch_agent,
+    words_of,
+)
 
-CONNECT_S, JOIN_S = 5.0, 60.0
-"""How long the cluster's address may take to answer, and Ray to let us in."""
+JOIN_S = 60.0
+"""How long Ray may take to let us in."""
 ANSWER_S = "10"
 """How long Ray looks for a node of the cluster on this machine, unless the environment says otherwise."""
 LOOK_S = 1.0
 """How often it looks whether Ray has what it waits for."""
-AWAY_S = 5.0
-"""How long an actor that Ray cannot reach, and does not call dead either, is taken to be there."""
 END_S = 3.0
 """How long Ray may take to end what there is: its cluster does so by itself when we are gone."""
 LINE_BYTES = 1 << 20
-PORT, CLIENT = 6379, "ray://"
+PORT = 6379
 
 
 def main() -> None:
@@ -76,7 +87,7 @@ class Driver:
         if address and ":" not in address.removeprefix(CLIENT):
             address += f":{PORT}"
         try:
-            _require_answer(address)
+            require_answer(address)
         except OSError as error:
             self._fail(f"there is no Ray cluster at {address}: {error.strerror or error}")
         refused = threading.Timer(JOIN_S, self._fail, [f"Ray at {address} has not let us in within {JOIN_S:g} s"])
@@ -89,7 +100,7 @@ class Driver:
             ray.init(address or "auto", log_to_driver=False, configure_logging=False, namespace="meshbook")
             job = str(ray.get_runtime_context().get_job_id())
         except Exception as error:
-            self._fail(f"Ray{f' at {address}' if address else ''}: {_words(error)}")
+            self._fail(f"Ray{f' at {address}' if address else ''}: {words_of(error)}")
         refused.cancel()
         say(job=job, socket=self._wanted["socket"])
 
@@ -142,7 +153,7 @@ class Driver:
                 target(*arguments)
             except Exception as error:
                 if not self._over:
-                    self._fail(_words(error))
+                    self._fail(words_of(error))
             self._wake_up()
 
         threading.Thread(target=run, daemon=True).start()
@@ -200,28 +211,28 @@ class Driver:
         wanted, bundle = self._wanted, {}
         gpus = wanted["num_gpus"]
         if gpus is None and (gpus := wanted["gpus_if_any"]):
-            having = [node for node in _nodes() if node["Resources"].get("GPU", 0) >= gpus]
+            having = [node for node in live_nodes() if node["Resources"].get("GPU", 0) >= gpus]
             gpus = gpus if len(having) >= len(self._hosts) else 0
         bundle = {"CPU": wanted["num_cpus"], "GPU": gpus or 0, **wanted["resources"]}
         return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
 
     def _check_nodes(self, count: int, bundle: dict[str, float]) -> None:
         """Fail where Ray can never have them."""
-        nodes = _nodes()
-        able = [node for node in nodes if _has(node["Resources"], bundle)]
+        nodes = live_nodes()
+        able = [node for node in nodes if has_room(node["Resources"], bundle)]
         if len(able) < count and not self._wanted["wait_for_nodes"]:
             has = f"{len(able)} of its {len(nodes)} nodes have" if able or len(nodes) > 1 else "its node does not have"
             self._fail(
-                f"Ray has too few nodes for {count} hosts, each on a node of its own: {has} {_listed(bundle)}. "
+                f"Ray has too few nodes for {count} hosts, each on a node of its own: {has} {listed(bundle)}. "
                 "Where more are to come: -- --wait-for-nodes"
             )
 
     def _missing(self, count: int, bundle: dict[str, float], seconds: float) -> str:
         """What Ray has not yet."""
-        free = _free_nodes(bundle)
-        has = "" if free is None else f"; {free} of {len(_nodes())} nodes have that free"
+        free = count_free(bundle)
+        has = "" if free is None else f"; {free} of {len(live_nodes())} nodes have that free"
         each = f"{count} hosts need a node each with" if count > 1 else "a host needs a node with"
-        return f"Ray's queue: {each} {_listed(bundle)}{has}; waited {_rounded(seconds)}"
+        return f"Ray's queue: {each} {listed(bundle)}{has}; waited {rounded(seconds)}"
 
     def _run_host(self, host: Host) -> None:
         """Start its actor and its agent, and wait for the end of either."""
@@ -233,15 +244,15 @@ class Driver:
             if host.ended:  # nobody wants it any more
                 ray.kill(actor)
                 return
-            name = _name_of(node)
+            name = name_of(node)
             agent = {**host.agent, "name": name}
             ray.get(actor.start.remote(self._wanted["script"], json.dumps(agent).encode()))
             say(node=name or node[:8], host=host.id)
-            status, said = _watch(actor)
-            why = _how(status, name, said)
+            status, said = watch_agent(actor)
+            why = describe_end(status, name, said)
             ray.kill(actor)
         except Exception as error:
-            why = _words(error)
+            why = words_of(error)
         host.ended = True
         if not self._over:
             say(ended=why, host=host.id)
@@ -273,97 +284,13 @@ class Driver:
         began = time.monotonic()
         while not ray.wait([answer], timeout=LOOK_S)[0]:
             seconds = time.monotonic() - began
-            say(waits=f"Ray starts an actor for it; waited {_rounded(seconds)}", host=host.id)
+            say(waits=f"Ray starts an actor for it; waited {rounded(seconds)}", host=host.id)
         return str(ray.get(answer))
 
 
 def say(**event: str) -> None:
     """Tell who reads the log (`meshbook.launchers.ray_log`)."""
     os.write(1, f"\n{MARK}{json.dumps(event)}\n".encode())
-
-
-def _require_answer(address: str) -> None:
-    """Raises: OSError if nobody listens there."""
-    host, _, port = address.removeprefix(CLIENT).rpartition(":")
-    if host:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        except ValueError:
-            raise OSError(f'"{port}" is no port') from None
-
-
-def _watch(actor: Any) -> tuple[int, str]:
-    """How its agent has ended. Raises: what Ray says of the end of the actor."""
-    import ray
-
-    away_since = 0.0
-    while True:
-        try:
-            status, said = ray.get(actor.watch.remote())
-            return status, said
-        except ray.exceptions.ActorUnavailableError:
-            away_since = away_since or time.monotonic()
-            if time.monotonic() - away_since > AWAY_S:
-                raise
-            time.sleep(LOOK_S)
-
-
-def _how(status: int, node: str, said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip() not in ("", "Killed")]
-    status = 128 - status if status > 128 else status  # as a shell tells of signals
-    words = "; ".join(lines[-3:])
-    return f"its agent{node and f' on {node}'} ended ({describe_exit(status)}){words and f': {words}'}"
-
-
-_DETAILS = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
-
-
-def _words(error: BaseException) -> str:
-    """What Ray says, in one line."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    told = [line.rstrip(".:") for line in lines if line and not line.startswith(_DETAILS)]
-    if len(told) > 1 and told[0].startswith("The actor died unexpectedly"):
-        told = told[1:3]  # why
-    return "; ".join(told) or type(error).__name__
-
-
-def _nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _name_of(node_id: str) -> str:
-    """What its owner calls a node; empty where nobody has named it."""
-    for node in _nodes():
-        if node["NodeID"] == node_id and node["NodeName"] != node["NodeManagerAddress"]:
-            return str(node["NodeName"])
-    return ""
-
-
-def _has(resources: dict[str, float], bundle: dict[str, float]) -> bool:
-    return all(resources.get(name, 0.0) >= amount for name, amount in bundle.items())
-
-
-def _free_nodes(bundle: dict[str, float]) -> int | None:
-    """How many nodes have that free now; None where Ray does not say."""
-    try:
-        from ray._private.state import available_resources_per_node
-
-        return sum(_has(free, bundle) for free in available_resources_per_node().values())
-    except Exception:  # it is nobody's promise
-        return None
-
-
-def _listed(bundle: dict[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-
-
-def _rounded(seconds: float) -> str:
-    """So that a line is told seldom: after 1, 5, 10, 30 s, then every minute."""
-    if seconds >= 60:
-        return f"{seconds // 60:.0f} min"
-    return f"{max(step for step in (0, 1, 5, 10, 30) if step <= seconds)} s"
 
 
 if __name__ == "__main__":
