@@ -15,6 +15,7 @@ import pexpect
 import psutil
 import pytest
 from joined import LINE, Machine, People, command, people
+from ssh_hosts import ssh_hosts
 
 import meshbook
 from meshbook import LocalLauncher, ProcMesh, start_hosts
@@ -177,6 +178,32 @@ def test_a_terminal_is_asked_for_the_ticket_and_does_not_show_it(shown: Shown) -
     child.close()
     assert child.exitstatus == 0
     meshbook.shutdown()
+
+
+@pytest.mark.slow
+def test_collectives_run_across_them(crowd: People) -> None:
+    crowd.come(2)
+    hosts = start_hosts({"hosts": 2}, ManualLauncher())
+    with hosts.spawn_procs({"gpus": 2}, owns_hosts=True, device="cpu") as procs:
+        code = "t = torch.ones(1) * rank; dist.all_reduce(t); (t.item(), dict(point))"
+        assert procs.run(code).get(60).values()[3] == (6.0, {"hosts": 1, "gpus": 1})
+
+
+def test_the_command_goes_through_ssh_and_its_host_ends_with_that(crowd: People, shown: Shown) -> None:
+    with ssh_hosts() as there:
+        hosts = start_hosts({"hosts": 1}, ManualLauncher())
+        line = command(shown())
+        assert there.config is not None
+        crowd.machines.append(Machine(f"exec ssh -T -F {there.config} nodeA {line}"))
+        with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs:
+            agent = procs._mesh.hosts[0].hello
+            future = procs.run("import time; time.sleep(120)")
+            assert agent is not None
+            crowd.machines[0].kill()
+            with pytest.raises(WorkerLost, match="its host is lost: its meshbook"):
+                future.get(60)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(agent.pid).wait(30)
 
 
 # ---- what can go wrong ----------------------------------------------------------------------------------------------

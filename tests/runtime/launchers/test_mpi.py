@@ -84,6 +84,14 @@ def test_a_lost_host_comes_back_where_it_was_and_nothing_is_left(there: MPIHosts
     assert not known_hosts()
 
 
+@pytest.mark.slow
+def test_collectives_run_across_hosts(there: MPIHosts) -> None:
+    hosts = start_hosts({"hosts": 2}, MPILauncher(program=there.program, options=there.options("nodeA", "nodeB")))
+    with hosts.spawn_procs({"gpus": 2}, owns_hosts=True, device="cpu") as procs:
+        code = "t = torch.ones(1) * rank; dist.all_reduce(t); (t.item(), dict(point))"
+        assert procs.run(code).get(60).values()[3] == (6.0, {"hosts": 1, "gpus": 1})
+
+
 def test_an_mpirun_that_is_killed_takes_its_hosts_with_it_and_heals(there: MPIHosts) -> None:
     with spawned(there) as procs:
         (client,) = mpi_processes()
