@@ -70,5 +70,8 @@ def mpi_hosts(flavour: str, folder: Path) -> Iterator[MPIHosts]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
             patch.setenv(name, "1")
-        yield MPIHosts(flavour, folder)
+        hosts = MPIHosts(flavour, folder)
+        yield hosts
         await_end(())
+        left = [each for each in psutil.process_iter(["cmdline"]) if str(hosts.shell) in (each.info["cmdline"] or ())]
+        await_end(left)

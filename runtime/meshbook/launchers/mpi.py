@@ -11,6 +11,7 @@ the others live on, and says in its log how that was. A lost host is started aga
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -29,11 +30,15 @@ from meshbook.launchers.head_start import open_log
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.mpi_log import ENDED, ON, MPILog
 from meshbook.sessions.folder import SavedHost, SavedLauncher
+from meshbook.system.process_ends import end_process
 from meshbook.system.processes import in_endpoint, own_address, start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 ANSWER_S = 10.0
 """How long it may take to say its version."""
+
+LEFT_S = 0.5
+"""How long what it has started here may take to end after it."""
 
 _PROGRAMS = ("mpirun", "mpiexec")
 _HOSTS = ("-H", "-host", "--host", "-hosts", "--hosts")
@@ -130,7 +135,10 @@ class MPIClient(Client[MPILog]):
         """A host has ended, or is to."""
         self.hosts.discard(host_id)
         if not self.hosts:
+            below = [(pid, start_time(pid) or 0) for pid in _below(self.pid)] if self.poll() is None else []
             self.end(timeout_s)
+            for pid, started in below:  # of MPICH, which leaves what it has started when it is ended too soon
+                end_process(pid, started, LEFT_S)
             self._remove_tickets()
 
     def settle(self) -> None:
@@ -208,6 +216,14 @@ def _script(python: str, tickets: Path | None) -> str:
 def _own(ticket: Ticket) -> Ticket:
     """It ends with mpirun, which reads what it says."""
     return msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True)
+
+
+def _below(pid: int) -> Iterator[int]:
+    """The processes of this machine that a process has started, and that these have."""
+    with contextlib.suppress(OSError):
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            yield child
+            yield from _below(child)
 
 
 def _find(program: str) -> str:
