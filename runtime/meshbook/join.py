@@ -1,6 +1,6 @@
 """Make this machine a host of a notebook's mesh: ``python3 -m meshbook.join``, which reads the ticket from stdin.
 
-The notebook shows the command (``%mesh spawn hosts=2 --on manual``). It stays in the foreground: the agent and its
+The notebook shows the command (``--on manual``). It stays in the foreground: the agent and its
 ranks end with it, by Ctrl-C, with its terminal or its ssh, and when the notebook stops the mesh.
 
 A module of its own because people run it by this name.
@@ -45,7 +45,7 @@ EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 2, 77, 69
 
 _HELP = """usage: python3 -m meshbook.join
 
-Makes this machine a host of the mesh that a notebook waits with (%mesh spawn hosts=2 --on manual). The ticket, a line
+Makes this machine a host of the mesh that a notebook waits with (--on manual). The ticket, a line
 beginning with mb1-, is read from stdin: where that is a terminal, paste it when asked. It does not go on the command
 line, where other users of this machine could read it. Ctrl-C ends the host."""
 

@@ -1,7 +1,7 @@
 """Spans and measurements of actors and programs: `span`, `traced`, `get_meter`, with Monarch's names.
 
 They go to OpenTelemetry where it is installed and the program, or each process by its bootstrap, has set a provider of
-its own; spans go into profiles of PyTorch too, `%mesh profile` among them. Without either they cost next to nothing.
+its own; spans go into profiles of PyTorch too. Without either they cost next to nothing.
 """
 
 from __future__ import annotations

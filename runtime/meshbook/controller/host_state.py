@@ -87,7 +87,7 @@ class HostState(HostLink):
         while True:
             try:
                 self.ready.get(max(0.0, min(LOOK_S, deadline - time.monotonic())))
-                return
+                break
             except HostLost as error:
                 raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
             except TimeoutError:
@@ -97,6 +97,8 @@ class HostState(HostLink):
                 if time.monotonic() > deadline:
                     where = f" at {self.endpoint}, which must be reachable from there" if self.endpoint else ""
                     raise SpawnError(f"host {self.name} did not dial in within {timeout_s:g} s{where}.") from None
+        if why := self.launched.failure():  # some are known to be wrong only when they run
+            raise SpawnError(f"host {self.name} did not start: {why}")
 
     @property
     def suspicion(self) -> str:

@@ -170,7 +170,7 @@ class Party:
         if free is None:
             return TurnedAway("nobody waits for it any more: its spawn was given up, or its mesh has ended")
         if self.is_over:
-            return TurnedAway(f"this ticket was good until {self.until}; the notebook makes another: %mesh spawn")
+            return TurnedAway(f"this ticket was good until {self.until}; the notebook makes another for the next spawn")
         if differs := _differs(arrival):
             self.turned_away = f"turned away {name}: {differs}"
             return TurnedAway(f"{differs}; install the same there")

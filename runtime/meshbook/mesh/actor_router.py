@@ -155,7 +155,8 @@ class ControllerRouter:
         if request.mesh == CONTROLLER_MESH:
             return self.client.call(request)
         mesh = self._find(request.mesh, request.generation)
-        output = ProcMesh(self._controller, mesh).output_target() if request.reply else None
+        shown = request.reply and (mesh.shown_by or self._controller.front_end.output_source)
+        output = ProcMesh(self._controller, mesh).output_target() if shown else None
         return self._controller.call(mesh, request, output)
 
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:

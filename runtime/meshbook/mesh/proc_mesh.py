@@ -234,10 +234,10 @@ class ProcMesh(MonarchNames):
 
         workspace: a module's file, a package, or a folder that has some. Values: what became of each module, by name.
         conda, auto_reload: Monarch's. What is in use is reloaded either way.
-        Raises: UsageError, also where one does not parse, and for ``conda=True``: packages go by ``%mesh pip``.
+        Raises: UsageError, also where one does not parse, and for ``conda=True``: packages are installed there.
         """
         if conda:
-            raise UsageError("conda=True: the packages of an environment are not sent; `%mesh pip` installs them.")
+            raise UsageError("conda=True: the packages of an environment are not sent; install them there, by pip.")
         found = find_modules(Path(workspace))
         for name, problem in found.broken.items():
             raise UsageError(f"{name} does not parse ({problem}); nothing was sent")
