@@ -97,8 +97,8 @@ class HostState(HostLink):
                 if time.monotonic() > deadline:
                     where = f" at {self.endpoint}, which must be reachable from there" if self.endpoint else ""
                     raise SpawnError(f"host {self.name} did not dial in within {timeout_s:g} s{where}.") from None
-        if why := self.launched.failure():  # some are known to be wrong only when they run
-            raise SpawnError(f"host {self.name} did not start: {why}")
+        if not self.lost and (why := self.launched.failure()):  # some are known to be wrong only when they run
+            raise SpawnError(f"host {self.name} cannot be used: {why}")
 
     @property
     def suspicion(self) -> str:

@@ -11,7 +11,6 @@ the others live on, and says in its log how that was. A lost host is started aga
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -36,9 +35,6 @@ from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 ANSWER_S = 10.0
 """How long it may take to say its version."""
-
-LEFT_S = 0.5
-"""How long what it has started here may take to end after it."""
 
 _PROGRAMS = ("mpirun", "mpiexec")
 _HOSTS = ("-H", "-host", "--host", "-hosts", "--hosts")
@@ -135,11 +131,14 @@ class MPIClient(Client[MPILog]):
         """A host has ended, or is to."""
         self.hosts.discard(host_id)
         if not self.hosts:
-            below = [(pid, start_time(pid) or 0) for pid in _below(self.pid)] if self.poll() is None else []
+            self._remove_tickets()  # first: an agent that has not begun yet ends by itself
             self.end(timeout_s)
-            for pid, started in below:  # of MPICH, which leaves what it has started when it is ended too soon
-                end_process(pid, started, LEFT_S)
-            self._remove_tickets()
+
+    def end(self, timeout_s: float) -> None:
+        """As others, and all that it has started here: MPICH leaves that behind when it is told to end too soon."""
+        self.close_stdin()
+        end_process(self.pid, self.started, timeout_s, below=True)
+        super().end(timeout_s)
 
     def settle(self) -> None:
         """Remove the file with the tickets once all have read it."""
@@ -216,14 +215,6 @@ def _script(python: str, tickets: Path | None) -> str:
 def _own(ticket: Ticket) -> Ticket:
     """It ends with mpirun, which reads what it says."""
     return msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True)
-
-
-def _below(pid: int) -> Iterator[int]:
-    """The processes of this machine that a process has started, and that these have."""
-    with contextlib.suppress(OSError):
-        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            yield child
-            yield from _below(child)
 
 
 def _find(program: str) -> str:

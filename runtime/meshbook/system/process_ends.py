@@ -15,7 +15,7 @@ import signal
 import threading
 from typing import NamedTuple
 
-from meshbook.system.processes import is_same_process, start_time
+from meshbook.system.processes import is_same_process, kill_tree, start_time
 
 LOOK_S = 0.05
 """How late the stand-in may be."""
@@ -26,8 +26,11 @@ def open_end(pid: int) -> int:
     return os.pidfd_open(pid) if has_pidfds() else _watcher.open(pid)
 
 
-def end_process(pid: int, started: int, grace_s: float) -> None:
-    """Wait until the process that was recorded has ended; kill it after ``grace_s``. Never another one of its pid."""
+def end_process(pid: int, started: int, grace_s: float, *, below: bool = False) -> None:
+    """Wait until the process that was recorded has ended; kill it after ``grace_s``. Never another one of its pid.
+
+    below: and all that it has started.
+    """
     try:
         fd = open_end(pid)
     except ProcessLookupError:
@@ -37,7 +40,9 @@ def end_process(pid: int, started: int, grace_s: float) -> None:
         poll.register(fd, select.POLLIN)
         if not is_same_process(pid, started) or poll.poll(grace_s * 1000):
             return
-        if has_pidfds():
+        if below:
+            kill_tree(pid)
+        elif has_pidfds():
             signal.pidfd_send_signal(fd, signal.SIGKILL)
         elif is_same_process(pid, started):  # as close to the kill as can be: no descriptor holds the pid
             os.kill(pid, signal.SIGKILL)

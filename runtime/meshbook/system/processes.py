@@ -171,6 +171,21 @@ def kill_session(pid: int) -> None:
             pass
 
 
+def kill_tree(pid: int) -> None:
+    """SIGKILL to ``pid`` and to all below it. They are stopped first: none starts another while we look for them."""
+    tree: list[int] = []
+    while new := [each for each in descendants(pid) if each not in tree]:
+        tree += new
+        _signal(new, signal.SIGSTOP)
+    _signal(tree, signal.SIGKILL)
+
+
+def _signal(pids: Collection[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
 def kill_strays(known: Collection[int]) -> None:
     """SIGKILL to all below this process but ``known`` children and what is below those, whatever session it is in."""
     for child in children(os.getpid()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import re
 import signal
@@ -51,15 +53,24 @@ class Counter:
         self.count += event == "call"
 
 
-@contextmanager
-def counting() -> Iterator[Counter]:
-    counter = Counter()
-    before = sys.getprofile()
+def least(call: Callable[[], object], batch: int = 10) -> float:
+    """How many calls of Python one ``call`` costs this thread, in the best of some batches.
+
+    What else is counted comes from outside: what is due once a second, and what other tests have collections of garbage
+    call.
+    """
+    counter, before, counts = Counter(), sys.getprofile(), [0]
+    gc.disable()
     sys.setprofile(counter)
     try:
-        yield counter
+        for _ in range(CALLS // batch):
+            for _ in range(batch):
+                call()
+            counts.append(counter.count)
     finally:
         sys.setprofile(before)
+        gc.enable()
+    return min(after - before for before, after in itertools.pairwise(counts)) / batch
 
 
 def _count_from_now() -> None:
@@ -81,10 +92,7 @@ def test_a_call_costs_its_controller_few_calls_of_python(mesh4: ProcMesh) -> Non
     one = mesh4.slice(gpus=0)
     for _ in range(20):
         one.execute(abs, -1).get(30)
-    with counting() as counter:
-        for _ in range(CALLS):
-            one.execute(abs, -1).get(30)
-    assert counter.count / CALLS < CONTROLLER_MAX
+    assert least(lambda: one.execute(abs, -1).get(30)) < CONTROLLER_MAX
 
 
 @only_on_3_11
@@ -175,11 +183,9 @@ def test_a_call_of_an_actor_costs_few_calls_of_python(tmp_path: Path, monkeypatc
 
         on_agent = _agents_count(mesh, tmp_path, call)
         (before,) = mesh.execute(_counted_so_far).get(30).values()
-        with counting() as counter:
-            for _ in range(CALLS):
-                call()
+        on_controller = least(call)
         (after,) = mesh.execute(_counted_so_far).get(30).values()
-    assert counter.count / CALLS < ACTOR_CONTROLLER_MAX
+    assert on_controller < ACTOR_CONTROLLER_MAX
     assert on_agent < ACTOR_AGENT_MAX
     assert (after - before) / CALLS < ACTOR_RANK_MAX
 
