@@ -47,8 +47,10 @@ def test_tab_lists_names_of_the_busy_ranks(notebook: Page) -> None:
         try:
             completer.wait_for(timeout=SOON_MS // 10)
             break
-        except Exception:
-            notebook.keyboard.press("Escape")
+        except Exception:  # a page that was not yet ready has indented the line, and Escape leaves the editor
+            notebook.locator(".jp-CodeCell .cm-content").nth(4).click()
+            notebook.keyboard.press("Control+A")
+            notebook.keyboard.type("%%mesh\naverage")
     assert completer.count() and notebook.locator(".jp-Completer-item", has_text="average_of").count()
     notebook.keyboard.press("Escape")
     notebook.wait_for_function(f"({STATUS})() === 'busy'", timeout=SOON_MS)
