@@ -36,10 +36,11 @@ _COUNTED = {
     "ray": "nodes of Ray",
     "manual": "hosts you will start",
     "mpi": "hosts of mpirun",
+    "batch": "jobs, one for each host",
 }
 """What hosts are called of engines that are told how many there are to be."""
 
-ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "manual")
+ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "batch", "manual")
 
 
 @Command(
@@ -50,9 +51,9 @@ ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "manual")
     options=(
         Option(
             "--on",
-            "who starts the hosts: local, ssh on the hosts that are named, slurm, ray, mpi, or you",
+            "who starts the hosts: local, ssh on the hosts that are named, slurm, ray, mpi, a batch scheduler, or you",
             str,
-            "local|ssh:HOST,..|slurm|ray[:ADDRESS]|mpi[:MPIRUN]|manual[:ADDRESS]",
+            "local|ssh:HOST,..|slurm|ray[:ADDRESS]|mpi[:MPIRUN]|batch:SCHEDULER|manual[:ADDRESS]",
         ),
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
@@ -80,6 +81,7 @@ ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "manual")
         "%mesh spawn hosts=4 gpus=8 --on slurm -- --partition gpu --time 1:00:00",
         "%mesh spawn hosts=3 gpus=2 --on ray:head:6379",
         "%mesh spawn hosts=4 gpus=8 --on mpi -- --hostfile hosts",
+        "%mesh spawn hosts=4 gpus=8 --on batch:pbs -- --queue gpu --walltime 4:00:00",
         "%mesh spawn hosts=2 gpus=8 --on manual --within 1h",
         "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
         "%mesh spawn @gpu-cluster gpus=4",
@@ -93,6 +95,8 @@ to salloc. Agents there dial the notebook's machine.
 Hosts of ray are nodes of a Ray cluster, with a GPU for each rank where it has them: that of this machine, or the one at
 ADDRESS. What follows -- is what each host asks for: --num-cpus N, --num-gpus N, --resources JSON.
 Hosts of mpi are those that mpirun knows of, by its options, which follow --, or by the job that the notebook is in.
+Hosts of a batch scheduler (pbs, torque, lsf, sge, condor, or slurm by sbatch) are jobs, one each; what follows -- is
+theirs, above all --walltime H:MM:SS.
 Hosts of manual are where you run the command that is shown, with a ticket that is good for so many hosts and so long.
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
@@ -192,7 +196,7 @@ def _read_engine(arguments: Arguments) -> Launcher:
     engine, colon, named = text.partition(":")
     if engine not in ENGINES:
         near = did_you_mean(engine, ENGINES)
-        there = "local, slurm, ray, mpi, manual, and ssh with hosts: ssh:nodeA,nodeB"
+        there = "local, slurm, ray, mpi, manual, batch:pbs and others, and ssh with hosts: ssh:nodeA,nodeB"
         raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
     if engine != "manual" and arguments.text("--within") is not None:
         raise arguments.grammar.refuse("--within is for hosts that you start: --on manual.", "manual")
@@ -208,6 +212,8 @@ def _read_engine(arguments: Arguments) -> Launcher:
         from meshbook.launchers.mpi import MPILauncher
 
         return MPILauncher(program=named, python=arguments.text("--python"), options=arguments.rest)
+    if engine == "batch":
+        return _read_batch(arguments, named)
     if engine == "manual":
         return _read_manual(arguments, named)
     if colon:
@@ -230,6 +236,18 @@ def _read_ray(arguments: Arguments, address: str) -> Launcher:
     options = [f"--num-gpus={ranks}"] if device == "cuda" and "--num-gpus" not in given else []
     gpus = ranks if device is None else 0
     return RayLauncher(address, python=arguments.text("--python"), options=[*options, *arguments.rest], gpus=gpus)
+
+
+def _read_batch(arguments: Arguments, scheduler: str) -> Launcher:
+    """Raises: UsageError."""
+    from meshbook.launchers.batch import BatchLauncher
+    from meshbook.launchers.batch_queue import SCHEDULERS
+
+    if scheduler not in SCHEDULERS:
+        got = f'{did_you_mean(scheduler, tuple(SCHEDULERS))} There is no "{scheduler}".' if scheduler else ""
+        there = ", ".join(f"batch:{each}" for each in SCHEDULERS)
+        raise arguments.grammar.refuse(f"batch needs a scheduler: {there}.{got}", "batch")
+    return BatchLauncher(scheduler, python=arguments.text("--python"), options=arguments.rest)
 
 
 def _read_manual(arguments: Arguments, address: str) -> Launcher:

@@ -127,6 +127,10 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
             from meshbook.launchers.ray import found_host as found_host_of_ray
 
             found, launcher = found_host_of_ray(id, saved, logs)
+        elif saved.launcher.engine == "batch":
+            from meshbook.launchers.batch import found_host as found_host_of_batch
+
+            found, launcher = found_host_of_batch(id, saved, logs)
         elif id in of_mpi:
             found, launcher = of_mpi[id]
         hosts[id] = controller.find_host(id, saved, found)

@@ -1,0 +1,214 @@
+"""Host agents by batch schedulers - PBS, Torque, LSF, Grid Engine, HTCondor, Slurm by sbatch -, one job for each host.
+
+    controller ──Parsl's provider: qsub──> scheduler ══> job on a node: sh ──> agent
+        │── folder of logs, shared: script and ticket, mode 0600 ────┘           │
+        '── own address: port <══════════════ network ═══════════════════════════'
+
+How each scheduler is spoken to is known to Parsl (`meshbook.launchers.batch_queue`). A job for each host, rather than
+one with many nodes: no scheduler has to start processes on further nodes, hosts arrive as they are granted, a lost one
+comes back by another job, and more may be asked for. The ticket lies in a file that only its user can read, until the
+agent has it; the script's output lies beside it and says how the agent has ended. Jobs outlive the controller, as
+agents do; the next one knows them by their numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshbook.errors import UsageError
+from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
+from meshbook.launchers.elsewhere import PYTHON_HINTS, agent_script, with_hint
+from meshbook.sessions.folder import SavedHost, SavedLauncher
+from meshbook.system.processes import describe_exit, in_endpoint, own_address
+from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
+
+LOOK_S = 0.05
+"""How often the end of an agent is looked for."""
+_SAID_LINES, _SAID_CHARS = 4, 400
+_ON, _ENDED = "meshbook: on ", "meshbook: ended "
+_NO_FOLDER = "meshbook: no folder"
+
+_HINTS = (
+    *PYTHON_HINTS,
+    (_NO_FOLDER, "The folder of logs must be shared with the nodes: set XDG_STATE_HOME to one that is"),
+)
+
+_JOB = """
+if test -r {script}; then exec sh {script} >>{log} 2>&1 </dev/null; fi
+echo "{no_folder} {folder} on $(uname -n)" >&2
+exit 66
+"""
+"""What the scheduler runs."""
+
+_SCRIPT = """
+echo "{on}$(uname -n)"
+t=$(cat {ticket}) && rm -f {ticket} || exit 66
+printf '%s\\n' "$t" | ({agent})
+echo "{ended}$?"
+"""
+
+
+class BatchLauncher:
+    """An agent on each of some nodes, each by a job of its own."""
+
+    name = "batch"
+    shares_environment = False
+    fixed = ""
+
+    def __init__(
+        self, scheduler: str, *, python: str | None = None, options: Sequence[str] = (), place: BatchHost | None = None
+    ) -> None:
+        """scheduler: one of `SCHEDULERS`. options: ``--walltime 4:00:00``, ``--queue gpu``: of Parsl's provider for it.
+
+        python: the interpreter there; by default the path of our own where there is one, else ``python3``.
+        place: the host that it has started, where the next controller is to find it. Raises: UsageError.
+        """
+        if scheduler not in SCHEDULERS:
+            raise UsageError(f'unknown scheduler "{scheduler}"; there is: {", ".join(SCHEDULERS)}.')
+        self.scheduler, self.python, self.options = scheduler, python or "", tuple(map(str, options))
+        self._place, self._launched = place, list[BatchHost]()
+        read_options(self.options)
+
+    @property
+    def transport(self) -> str:
+        return f"tcp://{in_endpoint(own_address())}"
+
+    def for_host(self, index: int) -> BatchLauncher:
+        place = self._launched[index] if self._launched else None
+        return BatchLauncher(self.scheduler, python=self.python, options=self.options, place=place)
+
+    @property
+    def saved(self) -> SavedLauncher:
+        job = self._place.job if self._place else ""
+        return SavedLauncher(self.name, python=self.python, options=(self.scheduler, *self.options), job=job)
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        """Submit a job for each; the agents come when they run. Raises: OSError, SpawnError, UsageError."""
+        queue = queue_of(self.scheduler, self.options)
+        self._launched = []
+        try:
+            for ticket in tickets:
+                files = BatchFiles(Path(ticket.log_dir), ticket.host_id)
+                files.write(ticket, agent_script(self.python))
+                self._launched.append(BatchHost(queue, files, ""))
+                self._launched[-1].job = queue.submit(files.command, files.folder, ticket.host_id)
+        except BaseException:
+            for host in self._launched:
+                host.close(0.0)
+            raise
+        return list(self._launched)
+
+
+class BatchHost:
+    """An agent that is a job. job: its number; empty until it has one."""
+
+    pid = started = 0
+
+    def __init__(self, queue: BatchQueue, files: BatchFiles, job: str) -> None:
+        self._queue, self._files, self.job = queue, files, job
+        if job:
+            queue.expect(job)
+
+    def failure(self) -> str | None:
+        state = self._queue.state(self.job)  # first: when it has ended, the log is whole
+        return self._files.why_ended() or (state.ended and self._files.with_words(state.ended)) or None
+
+    def waits_for(self) -> str:
+        """Where the job is in the queue."""
+        return "" if self._files.why_ended() else self._queue.state(self.job).waits
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the agent, which was told, and cancel the job of one that does not end or has not begun."""
+        deadline = time.monotonic() + timeout_s
+        while self.job and self._files.node and self.failure() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        if self.job and self.failure() is None:
+            self._queue.cancel(self.job)
+        self._queue.forget(self.job)
+        self._files.remove()
+
+    def release(self) -> None:
+        """It lives on by itself."""
+
+
+def found_host(id: str, saved: SavedHost, logs: Path) -> tuple[BatchHost, BatchLauncher]:
+    """A host that another controller has started, and what starts another in its place. logs: of the session."""
+    scheduler, *options = saved.launcher.options
+    host = BatchHost(queue_of(scheduler, options), BatchFiles(logs, id), saved.launcher.job)
+    return host, BatchLauncher(scheduler, python=saved.launcher.python, options=options, place=host)
+
+
+class BatchFiles:
+    """What a job reads and writes in the folder of logs, which is shared with the nodes."""
+
+    def __init__(self, folder: Path, host_id: str) -> None:
+        self.folder, self._id = folder, host_id
+        self.log, self._ticket, self._script = (
+            folder / f"agent-{host_id}{suffix}" for suffix in (".log", ".ticket", ".sh")
+        )
+
+    @property
+    def command(self) -> str:
+        return _JOB.format(
+            script=shlex.quote(str(self._script)),
+            log=shlex.quote(str(self.log)),
+            folder=self.folder,
+            no_folder=_NO_FOLDER,
+        )
+
+    def write(self, ticket: Ticket, agent: str) -> None:
+        """The script and the ticket. Raises: OSError."""
+        script = _SCRIPT.format(on=_ON, ended=_ENDED, ticket=shlex.quote(str(self._ticket)), agent=agent).encode()
+        for path, data in ((self._script, script), (self._ticket, encode_ticket(elsewhere(ticket)) + b"\n")):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+
+    @property
+    def node(self) -> str:
+        """Where the job runs, as its machine calls itself; empty until it has said so."""
+        return next((line.removeprefix(_ON) for line in self._lines() if line.startswith(_ON)), "")
+
+    def why_ended(self) -> str:
+        """How the agent has ended; empty while that is not said."""
+        lines = self._lines()
+        code = next((line.removeprefix(_ENDED) for line in lines if line.startswith(_ENDED)), "")
+        if not code:
+            return ""
+        status = int(code)
+        how = describe_exit(128 - status if status > 128 else status)
+        return self.with_words(f"its agent on {self.node} ended ({how})")
+
+    def with_words(self, what: str) -> str:
+        """And what the job has said last: in our log, or where the scheduler keeps what it says."""
+        theirs = [line for path in self._theirs() if "err" in path.name for line in _read(path)]
+        lines = [line for line in [*theirs, *self._lines()] if not line.startswith((_ON, _ENDED))]
+        said = " ".join(lines[-_SAID_LINES:])[-_SAID_CHARS:].rstrip(".")
+        return with_hint(f"{what}: {said}" if said else what, _HINTS)
+
+    def remove(self) -> None:
+        """All but the log."""
+        for path in (self._ticket, self._script, *self._theirs()):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _theirs(self) -> list[Path]:
+        """Scripts and output of the scheduler, under names that Parsl makes of the host's."""
+        return sorted(path for path in self.folder.glob(f"*{self._id}.*") if not path.name.startswith("agent-"))
+
+    def _lines(self) -> list[str]:
+        return _read(self.log)
+
+
+def _read(path: Path) -> list[str]:
+    """Its lines that say something; none where there is no such file yet."""
+    try:
+        return [line.strip() for line in re.split(r"[\r\n]+", path.read_text(errors="replace")) if line.strip()]
+    except OSError:
+        return []
