@@ -116,6 +116,7 @@ class BatchQueue:
 
     def _look(self) -> None:
         pause_s = FIRST_LOOK_S
+        suspects = set[str]()  # ended, as it seems: once may be wrong, as where Parsl takes a transfer for a failure
         while True:
             with self._looks:
                 self._looks.wait_for(lambda: not self._states, pause_s)
@@ -127,6 +128,8 @@ class BatchQueue:
             states = self._ask(jobs)
             with self._looks:
                 self._states.update({job: state for job, state in states.items() if job in self._states})
+                suspects = {job for job, state in states.items() if state.ended} - suspects
+                self._states.update(dict.fromkeys(suspects & self._states.keys(), JobState()))
 
     def _ask(self, jobs: list[str]) -> dict[str, JobState]:
         """How they are; nothing where the scheduler does not answer."""
@@ -140,9 +143,9 @@ class BatchQueue:
     def _describe(self, job: str, status: Any) -> JobState:
         state, words = status.state.name.lower(), f" ({status.message})" if status.message else ""
         if status.terminal:
-            limit = getattr(self._provider, "walltime", None)
-            why = f"; its time limit is {limit}" if state in ("completed", "timeout") and limit else ""
-            return JobState(ended=f"its job {job} of {self.scheduler.title} has ended: {state}{words}{why}")
+            limit = getattr(self._provider, "walltime", "")
+            how = f": {state}{words}" if state != "completed" else f"; its time limit is {limit}" if limit else ""
+            return JobState(ended=f"its job {job} of {self.scheduler.title} has ended{how}")
         return JobState(waits="" if state == "running" else f"job {job} of {self.scheduler.title} is {state}{words}")
 
 
