@@ -48,7 +48,7 @@ _OURS = ("self", "nodes_per_block", "init_blocks", "min_blocks", "max_blocks", "
 """Parameters of providers that are not for people: a job is a host."""
 
 
-class JobState(NamedTuple):
+class QueueState(NamedTuple):
     """waits: what a job waits for; ended: that it has ended, and what the scheduler says of it. Empty where not so."""
 
     waits: str = ""
@@ -64,7 +64,7 @@ class BatchQueue:
         self._provider = _provider(scheduler, read_options(options))
         self._lock = threading.Lock()
         """Providers are for one thread."""
-        self._states: dict[str, JobState] = {}
+        self._states: dict[str, QueueState] = {}
         self._looks = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -94,14 +94,14 @@ class BatchQueue:
             files = {"job_stdout_path": None, "job_stderr_path": None}
             self._provider.resources.setdefault(job, {"job_id": job, "status": status, **files})
         with self._looks:
-            self._states.setdefault(job, JobState(waits=f"job {job} of {self.scheduler.title} was submitted"))
+            self._states.setdefault(job, QueueState(waits=f"job {job} of {self.scheduler.title} was submitted"))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="batch queue", daemon=True)
                 self._thread.start()
 
-    def state(self, job: str) -> JobState:
+    def state(self, job: str) -> QueueState:
         """As it was when the scheduler was last asked."""
-        return self._states.get(job, JobState())
+        return self._states.get(job, QueueState())
 
     def cancel(self, job: str) -> None:
         """Have the scheduler end it. Raises nothing: what it does not hear ends with its lease and its time limit."""
@@ -129,24 +129,24 @@ class BatchQueue:
             with self._looks:
                 self._states.update({job: state for job, state in states.items() if job in self._states})
                 suspects = {job for job, state in states.items() if state.ended} - suspects
-                self._states.update(dict.fromkeys(suspects & self._states.keys(), JobState()))
+                self._states.update(dict.fromkeys(suspects & self._states.keys(), QueueState()))
 
-    def _ask(self, jobs: list[str]) -> dict[str, JobState]:
+    def _ask(self, jobs: list[str]) -> dict[str, QueueState]:
         """How they are; nothing where the scheduler does not answer."""
         with self._lock, _said():
             try:
                 statuses = self._provider.status(jobs) if jobs else []
                 return {job: self._describe(job, status) for job, status in zip(jobs, statuses, strict=True)}
             except Exception as error:  # the next look is soon, and agents tell of themselves
-                return dict.fromkeys(jobs, JobState(waits=f"{self.scheduler.title} does not answer: {error}"))
+                return dict.fromkeys(jobs, QueueState(waits=f"{self.scheduler.title} does not answer: {error}"))
 
-    def _describe(self, job: str, status: Any) -> JobState:
+    def _describe(self, job: str, status: Any) -> QueueState:
         state, words = status.state.name.lower(), f" ({status.message})" if status.message else ""
         if status.terminal:
             limit = getattr(self._provider, "walltime", "")
             how = f": {state}{words}" if state != "completed" else f"; its time limit is {limit}" if limit else ""
-            return JobState(ended=f"its job {job} of {self.scheduler.title} has ended{how}")
-        return JobState(waits="" if state == "running" else f"job {job} of {self.scheduler.title} is {state}{words}")
+            return QueueState(ended=f"its job {job} of {self.scheduler.title} has ended{how}")
+        return QueueState(waits="" if state == "running" else f"job {job} of {self.scheduler.title} is {state}{words}")
 
 
 _queues: dict[tuple[str, tuple[str, ...]], BatchQueue] = {}
