@@ -53,7 +53,7 @@ class Counter:
         self.count += event == "call"
 
 
-def least(call: Callable[[], object], batch: int = 10) -> float:
+def least(call: Callable[[], object], batch: int = 4) -> float:
     """How many calls of Python one ``call`` costs this thread, in the best of some batches.
 
     What else is counted comes from outside: what is due once a second, and what other tests have collections of garbage
