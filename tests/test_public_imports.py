@@ -27,7 +27,7 @@ PUBLIC = {
     """,
     "meshbook.config": "clear_runtime_config configure configured get_global_config get_runtime_config",
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
-    "meshbook.job": "JobState JobTrait LocalJob ProcessJob RayJob SSHJob SlurmJob",
+    "meshbook.job": "ImageSpec JobState JobTrait KubernetesJob LocalJob ProcessJob RayJob SSHJob SlurmJob",
     "meshbook.mesh": """
         Attachment HostMesh ProcMesh SavedSession attach detach heal_mesh prewarm recall remember sessions
         set_output_source shutdown start_hosts this_host

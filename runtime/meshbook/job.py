@@ -6,5 +6,8 @@ A module of its own because programs import it by this name, as they import ``mo
 from __future__ import annotations
 
 from meshbook.mesh.jobs import JobState, JobTrait, LocalJob, ProcessJob, RayJob, SlurmJob, SSHJob
+from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
 
-__all__ = ["JobState", "JobTrait", "LocalJob", "ProcessJob", "RayJob", "SSHJob", "SlurmJob"]
+__all__ = [
+    "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "ProcessJob", "RayJob", "SSHJob", "SlurmJob",
+]  # fmt: skip

@@ -37,10 +37,11 @@ _COUNTED = {
     "manual": "hosts you will start",
     "mpi": "hosts of mpirun",
     "batch": "jobs, one for each host",
+    "k8s": "pods of Kubernetes",
 }
 """What hosts are called of engines that are told how many there are to be."""
 
-ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "batch", "manual")
+ENGINES = ("local", "ssh", "slurm", "k8s", "ray", "mpi", "batch", "manual")
 
 
 @Command(
@@ -51,9 +52,9 @@ ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "batch", "manual")
     options=(
         Option(
             "--on",
-            "who starts the hosts: local, ssh on the hosts that are named, slurm, ray, mpi, a batch scheduler, or you",
+            "who starts the hosts: local, ssh on hosts that are named, slurm, k8s, ray, mpi, a batch scheduler, or you",
             str,
-            "local|ssh:HOST,..|slurm|ray[:ADDRESS]|mpi[:MPIRUN]|batch:SCHEDULER|manual[:ADDRESS]",
+            "local|ssh:HOST,..|slurm|k8s|ray[:ADDRESS]|mpi[:MPIRUN]|batch:SCHEDULER|manual[:ADDRESS]",
         ),
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
@@ -79,6 +80,7 @@ ENGINES = ("local", "ssh", "slurm", "ray", "mpi", "batch", "manual")
         "%mesh spawn gpus=8 --on ssh:nodeA,nodeB",
         "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
         "%mesh spawn hosts=4 gpus=8 --on slurm -- --partition gpu --time 1:00:00",
+        "%mesh spawn hosts=4 gpus=8 --on k8s -- --image registry/meshbook:1 --namespace ml --gpus 8",
         "%mesh spawn hosts=3 gpus=2 --on ray:head:6379",
         "%mesh spawn hosts=4 gpus=8 --on mpi -- --hostfile hosts",
         "%mesh spawn hosts=4 gpus=8 --on batch:pbs -- --queue gpu --walltime 4:00:00",
@@ -92,6 +94,8 @@ Hosts of ssh are named as for ssh, by your own config; what follows -- goes to s
 connection, so no port has to be reachable, and end with it.
 Hosts of slurm are the nodes of an allocation: that of the notebook, else one of its own, for which what follows -- goes
 to salloc. Agents there dial the notebook's machine.
+Hosts of k8s are pods of a Kubernetes cluster: the notebook's own, or that of the kubeconfig. What follows -- is their
+image, which has meshbook in it, and what each gets: --gpus N, --cpu N, --memory 64Gi, --namespace N, --template FILE.
 Hosts of ray are nodes of a Ray cluster, with a GPU for each rank where it has them: that of this machine, or the one at
 ADDRESS. What follows -- is what each host asks for: --num-cpus N, --num-gpus N, --resources JSON.
 Hosts of mpi are those that mpirun knows of, by its options, which follow --, or by the job that the notebook is in.
@@ -196,7 +200,7 @@ def _read_engine(arguments: Arguments) -> Launcher:
     engine, colon, named = text.partition(":")
     if engine not in ENGINES:
         near = did_you_mean(engine, ENGINES)
-        there = "local, slurm, ray, mpi, manual, batch:pbs and others, and ssh with hosts: ssh:nodeA,nodeB"
+        there = "local, slurm, k8s, ray, mpi, manual, batch:pbs and others, and ssh with hosts: ssh:nodeA,nodeB"
         raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
     if engine != "manual" and arguments.text("--within") is not None:
         raise arguments.grammar.refuse("--within is for hosts that you start: --on manual.", "manual")
@@ -222,6 +226,11 @@ def _read_engine(arguments: Arguments) -> Launcher:
         from meshbook.launchers.slurm import SlurmLauncher
 
         return SlurmLauncher(python=arguments.text("--python"), options=arguments.rest)
+    if engine == "k8s":
+        from meshbook.launchers.k8s import KubernetesLauncher
+
+        gpus = [f"--gpus={_count_ranks(arguments)}"] if arguments.text("--device") == "cuda" else []
+        return KubernetesLauncher(python=arguments.text("--python"), options=[*gpus, *arguments.rest])
     _refuse_rest(arguments, engine)
     if arguments.text("--python") is not None:
         raise arguments.grammar.refuse("--python is for hosts elsewhere; ranks here run on the notebook's own.", "ssh:")
@@ -231,7 +240,7 @@ def _read_engine(arguments: Arguments) -> Launcher:
 def _read_ray(arguments: Arguments, address: str) -> Launcher:
     from meshbook.launchers.ray import RayLauncher
 
-    ranks = math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
+    ranks = _count_ranks(arguments)
     device, given = arguments.text("--device"), " ".join(arguments.rest)
     options = [f"--num-gpus={ranks}"] if device == "cuda" and "--num-gpus" not in given else []
     gpus = ranks if device is None else 0
@@ -248,6 +257,11 @@ def _read_batch(arguments: Arguments, scheduler: str) -> Launcher:
         there = ", ".join(f"batch:{each}" for each in SCHEDULERS)
         raise arguments.grammar.refuse(f"batch needs a scheduler: {there}.{got}", "batch")
     return BatchLauncher(scheduler, python=arguments.text("--python"), options=arguments.rest)
+
+
+def _count_ranks(arguments: Arguments) -> int:
+    """On each host."""
+    return math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
 
 
 def _read_manual(arguments: Arguments, address: str) -> Launcher:

@@ -25,7 +25,7 @@ import msgspec
 from meshbook.concurrency.forks import at_fork
 from meshbook.errors import UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.elsewhere import quoted_program
+from meshbook.launchers.elsewhere import own_ip, quoted_program
 from meshbook.launchers.head_start import open_log
 from meshbook.launchers.invitation import (
     COMMAND,
@@ -39,7 +39,7 @@ from meshbook.launchers.invitation import (
     encode,
 )
 from meshbook.sessions.folder import SavedLauncher
-from meshbook.system.processes import family_of, in_endpoint, own_address, python_version
+from meshbook.system.processes import in_endpoint, own_address, python_version
 from meshbook.wire.gate import Gate
 from meshbook.wire.messages import PROTOCOL_VERSION
 from meshbook.wire.ticket import Ticket, elsewhere
@@ -67,7 +67,7 @@ class ManualLauncher:
         if not within_s > 0:
             raise UsageError(f"hosts are waited for during a number of seconds above 0, not {within_s!r}.")
         self.python, self.within_s = python or "", float(within_s)
-        self._asked, self._address = address, _own_ip(address) if address else ""
+        self._asked, self._address = address, own_ip(address, "manual:10.0.0.5") if address else ""
 
     @property
     def transport(self) -> str:
@@ -278,23 +278,3 @@ def _is_equal(one: str, other: str) -> bool:
 def _printable(text: str, chars: int) -> str:
     """What somebody else has sent, as people may see it."""
     return "".join(each if each.isprintable() else " " for each in text[:chars]).strip()
-
-
-def _own_ip(address: str) -> str:
-    """The address of this machine that a name or an address stands for. Raises: UsageError."""
-    try:
-        found = [str(each[4][0]) for each in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    except (OSError, UnicodeError):
-        found = []
-    for ip in found:
-        try:
-            with socket.socket(family_of(ip), socket.SOCK_STREAM) as probe:
-                probe.bind((ip, 0))
-            return ip
-        except OSError:
-            continue
-    means = f"means {', '.join(dict.fromkeys(found))}, which are others'" if found else "is unknown here"
-    raise UsageError(
-        f'hosts dial an address of this machine, as in manual:10.0.0.5, but "{address}" {means}; '
-        f"without one it is {own_address()}."
-    )

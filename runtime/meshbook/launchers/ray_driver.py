@@ -1,6 +1,6 @@
 """The driver of Ray: has a placement group, and in each of its bundles an actor that starts an agent.
 
-    python -m meshbook.launchers.ray_driver     what is wanted, a line on stdin; what becomes of it: `ray_log`
+    python -m meshbook.launchers.ray_driver     what is wanted, a line on stdin; what becomes of it: `driver_log`
 
 It ends when it is told to (SIGTERM), when its controller goes before Ray had the nodes, and when the last agent has
 ended and no controller is there: with its end Ray removes what is left of its actors and of the placement group.
@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any
 
-from meshbook.launchers.ray_log import MARK
+from meshbook.launchers.driver_log import say
 from meshbook.launchers.ray_questions import (
     CLIENT,
     CONNECT_S,
@@ -286,11 +286,6 @@ class Driver:
             seconds = time.monotonic() - began
             say(waits=f"Ray starts an actor for it; waited {rounded(seconds)}", host=host.id)
         return str(ray.get(answer))
-
-
-def say(**event: str) -> None:
-    """Tell who reads the log (`meshbook.launchers.ray_log`)."""
-    os.write(1, f"\n{MARK}{json.dumps(event)}\n".encode())
 
 
 if __name__ == "__main__":

@@ -1,25 +1,16 @@
-"""What the driver of Ray has said (`meshbook.launchers.ray_driver`): lines of its own, and between them Ray's.
+"""What the driver of Ray has said (`meshbook.launchers.ray_driver`), read as what hosts wait for and why they ended.
 
-meshbook: {"job": "03000000"}
-meshbook: {"waits": "...", "host": "ray-1"}         of one host, or of all
-meshbook: {"node": "n2", "host": "ray-1"}           its agent was started there
-meshbook: {"ended": "...", "host": "ray-1"}         of one host, or of all
+A module of its own because it has Ray's words, as `meshbook.launchers.k8s_log` has those of Kubernetes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from meshbook.launchers.driver_log import ALL, DriverLog
 from meshbook.launchers.elsewhere import PYTHON_HINTS, with_hint
 from meshbook.system.processes import describe_exit
 
-MARK = "meshbook: "
-ALL = ""
-"""Stands for all hosts."""
-
-_SAID_LINES = 3
 _HINTS = (
     *PYTHON_HINTS,
     ("Version mismatch", "Install the cluster's versions of Ray and Python for the notebook."),
@@ -30,35 +21,8 @@ _HINTS = (
 
 
 @dataclass
-class RayLog:
-    """What a log says; most of it by the id of a host."""
-
-    job: str = ""
-    socket: str = ""
-    """Where the driver listens."""
-    node: dict[str, str] = field(default_factory=dict)
-    waits: dict[str, str] = field(default_factory=dict)
-    ended: dict[str, str] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, text: str) -> RayLog:
-        found = cls()
-        for line in filter(None, map(str.strip, text.splitlines())):
-            if not line.startswith(MARK):
-                found.said.append(line)
-                continue
-            with contextlib.suppress(ValueError):  # half a line: the rest comes yet
-                found._add(json.loads(line.removeprefix(MARK)))
-        return found
-
-    def _add(self, event: dict[str, str]) -> None:
-        host = event.pop("host", ALL)
-        for what, value in event.items():
-            if what in ("job", "socket"):
-                setattr(self, what, value)
-            else:
-                getattr(self, what)[host] = value
+class RayLog(DriverLog):
+    """job: Ray's number of the driver. node: where Ray has started the agent."""
 
     def waits_for(self, host: str) -> str:
         """What a host waits for; empty once its agent was started."""
@@ -66,9 +30,9 @@ class RayLog:
 
     def why_ended(self, host: str, status: int | None) -> str | None:
         """Why there is no agent any more; None while there may be. status: how the driver ended, None while it runs."""
-        if said := self.ended.get(host) or self.ended.get(ALL):
+        if said := self.why(host):
             return with_hint(said, _HINTS)
         if status is None:
             return None
-        words = "; ".join(self.said[-_SAID_LINES:]) if status > 0 else ""  # else they are of something else
+        words = self.last_words if status > 0 else ""  # else they are of something else
         return with_hint(f"the driver of Ray has ended ({describe_exit(status)}){words and f': {words}'}", _HINTS)

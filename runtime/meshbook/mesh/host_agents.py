@@ -131,6 +131,10 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
             from meshbook.launchers.batch import found_host as found_host_of_batch
 
             found, launcher = found_host_of_batch(id, saved, logs)
+        elif saved.launcher.engine == "k8s":
+            from meshbook.launchers.k8s import found_host as found_host_of_k8s
+
+            found, launcher = found_host_of_k8s(id, saved, logs)
         elif id in of_mpi:
             found, launcher = of_mpi[id]
         hosts[id] = controller.find_host(id, saved, found)

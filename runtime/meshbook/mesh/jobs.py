@@ -124,14 +124,14 @@ class ProcessJob(JobTrait):
     def __init__(self, meshes: Mapping[str, int], env: Mapping[str, str] | None = None) -> None:
         """meshes: how many hosts by name. env: more of an environment for what is spawned there."""
         super().__init__()
-        self._meshes, self._env = _checked_counts(meshes), dict(env or {})
+        self._meshes, self._env = checked_counts(meshes), dict(env or {})
 
     def can_run(self, spec: JobTrait) -> bool:
         return isinstance(spec, ProcessJob) and self.active and (spec._meshes, spec._env) == (self._meshes, self._env)
 
     def _create(self) -> dict[str, HostMesh]:
         wanted = {name: (count, LocalLauncher(separate_hosts=True)) for name, count in self._meshes.items()}
-        return {name: hosts.with_environment(self._env) for name, hosts in _start(wanted).items()}
+        return {name: hosts.with_environment(self._env) for name, hosts in start_all(wanted).items()}
 
 
 class SSHJob(JobTrait):
@@ -166,7 +166,7 @@ class SSHJob(JobTrait):
         if not self._meshes:
             raise UsageError('the job has no hosts: add_mesh("trainers", ["nodeA", "nodeB"]).')
 
-        return _start(
+        return start_all(
             {
                 name: (len(hosts), SSHLauncher(hosts, python=self._python, options=self._options))
                 for name, hosts in self._meshes.items()
@@ -196,7 +196,7 @@ class SlurmJob(JobTrait):
         python_exe: the interpreter there; by default the path of our own where there is one, else ``python3``.
         """
         super().__init__()
-        self._meshes, self._python = _checked_counts(meshes), python_exe
+        self._meshes, self._python = checked_counts(meshes), python_exe
         named = {
             "job-name": job_name, "time": time_limit, "partition": partition, "gpus-per-node": gpus_per_node,
             "cpus-per-task": cpus_per_task, "mem": mem,
@@ -237,7 +237,7 @@ class RayJob(JobTrait):
         python_exe: the interpreter there; by default the path of our own where there is one, else Ray's.
         """
         super().__init__()
-        self._meshes, self._python, self._address = _checked_counts(meshes), python_exe, address
+        self._meshes, self._python, self._address = checked_counts(meshes), python_exe, address
         named = {"num-cpus": num_cpus, "num-gpus": num_gpus, "resources": resources and json.dumps(dict(resources))}
         self._options = (*(f"--{name}={value}" for name, value in named.items() if value is not None), *ray_args)
 
@@ -256,7 +256,7 @@ class RayJob(JobTrait):
 
 def _start_together(meshes: Mapping[str, int], launcher: Launcher) -> dict[str, HostMesh]:
     """Start all hosts at once, and part them by name. Raises: SpawnError; then none is left."""
-    everything = _start({HOSTS: (sum(meshes.values()), launcher)})[HOSTS]
+    everything = start_all({HOSTS: (sum(meshes.values()), launcher)})[HOSTS]
     parts, first = {}, 0
     for name, count in meshes.items():
         parts[name] = everything.slice(**{HOSTS: slice(first, first + count)})
@@ -264,7 +264,7 @@ def _start_together(meshes: Mapping[str, int], launcher: Launcher) -> dict[str, 
     return parts
 
 
-def _start(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
+def start_all(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
     """Start hosts, so many by each launcher. Raises: SpawnError; then none is left."""
     started: dict[str, HostMesh] = {}
     try:
@@ -279,7 +279,7 @@ def _start(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
     return started
 
 
-def _checked_counts(meshes: Mapping[str, int]) -> dict[str, int]:
+def checked_counts(meshes: Mapping[str, int]) -> dict[str, int]:
     """Raises: UsageError."""
     _checked_names(meshes)
     for name, count in meshes.items():

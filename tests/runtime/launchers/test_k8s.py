@@ -1,0 +1,285 @@
+"""Hosts in pods of Kubernetes: they work as others do, each failure is told in its words, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from controllers import Zygote, alone
+
+import meshbook
+from meshbook import ProcMesh, start_hosts
+from meshbook.errors import SpawnError, UsageError, WorkerLost
+from meshbook.job import ImageSpec, KubernetesJob
+from meshbook.launchers.k8s import KubernetesLauncher
+from meshbook.mesh.driven import own_sessions
+
+pytest.importorskip("kubernetes")
+from k8s_cluster import IMAGE, KubernetesHere, await_quiet, drivers, kubernetes_here
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", params=["stand-in", "real"])
+def here(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, clean_end: None
+) -> Iterator[KubernetesHere]:
+    with kubernetes_here(request.param, tmp_path_factory.mktemp("k8s")) as found:
+        yield found
+        meshbook.shutdown()
+
+
+def launcher(here: KubernetesHere, *more: str, python: str = "") -> KubernetesLauncher:
+    return KubernetesLauncher(python=python or here.python, options=here.options(*more))
+
+
+@contextlib.contextmanager
+def spawned(here: KubernetesHere, count: int, *more: str, python: str = "") -> Iterator[ProcMesh]:
+    """A rank in each of so many pods, without torch: it is there soon."""
+    hosts = start_hosts({"hosts": count}, launcher(here, *more, python=python))
+    with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, env={"GREETING": "hello"}) as procs:
+        yield procs
+
+
+def job_of(procs: ProcMesh, host: int) -> str:
+    return procs._mesh.hosts[host].launched.job
+
+
+def loss(procs: ProcMesh, how: Callable[[], object], rank: int = 1) -> str:
+    """What a call says of a rank that is lost by ``how`` while it runs."""
+    future = procs.slice(hosts=rank).run("import time; time.sleep(120)")
+    how()
+    with pytest.raises(WorkerLost) as told:
+        future.get(60)
+    return str(told.value)
+
+
+def known_hosts() -> list[str]:
+    saved = [host for session in own_sessions() for host in session.state.hosts.values()]
+    return [host.name for host in saved if host.launcher.engine == "k8s"]
+
+
+# ---- what works -----------------------------------------------------------------------------------------------------
+
+
+def test_collectives_run_across_pods(here: KubernetesHere) -> None:
+    hosts = start_hosts({"hosts": 2}, launcher(here, "--gpus", "1"))
+    with hosts.spawn_procs({"gpus": 1}, device="cpu", owns_hosts=True) as procs:
+        code = "import platform; t = torch.ones(1) * rank; dist.all_reduce(t); (t.item(), dict(point), platform.node())"
+        values = procs.run(code).get(60).values()
+        assert [value[:2] for value in values] == [(1.0, {"hosts": 0, "gpus": 0}), (1.0, {"hosts": 1, "gpus": 0})]
+        assert all(value[2].startswith(job_of(procs, rank)) for rank, value in enumerate(values))
+        keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
+        seen = [drivers()[0], *here.nodes.of(job_of(procs, 0)).first().children(recursive=True)]
+        words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen)
+        assert "host_agent" in words and "k8s_driver" in words and not [key for key in keys if key in words]
+    await_quiet(here)
+
+
+def test_hosts_of_a_job_by_name_have_images_and_amounts_of_their_own(here: KubernetesHere) -> None:
+    job = KubernetesJob("ml", kubeconfig=str(here.kubeconfig), python_exe=here.python)
+    with pytest.raises(UsageError, match="the job has no hosts"):
+        job.apply()
+    job.add_mesh("trainers", 1, image_spec=ImageSpec(IMAGE, {"nvidia.com/gpu": 2}))
+    job.add_mesh("judges", 1, image_spec=IMAGE)
+    state = job.state()
+    with state.trainers.spawn_procs(torch=False) as trainers, state.judges.spawn_procs(torch=False) as judges:
+        containers = [here.nodes.of(job_of(procs, 0)).pod.spec.containers[0] for procs in (trainers, judges)]
+        assert [each.resources and each.resources.limits for each in containers] == [{"nvidia.com/gpu": "2"}, None]
+    job.kill()
+    await_quiet(here)
+
+
+def test_what_ends_a_pod_is_told_and_another_takes_its_place(here: KubernetesHere) -> None:
+    with spawned(here, 2, "--memory", "1Gi") as procs:
+        procs.run("kept = rank + 1").get(60)
+        first = job_of(procs, 1)
+        said = loss(procs, here.nodes.of(first).agent().kill)
+        assert "its agent in pod meshbook-" in said and "ended (killed by SIGKILL" in said and " on node n" in said
+        assert "started again, rank 1 started again" in str(procs.heal())
+        code = "import os; (os.environ['GREETING'], globals().get('kept'))"
+        assert procs.run(code).get(60).values() == [("hello", 1), ("hello", None)]
+        second = job_of(procs, 1)
+        assert second != first and len(drivers()) == 1
+        said = loss(procs, lambda: here.delete_pod(second))
+        assert f"pod {second}-" in said and "was deleted" in said
+        procs.heal()
+        third = job_of(procs, 1)
+        said = loss(procs, lambda: here.nodes.run_out_of_memory(third))
+        assert "was out of memory (OOMKilled, exit code 137" in said and "its limit is 1Gi" in said
+        procs.heal()
+        procs.grow(hosts=1)
+        assert procs.base().run("rank").get(60).values() == [0, 1, 2]
+        procs.base().shrink(hosts=1)
+        assert procs.base().run("globals().get('kept')").get(60).values() == [1, None]
+        assert len([name for name in here.left() if name.startswith("ml/")]) <= 9
+    await_quiet(here)
+
+
+def test_pods_outlive_their_driver(here: KubernetesHere) -> None:
+    with spawned(here, 2) as procs:
+        drivers()[0].kill()
+        assert procs.run("rank").get(60).values() == [0, 1]
+        assert procs.slice(hosts=1).run("import os; os.getppid()").get(60)
+        loss(procs, here.nodes.of(job_of(procs, 1)).first().kill)
+        procs.heal()
+        assert procs.run("rank").get(60).values() == [0, 1]
+    await_quiet(here)
+
+
+# ---- controllers come and go ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zygote(clean_end: None) -> Iterator[Zygote]:
+    meshbook.shutdown()
+    with alone() as started:
+        yield started
+
+
+_PROGRAM = """
+    import os
+    os.environ.update({environment!r})
+    from meshbook import start_hosts
+    from meshbook.launchers.k8s import KubernetesLauncher
+    hosts = start_hosts({{"hosts": 2}}, KubernetesLauncher(python={python!r}, options={options!r}))
+    procs = hosts.spawn_procs({{"gpus": 1}}, torch=False, owns_hosts=True, name="kept")
+    procs.run("kept = rank + 1").get(60)
+    say("ready")
+    wait()
+"""
+
+
+def program(here: KubernetesHere, *more: str, **environment: str) -> str:
+    options = list(here.options(*more))
+    return textwrap.dedent(_PROGRAM.format(environment=environment, python=here.python, options=options))
+
+
+def test_the_next_controller_has_the_hosts_of_one_that_was_killed(here: KubernetesHere, zygote: Zygote) -> None:
+    meshbook.shutdown()
+    controller = zygote.start(program(here))
+    controller.expect("ready")
+    controller.kill()
+    attached = meshbook.attach("kept", timeout_s=60)
+    procs = attached.mesh("kept")
+    assert attached.lost_hosts == [] and procs.run("kept").get(60).values() == [1, 2]
+    assert "its agent in pod" in loss(procs, here.nodes.of(job_of(procs, 1)).agent().kill)
+    procs.heal()
+    assert procs.run("globals().get('kept')").get(60).values() == [1, None]
+    procs.stop()
+    meshbook.shutdown()
+    await_quiet(here)
+
+
+def test_without_a_controller_all_ends_with_the_lease(here: KubernetesHere, zygote: Zygote) -> None:
+    meshbook.shutdown()
+    controller = zygote.start(program(here, MESHBOOK_LEASE_S="1"))
+    controller.expect("ready")
+    controller.kill()
+    await_quiet(here)
+
+
+# ---- what can go wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ["--image", "nope:1"],
+            'ErrImagePull: failed to pull and unpack image "nope:1": not found. Name another image',
+        ),
+        (["--namespace", "nowhere"], 'namespaces "nowhere" not found. Name another: -- --namespace NAME'),
+        (["--context", "there"], 'has no context "there"; it has here'),
+        (["--kubeconfig", "/no/such/file"], "no kubeconfig can be used: there is none at /no/such/file"),
+    ],
+)
+def test_what_kubernetes_cannot_give(here: KubernetesHere, more: list[str], said: str) -> None:
+    with pytest.raises(SpawnError) as told, spawned(here, 2, *more):
+        pass
+    assert said in str(told.value)
+    await_quiet(here)
+    assert not known_hosts()
+
+
+def test_no_such_interpreter(here: KubernetesHere) -> None:
+    with pytest.raises(SpawnError) as told, spawned(here, 1, python="/no/such/python"):
+        pass
+    assert "its agent in pod" in str(told.value) and "ended (exit code 127)" in str(told.value)
+    if here.has_logs:
+        assert "no Python at /no/such/python. Name the interpreter that has meshbook in the image" in str(told.value)
+    await_quiet(here)
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        (
+            "reader",
+            'is forbidden: User "reader" cannot create resource "jobs" in API group "batch" in the namespace "ml"',
+        ),
+        ("stranger", "Unauthorized. Log in again"),
+    ],
+)
+def test_users_who_may_not(here: KubernetesHere, user: str, said: str) -> None:
+    with pytest.raises(SpawnError) as told, spawned(here, 1, "--kubeconfig", here.as_user(user)):
+        pass
+    assert said in str(told.value)
+
+
+def test_no_api_server(here: KubernetesHere) -> None:
+    nobody = here.as_user("admin", "http://127.0.0.1:1")
+    with pytest.raises(SpawnError) as told, spawned(here, 1, "--kubeconfig", nobody):
+        pass
+    assert "the API server at http://127.0.0.1:1 does not answer: Connection refused" in str(told.value)
+
+
+def press_when(words: str, capsys: pytest.CaptureFixture[str], told: list[str]) -> threading.Thread:
+    """An interrupt as soon as these words are shown."""
+
+    def press() -> None:
+        said, deadline = "", time.monotonic() + 60
+        while words not in said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+        told.append(said)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--gpus", "3"], "waits for a node: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu"),
+        (["--namespace", "full"], "is forbidden: exceeded quota: none, requested: pods=1"),
+    ],
+)
+def test_an_interrupt_while_pods_wait_leaves_nothing(
+    here: KubernetesHere, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    told: list[str] = []
+    thread = press_when(words, capsys, told)
+    with pytest.raises(KeyboardInterrupt), spawned(here, 2, *more):
+        pass
+    thread.join()
+    assert words in told[0]
+    await_quiet(here)
+    assert not known_hosts()
+
+
+def test_a_controller_that_is_killed_leaves_nothing_waiting(here: KubernetesHere, zygote: Zygote) -> None:
+    controller = zygote.start(program(here, "--gpus", "3"))
+    deadline = time.monotonic() + 60
+    while len(here.left()) < 6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    controller.kill()
+    await_quiet(here)
