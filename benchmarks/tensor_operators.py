@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from benchmarks.faults.document import replace_block
 from meshbook import MeshTensor, distribute, errors, this_host
 from meshbook.distributed import Mesh
-from meshbook.tensors.operations import is_random
+from meshbook.tensors.messages.operations import is_random
 
 RIGHT, REFUSED, WRONG, RANDOM = "right", "refused", "wrong", "random"
 CUTS: dict[int, tuple[tuple[int | None, ...], ...]] = {

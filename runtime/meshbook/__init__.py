@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from meshbook.shape.members import Extent, Point
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
     from meshbook.shape.value_mesh import ValueMesh
-    from meshbook.tensors.anomalies import detect_anomaly
-    from meshbook.tensors.distributed_mesh import current_mesh, from_ranks
-    from meshbook.tensors.factories import (
+    from meshbook.tensors.data.streams import stream
+    from meshbook.tensors.handles.distributed_mesh import current_mesh, from_ranks
+    from meshbook.tensors.handles.factories import (
         arange,
         distribute,
         empty,
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
         randn,
         zeros,
     )
-    from meshbook.tensors.mesh_tensor import MeshTensor
-    from meshbook.tensors.modules import module_to_mesh
-    from meshbook.tensors.recorded_steps import compile
-    from meshbook.tensors.streams import stream
+    from meshbook.tensors.handles.mesh_tensor import MeshTensor
+    from meshbook.tensors.handles.modules import module_to_mesh
+    from meshbook.tensors.messages.anomalies import detect_anomaly
+    from meshbook.tensors.steps.recorded_steps import compile
 
 __all__ = [
     "Attachment",

@@ -11,8 +11,8 @@ except DeviceMeshError:
 from __future__ import annotations
 
 from meshbook.errors import HostLost, MeshError, WorkerLost
-from meshbook.tensors.op_failures import TensorError
-from meshbook.tensors.recovery import TensorLost, TensorTorn, ViewLost
+from meshbook.tensors.sending.op_failures import TensorError
+from meshbook.tensors.sending.recovery import TensorLost, TensorTorn, ViewLost
 
 DeviceMeshError = MeshError
 """A rank ended, an operation on the ranks failed, a mesh was stopped: all of them are this."""

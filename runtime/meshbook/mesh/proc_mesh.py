@@ -57,7 +57,7 @@ from meshbook.workspace.local_modules import find_modules
 from meshbook.workspace.synced_modules import Synced, take_modules
 
 if TYPE_CHECKING:
-    from meshbook.tensors.mesh_tensor import MeshTensor
+    from meshbook.tensors.handles.mesh_tensor import MeshTensor
 
 T = TypeVar("T")
 
@@ -447,13 +447,13 @@ class ProcMesh(MonarchNames):
 
     def activate(self) -> AbstractContextManager[None]:
         """While it lasts, tensors that begin here begin on each of these processes; see docs/tensors.md."""
-        from meshbook.tensors.local_view import activate
+        from meshbook.tensors.handles.local_view import activate
 
         return activate(self)
 
     def rank_tensor(self, dim: str | Sequence[str]) -> MeshTensor:
         """Each process's own index along an axis, as a tensor of the local view; along several as along one."""
-        from meshbook.tensors.local_view import rank_tensor
+        from meshbook.tensors.handles.local_view import rank_tensor
 
         return rank_tensor(self, dim)
 

@@ -1,0 +1,1 @@
+"""`stream`: batches of data of this process, each rank its rows."""

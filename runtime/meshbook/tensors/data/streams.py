@@ -1,0 +1,328 @@
+"""`stream`: batches of data from this process to the ranks, while these work on earlier ones.
+
+    source ──read──> tensors here ──sent──> parts on the ranks ──next()──> the loop
+             the stream's own thread, prefetch batches ahead      the thread of the loop
+
+A batch counts from when it is begun to be read until it was given by ``next`` and the ranks have come as far as it: at
+most ``prefetch`` do, then the thread waits. It sends by `OpStream.give`, which waits for no rank and which the loop's
+own operations may meet; whatever waits for ranks, or heals them, stays with the loop's thread. Of the batch given last
+and of those sent ahead the tensors here are kept, so that a repair can send them again under the same numbers.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch.distributed.tensor import Placement
+
+from meshbook.concurrency.background import hidden_thread
+from meshbook.concurrency.future import Future
+from meshbook.errors import MeshError, UsageError
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.tensors.data.batches import Layouts, SpecStructure, is_arrow
+from meshbook.tensors.handles import placing
+from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
+from meshbook.tensors.handles.placing import Placing
+from meshbook.tensors.messages.issued_lines import CodeLine, line_of_caller
+from meshbook.tensors.sending.op_stream import Handle, OpStream
+
+T = TypeVar("T")
+
+CLOSE_S = 5.0
+"""How long `BatchStream.close` waits for a source that is being read; its thread ends when that has given its item."""
+
+
+def stream(
+    source: Iterable[T],
+    mesh: Mesh | ProcMesh,
+    sharding_spec: SpecStructure = None,
+    *,
+    placements: Sequence[Placement] | None = None,
+    prefetch: int = 2,
+    progress: bool = False,
+) -> BatchStream[T]:
+    """The items of ``source`` with their tensors laid out over a mesh, each rank with its own rows.
+
+    source: an iterable of tensors, NumPy arrays, Arrow data, or tuples, lists, mappings and dataclasses of them; or
+    something that gives Arrow batches, such as a data frame or a relation. sharding_spec: for all tensors, or a
+    structure of specs; by default the first axis of the mesh cuts the first dim. Dims that a tensor lacks are left out.
+    prefetch: so many batches are read and sent ahead, by a thread; 0: none, and no thread. progress: show a bar.
+    Raises: UnknownAxisError; UsageError for what does not fit. The source's own errors are raised by ``next``.
+    """
+    mesh, line = mesh_of(mesh), line_of_caller()
+    return BatchStream(source, mesh, Layouts(mesh, sharding_spec, placements), prefetch, progress, line)
+
+
+class _End(NamedTuple):
+    """Nothing comes any more, perhaps because of an error."""
+
+    error: BaseException | None
+
+
+class _SentBatch:
+    """An item on its way."""
+
+    def __init__(self, item: Any, tensors: Sequence[Placing], handles: Sequence[Handle]) -> None:
+        """item: with mesh tensors, until it is given."""
+        self.item = item
+        self._tensors = [(weakref.ref(handle), each) for handle, each in zip(handles, tensors, strict=True)]
+        self._calls: Sequence[Future[Any]] = ()
+        self.is_sent = False
+        self.error: MeshError | None = None
+        """Why it could not be sent."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether all ranks have come as far."""
+        return all(call.done() for call in self._calls)
+
+    def send(self, mesh: Mesh, line: CodeLine, on_reached: Callable[[object], None]) -> None:
+        """Send what somebody still has of it, also once more."""
+        living = [each for handle, each in self._tensors if handle() is not None]
+        try:
+            self._calls = placing.send(living, mesh, line)
+        except MeshError as error:
+            self.is_sent, self.error = False, error
+            mesh.stream.give_up([each.number for each in living], error)
+        else:
+            self.is_sent, self.error = True, None
+        for call in self._calls:
+            call.add_done_callback(on_reached)
+
+
+class _Feed:
+    """What a stream and its thread share. The thread holds this and not the stream, whose end is the end of both."""
+
+    def __init__(self, items: Iterator[Any], mesh: Mesh, layouts: Layouts, prefetch: int, line: CodeLine) -> None:
+        self._items, self._mesh, self._layouts, self._prefetch, self._line = items, mesh, layouts, prefetch, line
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        """Held while a batch is sent: in a repair that is done by whoever repairs."""
+        self._ready: deque[_SentBatch | _End] = deque()
+        self._given: deque[_SentBatch] = deque()
+        """Those that the ranks may not have reached, and the last one."""
+        self._is_closed = False
+        self.thread: threading.Thread | None = None
+
+    # ---- whoever reads: the thread, or that of the loop ------------------------------------------------------------
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
+        try:
+            while self._wait_for_room():
+                self._read_one()
+        except BaseException as error:  # in sending, of which the loop is told as well
+            self._add(_End(error))
+        finally:
+            self._items = iter(())  # a generator ends here
+
+    def _wait_for_room(self) -> bool:
+        """Returns: whether more is to be read."""
+        with self._changed:
+            while not self._is_over and self._unreached >= max(self._prefetch, 1):
+                self._changed.wait()
+            return not self._is_over
+
+    @property
+    def _unreached(self) -> int:
+        return len(self._ready) + sum(not each.is_reached for each in self._given)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or (bool(self._ready) and isinstance(self._ready[-1], _End))
+
+    def _read_one(self) -> None:
+        try:
+            found: _SentBatch | _End = self._lay_out(next(self._items))
+        except StopIteration:
+            found = _End(None)
+        except BaseException as error:
+            found = _End(error)
+        self._add(found)  # before it is sent: an interrupt meanwhile loses nothing
+        if isinstance(found, _SentBatch):
+            self._send(found)
+
+    def _lay_out(self, item: Any) -> _SentBatch:
+        tensors: list[Placing] = []
+        handles: list[Handle] = []
+
+        def lay(tensor: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+            placed = Placing.of(tensor, self._mesh, placements)
+            made = placed.mesh_tensor(self._mesh)
+            tensors.append(placed)
+            handles.append(made._handle)
+            return made
+
+        laid = self._layouts.lay_out(item, lay)
+        if not tensors:
+            raise UsageError(f"there is no tensor in a batch of the source: {item!r:.80}")
+        return _SentBatch(laid, tensors, handles)
+
+    def _add(self, found: _SentBatch | _End) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._ready.append(found)
+            self._changed.notify_all()
+
+    def _send(self, batch: _SentBatch) -> None:
+        with self._sending:
+            if not batch.is_sent and not self._is_closed:
+                batch.send(self._mesh, self._line, self._on_reached)
+
+    def _on_reached(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- the thread of the loop -----------------------------------------------------------------------------------
+
+    def take(self) -> Any:
+        """The next item.
+
+        One that cannot be sent since a rank has ended is given all the same: it fails where it is used, as all else,
+        and is whole after the repair. The next time that is told here.
+        Raises: StopIteration, or the error of the source; a MeshError, and then nothing is taken.
+        """
+        if self._given and self._given[-1].error is not None:
+            self._send(self._given[-1])
+            if (error := self._given[-1].error) is not None:
+                raise error
+        if not self._mesh.procs.lost:
+            self._mesh.stream.flush()  # what was done with earlier batches goes before; else it fails where it is used
+        if self.thread is None:
+            self._begin()
+        with self._changed:
+            while not self._ready and not self._is_closed:
+                self._changed.wait()
+            found = _End(None) if self._is_closed else self._ready[0]
+        if isinstance(found, _End):
+            self.close()
+            raise found.error or StopIteration
+        self._send(found)
+        if found.error is not None and not self._mesh.procs.lost:
+            raise found.error
+        with self._changed:
+            item = found.item
+            self._given = deque([*(each for each in self._given if not each.is_reached), found])
+            self._ready.popleft()
+            found.item = None  # whoever has the item alone keeps its tensors on the ranks
+            self._changed.notify_all()
+        return item
+
+    def _begin(self) -> None:
+        """Read here: all where there is no thread, else the first, since samplers of torch draw their seed then."""
+        if not self._ready and self._wait_for_room():
+            self._read_one()
+        if self._prefetch and not self._is_over:
+            self.thread = hidden_thread(self._run, "meshbook.stream")
+            self.thread.start()
+
+    def send_again(self) -> None:
+        """After a repair: the batch given last, and those sent ahead, are on all ranks again."""
+        with self._sending:
+            self._mesh.stream.settle()
+            for batch in (*self._given, *tuple(self._ready)):
+                if isinstance(batch, _SentBatch):
+                    batch.send(self._mesh, self._line, self._on_reached)
+
+    def close(self) -> None:
+        """Read no more; the thread ends by itself."""
+        with self._changed:
+            self._is_closed = True
+            self._ready.clear()
+            self._given.clear()
+            self._changed.notify_all()
+        if self.thread is None:
+            self._items = iter(())
+
+
+class BatchStream(Generic[T]):
+    """Batches on a mesh, one after the other; see `stream`. It ends with its source, by `close`, or when collected."""
+
+    def __init__(
+        self, source: Iterable[T], mesh: Mesh, layouts: Layouts, prefetch: int, progress: bool, line: CodeLine
+    ) -> None:
+        """line: of the notebook, for errors."""
+        if prefetch < 0:
+            raise UsageError(f"prefetch={prefetch}: a stream reads 0 batches ahead, or more")
+        self._length = None if is_arrow(source) else _length_of(source)
+        self._bar = _bar(self._length) if progress else None
+        self._feed = _Feed(_items_of(source), mesh, layouts, prefetch, line)
+        self._end = weakref.finalize(self, self._feed.close)
+        mesh.procs.call_after_repairs(self._feed.send_again)
+
+    def __iter__(self) -> BatchStream[T]:
+        return self
+
+    def __next__(self) -> T:
+        if OpStream.recorder is not None:
+            OpStream.recorder.refuse("it takes a batch from a stream: give it the batch")
+        try:
+            item = self._feed.take()
+        except StopIteration:
+            self.close()
+            raise
+        if self._bar is not None:
+            self._bar.update()
+        return cast("T", item)
+
+    def __len__(self) -> int:
+        """How many batches the source has. Raises: TypeError if it does not say."""
+        if self._length is None:
+            raise TypeError("the source of this stream does not say how many batches it has")
+        return self._length
+
+    def close(self) -> None:
+        """Read no more, and end the thread, at the latest when the source has given what it is being asked for."""
+        self._end()
+        if (thread := self._feed.thread) is not None:
+            thread.join(CLOSE_S)
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> BatchStream[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _items_of(source: Any) -> Iterator[Any]:
+    if is_arrow(source):
+        from meshbook.tensors.data.arrow_columns import read_batches
+
+        return read_batches(source)
+    try:
+        return iter(source)
+    except TypeError as error:
+        raise UsageError(f"{type(source).__name__} cannot be read batch by batch: give an iterable") from error
+
+
+def _length_of(source: object) -> int | None:
+    try:
+        return len(source)  # type: ignore[arg-type]
+    except TypeError:  # it has none, or is of a class that has one at times
+        return None
+
+
+def _bar(total: int | None) -> Any:
+    """tqdm's: a widget in a notebook, a line of text in a script.
+
+    tqdm.auto decides once, when it is first imported, and by whether anyone has imported a kernel: so it is asked in a
+    kernel alone.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    try:
+        if hasattr(shell, "kernel"):
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+        else:
+            from tqdm.std import tqdm  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise UsageError("progress=True shows a bar of tqdm, which is not installed: pip install tqdm") from error
+    return tqdm(total=total, unit="batch")

@@ -1,0 +1,221 @@
+"""`Mesh`: processes as tensors see them, arranged by named axes."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from torch.distributed.tensor import Placement
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshbook.errors import LayoutError, UsageError
+from meshbook.formatting import format_sizes
+from meshbook.mesh.driven import current_procs, this_host
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.repair import Repaired
+from meshbook.shape import Index
+from meshbook.tensors.handles.mesh_tensor import MeshTensor, adopt
+from meshbook.tensors.handles.rank_parts import join
+from meshbook.tensors.handles.resharding import move
+from meshbook.tensors.messages.operations import Adopted, LocalPart
+from meshbook.tensors.messages.spec import ShardingSpec, to_placements
+from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.sending.op_stream import OpStream
+from meshbook.tensors.sending.recovery import restore
+
+_names = itertools.count(1)
+_OF_THIS_PROCESS = secrets.token_hex(4)
+"""Tells the meshes of a kernel from those of the one before it, which drove the same processes."""
+
+ADOPTED_NUMBERS = 1000
+"""So many DTensors at most come back of one call."""
+
+
+def _is_adopted(value: object) -> bool:
+    return isinstance(value, Adopted)
+
+
+class Mesh:
+    """Processes arranged by named axes, over which tensors are laid out."""
+
+    held_by: type[rank_tensors.RankTensors] = rank_tensors.RankTensors
+    """What the ranks have of them."""
+    stream_of: type[OpStream] = OpStream
+
+    def __init__(
+        self,
+        procs: ProcMesh | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> None:
+        """procs: a mesh of processes, or a part of one; without it, new processes on this machine in this ``shape``.
+
+        Raises: LayoutError if the names do not fit the shape; SpawnError.
+        """
+        if procs is None:
+            procs = _spawn(shape, mesh_dim_names)
+        elif shape is not None or mesh_dim_names is not None:
+            raise UsageError("processes have their axes already: give either them, or shape and mesh_dim_names")
+        self.procs = procs
+        self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
+        self.stream = self.stream_of(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
+        self._open()
+        procs.call_after_repairs(self._go_on)
+        for key in [key for key, mesh in _made.items() if not mesh.procs.alive]:
+            del _made[key]
+        _made[(type(self), *_key_of(procs))] = self
+
+    def _open(self) -> None:
+        about = self.stream.name, dict(self.axes), self.procs.ranks, self.held_by, self.stream.decided
+        self.procs.execute(rank_tensors.open_mesh, *about).get()
+
+    def _go_on(self) -> None:
+        """After a repair of the processes."""
+        self.stream.begin_repair()
+        self._open()
+        restore(self.stream, self.axes)
+        self.stream.end_repair()
+
+    def size(self, axis: str | None = None) -> int:
+        """The number of processes, or of those along one axis."""
+        return len(self.procs) if axis is None else self.axes[axis]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.axes.values())
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return tuple(self.axes)
+
+    def slice(self, **axes: Index) -> Mesh:
+        """A part of it as a mesh of its own, as `ProcMesh.slice` cuts; equal parts are one mesh.
+
+        Tensors go from one to the other by ``tensor.to_mesh``. Raises: UnknownAxisError, RankError.
+        """
+        return mesh_of(self.procs.slice(**axes))
+
+    def move(
+        self,
+        tensor: MeshTensor,
+        to: Mesh | ProcMesh,
+        sharding_spec: ShardingSpec | None,
+        placements: Sequence[Placement] | None,
+    ) -> MeshTensor:
+        """`MeshTensor.to_mesh`, and `MeshTensor.redistribute`, of a tensor of this mesh."""
+        mesh = mesh_of(to)
+        return move(tensor, mesh, to_placements(mesh, tensor.shape, sharding_spec, placements))
+
+    def reduce(self, tensor: MeshTensor, axes: str | Sequence[str] | None, reduction: str, scatter: bool) -> MeshTensor:
+        """`MeshTensor.reduce`. Raises: UsageError for a tensor in parts."""
+        raise _of_each_rank("reduce")
+
+    def part(self, tensor: MeshTensor, **axes: Index) -> MeshTensor:
+        """`MeshTensor.slice_mesh`. Raises: UsageError for a tensor in parts."""
+        raise _of_each_rank("slice_mesh")
+
+    def execute(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """Call a function on every rank, and wait: mesh tensors arrive as the rank's DTensors.
+
+        Returns: what it returns, the DTensors in it as mesh tensors; without any, a `ValueMesh` of what each returns.
+        """
+        numbers = self.stream.new_numbers(ADOPTED_NUMBERS)
+        self.stream.flush()
+        stream = self.stream
+        call = self.procs.execute(
+            rank_tensors.ask, stream.name, stream.decided, "call", numbers, function, args, kwargs
+        )
+        values = call.get()
+        value = next(iter(values.values()))
+        if not any(isinstance(each, Adopted) for each in tree_leaves(value, is_leaf=_is_adopted)):
+            return values
+        return tree_map(lambda each: adopt(each, self) if _is_adopted(each) else each, value, is_leaf=_is_adopted)
+
+    def from_ranks(self, name: str, *, placements: Sequence[Placement] | None = None) -> MeshTensor:
+        """The tensor that cells on the ranks call ``name``: the same memory, so each side sees what the other writes.
+
+        placements: how the ranks' own tensors make one; not needed for DTensors.
+        Raises: UsageError if they make none: their sizes are not those of `torch.chunk`, or they differ in more.
+        """
+        number = self.stream.new_number()
+        about = self.stream.name, self.stream.decided
+        told = self.procs.execute(rank_tensors.ask, *about, "look", name).get().values()
+        part = self.join(name, dict(zip(self.procs.ranks, told, strict=True)), placements)
+        found = self.procs.execute(rank_tensors.ask, *about, "adopt_name", number, name, part).get()
+        return adopt(next(iter(found.values())), self)
+
+    def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:
+        """What the tensors that ranks call ``name`` are together."""
+        return join(name, parts, self, placements)
+
+    def heal(self, setup: Sequence[str] = (), *, force: bool = False) -> Repaired:
+        """Bring ranks that ended back. They are given what others hold as well; what is lost says so when it is used.
+
+        As `ProcMesh.heal` does.
+        """
+        return self.procs.base().heal(setup, force=force)
+
+    def stop(self) -> None:
+        """End the processes."""
+        self.procs.stop().get()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.procs.name}, {format_sizes(self.axes)})"
+
+
+_made: dict[tuple[object, ...], Mesh] = {}
+"""Of processes that are there: one that came and went with its tensors would leave the last of them on the ranks."""
+
+
+TMesh = TypeVar("TMesh", bound=Mesh)
+
+
+def mesh_of(procs: ProcMesh | Mesh) -> Mesh:
+    """The `Mesh` of these processes, made when there is none: tensors of one can take part in one operation."""
+    return procs if isinstance(procs, Mesh) else one_mesh_of(procs, Mesh)
+
+
+def one_mesh_of(procs: ProcMesh | Mesh, kind: type[TMesh]) -> TMesh:
+    """The mesh of a kind."""
+    if isinstance(procs, kind):
+        return procs
+    procs = procs.procs if isinstance(procs, Mesh) else procs
+    return cast("TMesh | None", _made.get((kind, *_key_of(procs)))) or kind(procs)
+
+
+def _of_each_rank(name: str) -> UsageError:
+    return UsageError(
+        f"{name} is for the local view, of tensors that each rank has of its own (procs.activate()), and this one is "
+        "in parts of one tensor: use the operations of torch, or redistribute"
+    )
+
+
+def _key_of(procs: ProcMesh) -> tuple[object, ...]:
+    return procs.session, procs.id, procs.ranks, tuple(procs.extent.items())
+
+
+def current_mesh() -> Mesh:
+    """The notebook's current mesh. Raises: UsageError where there is none."""
+    return mesh_of(current_procs())
+
+
+def from_ranks(name: str, *, placements: Sequence[Placement] | None = None) -> MeshTensor:
+    """`Mesh.from_ranks` of the notebook's current mesh."""
+    return current_mesh().from_ranks(name, placements=placements)
+
+
+def _spawn(shape: Sequence[int] | None, names: Sequence[str] | None) -> ProcMesh:
+    shape = tuple(shape or ())
+    names = tuple(f"dim_{dim}" for dim in range(len(shape))) if names is None else tuple(names)
+    if not shape or len(names) != len(shape) or len(set(names)) != len(names):
+        raise LayoutError(f"mesh_dim_names {list(names)} do not name the axes of the shape {list(shape)}")
+    return this_host().spawn_procs(dict(zip(names, shape, strict=True)))

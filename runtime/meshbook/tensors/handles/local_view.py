@@ -1,0 +1,299 @@
+"""The local view, in Monarch's words: each rank its own tensor, of one shape and dtype, and operations on all of them.
+
+    with procs.activate():
+        x = torch.randn(3, 4) * 2               # on each rank another one
+        total = x.reduce("gpus", "sum")         # along an axis of the mesh
+    inspect(total, gpus=0)
+
+A mesh of its own for the controller: operations travel as those of tensors in parts do, and the two are not mixed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshbook.concurrency.future import Future
+from meshbook.errors import UsageError
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.source.location import PACKAGE
+from meshbook.tensors.handles.distributed_mesh import Mesh, one_mesh_of
+from meshbook.tensors.handles.mesh_tensor import MeshTensor, dispatch
+from meshbook.tensors.handles.rank_parts import check_alike
+from meshbook.tensors.messages.operations import LocalPart, NewOutput
+from meshbook.tensors.messages.spec import ShardingSpec, contiguous_strides
+from meshbook.tensors.ranks import local_ranks
+from meshbook.tensors.ranks.local_ranks import REDUCTIONS, LocalMove, LocalTensors
+from meshbook.tensors.sending.op_stream import OpStream
+from meshbook.tensors.sending.recovery import OwnTensorsLost
+
+
+class _LocalStream(OpStream):
+    def fetch(self, method: str, number: int) -> Any:
+        if method == "whole":
+            raise UsageError(
+                "each rank has another tensor here, so there is no one value: meshbook.distributed.inspect(tensor) is "
+                "that of one rank, tensor.reduce(...) one of all"
+            )
+        return super().fetch(method, number)
+
+
+class LocalMesh(Mesh):
+    """Processes that have tensors of their own."""
+
+    held_by = LocalTensors
+    stream_of = _LocalStream
+
+    def move(
+        self,
+        tensor: MeshTensor,
+        to: Mesh | ProcMesh,
+        sharding_spec: ShardingSpec | None,
+        placements: Sequence[Placement] | None,
+    ) -> MeshTensor:
+        """Each rank of the target gets the tensor of the rank with its coordinates, along the axes that both have."""
+        mesh = local_mesh_of(to)
+        if mesh is self or sharding_spec is not None or placements is not None:
+            raise UsageError("each rank has a tensor of its own, and nothing is laid out: use tensor.reduce(...)")
+        return cast("MeshTensor", _LocalMove.apply(tensor, mesh))  # type: ignore[no-untyped-call]
+
+    def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:
+        """Each rank's is its own. Raises: UsageError unless they have one shape and dtype, and are no DTensors."""
+        if placements is not None or any(part.placements for part in parts.values()):
+            raise UsageError(f"{name} is to be in parts of one tensor: use meshbook.distributed.Mesh(procs).from_ranks")
+        check_alike(name, parts, "differ", lambda part: f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}")
+        return next(iter(parts.values()))
+
+    def send(self, tensor: MeshTensor, mesh: LocalMesh) -> MeshTensor:
+        base = self.procs.base()
+        if (base.session, base.id) != (mesh.procs.session, mesh.procs.id):
+            raise UsageError(f"no process group joins {self} and {mesh}, which were spawned apart")
+        free = [axis for axis, size in self.axes.items() if size > 1 and mesh.axes.get(axis) != size]
+        if free:
+            raise UsageError(f"{mesh} does not have the axis {free[0]} of {self}: tensor.slice_mesh({free[0]}=0) first")
+        sources = {}
+        for position, rank in enumerate(mesh.procs.ranks):
+            at = _coordinates(mesh.axes, position)
+            index = 0
+            for axis, size in self.axes.items():
+                index = index * size + at.get(axis, 0) % size
+            sources[rank] = self.procs.ranks[index]
+        number, shape = mesh.stream.new_number(), tuple(tensor.shape)
+        self.stream.check([tensor._handle.number])
+        move = LocalMove(
+            self.stream.name, mesh.stream.name, tensor._handle.number, number, sources, shape, tensor.dtype
+        )
+        ranks = base.select(sorted({*sources, *sources.values()}))
+        mesh.stream.follow("to_mesh", (number,), ranks.execute(local_ranks.take_copy, move), tensor._handle)
+        return MeshTensor._of(mesh, NewOutput(shape, contiguous_strides(shape), tensor.dtype), number)
+
+    def part(self, tensor: MeshTensor, **axes: Any) -> MeshTensor:
+        mesh = local_mesh_of(self.procs.slice(**axes))
+        return cast("MeshTensor", _Share.apply(tensor, mesh))  # type: ignore[no-untyped-call]
+
+    def reduce(self, tensor: MeshTensor, axes: str | Sequence[str] | None, reduction: str, scatter: bool) -> MeshTensor:
+        names = list(self.axes) if axes is None else [axes] if isinstance(axes, str) else list(axes)
+        self.procs.size(names)  # raises UnknownAxisError
+        if reduction not in REDUCTIONS:
+            raise UsageError(f"{reduction!r} is no reduction: {', '.join(REDUCTIONS)}")
+        if scatter and (len(names) > 1 or not tensor.dim() or tensor.shape[0] % self.axes[names[0]]):
+            raise UsageError("what is scattered is cut along its first dim into equal parts, along one axis alone")
+        return cast("MeshTensor", _Reduce.apply(tensor, names, reduction, scatter))  # type: ignore[no-untyped-call]
+
+
+class _LocalMove(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: MeshTensor, mesh: LocalMesh) -> MeshTensor:
+        ctx.origin = tensor.mesh
+        return cast("LocalMesh", tensor.mesh).send(tensor, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: MeshTensor) -> Any:
+        mesh = cast("LocalMesh", gradient.mesh)
+        copied = [axis for axis, size in mesh.axes.items() if ctx.origin.axes.get(axis, 1) != size]
+        if copied:  # what went to many ranks is given the sum of what they say
+            gradient = mesh.part(mesh.reduce(gradient, copied, "sum", False), **dict.fromkeys(copied, 0))
+        return cast("LocalMesh", gradient.mesh).send(gradient, ctx.origin), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: MeshTensor, names: list[str], reduction: str, scatter: bool) -> MeshTensor:
+        ctx.how = names, reduction, scatter
+        stream, handle = tensor.mesh.stream, tensor._handle
+        stream.check([handle.number])
+        shape = list(tensor.shape)
+        sizes = [tensor.mesh.axes[name] for name in names]
+        if reduction == "stack":
+            shape = [*sizes, *shape]
+        if scatter:
+            shape[0] //= sizes[0]
+        dtype = torch.result_type(torch.empty(1, dtype=tensor.dtype), 1.0) if reduction == "avg" else tensor.dtype
+        number = stream.new_number()
+        stream.put("reduce", number, handle.number, names, reduction, scatter)
+        return MeshTensor._of(tensor.mesh, NewOutput(tuple(shape), contiguous_strides(shape), dtype), number)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: MeshTensor) -> Any:
+        names, reduction, scatter = ctx.how
+        if scatter or reduction not in ("sum", "avg"):
+            raise UsageError(f"reduce({reduction!r}{', scatter=True' * scatter}) has no gradient: sum and avg have")
+        return gradient.mesh.reduce(gradient, names, reduction, False), None, None, None
+
+
+class _Share(torch.autograd.Function):
+    """The tensors of one mesh as those of a part of it. The gradient elsewhere is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: MeshTensor, mesh: LocalMesh) -> MeshTensor:
+        ctx.origin = tensor.mesh
+        number, shape = mesh.stream.new_number(), tuple(tensor.shape)
+        source = tensor.mesh.stream
+        _check(tensor, mesh.procs.ranks)
+        names = source.name, mesh.stream.name, tensor.mesh.procs.ranks
+        shared = mesh.procs.execute(local_ranks.share, *names, tensor._handle.number, number, shape, tensor.dtype)
+        mesh.stream.follow("slice_mesh", (number,), shared, tensor._handle)
+        return MeshTensor._of(mesh, NewOutput(shape, tuple(tensor.stride()), tensor.dtype), number)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: MeshTensor) -> Any:
+        return _Share.apply(gradient, ctx.origin), None  # type: ignore[no-untyped-call]
+
+
+def local_mesh_of(procs: ProcMesh | Mesh) -> LocalMesh:
+    """The mesh of the tensors of these processes' own."""
+    if isinstance(procs, LocalMesh):
+        return procs
+    return one_mesh_of(procs, LocalMesh)
+
+
+class _Activation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tensors that begin while it is there begin on each rank."""
+
+    def __init__(self, mesh: LocalMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mesh = mesh
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        begins = "device" in named or "pin_memory" in {argument.name for argument in func._schema.arguments}
+        if not begins or any(isinstance(each, torch.Tensor) for each in tree_leaves((args, named))):
+            return func(*args, **named)
+        elsewhere = torch.device(named.get("device") or "cpu").type == "meta" or named.get("generator") is not None
+        if elsewhere or _is_own_code():
+            return func(*args, **named)
+        return dispatch(func, args, {**named, "device": torch.device("cpu")}, self._mesh)
+
+
+_TORCH = f"{torch.__path__[0]}/"
+
+
+def _is_own_code() -> bool:
+    """Whether it is this package that makes a tensor, to receive a value, say."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+@contextmanager
+def activate(procs: ProcMesh | Mesh) -> Iterator[None]:
+    """While it lasts, tensors that begin here begin on each rank of the mesh: ``torch.zeros``, ``nn.Linear``."""
+    with _Activation(local_mesh_of(procs)):
+        yield
+
+
+def rank_tensor(procs: ProcMesh | Mesh, dim: str | Sequence[str]) -> MeshTensor:
+    """Each rank's own index along an axis, or along several as one, the last fastest. Raises: UnknownAxisError."""
+    mesh, names = local_mesh_of(procs), [dim] if isinstance(dim, str) else list(dim)
+    mesh.procs.size(names)
+    numbers = {}
+    for position, rank in enumerate(mesh.procs.ranks):
+        at, index = _coordinates(mesh.axes, position), 0
+        for name in names:
+            index = index * mesh.axes[name] + at[name]
+        numbers[rank] = index
+    return cast("MeshTensor", mesh.execute(local_ranks.own_number, numbers))
+
+
+def remote(function: Callable[..., Any], *, propagate: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function that, when it is called, runs on each rank of the mesh of the tensors it is given.
+
+    There they are the rank's own tensors, and what it returns are such tensors again. propagate: the same for shapes,
+    called here with tensors that have no memory: then nothing is waited for. Raises: UsageError without a tensor.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, MeshTensor)]
+        if not given or not isinstance(given[0].mesh, LocalMesh):
+            raise UsageError("a remote function is given a tensor of the local view, which says on what mesh it runs")
+        mesh = given[0].mesh
+        if propagate is None:
+            return mesh.execute(function, *args, **kwargs)
+        on_meta = tree_map_only(MeshTensor, _without_memory, (args, kwargs))
+        foreseen = propagate(*on_meta[0], **on_meta[1])
+        numbers: list[int] = []
+
+        def know(meta: torch.Tensor) -> MeshTensor:
+            numbers.append(mesh.stream.new_number())
+            return MeshTensor._of(mesh, NewOutput(tuple(meta.shape), tuple(meta.stride()), meta.dtype), numbers[-1])
+
+        made = tree_map_only(torch.Tensor, know, foreseen)
+        mesh.stream.flush()
+        asked = mesh.procs.execute(local_ranks.call_foreseen, mesh.stream.name, numbers, function, args, kwargs)
+        mesh.stream.follow(getattr(function, "__name__", "remote"), numbers, asked)
+        return made
+
+    return call
+
+
+def fetch_shard(tensor: MeshTensor, **coordinates: int) -> Future[torch.Tensor]:
+    """The tensor of one rank: the first one with these coordinates."""
+    if not isinstance(tensor.mesh, LocalMesh):
+        raise UsageError("a tensor in parts has one value: use tensor.full_tensor()")
+    mesh = tensor.mesh
+    one = mesh.procs.slice(**coordinates)
+    _check(tensor, one.ranks[:1])
+    asked = one.select(one.ranks[:1]).execute(local_ranks.own_of, mesh.stream.name, tensor._handle.number)
+    return asked.then(lambda found: next(iter(found.values())))
+
+
+def inspect(tensor: MeshTensor, **coordinates: int) -> torch.Tensor:
+    """`fetch_shard`, waiting for it."""
+    found = fetch_shard(tensor, **coordinates)
+    tensor.mesh.stream.settle()
+    _check(tensor, tensor.mesh.procs.slice(**coordinates).ranks[:1])
+    return found.get()
+
+
+def _check(tensor: MeshTensor, ranks: Sequence[int]) -> None:
+    """Raises: the error of what these ranks have of a tensor; that others have lost theirs is none."""
+    number = tensor._handle.number
+    try:
+        tensor.mesh.stream.check([number])
+    except OwnTensorsLost as lost:
+        if lost.number != number or not set(ranks).isdisjoint(lost.ranks):  # else it is of a tensor made of that one
+            raise
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _coordinates(axes: Mapping[str, int], position: int) -> dict[str, int]:
+    found = {}
+    for axis, size in reversed(list(axes.items())):
+        position, found[axis] = divmod(position, size)
+    return found

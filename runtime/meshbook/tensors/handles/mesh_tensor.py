@@ -1,0 +1,437 @@
+"""A tensor whose values are on the ranks of a mesh. To torch it is a tensor: autograd and optimizers run here.
+
+    torch function ──autograd──> __torch_dispatch__ ──> what it gives, by shapes (metadata) ──> the op stream
+
+Nothing is computed here. Values are asked for where somebody needs them: ``item``, ``tolist``, printing, operations
+whose shapes depend on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch.distributed.tensor import Placement, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshbook.errors import UsageError
+from meshbook.formatting import format_bytes
+from meshbook.tensors.handles.metadata import (
+    DependsOnValues,
+    Metadata,
+    NotOnMesh,
+    OutputOf,
+    ViewInPlace,
+    learn,
+    read_arguments,
+)
+from meshbook.tensors.messages.operations import (
+    ONE_HOT,
+    Adopted,
+    Factory,
+    NewOutput,
+    TensorReference,
+    written_arguments,
+)
+from meshbook.tensors.messages.spec import ShardingSpec, contiguous_strides
+from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription, resolve
+from meshbook.tensors.sending.op_stream import Handle, OpStream
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape import Index
+    from meshbook.tensors.handles.distributed_mesh import Mesh
+
+aten = torch.ops.aten
+
+SMALL_BYTES = 1 << 20
+"""Tensors of this process that take part in an operation are sent to the ranks if they are no larger."""
+
+AT_ONCE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""What torch would put off until the values are read is done where they are."""
+
+_CPU = torch.device("cpu")
+_DATA = vars(torch._C.TensorBase)["data"]
+
+LISTED_ELEMENTS = 10_000_000
+"""More than that is not brought here as a list or an array."""
+
+
+class MeshTensor(torch.Tensor):
+    """A tensor on a mesh; made by `distribute`, the factories, and operations on others."""
+
+    mesh: Mesh
+    _handle: Handle
+    _viewed = False
+    """Whether there was a view of it."""
+
+    @staticmethod
+    def _of(mesh: Mesh, output: NewOutput, number: int) -> MeshTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            MeshTensor, output.shape, strides=output.strides, dtype=output.dtype, device=_CPU
+        )
+        made.mesh, made._handle = mesh, Handle(number, mesh.stream, output)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    # ---- values ---------------------------------------------------------------------------------------------------
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, here. Raises: the error of what it was made of."""
+        found = self.mesh.stream.fetch("whole", self._handle.number)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def tolist(self) -> Any:
+        """The values, as nested lists. Raises: UsageError if they are very many."""
+        return self._few().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, as an array. Raises: UsageError if they are very many; RuntimeError if it needs a gradient."""
+        if self.requires_grad and not force:
+            raise RuntimeError("a tensor that requires a gradient has no array: use tensor.detach().numpy()")
+        return self._few().numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        found = self.detach().numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def _few(self) -> torch.Tensor:
+        if self.numel() > LISTED_ELEMENTS:
+            raise UsageError(
+                f"{self.numel():,} elements ({format_bytes(self.numel() * self.element_size())}) are too many for "
+                "that: take a part of the tensor first, or tensor.full_tensor() if this process has room for it"
+            )
+        return self.full_tensor()
+
+    # ---- layout ---------------------------------------------------------------------------------------------------
+
+    def redistribute(
+        self, sharding_spec: ShardingSpec | None = None, *, placements: Sequence[Placement] | None = None
+    ) -> MeshTensor:
+        """The same values laid out in another way."""
+        return self.mesh.move(self, self.mesh, sharding_spec, placements)
+
+    def to_mesh(
+        self,
+        mesh: Mesh | ProcMesh,
+        sharding_spec: ShardingSpec | None = None,
+        *,
+        placements: Sequence[Placement] | None = None,
+    ) -> MeshTensor:
+        """The same values on another mesh of the same processes: other axes, a part of them, other ranks.
+
+        Ranks send each other what they lack, and the gradient comes back in that way. Laid out as by `distribute`.
+        Raises: UsageError for a mesh of other processes.
+        """
+        return self.mesh.move(self, mesh, sharding_spec, placements)
+
+    # ---- the local view: of tensors of each rank's own --------------------------------------------------------------
+
+    def reduce(
+        self, dims: str | Sequence[str] | None = None, reduction: str = "sum", *, scatter: bool = False
+    ) -> MeshTensor:
+        """What the ranks' own tensors are together, along axes of the mesh: along all of them by default.
+
+        reduction: sum, avg, product, min, max, or stack, which puts them along new dims, before the others.
+        scatter: each rank gets its part of that, along the first dim.
+        """
+        return self.mesh.reduce(self, dims, reduction, scatter)
+
+    def reduce_(self, dims: str | Sequence[str] | None = None, reduction: str = "sum") -> MeshTensor:
+        """`reduce` in place."""
+        return cast("MeshTensor", self.copy_(self.reduce(dims, reduction)))
+
+    def slice_mesh(self, **axes: Index) -> MeshTensor:
+        """The tensors of a part of the ranks, in the same memory; `ProcMesh.slice` says which."""
+        return self.mesh.part(self, **axes)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies on the axes of its mesh, as the ranks have it. Raises: the error of what it was made of."""
+        return tuple(self.mesh.stream.fetch("placements", self._handle.number))
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values, of which autograd knows nothing."""
+        return cast("torch.Tensor", _DATA.__get__(self))
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """From now on this tensor is ``value``, as ``module.double()`` has its parameters become others."""
+        if not isinstance(value, MeshTensor) or value.mesh is not self.mesh:
+            raise UsageError(f"the data of a tensor of {self.mesh} can only be a tensor there: use meshbook.distribute")
+        _DATA.__set__(self, value)  # shape, strides and dtype
+        self._handle = value._handle
+
+    # ---- how it is shown ------------------------------------------------------------------------------------------
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        found = self.mesh.stream.fetch("describe", self._handle.number)
+        assert isinstance(found, TensorDescription)
+        about = f"shape={tuple(self.shape)}, dtype={self.dtype}, placements=({found.placements}), mesh={self.mesh}"
+        if self.numel() <= SHOWN_ELEMENTS:
+            return f"MeshTensor({found.values(len('MeshTensor('))}, {about})"
+        statistics = f", {found.statistics}" if found.statistics else ""
+        return f"MeshTensor({about}{statistics}; its corner:\n{found.values(0)})"
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it; of one whose mesh has ended, the error."""
+        from meshbook.tensors.handles.pictures import to_html  # it reads tensors
+
+        return to_html(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        made = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self) -> torch.Tensor:
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def _reduce_to_ranks(self) -> object:
+        """How it travels in a call: on the ranks it is their DTensor."""
+        stream = self.mesh.stream
+        stream.check([self._handle.number])
+        stream.flush()  # what makes it goes before the call
+        return resolve, (TensorReference(stream.name, str(self.mesh), self._handle.number),)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError("a mesh tensor cannot be pickled, its values are on the ranks: pickle tensor.full_tensor()")
+
+
+def _refuse_memory(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: MeshTensor, *args: object, **kwargs: object) -> NoReturn:
+        raise UsageError(f"{name} is about memory of this process, where a mesh tensor has none: use full_tensor()")
+
+    return refuse
+
+
+for _name in ("__dlpack__", "apply_", "map_", "map2_", "pin_memory", "share_memory_"):
+    setattr(MeshTensor, _name, _refuse_memory(_name))
+
+
+def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
+    """A tensor of this process, on the ranks. Raises: UsageError for one that is not dense."""
+    if whole.layout is not torch.strided:
+        raise UsageError(
+            f"a sparse tensor ({whole.layout}) cannot be on {mesh}: use to_dense(), or take tensor.full_tensor() first"
+        )
+    number = mesh.stream.new_number()
+    whole = whole.detach().contiguous()
+    mesh.stream.put("place", number, whole, placements)
+    return MeshTensor._of(mesh, NewOutput(tuple(whole.shape), tuple(whole.stride()), whole.dtype), number)
+
+
+def adopt(adopted: Adopted, mesh: Mesh) -> MeshTensor:
+    """A tensor that code on the ranks has made."""
+    return MeshTensor._of(mesh, NewOutput(adopted.shape, adopted.strides, adopted.dtype), adopted.number)
+
+
+def make(factory: Factory, shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
+    """A tensor that each rank makes its part of."""
+    number = mesh.stream.new_number()
+    mesh.stream.put("make", number, factory, placements)
+    return MeshTensor._of(mesh, NewOutput(tuple(shape), contiguous_strides(shape), factory.dtype), number)
+
+
+def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step: a rank that ends before the gradients are there leaves the step undone, here as on the ranks.
+
+    They then lie as their parameters do, so that the step needs no other rank, and the state that it makes is on as
+    many: if a rank ends meanwhile the others go on to the end of the step.
+    Raises: the error of a gradient that could not be made.
+    """
+    needed: dict[OpStream, list[tuple[int, int]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, MeshTensor) and isinstance(parameter.grad, MeshTensor):
+                pair = parameter.grad._handle.number, parameter._handle.number
+                needed.setdefault(parameter.mesh.stream, []).append(pair)
+    for stream, pairs in needed.items():
+        stream.ask_with(stream.send, [number for pair in pairs for number in pair], "lay_like", pairs)
+        if OpStream.recorder is not None:
+            OpStream.recorder.note_optimizer(optimizer, pairs)
+
+
+register_optimizer_step_pre_hook(_await_gradients)
+
+
+# ---- operations ---------------------------------------------------------------------------------------------------
+
+_known: dict[object, Metadata] = {}
+"""By signature."""
+_KEPT = 100_000
+
+
+def dispatch(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | None = None
+) -> Any:
+    """mesh: of what is made of no tensor."""
+    if operator is aten._local_scalar_dense.default:
+        return _few_of(args[0]).item()
+    operator = AT_ONCE.get(operator, operator)
+    tensors: list[Any] = []
+    numbers: list[float] = []
+    try:
+        read = tuple([read_arguments(each, tensors, numbers, MeshTensor) for each in args])
+        named = tuple([(name, read_arguments(v, tensors, numbers, MeshTensor)) for name, v in kwargs.items()])
+    except NotOnMesh:
+        return dispatch(operator, *_all_on_mesh(operator, args, kwargs))
+    known = _known.get((operator, read, named))
+    if known is None:
+        try:
+            known = learn(operator, args, kwargs, tensors, numbers)
+        except DependsOnValues:
+            return _with_values(operator, args, kwargs, _mesh_of(tensors))
+        except ViewInPlace as view:
+            return _view_in_place(operator, view.operator, args, kwargs)
+        if len(_known) >= _KEPT:
+            _known.clear()
+        _known[operator, read, named] = known
+    mesh = mesh or _mesh_of(tensors)
+    if known.is_view:
+        tensors[0]._viewed = True
+    if known.draws:
+        numbers.append(float(new_seed()))
+    return _issue(mesh, known, tensors, numbers)
+
+
+_OVERRIDES = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def _one_hot(keys: Any, indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Of a mesh tensor an operation of our own; tensors that are not on a mesh pass as if nothing stood here."""
+    if not isinstance(indices, MeshTensor):
+        before: torch.Tensor = aten.one_hot.default.redispatch(
+            keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), indices, num_classes
+        )
+        return before
+    if num_classes == -1 and indices.numel():
+        num_classes = max(int(indices.max().item()) + 1, 1)  # of negative ones the ranks tell
+    made: torch.Tensor = ONE_HOT(indices, num_classes)
+    return made
+
+
+# the one key at which a subclass can be met before torch takes an operator apart, and at which other tensors are not
+_OVERRIDES.impl("one_hot", _one_hot, "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+def _all_on_mesh(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with small tensors of this process on the mesh as well, whole on each rank.
+
+    Raises: UsageError for one that is large, or that would be written to.
+    """
+    mesh = next(each.mesh for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, MeshTensor))
+    for argument in written_arguments(operator):
+        target = argument.of(args, kwargs)
+        if isinstance(target, torch.Tensor) and not isinstance(target, MeshTensor):
+            raise UsageError(
+                f"{operator} would write values of {mesh} to a tensor of this process: take tensor.full_tensor() first"
+            )
+
+    def bring(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, MeshTensor) or not tensor.dim():
+            return tensor
+        if (size_bytes := tensor.numel() * tensor.element_size()) > SMALL_BYTES:
+            raise UsageError(
+                f"a tensor of this process takes part in {operator} with one of {mesh}, and is too large to be sent "
+                f"without being asked ({format_bytes(size_bytes)}): use meshbook.distribute(tensor, mesh) once"
+            )
+        return place(tensor, mesh, [Replicate()] * len(mesh.axes))
+
+    brought = torch.utils._pytree.tree_map_only(torch.Tensor, bring, (list(args), dict(kwargs)))
+    return brought[0], brought[1]
+
+
+def _issue(mesh: Mesh, known: Metadata, tensors: Sequence[MeshTensor], numbers: Sequence[float]) -> Any:
+    stream = mesh.stream
+    results: list[int] = []
+    given: list[Any] = []
+    for output in known.outputs:
+        if output is None:
+            given.append(None)
+        elif isinstance(output, OutputOf):
+            given.append(tensors[output.at])
+        else:
+            results.append(number := stream.new_number())
+            given.append(MeshTensor._of(mesh, output, number))
+    read = [tensor._handle.number for tensor in tensors]
+    if known.aliases:
+        stream.note_views(results, read[0])
+    stream.issue(known.template, read, numbers, results, [read[index] for index in known.writes])
+    if known.form is torch.Tensor:
+        return given[0]
+    return None if known.form is None else given if known.form is list else tuple(given)
+
+
+def new_seed() -> int:
+    """Drawn by the generator of this process, so that ``torch.manual_seed`` rules over the mesh as well."""
+    return int(torch.randint(1, 1 << 52, ()))
+
+
+def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
+    """Raises: UsageError unless all tensors are of one mesh."""
+    mesh = tensors[0].mesh
+    for tensor in tensors:
+        if tensor.mesh is not mesh:
+            raise UsageError(
+                f"tensors of two meshes cannot take part in one operation: {mesh} and {tensor.mesh}. "
+                "Bring one of them over: tensor.to_mesh(other_mesh)."
+            )
+    return mesh
+
+
+def _few_of(value: Any) -> Any:
+    return value._few() if isinstance(value, MeshTensor) else value
+
+
+def _view_in_place(
+    operator: torch._ops.OpOverload[..., Any],
+    view: torch._ops.OpOverload[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The tensor becomes a view of what it was.
+
+    Raises: UsageError if autograd knows views of it, or a base: gradients, now or later, would go astray.
+    """
+    if not args[0].is_inference() and (args[0]._viewed or args[0]._is_view()):
+        raise UsageError(f"{operator} of a tensor that is a view, or has views, would spoil gradients: use {view}")
+    made = dispatch(view, args, kwargs)
+    args[0]._viewed = False  # by this one: there is no other
+    with torch._C._DisableTorchDispatch():
+        operator(*args, **kwargs)  # its shape and strides: there is nothing else here
+    args[0]._handle = made._handle
+    return args[0]
+
+
+def _with_values(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
+) -> Any:
+    """An operation whose result has a shape that depends on values: done here, its results sent to the ranks."""
+    if written_arguments(operator):
+        raise UsageError(f"{operator} writes what depends on values to a tensor of {mesh}: use one that returns it")
+    here = torch.utils._pytree.tree_map_only(MeshTensor, _few_of, (list(args), dict(kwargs)))
+    made = operator(*here[0], **here[1])
+    everywhere = [Replicate()] * len(mesh.axes)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: place(each, mesh, everywhere), made)

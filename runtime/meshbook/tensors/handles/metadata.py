@@ -1,0 +1,230 @@
+"""What an operation gives, by shapes alone: found once per signature, by running it on tensors that have no memory.
+
+A signature is the operator, the shapes, strides and dtypes of its tensors, and its other arguments but for floats. It
+is found in a microsecond or two; a run on the meta device takes some hundred.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from meshbook.concurrency.sigint import held_back
+from meshbook.errors import UsageError
+from meshbook.tensors.messages.operations import (
+    NewOutput,
+    NumberPlace,
+    Template,
+    TensorPlace,
+    gives_alias,
+    is_random,
+    written_arguments,
+)
+
+aten = torch.ops.aten
+
+REFUSED = frozenset(
+    {
+        aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default, aten.resize_.default,
+        aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
+    }
+)  # fmt: skip
+"""They name places in memory, of which a tensor in parts has no one order."""
+
+
+class OutputOf(NamedTuple):
+    """A result that is one of the operation's tensors: it was written in place."""
+
+    at: int
+
+
+class Metadata(NamedTuple):
+    """What is known of operations with one signature."""
+
+    template: Template
+    outputs: tuple[OutputOf | NewOutput | None, ...]
+    form: type | None
+    """``list`` or ``tuple``; `torch.Tensor` for one result by itself; None for none."""
+    draws: bool
+    writes: tuple[int, ...]
+    """Which of its tensors it writes to."""
+    aliases: bool
+    """Whether its results are in the memory of its first tensor."""
+    is_view: bool
+    """Whether they are views, of which autograd keeps account."""
+
+
+class NotOnMesh(Exception):
+    """A tensor with dims takes part that is no mesh tensor."""
+
+
+class DependsOnValues(Exception):
+    """Shapes alone do not say what an operation gives."""
+
+
+def read_arguments(value: Any, tensors: list[torch.Tensor], numbers: list[float], kind: type) -> Any:
+    """The part of a signature for one argument; tensors of ``kind``, and floats, are put into the lists."""
+    is_a = type(value)
+    if is_a is kind or isinstance(value, kind):
+        tensors.append(value)
+        return value._handle.output
+    if is_a is float:
+        numbers.append(value)
+        return float
+    if is_a is list or is_a is tuple:
+        return tuple([read_arguments(each, tensors, numbers, kind) for each in value])
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise NotOnMesh
+        numbers.append(value.item())
+        return ("number", value.dtype)
+    return (is_a, value)
+
+
+class ViewInPlace(Exception):
+    """A tensor is to become a view of itself, which ``operator`` gives."""
+
+    def __init__(self, operator: torch._ops.OpOverload[..., Any]) -> None:
+        super().__init__(operator)
+        self.operator = operator
+
+
+def _view_of(operator: torch._ops.OpOverload[..., Any]) -> torch._ops.OpOverload[..., Any]:
+    """For ``transpose_`` that is ``transpose``. Raises: UsageError."""
+    packet = getattr(aten, operator._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    for overload in packet.overloads() if packet is not None else ():
+        view: torch._ops.OpOverload[..., Any] = getattr(packet, overload)
+        if gives_alias(view) and _types(view) == _types(operator):
+            return view
+    raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
+
+
+def _types(operator: torch._ops.OpOverload[..., Any]) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+
+
+_numbers_of_templates = itertools.count()
+
+
+def new_template(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Template:
+    return Template(next(_numbers_of_templates), str(operator), args, kwargs)
+
+
+def learn(
+    operator: torch._ops.OpOverload[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+) -> Metadata:
+    """Find out what an operation gives.
+
+    Raises: DependsOnValues; UsageError for one that mesh tensors lack; what the operator says of impossible shapes.
+    """
+    if operator in REFUSED:
+        users = ", which stft is made of," if operator is aten.as_strided.default else ""
+        raise UsageError(f"{operator}{users} has no meaning for a tensor in parts: use tensor.full_tensor()")
+    if torch.Tag.inplace_view in operator.tags:
+        raise ViewInPlace(_view_of(operator))
+    metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+    places = _Places()
+    template_args = [places.put(argument, tensors) for argument in _with_dims_from_the_first(operator, args)]
+    template_kwargs = {name: places.put(value, tensors) for name, value in kwargs.items()}
+    try:
+        with held_back():  # torch may import parts of itself for it, and stays broken where that is cut off
+            made = operator(
+                *[_on_meta(argument, metas, numbers) for argument in template_args],
+                **{name: _on_meta(value, metas, numbers) for name, value in template_kwargs.items()},
+            )
+    except Exception as error:
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+            raise error.with_traceback(None) from None  # of what torch does on the meta device nobody wants to know
+        if operator._schema.returns:
+            raise DependsOnValues from error
+        made = None  # it writes to its arguments, and that is all
+    if not isinstance(made, (torch.Tensor, list, tuple, type(None))):
+        raise UsageError(f"{operator} is about memory of this process, where a mesh tensor has none: use full_tensor()")
+    results = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
+    outputs: list[OutputOf | NewOutput | None] = []
+    for result in results:
+        if not isinstance(result, torch.Tensor):
+            outputs.append(None)
+            continue
+        same = [index for index, meta in enumerate(metas) if result is meta]
+        outputs.append(
+            OutputOf(same[0]) if same else NewOutput(tuple(result.shape), tuple(result.stride()), result.dtype)
+        )
+    template = new_template(operator, template_args, template_kwargs)
+    form = torch.Tensor if isinstance(made, torch.Tensor) else None if made is None else type(made)
+    written = _written(operator, template_args, template_kwargs)
+    aliases = not written and gives_alias(operator)
+    is_view = aliases and operator is not aten.detach.default
+    return Metadata(template, tuple(outputs), form, is_random(operator), written, aliases, is_view)
+
+
+_OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")
+"""Operators, or arguments, for which a dim is not one of the first tensor."""
+
+
+def _with_dims_from_the_first(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments with dims counted from the first one: DTensor 2.13 takes some that are negative for whole ones."""
+    named = operator._schema.arguments
+    if not args or not isinstance(args[0], torch.Tensor) or not (count := args[0].dim()):
+        return args
+    if any(each in str(operator) or any(argument.name == each for argument in named) for each in _OF_OTHER_DIMS):
+        return args
+    return [
+        _from_the_first(value, count) if argument.name == "dim" else value
+        for argument, value in zip(named, args, strict=False)
+    ]
+
+
+def _from_the_first(dims: Any, count: int) -> Any:
+    if isinstance(dims, (list, tuple)):
+        return [_from_the_first(dim, count) for dim in dims]
+    return dims + count if type(dims) is int and -count <= dims < 0 else dims
+
+
+class _Places:
+    """Puts places where a template's uses differ, in the order of `read_arguments`."""
+
+    def __init__(self) -> None:
+        self._tensors = self._numbers = 0
+
+    def put(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if self._tensors < len(tensors) and value is tensors[self._tensors]:
+                self._tensors += 1
+                return TensorPlace(self._tensors - 1)
+            self._numbers += 1
+            return NumberPlace(self._numbers - 1, value.dtype)
+        if type(value) is float:
+            self._numbers += 1
+            return NumberPlace(self._numbers - 1, None)
+        if isinstance(value, (list, tuple)):
+            return [self.put(each, tensors) for each in value]
+        return value
+
+
+def _on_meta(value: Any, metas: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
+    if isinstance(value, TensorPlace):
+        return metas[value.at]
+    if isinstance(value, NumberPlace):
+        return numbers[value.at] if value.dtype is None else torch.empty((), dtype=value.dtype, device="meta")
+    if isinstance(value, list):
+        return [_on_meta(each, metas, numbers) for each in value]
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _written(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, ...]:
+    found: list[int] = []
+    for argument in written_arguments(operator):
+        target = argument.of(args, kwargs)
+        targets = target if isinstance(target, list) else [target]
+        found += [each.at for each in targets if isinstance(each, TensorPlace)]
+    return tuple(found)

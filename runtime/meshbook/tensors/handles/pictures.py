@@ -1,0 +1,103 @@
+"""How a notebook shows a mesh tensor: what it is, and a picture of which rank holds which block."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from meshbook.errors import MeshError
+from meshbook.formatting import format_bytes, format_ranks, group_ranks, name_ranks
+from meshbook.tensors.handles.mesh_tensor import MeshTensor
+from meshbook.tensors.messages.operations import Box
+from meshbook.tensors.ranks.exchanges import MeshEnd
+from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription
+
+WIDTH, HEIGHT, LEAST = 240, 140, 24
+"""Of the picture, in pixels: at most, and of its shorter side at least."""
+
+DRAWN_BLOCKS = 256
+_CHAR = 8
+"""Pixels of a character in a label."""
+
+
+def to_html(tensor: MeshTensor) -> str:
+    """The tensor for a notebook; its values could not be made: why, in their place."""
+    title = f"<b>MeshTensor</b> {tuple(tensor.shape)} {html.escape(f'{tensor.dtype}, {tensor.mesh}')}"
+    try:
+        placements = tensor.placements
+        found = tensor.mesh.stream.fetch("describe", tensor._handle.number)
+    except MeshError as error:
+        return f"<div>{title}<br><b>its values are not there:</b> {html.escape(str(error))}</div>"
+    assert isinstance(found, TensorDescription)
+    words = html.escape("; ".join(filter(None, [f"({found.placements})", found.statistics])))
+    corner = "its corner:" if tensor.numel() > SHOWN_ELEMENTS else ""
+    values = f"{corner}<pre>{html.escape(found.values(0))}</pre>"
+    return f"<div>{title}<br>{words}<br>{_picture(tensor, placements)}{values}</div>"
+
+
+def _picture(tensor: MeshTensor, placements: Sequence[Placement]) -> str:
+    """Nothing for a number, a tensor whose parts are interleaved, or no parts of it but of a sum."""
+    mesh, shape = tensor.mesh, tuple(tensor.shape)
+    if not all(type(each) in (Shard, Replicate) for each in placements) or not shape or not tensor.numel():
+        return ""
+    boxes = MeshEnd(mesh.stream.name, mesh.shape, mesh.procs.ranks).boxes(shape, placements)
+    sharded = [each.dim for each in placements if isinstance(each, Shard)]
+    drawn = sorted(list(dict.fromkeys([*sharded, *range(len(shape))]))[:2])
+    size_bytes = max(_elements(box) for box in boxes.values()) * tensor.element_size()
+    told = [f"{format_bytes(size_bytes)} per rank", *([f"dims {drawn} of {len(shape)}"] if len(shape) > 2 else [])]
+    caption = ", ".join([*told, *not_drawn(boxes, sharded, drawn)])
+    return f"{draw(boxes, shape, drawn)}<br><small>{html.escape(caption)}</small><br>"
+
+
+def not_drawn(boxes: Mapping[int, Box], sharded: Sequence[int], drawn: Sequence[int]) -> list[str]:
+    """What the picture leaves out: dims that are cut as well, and blocks that are too many."""
+    found = [f"cut along dim {dim} as well, which is not drawn" for dim in sorted({*sharded} - {*drawn})]
+    blocks = len({tuple(box[dim] for dim in drawn) for box in boxes.values() if _elements(box)})
+    if blocks > DRAWN_BLOCKS:
+        found.append(f"the first {DRAWN_BLOCKS} of {blocks} blocks are drawn")
+    return found
+
+
+def _elements(box: Box) -> int:
+    found = 1
+    for begin, end in box:
+        found *= end - begin
+    return found
+
+
+def draw(boxes: Mapping[int, Box], shape: Sequence[int], drawn: Sequence[int]) -> str:
+    """A rectangle for each block, named by the ranks that hold it.
+
+    boxes: of each rank. drawn: the dims that go down and across; of a single dim, across.
+    """
+    down, across = (None, *drawn)[-2:] if drawn else (None, None)
+    rows, columns = (1 if dim is None else shape[dim] for dim in (down, across))
+    scale = min(WIDTH / columns, HEIGHT / rows)
+    width, height = max(columns * scale, LEAST), max(rows * scale, LEAST)
+    blocks = group_ranks(
+        (rank, tuple((0, 1) if dim is None else box[dim] for dim in (down, across)))
+        for rank, box in boxes.items()
+        if _elements(box)
+    )
+    drawings, told = [], []
+    for index, (((top, bottom), (left, right)), ranks) in enumerate(list(blocks.items())[:DRAWN_BLOCKS]):
+        x, y = left / columns * width, top / rows * height
+        wide, high = (right - left) / columns * width, (bottom - top) / rows * height
+        said = f"{name_ranks(ranks)}: [{f'{top}:{bottom}, ' if down is not None else ''}{left}:{right}]"
+        told.append(said)
+        label, shown = format_ranks(ranks), ""
+        if high >= 12 and wide >= _CHAR * len(label):
+            shown = (
+                f'<text x="{x + wide / 2:.1f}" y="{y + high / 2:.1f}" text-anchor="middle" '
+                f'dominant-baseline="central" fill="#111" font-size="12" font-family="sans-serif">{label}</text>'
+            )
+        drawings.append(
+            f'<g><title>{said}</title><rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" '
+            f'fill="hsl({index * 137 % 360}, 60%, 74%)" stroke="#555"/>{shown}</g>'
+        )
+    return (
+        f'<svg role="img" aria-label="{"; ".join(told)}" width="{width + 2:.0f}" height="{height + 2:.0f}" '
+        f'viewBox="-1 -1 {width + 2:.0f} {height + 2:.0f}">{"".join(drawings)}</svg>'
+    )

@@ -1,0 +1,318 @@
+"""What is known of operators on DTensors: which DTensor does rightly, and how each of the others is to be done.
+
+One for which DTensor knows no way to keep the shards apart is done on whole tensors by every rank, which is slower and
+always right. What DTensor is known to get wrong is done whole as well (`WHOLE`), or taken apart (`APART`), or on the
+parts where that is all the same (`ATTENTION`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from meshbook.tensors.messages.operations import (
+    REDISTRIBUTE,
+    NumberPlace,
+    Template,
+    TensorPlace,
+    Use,
+    find_operator,
+    gives_alias,
+    is_random,
+    written_arguments,
+)
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+
+APART = frozenset(
+    {
+        aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default,
+        aten.logsumexp.default,
+        aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
+    }
+)  # fmt: skip
+"""DTensor 2.13 divides these gradients by the size of a part, takes a dim that is kept for one that is gone, and takes
+the mean of parts' means where items have weights, or are ignored."""
+
+WHOLE = frozenset(
+    {
+        "_index_put_impl", "argmax", "argmin", "gather", "index_copy", "index_put",
+        "multi_margin_loss_backward", "multilabel_margin_loss_backward",
+        "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "squeeze_copy", "view_copy",
+    }
+)  # fmt: skip
+"""DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded; also for those that work in place."""
+
+LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, REDISTRIBUTE})
+"""Of sums whose parts are on the ranks they give such sums, as views do; all others are given sums that are done."""
+
+EASY_VIEWS = frozenset(
+    {
+        aten.alias.default, aten.detach.default, aten.permute.default, aten.t.default, aten.transpose.int,
+        aten.unsqueeze.default,
+    }
+)  # fmt: skip
+"""Views for which it is all the same to DTensor whether parts are equal."""
+
+UNVIEWS = frozenset({aten._unsafe_view.default, aten.slice_backward.default})
+"""No views, and as hard for DTensor where parts are unequal."""
+
+ALONG_BATCH = frozenset(
+    {
+        aten.convolution.default, aten.convolution_backward.default, aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+    }
+)  # fmt: skip
+"""DTensor does them on parts that do not fit each other, unless what is sharded is the batch alone."""
+
+
+ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+"""Unknown to DTensor; each head of each item of the batch is by itself."""
+
+GRADED = frozenset({aten.mkldnn_rnn_layer.default})
+"""Operators that give what their gradients need only where gradients are wanted."""
+
+
+WRITTEN_APART = frozenset(
+    {
+        aten.abs_.default, aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.gelu_.default,
+        aten.hardswish_.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.mish_.default,
+        aten.threshold_.default, aten.zero_.default,
+    }
+)  # fmt: skip
+"""Operators that work in place and that DTensor does rightly, as it does those that are pointwise. Of others it may
+take the tensor for one that lies in another way afterwards."""
+
+BEARS_NOTHING = frozenset(
+    {
+        aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.embedding.default, aten.mm.default,
+        aten.sum.default, aten.sum.dim_IntList,
+    }
+)  # fmt: skip
+"""Operators that DTensor does rightly where a rank's part is empty, as it does those that are pointwise."""
+
+
+class CompiledTemplate:
+    """A template with its operator found."""
+
+    def __init__(self, template: Template) -> None:
+        self.name = template.operator
+        self.operator = find_operator(template.operator)
+        self.args, self.kwargs = template.args, template.kwargs
+        schema = self.operator._schema
+        self.written = written_arguments(self.operator)
+        self.is_view = not self.written and gives_alias(self.operator)
+        self.needs_equal_parts = self.operator in UNVIEWS or (self.is_view and self.operator not in EASY_VIEWS)
+        self.is_random = is_random(self.operator)
+        self.is_fused = self.name.startswith("aten._fused_") and bool(self.written)
+        base_name = self.name.split(".")[1].removesuffix("_")
+        named = zip(schema.arguments, self.args, strict=False)
+        reduces_all = any(argument.name == "dim" and value == [] for argument, value in named)
+        is_pointwise = torch.Tag.pointwise in self.operator.tags
+        is_written_apart = is_pointwise or base_name.startswith("_foreach_") or self.operator in WRITTEN_APART
+        self.is_on_whole = (
+            self.is_random or base_name in WHOLE
+            or reduces_all  # DTensor takes [] for no dim
+            or (bool(self.written) and not is_written_apart and not self.is_fused)
+        )  # fmt: skip
+        """Whether DTensor has no way to do it on shards."""
+        self.is_linear = self.is_view or self.operator in LINEAR
+        self.bears_nothing = self.is_view or is_written_apart or self.operator in BEARS_NOTHING
+        """Whether it may be done where a rank's part is empty: a maximum of nothing fails, on that rank alone."""
+        self.can_be_lowered = not (self.is_random or self.is_fused or self.operator in GRADED)
+        """Whether it comes to the same for operands that lie in the same way."""
+        self.along_batch = self.operator in ALONG_BATCH
+        self.apart = _way_apart(self.operator) if self.operator in APART and not reduces_all else None
+
+    def fill(self, use: Use, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        args = [_fill(argument, tensors, use.numbers) for argument in self.args]
+        return args, {name: _fill(value, tensors, use.numbers) for name, value in self.kwargs.items()}
+
+
+def _way_apart(operator: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    is_loss = "nll_loss" in operator._schema.name
+    return functools.partial(_mean_of_items, operator) if is_loss else decomposition_table[operator]
+
+
+def _mean_of_items(
+    operator: torch._ops.OpOverload[..., Any], scores: Any, classes: Any, weight: Any, reduction: int, ignored: int
+) -> Any:
+    """The loss of classes: a mean is the sum of all items' losses by that of their weights."""
+    is_mean = reduction == 1
+    loss, weights = operator(scores, classes, weight, 2 if is_mean else reduction, ignored)
+    return (loss / weights if is_mean else loss), weights
+
+
+def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
+    kind = type(value)
+    if kind is TensorPlace:
+        return tensors[value.at]
+    if kind is NumberPlace:
+        number = numbers[value.at]
+        return number if value.dtype is None else torch.tensor(number, dtype=value.dtype)
+    if kind is list or kind is tuple:
+        return [_fill(each, tensors, numbers) for each in value]
+    return value
+
+
+def has_no_way(error: Exception) -> bool:
+    """Whether DTensor never has a way to do an operation, rather than not with these placements.
+
+    It finds that out before anything was done. Raises: the error, if it is another one.
+    """
+    if not isinstance(error, NotImplementedError) and "Sharding propagation failed" not in str(error):
+        raise error
+    return isinstance(error, NotImplementedError)
+
+
+def is_unequal(tensor: DTensor) -> bool:
+    """Whether parts of different sizes make it, or none: DTensor 2.13 divides no elements without end."""
+    if not tensor.numel():
+        return True
+    sizes = [1] * tensor.dim()
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] *= tensor.device_mesh.size(axis)
+    return any(size % parts for size, parts in zip(tensor.shape, sizes, strict=True))
+
+
+def has_empty_part(tensor: DTensor) -> bool:
+    """Whether a rank has nothing of it, since it is cut into more parts than it has rows, say."""
+    if not tensor.numel():
+        return True
+    if all(type(placement) is not Shard for placement in tensor.placements):
+        return False
+    return _has_empty_part(tensor.shape, tensor.placements, tensor.device_mesh.shape)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _has_empty_part(shape: Sequence[int], placements: Sequence[Placement], axes: Sequence[int]) -> bool:
+    sizes = [{size} for size in shape]
+    for placement, parts in zip(placements, axes, strict=True):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = {part for size in sizes[placement.dim] for part in _chunks(size, parts)}
+    return any(0 in each for each in sizes)
+
+
+def _chunks(size: int, parts: int) -> set[int]:
+    """The sizes of what `torch.chunk` makes, and of those parts for which nothing is left."""
+    step = max(1, -(-size // parts))
+    return {max(0, min(step, size - at * step)) for at in range(parts)}
+
+
+def is_mean_of_unequal(made: DTensor, tensors: Sequence[DTensor]) -> bool:
+    """Whether a mean is to be the mean of those of parts of different sizes: DTensor 2.13 does that for losses."""
+    return any(each.is_partial("avg") for each in made.placements) and any(map(is_unequal, tensors))
+
+
+def by_heads(
+    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any] | None:
+    """The arguments of attention, all laid out as the queries, if these are cut along items and heads at most."""
+    query = args[[argument.name for argument in operator._schema.arguments].index("query")]
+    if not all(each.is_replicate() or each.is_shard(0) or each.is_shard(1) for each in query.placements):
+        return None
+    if has_empty_part(query):  # native code divides by the number of items
+        return None
+    unlike = any(each.shape[:2] != query.shape[:2] for each in args if isinstance(each, DTensor))
+    if unlike or kwargs.get("attn_mask") is not None:  # heads share keys, or a mask is for all of them
+        return None
+    return [each.redistribute(placements=query.placements) if isinstance(each, DTensor) else each for each in args]
+
+
+def is_misread(operator: object, args: Sequence[Any]) -> bool:
+    """Whether DTensor 2.13 does an operation, but not with these arguments."""
+    first = args[0] if args else None
+    if operator in _LARGEST_OF_EACH:  # there is none where a part is empty
+        is_norm = operator is aten._foreach_norm.Scalar and (len(args) < 2 or not math.isinf(args[1]))
+        return not is_norm and any(map(has_empty_part, args[0]))
+    if not isinstance(first, DTensor):
+        return False
+    if operator in (aten.view.default, aten._unsafe_view.default):
+        return _splits_unequally(first, args[1])
+    if operator is aten.embedding.default:
+        return _has_no_mask(first.placements, args[1])
+    if operator is aten.embedding_dense_backward.default:  # it counts how often a row is used in a part
+        return bool(args[4])
+    if operator is aten.histc.default:  # equal ends stand for those of the values, which it takes for those of a part
+        return len(args) > 3 and args[2] == args[3]
+    return operator in _ANY and first.dtype is torch.uint8  # what is true is 1, and of two parts 2
+
+
+def check_rows(table: DTensor, indices: DTensor) -> None:
+    """Raises: IndexError, as torch does, for a row that a table in parts does not have: masks make zeros of it."""
+    local = indices.to_local()
+    if local.is_cpu and local.numel() and any(each.is_shard(0) for each in table.placements):
+        least, most = local.aminmax()
+        if least < 0 or most >= table.shape[0]:
+            raise IndexError("index out of range in self")
+
+
+def _has_no_mask(table: Sequence[Placement], indices: DTensor) -> bool:
+    """Whether DTensor has no mask for rows that are elsewhere: it has one, for an axis that cuts nothing but rows."""
+    rows = sum(each.is_shard(0) for each in table)
+    is_cut = not all(each.is_replicate() for each in indices.placements)
+    is_cut_else = any(each.is_shard() and not each.is_shard(0) for each in table)
+    return rows > 1 or (rows == 1 and (has_empty_part(indices) or (is_cut and is_cut_else)))
+
+
+def _splits_unequally(tensor: DTensor, shape: Sequence[int]) -> bool:
+    """Whether a view has in the place of a dim that is cut a smaller one, which makes no equal parts."""
+    known = math.prod(size for size in shape if size != -1)
+    shape = [tensor.numel() // max(known, 1) if size == -1 else size for size in shape]
+    for dim in {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}:
+        axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(dim)]
+        parts = math.prod(map(tensor.device_mesh.size, axes))
+        before = math.prod(tensor.shape[:dim])
+        place = next((at for at, size in enumerate(shape) if size != 1 and math.prod(shape[:at]) == before), None)
+        if place is not None and shape[place] % parts:
+            return True
+    return False
+
+
+_LARGEST_OF_EACH = (aten._foreach_max.default, aten._foreach_norm.Scalar)
+_ANY = (aten.any.default, aten.any.dim, aten.any.dims)
+
+
+def with_nan(made: Any) -> Any:
+    """What an operation gives, largest and smallest values of all parts with it: of NaN collectives lose sight."""
+    if isinstance(made, (list, tuple)):
+        return [with_nan(each) for each in made]
+    if not isinstance(made, DTensor) or not made.dtype.is_floating_point:
+        return made
+    local, placements = made._local_tensor, list(made.placements)
+    for axis, placement in enumerate(placements):
+        if placement.is_partial("max") or placement.is_partial("min"):
+            group = made.device_mesh.get_group(axis)
+            parts = collectives.all_gather_into_tensor(local.contiguous()[None], group.size(), group.group_name)
+            parts = collectives.wait_tensor(parts)
+            local = parts.amax(0) if placement.is_partial("max") else parts.amin(0)
+            placements[axis] = Replicate()
+    if local is made._local_tensor:
+        return made
+    told: dict[str, Any] = {"run_check": False, "shape": made.shape, "stride": made.stride()}
+    return DTensor.from_local(local, made.device_mesh, placements, **told)
+
+
+def is_cut_along_batch(operator: object, args: Sequence[Any]) -> bool:
+    """Whether what is sharded are the images, and what comes of them, along their first dim, into equal parts."""
+    images = (0, 1) if operator is aten.convolution_backward.default else (0,)
+    for index, value in enumerate(args):
+        if isinstance(value, DTensor) and index in images and not value.shape[0] % value.device_mesh.size():
+            if not all(each.is_replicate() or each.is_shard(0) for each in value.placements):
+                return False
+        elif isinstance(value, DTensor) and not all(each.is_replicate() for each in value.placements):
+            return False
+    return True

@@ -1,0 +1,369 @@
+"""Batches of operations as one rank does them, and where it halts when one fails.
+
+An operation that cannot begin, on all ranks alike, costs its results. One that fails while it runs halts this rank
+there: the ranks that wait for it are freed, as those of a cell are, and halt where they were. What comes meanwhile is
+laid aside. Once all have halted, or have nothing left to do, the controller says which operations the failure costs
+(`resume`), and each rank goes on from where it was with the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshbook.tensors.messages.anomalies import Search
+from meshbook.tensors.messages.issued_lines import CodeLine, each_line, frame_at, name_code_line
+from meshbook.tensors.messages.operations import (
+    WAIT,
+    HaltedAt,
+    OperationBatch,
+    OperationFailed,
+    Recording,
+    Replay,
+    Template,
+    TensorId,
+    Undone,
+    Use,
+    Write,
+)
+from meshbook.tensors.ranks.operator_rules import CompiledTemplate
+from meshbook.tensors.ranks.partial_sums import end_shared_sums, lay_all_out
+from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
+
+
+class Failed(NamedTuple):
+    """Stands for the result of an operation that failed."""
+
+    why: str
+
+
+class NotMade(Exception):
+    """An operation fails on all ranks alike, before any has begun with it."""
+
+
+class Missed(Exception):
+    """A rank has not been sent all operations before these: an interrupt came before it began with some."""
+
+
+_GONE = "a tensor that it needs is not on this rank"
+
+
+class _Left(NamedTuple):
+    """Operations that are to be done, one behind the other, and what nobody needs after them."""
+
+    first: int
+    """The number of the first operation; a recorded step has but one number."""
+    uses: Sequence[Use]
+    lines: Sequence[CodeLine]
+    freed: Sequence[TensorId]
+    search: Search | None = None
+    replay: Replay | None = None
+    done: int = 0
+    """How many of the uses are done."""
+
+    @property
+    def number(self) -> int:
+        """Of the operation that is done next."""
+        return self.first if self.replay is not None else self.first + self.done
+
+    @property
+    def end(self) -> int:
+        """The number behind the last."""
+        return self.first + (1 if self.replay is not None else len(self.uses))
+
+
+class _KnownStep(NamedTuple):
+    """A recorded step as this rank does it each time."""
+
+    recording: Recording
+    uses: Sequence[Use]
+    lines: Sequence[CodeLine]
+
+    @staticmethod
+    def of(recording: Recording) -> _KnownStep:
+        uses = list(map(Use._make, recording.uses))
+        return _KnownStep(recording, uses, list(each_line(recording.lines, len(uses))))
+
+
+class RankBatches:
+    """The mesh tensors of one process, for one device mesh, and what is done with them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self._operations = mesh, Operations(mesh)
+        self._tensors: dict[TensorId, RankTensor | Failed] = {}
+        self._templates: dict[int, Template] = {}
+        self._compiled: dict[int, CompiledTemplate] = {}
+        self._steps: dict[TensorId, _KnownStep] = {}
+        self._turn = self._waits = self._waited = 0
+        self._next = 0
+        """The number of the first operation that this rank has not been sent."""
+        self._left: list[_Left] = []
+        """What this rank goes on with when it is told to, if it has halted."""
+        self._halted_by = OperationFailed(0, "", "", "")
+        self._undone: list[Undone] = []
+        """What was left out since the last repair, as far as it was not settled that it does not matter."""
+
+    def run(self, batch: OperationBatch) -> dict[TensorId, str]:
+        """Do what a batch says; returns which results failed, and why. Raises: OperationFailed, Missed."""
+        self._templates.update((template.number, template) for template in batch.templates)
+        uses = list(map(Use._make, batch.uses))
+        search = Search(batch.hunted, self.mesh, len(uses)) if batch.hunted and uses else None
+        return self._begin(_Left(batch.first, uses, list(each_line(batch.lines, len(uses))), batch.freed, search))
+
+    def replay(self, fields: tuple[Any, ...]) -> dict[TensorId, str]:
+        """Do a recorded step once more; as `run`. fields: of a `Replay`."""
+        replay = Replay._make(fields)
+        if replay.recording is not None:
+            self._steps[replay.number] = _KnownStep.of(replay.recording)
+            self._templates.update((template.number, template) for template in replay.recording.templates)
+        known = self._steps[replay.number]
+        uses = list(known.uses)
+        for index, numbers in replay.numbers.items():
+            uses[index] = uses[index]._replace(numbers=numbers)
+        search = Search(replay.hunted, self.mesh, len(uses)) if replay.hunted else None
+        return self._begin(_Left(replay.first, uses, known.lines, replay.freed, search, replay))
+
+    def _begin(self, left: _Left) -> dict[TensorId, str]:
+        if not left.uses or left.first != self._next:
+            self._free(left.freed)
+            if not left.uses:
+                return {}
+            raise Missed(f"operations {self._next} to {left.first - 1} did not reach this rank: it was interrupted")
+        self._next = left.end
+        if self._left:
+            self._left.append(left)
+            raise OperationFailed(*self._halted_by.args)  # else nobody frees the ranks that wait for this one
+        return self._go_on([left], {})
+
+    @property
+    def why_halted(self) -> str:
+        """Empty while this rank goes on."""
+        return str(self._halted_by) if self._left else ""
+
+    def progress(self, written: Collection[TensorId]) -> HaltedAt:
+        """How far this rank has come, and which tensors lie in the memory of each of ``written``."""
+        memory: dict[TensorId, int] = {}
+        families: dict[int, list[TensorId]] = {}
+        for number, held in self._tensors.items():
+            if isinstance(held, RankTensor):
+                memory[number] = id(held.root.version)
+                families.setdefault(memory[number], []).append(number)
+        wanted = {memory[number] for number in written if number in memory}
+        return HaltedAt(self._left[0].number if self._left else self._next, [families[each] for each in wanted])
+
+    def resume(
+        self, refused: Mapping[int, str], lost: Mapping[TensorId, str], doubted: Collection[Write]
+    ) -> dict[TensorId, str]:
+        """Go on from where this rank has halted; as `run`.
+
+        refused: operations, by their numbers, that are not done, and why. lost: their results, which it may have.
+        doubted: writes of which a repair may ask whether this rank has done them; of no others before the last refused.
+        """
+        for number in lost.keys() & self._tensors.keys():
+            self.give_up(number, lost[number])
+        now = self._undone_before(self._next)
+        self._undone += [
+            now._replace(end=each + 1) if each == now.first else Undone(each, each + 1)
+            for each in refused
+            if each >= now.first
+        ]
+        self._undone = [each for each in self._undone if any(map(each.has, doubted))]
+        left, self._left = self._left, []
+        return self._go_on(left, refused)
+
+    def give_up_below(self, decided: int) -> None:
+        """Never go on with operations of which the controller has told what they cost: those below this number.
+
+        Every call says so, since the one that told it may be the one that an interrupt kept from this rank.
+        """
+        undone = self._undone_before(decided)
+        if undone.first >= decided:
+            return
+        self._undone.append(undone)
+        self._next = max(self._next, decided)
+        if self._left:
+            left, self._left = self._left, []
+            refused = {at: str(self._halted_by) for each in left for at in range(each.first, each.end)}
+            self._go_on(left, refused)
+
+    def _undone_before(self, end: int) -> Undone:
+        if not self._left:
+            return Undone(self._next, end)
+        now = self._left[0]
+        return Undone(now.number, end, now.done if now.replay is not None else 0)
+
+    def undone(self) -> list[Undone]:
+        """What this rank has not done, and never will, of what matters since it last agreed with the others."""
+        return self._undone
+
+    def _go_on(self, left: Sequence[_Left], refused: Mapping[int, str]) -> dict[TensorId, str]:
+        failed: dict[TensorId, str] = {}
+        for at, each in enumerate(left):
+            try:
+                failed.update(self._do(each, refused))
+            except OperationFailed as failure:
+                rest = each._replace(done=failure.within)
+                self._left, self._halted_by = [rest, *left[at + 1 :]], failure
+                raise
+            self._free(each.freed)
+        return failed
+
+    def _do(self, left: _Left, refused: Mapping[int, str]) -> dict[TensorId, str]:
+        """Do what is left of a batch, or of a step. Raises: OperationFailed at the first that fails here."""
+        failed: dict[TensorId, str] = {}
+        recording = self._steps[left.replay.number].recording if left.replay is not None else None
+        if left.replay is not None and not left.done:
+            self._name_inputs(left.replay)
+        ends = recording.ends if recording is not None else itertools.repeat(())
+        uses = zip(left.uses, left.lines, ends, strict=False)
+        with torch.no_grad():
+            for index, (use, line, ended) in enumerate(itertools.islice(uses, left.done, None), left.done):
+                number = left.first if recording is not None else left.first + index
+                try:
+                    self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
+                except BaseException as error:
+                    why = str(error) if isinstance(error, NotMade) else f"{type(error).__name__}: {error}"
+                    raise OperationFailed(number, self._name(use), name_code_line(line), why, index) from error
+                for name in ended:
+                    self._tensors.pop(name, None)
+            if left.search is not None and not all(at in refused for at in range(left.first, left.end)):
+                self._tell(left, failed)
+        return failed if left.replay is None else self._name_results(left.replay, failed)
+
+    def _do_one(
+        self, use: Use, line: CodeLine, refused: str, search: Search | None, index: int, failed: dict[TensorId, str]
+    ) -> None:
+        if refused:
+            self._fail(use, refused, {})
+            return
+        try:
+            if use.template == WAIT:
+                frame_at(line, "optimizer.step")(self._wait_for_all, use.tensors)
+            elif search is None:
+                template = self._compiled.get(use.template) or self._compile(use.template)
+                frame_at(line, template.name)(self._run, template, use)
+            else:
+                frame_at(line, self._name(use))(self._run_searched, use, search, index)
+        except NotMade as refusal:
+            # a write that nobody does has to be told; and where this rank alone lacks a tensor, others wait for it
+            if not use.results or any(number not in self._tensors for number in use.tensors):
+                raise
+            self._fail(use, str(refusal), failed)
+
+    def _tell(self, left: _Left, failed: dict[TensorId, str]) -> None:
+        """What the ranks have found together. It waits for all of them, so it can be cut off as operations are."""
+        assert left.search is not None
+        try:
+            left.search.tell(failed, left.first, left.replay is not None)
+        except BaseException as error:
+            why, count = f"{type(error).__name__}: {error}", len(left.uses)
+            raise OperationFailed(left.end - 1, "detect_anomaly", "", why, count) from error
+
+    def _name_inputs(self, replay: Replay) -> None:
+        self._turn, self._waits = replay.turn, 0
+        for name, number in zip(self._steps[replay.number].recording.inputs, replay.inputs, strict=True):
+            self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
+
+    def _name_results(self, replay: Replay, failed: Mapping[TensorId, str]) -> dict[TensorId, str]:
+        """A step is over; returns what failed of what is there afterwards."""
+        named = dict(zip(self._steps[replay.number].recording.results, replay.results, strict=True))
+        for name, number in named.items():
+            self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
+        for name in [name for name in self._tensors if name < 0]:
+            del self._tensors[name]
+        return {named.get(number, number): why for number, why in failed.items() if number >= 0 or number in named}
+
+    def _free(self, numbers: Sequence[TensorId]) -> None:
+        if self._left:  # it may be needed for what is left
+            self._left.append(_Left(self._left[-1].end, (), (), numbers))
+            return
+        for number in numbers:
+            if self._tensors.pop(number, None) is None:
+                self._steps.pop(number, None)
+
+    def _wait_for_all(self, gradients: Sequence[TensorId]) -> None:
+        """gradients: each with its parameter behind it. Raises: RuntimeError if one could not be made."""
+        for number in gradients:
+            if isinstance(held := self._tensors.get(number), Failed):
+                raise RuntimeError(held.why)
+        self.lay_like(list(zip(gradients[::2], gradients[1::2], strict=True)))
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.mesh.get_group(axis))
+        self._waits += 1
+        if self._waits == 2:
+            self._waited = self._turn
+
+    def stepped(self) -> int:
+        """The turn in which all ranks last began to step with an optimizer."""
+        return self._waited
+
+    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
+        """Lay the first tensor of each pair out as the second; what has failed is left as it is.
+
+        What views share, or may share, memory with stays where it is: it is no sum any more, and that is all.
+        """
+        found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
+        both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
+        wanted = [(held, self._operations.read(held), like.tensor.placements) for held, like in both]
+        families: Counter[int] = Counter()
+        if any(tensor.placements != placements for _, tensor, placements in wanted):
+            families.update(id(each.family) for each in self._tensors.values() if isinstance(each, RankTensor))
+        end_shared_sums([held for held, _, _ in wanted if families[id(held.family)] > 1])
+        lay_all_out([(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1])
+
+    def give_up(self, number: TensorId, why: str) -> None:
+        """A tensor could not be made, here as on the other ranks."""
+        self._tensors[number] = Failed(why)
+
+    # ---- one operation ------------------------------------------------------------------------------------------
+
+    def _name(self, use: Use) -> str:
+        known = self._templates.get(use.template)
+        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
+
+    def _compile(self, number: int) -> CompiledTemplate:
+        if number not in self._templates:
+            raise RuntimeError("this rank was interrupted before it was told what it is")
+        try:
+            made = self._compiled[number] = CompiledTemplate(self._templates[number])
+        except AttributeError as error:
+            raise NotMade(f"the ranks do not know it: {error}") from error
+        return made
+
+    def _run(self, template: CompiledTemplate, use: Use) -> None:
+        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
+        if len(results) < len(use.results):
+            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
+        self._tensors.update(zip(use.results, results, strict=False))
+
+    def _run_searched(self, use: Use, search: Search, index: int) -> None:
+        """As `_run`. What memory happens to hold, in a tensor that is empty, is nobody's mistake."""
+        template = self._compiled.get(use.template) or self._compile(use.template)
+        search.note_operands(index, [self._of(number) for number in use.tensors])
+        self._run(template, use)
+        written = use.tensors if template.written else ()
+        if "empty" not in template.name:
+            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
+
+    def _operand(self, number: TensorId) -> RankTensor:
+        found = self._tensors.get(number)
+        if isinstance(found, Failed):
+            raise NotMade(found.why)
+        if found is None:
+            raise NotMade(self.why_halted or _GONE)
+        return found
+
+    def _of(self, number: TensorId) -> DTensor:
+        return self._operations.read(self._operand(number))
+
+    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
+        for number in use.results:
+            self.give_up(number, why)
+            failed[number] = why

@@ -1,0 +1,340 @@
+"""One operation on DTensors: DTensor's own way where that is right, and another where it is not (`operator_rules`).
+
+Random numbers are drawn for the whole tensor, from a seed that the controller has drawn, and each rank keeps its part:
+so they do not depend on the shape of the mesh, nor on the placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, Use
+from meshbook.tensors.ranks.lowered_operations import LoweredOperations, way_of
+from meshbook.tensors.ranks.operator_rules import (
+    ATTENTION,
+    GRADED,
+    CompiledTemplate,
+    by_heads,
+    check_rows,
+    has_empty_part,
+    has_no_way,
+    is_cut_along_batch,
+    is_mean_of_unequal,
+    is_misread,
+    is_unequal,
+    with_nan,
+)
+from meshbook.tensors.ranks.partial_sums import SharedSum, end_shared_sums, end_sums, share_sum
+
+aten = torch.ops.aten
+
+
+class RankTensor:
+    """A mesh tensor as one rank has it.
+
+    A view that could not share the memory of its base, since its parts lie across the base's, is made again when it is
+    read after the base was written, and what is written to it is written to the base.
+    """
+
+    def __init__(self, tensor: DTensor, base: RankTensor | None = None) -> None:
+        """base: whose memory it shares."""
+        self.tensor = tensor
+        self.version: list[int] = [0] if base is None else base.version
+        """How often the memory was written, in a list that all share who share the memory."""
+        self.family: object = object()
+        """The same for all views of a tensor, whether they share its memory or not: equal on all ranks."""
+        self.sum: SharedSum | None = None
+        """Of a sum whose parts are on the ranks: who else has them."""
+        self.made: Making | None = None
+        """How a view was made that shares no memory with its base."""
+        self.seen = 0
+        """The base's version at that time."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its base, or the base's base, was written since it was made."""
+        if self.made is None:
+            return False
+        base = self.made.base
+        return base.version[0] != self.seen or base.is_stale
+
+    @property
+    def root(self) -> RankTensor:
+        return self if self.made is None else self.made.base.root
+
+
+class Making(NamedTuple):
+    """How a view was made of its base."""
+
+    template: CompiledTemplate
+    use: Use
+    base: RankTensor
+    at: int
+    """Which of the results it is, where there are several."""
+
+    def of(self, made: Any) -> Any:
+        """It, of what the operation gives."""
+        return made[self.at] if isinstance(made, (list, tuple)) else made
+
+
+class Operations:
+    """How operations are done on one device mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._lowered = mesh, LoweredOperations()
+
+    def do(self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]) -> list[RankTensor]:
+        """Do an operation; returns its results. Raises: whatever it does."""
+        tensors = [self.read(operand) for operand in operands]
+        if template.operator is aten.embedding.default:
+            check_rows(*tensors)
+        written: Sequence[RankTensor] = ()
+        known = self._lowered.find(way_of(template, tensors, use.numbers)) if template.can_be_lowered else None
+        if known is None and (not template.is_linear or len({tensor.placements for tensor in tensors}) > 1):
+            end_shared_sums(operands)
+        if known is None or template.written:
+            args, kwargs = template.fill(use, tensors)
+            targets = {id(target) for argument in template.written for target in listed(argument.of(args, kwargs))}
+            written = [o for o, t in zip(operands, tensors, strict=True) if id(t) in targets]
+            if any(operand.made is not None for operand in written):
+                self._write_through(template, use, operands, written)
+                return []
+        if known is not None:
+            made = known.do(tensors)
+        elif template.can_be_lowered:
+            way = way_of(template, tensors, use.numbers)
+            made = self._lowered.do(way, tensors, lambda: self._do(template, use, args, kwargs, tensors))
+        else:
+            made = self._do(template, use, args, kwargs, tensors)
+        for operand in written:
+            operand.version[0] += 1
+        results: list[Any] = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
+        return [self._known(each, template, use, operands, at) for at, each in enumerate(results) if each is not None]
+
+    def read(self, operand: RankTensor) -> DTensor:
+        """The values as they are now."""
+        if operand.made is not None and operand.is_stale:
+            template, use, base, _ = operand.made
+            args, kwargs = template.fill(use, [self.read(base)])
+            made = self._do(template, use, args, kwargs, [base.tensor])
+            operand.tensor, operand.seen = operand.made.of(made), base.version[0]
+            operand.version[0] += 1  # for views of it
+        return operand.tensor
+
+    def _known(
+        self, result: DTensor, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor], at: int
+    ) -> RankTensor:
+        """at: which of the results it is."""
+        if any(placement.is_partial() and type(placement) is not Partial for placement in result.placements):
+            end_sums([result])  # it remembers what it was made of, for one use
+        if not template.is_view or len(operands) != 1:
+            return RankTensor(result)
+        base = operands[0]
+        if base.made is None and _shares(result, base.tensor):
+            view = RankTensor(result, base)
+            view.family = base.family
+            share_sum(view, base)
+            return view
+        view = RankTensor(result)
+        view.family = base.family
+        view.made, view.seen = Making(template, use, base, at), base.version[0]
+        return view
+
+    def _write_through(
+        self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor], written: Sequence[RankTensor]
+    ) -> None:
+        """Write to views across parts: to views of whole tensors, of which each rank then keeps its part."""
+        wholes: dict[int, torch.Tensor] = {}
+        tensors = [
+            self._whole_view(o, wholes) if any(o.root is w.root for w in written) else full(o.tensor) for o in operands
+        ]
+        args, kwargs = template.fill(use, tensors)
+        self._draw_and_do(template, use, args, kwargs)
+        for root in {id(operand.root): operand.root for operand in written}.values():
+            root.tensor.to_local().copy_(self.part_of(wholes[id(root)], root.tensor.placements).to_local())
+            root.version[0] += 1
+
+    def _whole_view(self, operand: RankTensor, wholes: dict[int, torch.Tensor]) -> Any:
+        """A view of the whole of its root, which is put into ``wholes``."""
+        if operand.made is None:
+            end_shared_sums([operand])
+            return wholes.setdefault(id(operand.root), full(operand.tensor).clone())
+        template, use, base, _ = operand.made
+        args, kwargs = template.fill(use, [self._whole_view(base, wholes)])
+        return operand.made.of(template.operator(*args, **kwargs))
+
+    def _do(
+        self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any], tensors: Sequence[DTensor]
+    ) -> Any:
+        if template.operator is LAY_OUT:
+            return _along(*args)
+        if template.operator is REDISTRIBUTE:
+            return _redistributed(*args)
+        if template.operator is ONE_HOT:
+            return self._one_hot(*args)
+        if template.is_fused:
+            return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
+        if template.apart is not None and not any(map(has_empty_part, tensors)):
+            return template.apart(*args, **kwargs)
+        if template.operator in ATTENTION and (laid := by_heads(template.operator, args, kwargs)) is not None:
+            return self._do_by_heads(template, laid, kwargs)
+        if (
+            template.is_on_whole
+            or template.apart is not None
+            or (template.along_batch and not is_cut_along_batch(template.operator, args))
+            or is_misread(template.operator, args)
+            or (template.needs_equal_parts and any(map(is_unequal, tensors)))
+            or (not template.bears_nothing and any(map(has_empty_part, tensors)))
+        ):
+            return self._do_on_whole(template, use, args, kwargs)
+        try:
+            if template.operator is aten.view.default and not args[0].to_local().is_contiguous():
+                args[0] = args[0].contiguous()  # the controller's order of memory is another one
+            made = with_nan(template.operator(*args, **kwargs))
+        except Exception as error:
+            template.is_on_whole = has_no_way(error)
+            return self._do_on_whole(template, use, args, kwargs)
+        if isinstance(made, DTensor) and is_mean_of_unequal(made, tensors):
+            return self._do_on_whole(template, use, args, kwargs)
+        return made
+
+    def _do_by_heads(self, template: CompiledTemplate, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DTensor]:
+        """Attention on parts that are heads, or items of the batch."""
+        like = next(each for each in args if isinstance(each, DTensor))
+        made: list[DTensor] = []
+        for local in template.operator(*tree_map_only(DTensor, DTensor.to_local, list(args)), **kwargs):
+            shape = torch.Size((*like.shape[:2], *local.shape[2:]))
+            told: dict[str, Any] = {"run_check": False, "shape": shape, "stride": _strides_as(local, shape)}
+            made.append(DTensor.from_local(local, self._mesh, like.placements, **told))
+        return made
+
+    def _one_hot(self, indices: DTensor, num_classes: int) -> DTensor:
+        """Of this rank's indices. Raises: RuntimeError, as torch does, for one that is no class."""
+        indices = indices.redistribute(placements=block_placements(indices))
+        made, shape = ONE_HOT(indices.to_local(), num_classes), torch.Size((*indices.shape, num_classes))
+        told: dict[str, Any] = {
+            "run_check": False,
+            "shape": shape,
+            "stride": torch.empty(shape, device="meta").stride(),
+        }
+        return DTensor.from_local(made, self._mesh, indices.placements, **told)
+
+    def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Do an operation on whole tensors, on every rank, and keep this rank's part of what it wrote to."""
+        written = [argument.of(args, kwargs) for argument in template.written]
+        wholes = [_whole(value, own=any(value is each for each in written)) for value in args]
+        named = {name: _whole(value, own=any(value is each for each in written)) for name, value in kwargs.items()}
+        made = self._draw_and_do(template, use, wholes, named)
+        targets: dict[int, DTensor] = {}
+        for argument in template.written:
+            pairs = zip(listed(argument.of(args, kwargs)), listed(argument.of(wholes, named)), strict=True)
+            for target, whole in pairs:
+                if isinstance(target, DTensor):
+                    target.to_local().copy_(self.part_of(whole, target.placements).to_local())
+                    targets[id(whole)] = target
+
+        def as_ranks_have_it(whole: torch.Tensor) -> DTensor:
+            return targets[id(whole)] if id(whole) in targets else self._replicated(whole)
+
+        return tree_map_only(torch.Tensor, as_ranks_have_it, made)
+
+    def _draw_and_do(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if template.operator is aten.view.default:  # the whole may lie in another order than the parts
+            return args[0].reshape(args[1])
+        if not template.is_random:
+            with torch.set_grad_enabled(template.operator in GRADED):
+                return template.operator(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(use.numbers[-1]))
+            return template.operator(*args, **kwargs)
+
+    def _replicated(self, whole: torch.Tensor) -> DTensor:
+        return DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+    def part_of(self, whole: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        """This rank's part of a tensor that all ranks have; without the memory of the rest."""
+        part = distribute_tensor(whole, self._mesh, list(placements), src_data_rank=None)
+        local = part.to_local()
+        if local.untyped_storage().nbytes() > local.numel() * local.element_size():
+            part._local_tensor = local.clone()
+        return part
+
+
+def _along(tensor: DTensor, axis: int, dim: int | None) -> DTensor:
+    """The tensor, cut or whole along one axis."""
+    wanted = [*tensor.placements]
+    wanted[axis] = Replicate() if dim is None else Shard(dim)
+    return tensor.redistribute(placements=wanted)
+
+
+def _redistributed(tensor: DTensor, layout: DTensor | Sequence[Placement]) -> DTensor:
+    """A copy. Like a tensor it lies in blocks: sums are ended, and what is interleaved is whole."""
+    if isinstance(layout, DTensor):
+        layout = block_placements(layout)
+    return cast("DTensor", tensor.redistribute(placements=list(layout)).clone())
+
+
+def block_placements(tensor: DTensor) -> list[Placement]:
+    """How one can be laid out that lies in blocks, else as this one."""
+    return [each if type(each) is Shard else Replicate() for each in tensor.placements]
+
+
+_UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    """The whole tensor; a collective."""
+    if tensor.dtype in _UNKNOWN_TO_GLOO:
+        tensor, dtype = tensor.to(torch.int64), tensor.dtype
+        return cast("torch.Tensor", tensor.full_tensor().to(dtype))
+    return cast("torch.Tensor", tensor.full_tensor())
+
+
+def _shares(view: DTensor, base: DTensor) -> bool:
+    """Whether they lie in the same memory. A rank whose part is empty has none; what it would write is nothing, too."""
+    mine, its = view.to_local(), base.to_local()
+    return not mine.numel() or mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
+
+
+def _whole(value: Any, *, own: bool = False) -> Any:
+    """own: in memory of its own, in order."""
+    if isinstance(value, DTensor):
+        return full(value).clone(memory_format=torch.contiguous_format) if own else full(value)
+    if isinstance(value, (list, tuple)):
+        return [_whole(each, own=own) for each in value]
+    return value
+
+
+def _parts(arguments: Any, like: Sequence[DTensor]) -> Any:
+    """The arguments of an optimizer's fused step as this rank's parts, laid out as the parameters, ``like``."""
+    if isinstance(arguments, dict):
+        return {name: _parts([value], like)[0] for name, value in arguments.items()}
+    found: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, list) and len(argument) == len(like) and isinstance(argument[0], DTensor):
+            laid = [
+                each if each.placements == to.placements else each.redistribute(placements=to.placements)
+                for each, to in zip(argument, like, strict=True)
+            ]
+            found.append([each.to_local() for each in laid])
+        else:
+            found.append(_whole(argument))
+    return found
+
+
+def _strides_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a whole tensor whose parts lie in memory as one of them does."""
+    strides, stride = [1] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: local.stride(dim)):
+        strides[dim], stride = stride, stride * max(shape[dim], 1)
+    return tuple(strides)
+
+
+def listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

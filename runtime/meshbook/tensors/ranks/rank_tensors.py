@@ -1,0 +1,294 @@
+"""The rank's end of mesh tensors: their DTensors by number, and what is asked of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshbook.errors import UsageError
+from meshbook.groups.rank_groups import own_groups
+from meshbook.tensors.messages.issued_lines import CodeLine, frame_at
+from meshbook.tensors.messages.operations import (
+    Adopted,
+    Factory,
+    LocalPart,
+    PartTransfer,
+    SentTensor,
+    TensorId,
+    TensorReference,
+)
+from meshbook.tensors.ranks.made_parts import make_part, shape_of
+from meshbook.tensors.ranks.rank_batches import NotMade, RankBatches
+from meshbook.tensors.ranks.rank_operations import Operations, RankTensor, block_placements, full
+
+CORNER = 6
+"""So many elements along each dim are shown of a large tensor."""
+SHOWN_ELEMENTS = 1000
+"""A tensor with no more is shown whole."""
+
+
+class TensorDescription(NamedTuple):
+    """What is shown of a tensor."""
+
+    placements: str
+    shown: torch.Tensor
+    statistics: str
+
+    def values(self, indent: int) -> str:
+        """The numbers as torch prints them, further lines of them behind so many spaces."""
+        text = re.sub(r"(,\s+(size|dtype)=[^\n]*)?\)$", "", repr(self.shown).removeprefix("tensor("))
+        return text.replace("\n" + " " * len("tensor("), "\n" + " " * indent)
+
+
+class RankTensors(RankBatches):
+    """The mesh tensors of one process, as the controller makes, asks for and brings back single ones."""
+
+    def place(self, number: TensorId, whole: torch.Tensor, placements: Sequence[Placement]) -> None:
+        """Take this rank's part of a tensor that all ranks were sent."""
+        self._tensors[number] = RankTensor(self._operations.part_of(whole.to(self.mesh.device_type), placements))
+
+    def take(self, tensors: Sequence[SentTensor]) -> None:
+        """Keep this rank's parts of tensors of the controller, each in memory of its own and no more of it."""
+        taken: set[int] = set()
+        for sent in tensors:
+            piece, box = sent.parts[dist.get_rank()]
+            local = sent.pieces[piece][tuple(slice(*ends) for ends in box)].to(self.mesh.device_type)
+            memory = local.untyped_storage()
+            if memory.nbytes() > local.numel() * local.element_size() or memory.data_ptr() in taken:
+                local = local.clone(memory_format=torch.contiguous_format)
+            taken.add(memory.data_ptr())
+            part = LocalPart(sent.placements, sent.shape, sent.strides, local.dtype, tuple(local.shape), local.stride())
+            self.keep(sent.number, local, part)
+
+    def make(self, number: TensorId, factory: Factory, placements: Sequence[Placement]) -> None:
+        """Take this rank's part of a tensor that is made here, without memory for the whole where that can be."""
+        shape, made = shape_of(factory), None
+        if all(type(each) in (Shard, Replicate) for each in placements):
+            made = make_part(factory, *compute_local_shape_and_global_offset(shape, self.mesh, placements))
+        if made is None:
+            self.place(number, factory.make(), placements)
+            return
+        made = made.to(self.mesh.device_type)
+        strides = torch.empty(shape, device="meta").stride()
+        part = LocalPart(tuple(placements), shape, strides, made.dtype, tuple(made.shape), made.stride())
+        self.keep(number, made, part)
+
+    def layout_of(self, number: TensorId) -> Sequence[Placement]:
+        """How a tensor like this one can be laid out in blocks: sums are ended, and what is interleaved is whole."""
+        try:
+            return block_placements(self._of(number))
+        except NotMade:
+            return (Replicate(),) * self.mesh.ndim
+
+    def keep(self, number: TensorId, local: torch.Tensor, part: LocalPart) -> None:
+        """Know this rank's part of a tensor."""
+        self._tensors[number] = RankTensor(self._from_part(local, part))
+
+    def whole(self, number: TensorId) -> torch.Tensor | None:
+        """The whole tensor, on the first rank of the mesh; a collective."""
+        found = full(self._of(number))
+        return found.cpu() if self._is_first else None
+
+    def placements(self, number: TensorId) -> Sequence[Placement]:
+        """How a tensor is laid out."""
+        return self._of(number).placements
+
+    def describe(self, number: TensorId) -> TensorDescription | None:
+        """What a tensor is to be shown as, on the first rank of the mesh; a collective."""
+        tensor = self._of(number)
+        if tensor.numel() <= SHOWN_ELEMENTS:
+            shown = full(tensor)
+            return TensorDescription(_name(tensor.placements), shown.cpu(), "") if self._is_first else None
+        statistics = ""
+        if tensor.is_floating_point():
+            numbers = [float(full(each)) for each in (tensor.mean(), tensor.std(), tensor.min(), tensor.max())]
+            statistics = "mean {:.4g}, std {:.4g}, min {:.4g}, max {:.4g}".format(*numbers)
+        corner: Any = tensor
+        for dim, size in enumerate(tensor.shape):
+            corner = corner.narrow(dim, 0, min(size, CORNER))
+        shown = full(corner)
+        return TensorDescription(_name(tensor.placements), shown.cpu(), statistics) if self._is_first else None
+
+    # ---- tensors of code on the ranks -------------------------------------------------------------------------------
+
+    def call(self, numbers: range, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function; the DTensors that it returns are known by ``numbers``. Raises: UsageError for more."""
+        made = function(*args, **kwargs)
+        if (count := sum(isinstance(each, DTensor) for each in tree_leaves(made))) > len(numbers):
+            raise UsageError(f"{count} DTensors are more than come back of one call, {len(numbers)}: return fewer")
+        left = iter(numbers)
+        return tree_map_only(DTensor, lambda tensor: self._adopt(next(left), tensor), made)
+
+    def look(self, name: str) -> LocalPart:
+        """What cells of this rank call ``name``; of a tensor of its own without placements."""
+        found = find_tensor(name)
+        if found.layout is not torch.strided:
+            raise UsageError(f"{name} is a sparse tensor ({found.layout}) on rank {dist.get_rank()}: use to_dense()")
+        if isinstance(found, DTensor):
+            self._check_mesh(found)
+            return _part_of(found)
+        shape, strides = tuple(found.shape), tuple(found.stride())
+        return LocalPart((), shape, strides, found.dtype, shape, strides)
+
+    def adopt_name(self, number: TensorId, name: str, part: LocalPart) -> Adopted:
+        """Know the tensor that cells of this rank call ``name``, as a part of one."""
+        found = find_tensor(name)
+        return self._adopt(number, found if isinstance(found, DTensor) else self._from_part(found, part))
+
+    def _adopt(self, number: TensorId, tensor: DTensor) -> Adopted:
+        self._check_mesh(tensor)
+        self._tensors[number] = RankTensor(cast("DTensor", tensor.detach()))
+        return Adopted(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def _check_mesh(self, tensor: DTensor) -> None:
+        if tensor.device_mesh != self.mesh:
+            raise UsageError(f"a DTensor on another mesh, {tensor.device_mesh}, cannot be known as one of {self.mesh}")
+
+    def reference(self, number: TensorId) -> DTensor:
+        """The tensor, for code on the rank."""
+        return self._of(number)
+
+    # ---- after a repair ---------------------------------------------------------------------------------------------
+
+    def move_to(self, mesh: DeviceMesh) -> None:
+        """Go on with groups that were formed again."""
+        self.mesh, self._operations = mesh, Operations(mesh)
+        for held in self._tensors.values():
+            if isinstance(held, RankTensor):
+                held.tensor = self._from_part(held.tensor.to_local(), _part_of(held.tensor))
+
+    def parts(self) -> tuple[dict[TensorId, LocalPart], list[TensorId]]:
+        """What this rank holds; and what it gives up: views that a new rank could not know to be views."""
+        held = {number: each for number, each in self._tensors.items() if isinstance(each, RankTensor)}
+        largest_first = sorted(held, key=lambda number: (-held[number].tensor.numel(), number))
+        bases: dict[int, TensorId] = {}
+        parts: dict[TensorId, LocalPart] = {}
+        for number in largest_first:
+            base = bases.setdefault(id(held[number].version), number)
+            local, memory = held[number].tensor.to_local(), held[base].tensor.to_local()
+            part = _part_of(held[number].tensor)
+            if base == number:
+                parts[number] = part
+            elif memory.is_contiguous():
+                behind = int(local.storage_offset()) - int(memory.storage_offset())
+                parts[number] = part._replace(shares=(base, behind))
+        given_up = [number for number in held if number not in parts or held[number].made is not None]
+        return {number: part for number, part in parts.items() if number not in given_up}, given_up
+
+    def transfer(self, transfers: Sequence[PartTransfer], lost: Mapping[TensorId, str]) -> None:
+        """Give and take parts, in one order on all ranks; those that share memory behind what they share it with.
+
+        lost: what nobody has any more, and why. Ranks that do have it would take what shares its memory for another
+        thing than new ranks do.
+        """
+        me = dist.get_rank()
+        for number in lost.keys() & self._tensors.keys():
+            self.give_up(number, lost[number])
+        self._undone.clear()
+        for number, source, target, part in transfers:
+            held = self._tensors.get(number)
+            if part.shares is not None:
+                if me == target and held is None:
+                    base = self._operand(part.shares[0])
+                    memory = base.tensor.to_local()
+                    begin = int(memory.storage_offset()) + part.shares[1]
+                    local = memory.as_strided(part.local_shape, part.local_strides, begin)
+                    self._tensors[number] = RankTensor(self._from_part(local, part), base)
+            elif me == source:
+                dist.send(self._of(number).to_local().contiguous(), target)
+            elif me == target:
+                local = torch.empty(part.local_shape, dtype=part.dtype, device=self.mesh.device_type)
+                dist.recv(local, source)
+                if isinstance(held, RankTensor):
+                    held.tensor.to_local().copy_(local)
+                else:
+                    self.keep(number, local, part)
+        for each in self._tensors.values():
+            if isinstance(each, RankTensor):
+                each.family = each.version  # new ranks know of no other views than those that share memory
+
+    def _from_part(self, local: torch.Tensor, part: LocalPart) -> DTensor:
+        return DTensor.from_local(
+            local, self.mesh, list(part.placements), run_check=False, shape=torch.Size(part.shape), stride=part.strides
+        )
+
+    @property
+    def _is_first(self) -> bool:
+        return dist.get_rank() == int(self.mesh.mesh.flatten()[0])
+
+
+def _name(placements: Sequence[Placement]) -> str:
+    return ", ".join(map(repr, placements))
+
+
+def _part_of(tensor: DTensor) -> LocalPart:
+    local = tensor.to_local()
+    return LocalPart(
+        tensor.placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tuple(local.shape), local.stride()
+    )
+
+
+meshes: dict[str, RankTensors] = {}
+"""By the names that the controller has given them."""
+
+
+def find_tensor(name: str) -> torch.Tensor:
+    """What cells of this rank call ``name``."""
+    found = vars(sys.modules["__main__"]).get(name)
+    if not isinstance(found, torch.Tensor):
+        raise UsageError(f"{name} is no tensor on rank {dist.get_rank()}, but {type(found).__name__}")
+    return found
+
+
+def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: type[RankTensors], decided: int) -> None:
+    """Make the device mesh of these ranks with these axes, or make it again; all of them do.
+
+    decided: as in `ask`.
+    """
+    for advises in ("_redistribute", "_collective_utils"):  # users of DTensor
+        logging.getLogger(f"torch.distributed.tensor.{advises}").setLevel(logging.ERROR)
+    mesh = own_groups().device_mesh(tuple(axes), tuple(axes.values()), ranks)  # whose groups new ranks find again
+    controller = name.rpartition("/")[0]
+    for other in [other for other in meshes if other.rpartition("/")[0] != controller]:
+        del meshes[other]  # of a former controller, whose handles are gone
+    if (known := meshes.get(name)) is not None:
+        known.move_to(mesh)
+    else:
+        meshes[name] = kind(mesh)
+    meshes[name].give_up_below(decided)
+
+
+def resolve(reference: TensorReference) -> DTensor:
+    """A mesh tensor as code on a rank sees it. Raises: UsageError where it is not."""
+    if (found := meshes.get(reference.mesh)) is None:
+        raise UsageError(f"a tensor on {reference.shown} is not in this process: send tensor.full_tensor()")
+    return found.reference(reference.number)
+
+
+def ask_at(place: CodeLine, name: str, decided: int, method: str, *args: Any) -> Any:
+    """`ask`, for a line of the notebook."""
+    return frame_at(place, f"tensor.{method}")(ask, name, decided, method, *args)
+
+
+def ask(name: str, decided: int, method: str, *args: Any) -> Any:
+    """Call a method of a mesh's `RankTensors`. decided: what operations below this number cost has been told."""
+    if (found := meshes.get(name)) is None:
+        raise UsageError("this process does not know the mesh of these tensors: heal the mesh, or make another Mesh")
+    found.give_up_below(decided)
+    if (why := found.why_halted) and method not in ALWAYS:
+        raise NotMade(why)  # others wait in an earlier call
+    return getattr(found, method)(*args)
+
+
+ALWAYS = ("run", "replay", "progress", "undone", "resume", "take", "place", "make", "stepped")
+"""Methods that do not wait for ranks, or know what to do when this one has halted."""

@@ -1,0 +1,282 @@
+"""The operations of one mesh that its ranks have been sent, until it is known what became of them.
+
+    OpStream ──sent──> under way ──the oldest comes back──> done
+                                 └─ it failed ─> halted, till all are back ─> told what that costs ─> under way again
+
+Nothing is waited for until a value is needed, so failures come late: each result that could not be made remembers why,
+and the line of the notebook that asked for it; who needs it is told then.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import math
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshbook.concurrency.future import Future
+from meshbook.concurrency.sigint import held_back
+from meshbook.errors import CallFailed, CallTimeout, LeftStopped, MeshError
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.tensors.messages import anomalies
+from meshbook.tensors.messages.issued_lines import NamedLine
+from meshbook.tensors.messages.operations import HaltedAt, TensorId, Write
+from meshbook.tensors.sending.failed_windows import Window
+from meshbook.tensors.sending.op_failures import FailedOperations, Families, Issued, TensorError
+from meshbook.tensors.sending.replays import RepeatedStep, Replays, Turn, as_named
+
+HANG_NOTE_S = 10.0
+"""A wait that takes longer says who holds the ranks up."""
+
+
+class Underway(NamedTuple):
+    """A batch, or a recorded step, that the ranks have been sent."""
+
+    future: Future[ValueMesh[Any]]
+    issued: Sequence[tuple[Any, ...]]
+    turn: Turn | None = None
+    cause: Callable[[], MeshError | None] | None = None
+    """Why a tensor of another mesh that its result is made of could not be made, if it could not."""
+    first: int | None = None
+    """The number of the first operation; None for a call that is none."""
+    operations: Window | None = None
+    """Those of a batch."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Recorded steps that were done if it has succeeded."""
+        if self.turn is not None or self.operations is None:
+            return [self.turn] if self.turn is not None else []
+        return [turn for number, turn in self.operations.turns.items() if number not in self.operations.refused]
+
+    @property
+    def window(self) -> Window | None:
+        """What is to be known of its operations should one fail."""
+        if self.turn is not None and self.first is not None:
+            return Window.of_step(self.first, self.turn)
+        return self.operations
+
+
+class SentOperations(abc.ABC):
+    """Of one mesh. They are waited for by one thread at a time."""
+
+    def __init__(self, procs: ProcMesh, name: str) -> None:
+        self.procs, self.name = procs, name
+        self._lock = threading.RLock()
+        """Held to note or send an operation: calls of other threads send what was issued, too."""
+        self.held: dict[TensorId, weakref.ref[Any]] = {}
+        """What notes that a handle is gone; by its number."""
+        self.roots: dict[TensorId, TensorId] = {}
+        """Of views the tensor that they are, or were, a view of, and that is none itself."""
+        self._told: set[int] = set()
+        """Templates that the ranks know."""
+        self._first = 0
+        """The number of the first operation that is not sent yet."""
+        self._underway: deque[Underway] = deque()
+        self._halted: list[tuple[Window, MeshError | None]] = []
+        """Batches from the first on that failed, until all that is under way has come back."""
+        self._resumed = 0
+        """How often the ranks were told to go on behind what failed."""
+        self._failures = FailedOperations(self.roots)
+        self._replays = Replays(self._failures)
+        self._was_interrupted = False
+        """Whether it is not known yet what an interrupt has left undone."""
+        self.anomaly: MeshError | None = None
+
+    @abc.abstractmethod
+    def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
+        """Call a method of `RankTensors` on all ranks."""
+
+    @abc.abstractmethod
+    def send_issued(self) -> None:
+        """Send what was issued without knowing what is known here."""
+
+    def check(self, tensors: Sequence[TensorId], overwritten: Sequence[TensorId] = ()) -> None:
+        """Raises: the error of a tensor that could not be made. overwritten: of which no value is read."""
+        if self._was_interrupted:
+            self._was_interrupted = False
+            self.settle_all()
+        if (error := self._failures.find(tensors, overwritten)) is not None:
+            if error is self._replays.untold:
+                self._replays.untold = None
+            raise error
+
+    def check_step(self, step: RepeatedStep, inputs: Sequence[TensorId], *, in_turn: bool) -> None:
+        """Whether a recorded step can be done again; in_turn: when the last one is done, so that it can be undone.
+
+        Raises: the error of a tensor that it needs, or of the last step if nobody was told.
+        """
+        if in_turn:
+            self.settle_all()
+        if self._failures.exist:
+            self.check([*inputs, *step.captured])
+        if (error := self._replays.take_untold()) is not None:
+            raise error
+
+    def give_up(self, made: Sequence[TensorId], error: MeshError) -> None:
+        """Tensors could not be made."""
+        self._failures.lost.update(dict.fromkeys(made, error))
+
+    @property
+    def doubtful(self) -> Mapping[TensorId, Sequence[Write]]:
+        """Tensors that some ranks may have written to where others have not, and by which operations."""
+        return self._failures.writes
+
+    def renew(
+        self, whole: Collection[TensorId], lost: Mapping[TensorId, MeshError], torn: Mapping[TensorId, MeshError]
+    ) -> None:
+        """After a repair: what is ``whole`` again, equal on the ranks that hold the same part, and what is gone.
+
+        torn: of which some parts were written, and others not.
+
+        What was made while a rank died is whole where nothing else has failed: the others went on as far as they could.
+        """
+        lost_ones = self._failures.lost
+        for number in whole:
+            if not isinstance(lost_ones.get(number), TensorError):
+                lost_ones.pop(number, None)
+        lost_ones.update(lost)
+        self._failures.unsure = dict(torn)
+        self._failures.writes = {number: [] for number in torn}
+        self._forget_told()
+        self._replays.decide(self.send("stepped").get().values() if self._replays.are_undecided else ())
+
+    @property
+    def decided(self) -> int:
+        """The number below which it is known of all operations what became of them."""
+        with self._lock:
+            if self._halted:
+                return self._halted[0][0].first
+            return next((each.first for each in self._underway if each.first is not None), self._first)
+
+    def settle_all(self) -> None:
+        while self._underway or self._halted:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the oldest batch, and note what failed in it."""
+        try:
+            if self._underway:
+                self._settle_oldest()
+            if self._halted:
+                with self._lock:  # nobody sends a batch that it does not know of
+                    self.send_issued()  # nor is there one that was issued without knowing
+                    if not self._underway:
+                        self._go_on()
+        except KeyboardInterrupt:
+            self._was_interrupted = True
+            raise
+
+    def _settle_oldest(self) -> None:
+        oldest, error = self._underway[0], None
+        try:
+            self._note_answers(oldest, self._await(oldest.future))
+        except (KeyboardInterrupt, LeftStopped):  # it goes on, and is waited for again
+            raise
+        except MeshError as raised:
+            error = raised
+        if error is None and not self._halted:
+            with self._lock:
+                self._underway.popleft()
+        else:
+            self._note_failed(oldest, error)
+
+    def _note_failed(self, oldest: Underway, error: MeshError | None) -> None:
+        """error: None for what came back well behind what failed."""
+        with held_back(), self._lock:
+            self._underway.popleft()
+            if (window := oldest.window) is not None:
+                self._halted.append((window, error))
+            elif error is not None:
+                self._forget_told()
+                if oldest.issued:
+                    _, cause, is_said = Window(0, oldest.issued, []).first_failed(error)
+                    self._replays.note_lost(cause.error, oldest.issued, Families(()), is_said=is_said)
+
+    def _forget_told(self) -> None:
+        """A rank that is new, or was interrupted before it began, has not read what it was sent."""
+        self._told.clear()
+        self._replays.forget_told()
+
+    def _note_answers(self, done: Underway, answers: ValueMesh[Any]) -> None:
+        if not done.issued:
+            return  # a value was asked for
+        failed = {number: why for each in answers.values() for number, why in (each or {}).items()}
+        for turn in done.turns:
+            self._failures.forget(turn.step.left)
+        anomaly = failed.pop(anomalies.FOUND, "")
+        if anomaly and self.anomaly is None and anomalies.hunted and (window := done.window) is not None:
+            number, within, why = anomaly.split(" ", 2)
+            self.anomaly = window.at(int(number), int(within)).failed(why)
+        known = done.cause() if failed and done.cause is not None else None
+        for each in map(Issued._make, done.issued if failed else ()):
+            results = as_named(each.results, done.turn)
+            if why := next((failed[number] for number in results if number in failed), ""):
+                self._failures.lost.update(dict.fromkeys(results, known or each.failed(why)))
+
+    def _go_on(self) -> None:
+        """Have the ranks go on behind an operation that failed, or give up all that is left where they cannot.
+
+        All have halted, or have nothing to do: what was issued has been sent, and has come back.
+        """
+        window = functools.reduce(Window.joined, [each for each, _ in self._halted])
+        errors = [error for _, error in self._halted if error is not None]
+        told: list[HaltedAt] = []
+        if causes := window.causes(errors):
+            try:
+                told = list(self.send("progress", window.written()).get().values())
+            except (KeyboardInterrupt, LeftStopped):
+                raise
+            except MeshError as error:
+                errors.insert(0, error)
+        families = Families(told, self.roots)
+        begin, first, is_said = window.first_failed(errors[0])
+        with held_back():
+            if causes and told:
+                undone_from: float = max(each.number for each in told)
+                refused = window.spread(causes, self._failures, families)
+            else:
+                self._forget_told()
+                causes, undone_from = {begin: first}, math.inf
+                refused = {**dict.fromkeys(range(begin, window.end), first.error), **window.refused}
+            for number, turn in window.turns.items():
+                if number in refused and number not in window.refused:
+                    within = causes[number].within if number in causes else 0
+                    # a rank that lives, and did not do what is before a step, has not begun with the step
+                    said = bool(told) or (is_said if number == begin else isinstance(errors[0], CallFailed))
+                    self._replays.note_lost(
+                        refused[number], turn.step.issued, families, turn, number, within, is_said=said
+                    )
+            window.note(self._failures, refused, families, undone_from)
+            self._failures.keep_written(self.held)
+            self._resumed += 1
+            if told:
+                self._resume(window._replace(refused=refused))
+            self._halted.clear()  # not before: till then nothing of it counts as decided
+
+    def _resume(self, window: Window) -> None:
+        """Have the ranks go on from where they have halted, without what is refused."""
+        why = {number: str(error) for number, error in window.refused.items()}
+        known = self._failures.lost
+        lost = {
+            number: why[at] for at, each, _ in window.each() if at in why for number in each.results if number in known
+        }
+        with contextlib.suppress(MeshError):  # of a mesh that cannot be called they are gone
+            resumed = self.send("resume", why, lost, self._failures.doubted())
+            self._underway.append(Underway(resumed, window.issued, first=window.first, operations=window))
+
+    def _await(self, future: Future[ValueMesh[Any]]) -> ValueMesh[Any]:
+        """What the ranks answer; where some hold others up meanwhile, who does is said once."""
+        with contextlib.suppress(CallTimeout):
+            return future.get(HANG_NOTE_S)
+        with contextlib.suppress(MeshError):
+            if (verdict := self.procs.stacks().verdict) is not None:
+                print(f"mesh tensors wait for this: {verdict.text}", file=sys.stderr)
+        return future.get()

@@ -1,0 +1,331 @@
+"""The operations of one mesh on their way to its ranks: numbered, in batches, a bounded number of batches ahead.
+
+    operation ──> batch ──256 of them, or somebody asks for a value──> one call of all ranks ──> RankTensors.run
+
+What becomes of what was sent is found out in `op_settling`. Tensors that nobody refers to any more are freed by number,
+with the next batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from meshbook.concurrency.future import Future
+from meshbook.concurrency.sigint import held_back
+from meshbook.errors import MeshError
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.tensors.messages import anomalies
+from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, as_named_line, for_ranks, line_of_caller
+from meshbook.tensors.messages.operations import NewOutput, OperationBatch, Template, TensorId
+from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.sending.failed_windows import Window
+from meshbook.tensors.sending.op_failures import OVERWRITING, Families, Issued, TensorError
+from meshbook.tensors.sending.op_settling import SentOperations, Underway
+from meshbook.tensors.sending.replays import RepeatedStep, Turn
+
+BATCH_USES = 256
+BATCHES_AHEAD = 16
+"""The controller is at most so far ahead of the ranks."""
+NOT_SENT = "ranks were started again before it was sent, so nobody has done it: do it again"
+
+
+class Handle:
+    """What keeps a tensor on the ranks."""
+
+    __slots__ = ("__weakref__", "number", "output", "stream")
+
+    def __init__(self, number: TensorId, stream: OpStream, output: NewOutput) -> None:
+        """output: what it is, which is a part of the signature of operations that read it."""
+        self.number, self.stream, self.output = number, stream, output
+        # not by __del__: an interrupt that comes within Python's code there is lost
+        stream.held[number] = held = _HandleRef(self, stream.note_freed)
+        held.number = number
+
+
+class _HandleRef(weakref.ref[Handle]):
+    __slots__ = ("number",)
+
+    number: TensorId
+
+
+def _why_not_made(tensor: Handle) -> MeshError | None:
+    return tensor.stream.why_not(tensor.number)
+
+
+class Recorder(Protocol):
+    """Is told what happens while a step is recorded."""
+
+    def note(self, stream: OpStream, template: Template, use: tuple[Any, ...], issued: tuple[Any, ...]) -> None:
+        """An operation."""
+
+    def note_tensors(self, tensors: Iterable[object]) -> None:
+        """What an operation reads and makes."""
+
+    def note_put(self, method: str, number: TensorId, args: Sequence[Any]) -> None:
+        """A tensor that ranks are given."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
+        """It is about to step. pairs: of gradients and their parameters."""
+
+    def refuse(self, why: str) -> None:
+        """The step does what cannot be repeated."""
+
+
+class OpStream(SentOperations):
+    """Of one mesh. Operations are issued by one thread at a time."""
+
+    recorder: ClassVar[Recorder | None] = None
+    """Of the step that is being recorded, on whichever mesh."""
+
+    def __init__(self, procs: ProcMesh, name: str) -> None:
+        super().__init__(procs, name)
+        self._sending = False
+        self._freed: list[_HandleRef] = []
+        self._unfreed: Sequence[TensorId] = ()
+        """What ranks could not be told of that is freed."""
+        self.note_freed = self._freed.append
+        self._numbers = itertools.count(1)
+        self._templates: list[Template] = []
+        """Of what is not sent yet, those that the ranks do not know."""
+        self._issued: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
+        """What is not sent yet: the fields of a `Use` and of an `Issued` each, in one list, which nothing can tear."""
+        self._are_ranks_new = False
+        """Whether some were started again, and have not been told of the tensors."""
+        procs.call_before_calls(self._before_call)
+        anomalies.streams.add(self)
+
+    def new_number(self) -> TensorId:
+        return next(self._numbers)
+
+    def new_numbers(self, count: int) -> range:
+        """So many at once."""
+        with self._lock:
+            first = next(self._numbers)
+            self._numbers = itertools.count(first + count)
+            return range(first, first + count)
+
+    def new_number_aside(self) -> TensorId:
+        """One for a thread that issues no operations."""
+        with self._lock:
+            return next(self._numbers)
+
+    def note_views(self, views: Sequence[TensorId], base: TensorId) -> None:
+        """What is in the memory of another tensor."""
+        root = self.roots.get(base, base)
+        for number in views:
+            self.roots[number] = root
+
+    def find_views(self, numbers: Sequence[TensorId], others: Sequence[TensorId]) -> list[tuple[int, TensorId]]:
+        """Which of these, by their places, are views of a tensor that is still there, of ``others``, or of one."""
+        roots = [self.roots.get(number, 0) for number in numbers]
+        there = {root for root in roots if (held := self.held.get(root)) is not None and held() is not None}
+        return [
+            (at, root)
+            for at, root in enumerate(roots)
+            if root and (root in there or root in others or roots.count(root) > 1)
+        ]
+
+    def issue(
+        self,
+        template: Template,
+        tensors: Sequence[TensorId],
+        numbers: Sequence[float],
+        results: Sequence[TensorId],
+        written: Sequence[TensorId] = (),
+    ) -> None:
+        """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
+        if self._was_interrupted or self._failures.exist:
+            self.check(tensors, written if template.operator in OVERWRITING else ())
+        with self._lock:
+            if template.number not in self._told:
+                self._templates.append(template)
+                self._told.add(template.number)
+            use = (template.number, tensors, numbers, results)
+            issued = (template.operator, line_of_caller(), results, written)
+            self._issued.append((use, issued))
+        if self.recorder is not None:
+            self.recorder.note(self, template, use, issued)
+        if len(self._issued) >= BATCH_USES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was issued so far; where the ranks are far behind, wait for them."""
+        self.send_issued()
+        while not self._sending and len(self._underway) > BATCHES_AHEAD:
+            self._settle()
+
+    def send_issued(self) -> None:
+        with self._lock:
+            if self._sending or self._are_ranks_new or not (self._issued or self._freed):
+                return  # the first where sending a batch is a call that would send what was issued before it
+            with held_back():  # what was sent is known to be under way
+                uses, window = self._as_window()
+                lines = for_ranks(each[1] for each in window.issued)
+                batch = OperationBatch(window.first, self._templates, uses, lines, self._take_freed(), anomalies.hunted)
+                try:
+                    sent = self.send("run", batch, asked_by=as_named_line(window.issued[0][1]) if uses else None)
+                except MeshError as error:
+                    self._unfreed = batch.freed
+                    self._give_up_issued(window, error)
+                    raise
+                if uses:
+                    self._underway.append(Underway(sent, window.issued, first=window.first, operations=window))
+                    self._forget_issued(window)
+                else:
+                    self._underway.append(Underway(sent, ()))
+
+    def _as_window(self) -> tuple[list[tuple[Any, ...]], Window]:
+        """What was issued, numbered: the uses that ranks are sent, and what is kept until they have answered."""
+        uses, issued = [use for use, _ in self._issued], [each for _, each in self._issued]
+        return uses, Window(self._first, issued, [tensors for _, tensors, _, _ in uses])
+
+    def _forget_issued(self, window: Window) -> None:
+        """It has been sent, or is given up."""
+        self._first, self._templates, self._issued = window.end, [], []
+
+    def _give_up_issued(self, window: Window, error: MeshError | None) -> None:
+        """What was issued is not done by any rank. error: that was told, or will be; else each tells its own."""
+        self._told.difference_update([template.number for template in self._templates])
+        self._forget_issued(window)
+        refused = {number: error or each.failed(NOT_SENT) for number, each, _ in window.each()}
+        families = Families((), self.roots)
+        window.note(self._failures, refused, families, math.inf if error is not None else window.first)
+
+    def begin_repair(self) -> None:
+        """Come to the end of what is under way. From now on nothing is sent: new ranks do not know the tensors yet."""
+        self._are_ranks_new = True
+        self.settle_all()
+        with self._lock, held_back():
+            known = (*self._failures.lost.values(), *self._failures.unsure.values())
+            why = next((error for error in known if not isinstance(error, TensorError)), None)
+            self._give_up_issued(self._as_window()[1], why)
+
+    def end_repair(self) -> None:
+        """All ranks know the tensors again."""
+        self._are_ranks_new = False
+
+    def replay(
+        self,
+        step: RepeatedStep,
+        inputs: Sequence[TensorId],
+        numbers: dict[int, Sequence[float]],
+        results: Sequence[TensorId],
+    ) -> None:
+        """Have the ranks do a recorded step again, for which `check_step` has found nothing."""
+        names = dict(zip((*step.recording.inputs, *step.recording.results), (*inputs, *results), strict=True))
+        turn = Turn(step, self.new_number(), names)
+        if self._issued:
+            self.flush()
+        with self._lock, held_back():
+            replay = self._replays.message(self._first, turn, inputs, numbers, results, self._take_freed())
+            sent = self.send("replay", tuple(replay), asked_by=step.asked_by)
+            self._underway.append(Underway(sent, step.issued, turn, first=self._first))
+            self._first += 1
+        while len(self._underway) > BATCHES_AHEAD:
+            self._settle()
+
+    def put(self, method: str, number: TensorId, *args: Any) -> None:
+        """Have the ranks make a tensor, by a method of `RankTensors` that takes its number first."""
+        self.flush()
+        if self.recorder is not None:
+            self.recorder.note_put(method, number, args)
+        with held_back():
+            self.follow(method, (number,), self.send(method, number, *args))
+
+    def give(self, made: Sequence[TensorId], sent: Sequence[tuple[ProcMesh, Any]], line: CodeLine) -> list[Future[Any]]:
+        """Have ranks take tensors of this process; any thread may, it does not wait for ranks.
+
+        sent: which ranks are given what, as `RankTensors.take` says. Returns: done when they have come as far.
+        """
+        with self._lock:
+            self._sending = True
+            try:
+                given = [procs.execute(rank_tensors.ask, self.name, 0, "take", parts) for procs, parts in sent]
+            finally:
+                self._sending = False
+            self._failures.forget(made)
+            self._underway += [Underway(future, [Issued("distribute", line, made)]) for future in given]
+        return given
+
+    def follow(
+        self, operation: str, made: Sequence[TensorId], future: Future[ValueMesh[Any]], origin: Handle | None = None
+    ) -> None:
+        """Count a call that makes tensors, and tells if it could not, to what is under way. origin: made of which."""
+        cause = None if origin is None else functools.partial(_why_not_made, origin)
+        self._underway.append(Underway(future, [Issued(operation, line_of_caller(), made)], cause=cause))
+
+    def fetch(self, method: str, number: TensorId) -> Any:
+        """What a method of `RankTensors` says of a tensor, on the first rank. Raises: the error of what it needs."""
+        return next(iter(self.ask_with(self.ask, [number], method, number).values()))
+
+    def ask_with(
+        self, ask: Callable[..., Future[ValueMesh[Any]]], needed: Sequence[TensorId], method: str, *args: Any
+    ) -> ValueMesh[Any]:
+        """What a method of `RankTensors` answers when tensors are there. Raises: the error of one that it needs.
+
+        ask: `ask` or `send`. It is asked at once, so again where ranks had halted before they had the tensors.
+        """
+        self.check(needed)
+        while True:
+            self.flush()
+            with held_back():
+                resumed, asked = self._resumed, ask(method, *args)
+                self._underway.append(Underway(asked, ()))  # who has halted goes on when nobody waits in this any more
+            self.settle()
+            self.check(needed)
+            if resumed == self._resumed:
+                return asked.get()
+
+    def settle(self) -> None:
+        """Wait until all that was issued has been done, or has failed. Raises: TensorError of a hunt's find."""
+        self.flush()
+        self.settle_all()
+        if self.anomaly is not None:
+            found, self.anomaly = self.anomaly, None
+            raise found
+
+    def why_not(self, number: TensorId) -> MeshError | None:
+        """Why a tensor could not be made, if it could not; waits until that is known."""
+        self.settle()
+        return self._failures.lost.get(number)
+
+    def ask(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
+        """Call a method of `RankTensors` on all ranks. asked_by: the line of what has none of its own on ranks."""
+        line, place = asked_by or as_named_line(line_of_caller())
+        what = f"mesh tensors ({line})" if line else "mesh tensors"
+        return self.procs.execute_as(what, rank_tensors.ask_at, place, self.name, self.decided, method, *args)
+
+    def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
+        """As `ask`, which is a call that would send what was issued before it."""
+        with self._lock:
+            self._sending = True
+            try:
+                return self.ask(method, *args, asked_by=asked_by)
+            finally:
+                self._sending = False
+
+    def _before_call(self) -> None:
+        if self.recorder is not None and not any(
+            isinstance(each, OpStream) and each._sending for each in anomalies.streams
+        ):
+            self.recorder.refuse("it asks the ranks for a value, or calls them")
+        self.send_issued()  # calls of other threads come here as well: one thread alone settles
+
+    def _take_freed(self) -> list[TensorId]:
+        count = len(self._freed)
+        freed = [each.number for each in self._freed[:count]]
+        del self._freed[:count]
+        for number in freed:
+            self.held.pop(number, None)
+            self.roots.pop(number, None)
+        self._failures.forget(freed)
+        unfreed, self._unfreed = self._unfreed, ()
+        return [*unfreed, *freed]

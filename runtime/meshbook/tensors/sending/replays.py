@@ -1,0 +1,126 @@
+"""Recorded steps on their way to the ranks of one mesh: which the ranks know, and what a failed one has left undone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from meshbook.errors import MeshError
+from meshbook.tensors.messages import anomalies
+from meshbook.tensors.messages.issued_lines import NamedLine
+from meshbook.tensors.messages.operations import Recording, Replay, TensorId, Write
+from meshbook.tensors.sending.op_failures import FailedOperations, Families, Issued
+
+WAITS = "the wait before a step of an optimizer"
+
+
+class RepeatedStep(Protocol):
+    """A recorded step."""
+
+    recording: Recording
+    issued: Sequence[tuple[Any, ...]]
+    """The fields of an `Issued` for each use."""
+    asked_by: NamedLine
+    """The line of the first."""
+    captured: Sequence[TensorId]
+    """What it reads that was there before."""
+    left: Sequence[TensorId]
+    """What it leaves behind."""
+
+    def undo(self) -> None:
+        """The ranks have not done the last one."""
+
+
+class Turn(NamedTuple):
+    """One time that a recorded step is done."""
+
+    step: RepeatedStep
+    turn: int
+    names: Mapping[TensorId, TensorId]
+    """What its tensors are called this time."""
+
+
+def as_named(numbers: Sequence[TensorId], turn: Turn | None) -> list[TensorId]:
+    """The tensors as they are called this time, without those that are within the step alone."""
+    names = turn.names if turn is not None else {}
+    return [named for number in numbers if (named := names.get(number, number)) > 0]
+
+
+class Replays:
+    """Of one mesh."""
+
+    def __init__(self, failures: FailedOperations) -> None:
+        self._failures = failures
+        self._told: set[TensorId] = set()
+        """Recordings that the ranks know."""
+        self.untold: MeshError | None = None
+        """Of a step whose failure nobody was told of yet."""
+        self._undecided: Turn | None = None
+        """One of which nobody knows whether the ranks have done it, until they can be asked."""
+
+    def message(
+        self,
+        first: int,
+        turn: Turn,
+        inputs: Sequence[TensorId],
+        numbers: dict[int, Sequence[float]],
+        results: Sequence[TensorId],
+        freed: Sequence[TensorId],
+    ) -> Replay:
+        """What ranks are sent to do a step. first: its number among the operations."""
+        recording = turn.step.recording
+        unknown = None if recording.number in self._told else recording
+        self._told.add(recording.number)
+        return Replay(first, recording.number, turn.turn, unknown, inputs, numbers, results, freed, anomalies.hunted)
+
+    def forget_told(self) -> None:
+        """There are ranks that do not know what others were told."""
+        self._told.clear()
+
+    def take_untold(self) -> MeshError | None:
+        """The error of the last step, if nobody was told of it; now somebody is."""
+        error, self.untold = self.untold, None
+        return error
+
+    def note_lost(
+        self,
+        cause: MeshError,
+        issued: Sequence[tuple[Any, ...]],
+        families: Families,
+        turn: Turn | None = None,
+        number: int = 0,
+        begin: int = 0,
+        *,
+        is_said: bool,
+    ) -> None:
+        """A step, or a call, was not done to its end: it costs what failed first, and all behind it.
+
+        families: what lies in the memory that it writes. number: that of the step among the operations. begin: the
+        first in it that not all ranks have done; is_said: as all of them say.
+        In a step nobody goes past the second wait in a row unless all have passed the first: where a rank failed
+        before, nothing behind was written.
+        """
+        operations = list(map(Issued._make, issued))
+        waits = [index for index, each in enumerate(operations) if each.operator == WAITS]
+        sure = next((index for index in waits[1::2] if is_said and index > begin), len(operations))
+        for index, each in enumerate(operations[begin:], begin):
+            self._failures.lost.update(dict.fromkeys(as_named(each.results, turn), cause))
+            if index < sure:
+                self._failures.doubt(families.of(as_named(each.written, turn)), cause, Write(number, index))
+        if turn is not None and waits:
+            self.untold = cause
+            if sure == waits[1]:
+                turn.step.undo()
+            elif not is_said:
+                self._undecided = turn
+
+    def decide(self, stepped: Collection[int]) -> None:
+        """After a repair. stepped: the turns in which ranks last stepped."""
+        last, self._undecided = self._undecided, None
+        self.untold = None
+        if last is not None and last.turn not in stepped:
+            last.step.undo()
+
+    @property
+    def are_undecided(self) -> bool:
+        return self._undecided is not None

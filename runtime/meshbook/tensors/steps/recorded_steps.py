@@ -1,0 +1,311 @@
+"""`compile`: a step that does the same each time becomes one message to the ranks.
+
+The first calls run the step as it is, and note what it does (`step_recorder`). When two runs in a row have done the
+same, to the same tensors, the next calls are one message each, for as long as nothing that could be looked at differs:
+the arguments, the plain values that the function refers to, its modules and optimizers, and whether what it read and
+left behind is still there. What cannot be repeated is run as it is, always, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from typing_extensions import ParamSpec
+
+from meshbook.tensors.handles.mesh_tensor import MeshTensor, new_seed
+from meshbook.tensors.messages.issued_lines import as_named_line, name_code_line
+from meshbook.tensors.messages.operations import NewOutput, TensorId
+from meshbook.tensors.sending.op_stream import Handle, OpStream
+from meshbook.tensors.steps.step_guards import (
+    PLAIN,
+    KnownModules,
+    KnownOptimizer,
+    UnknownArgument,
+    modes_of_torch,
+    read_argument,
+    values_referred_to,
+)
+from meshbook.tensors.steps.step_recorder import DoHere, Given, ReadNumbers, Recorded, Seed, StepRecorder
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TRIED = 6
+"""So many runs in a row that differ from each other are enough."""
+UNUSED = 3
+"""So many recordings that nobody could use are enough, too."""
+SIGNATURES = 16
+"""So many are known of one step."""
+
+
+class Unrepeatable(UserWarning):
+    """A step is run as it is, since it cannot be repeated; the text says why."""
+
+
+def compile(function: Callable[P, R]) -> CompiledStep[P, R]:
+    """A step that the ranks repeat by themselves: after a few calls, each is one message to them.
+
+    It is to be a function of mesh tensors that works on them and on modules and optimizers: a step of training. Numbers
+    that differ from call to call are given as tensors without dims. Tensors that it returns need no gradient. What else
+    it does to objects of this process happens in the first calls only.
+    """
+    return CompiledStep(function)
+
+
+class CompiledStep(Generic[P, R]):
+    """A function, and what is known of its runs."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._names = values_referred_to(function)
+        self._known: dict[object, _Signature] = {}
+        self.why_not = ""
+        """Why it is not repeated; empty as long as no reason is known."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        inputs: list[MeshTensor] = []
+        scalars: list[torch.Tensor] = []
+        if OpStream.recorder is not None:  # it is a part of a step that is being recorded
+            return self._function(*args, **kwargs)
+        try:
+            given = read_argument(args, inputs, scalars), read_argument(kwargs, inputs, scalars)
+            signature = (given, self._names(), modes_of_torch())
+            known = self._known.get(signature)
+        except (UnknownArgument, TypeError) as error:
+            self._refuse(str(error))
+            return self._function(*args, **kwargs)
+        if known is None:
+            if len(self._known) >= SIGNATURES:
+                self._refuse(f"{SIGNATURES} calls of it were given other arguments, or found other values, each time")
+                return self._function(*args, **kwargs)
+            known = self._known[signature] = _Signature()
+        if known.step is not None:
+            if known.step.is_current():
+                return known.step.repeat(inputs, scalars)  # type: ignore[no-any-return]
+            known.drop()
+        if known.why_not:
+            self._refuse(known.why_not)
+            return self._function(*args, **kwargs)
+        made, recorder, returned = _record(functools.partial(self._function, *args, **kwargs), inputs, scalars)
+        known.note(recorder, returned)
+        return made  # type: ignore[no-any-return]
+
+    def _refuse(self, why: str) -> None:
+        if not self.why_not:
+            self.why_not = why
+            name = getattr(self._function, "__qualname__", "a step")
+            warnings.warn(f"{name} is not repeated by the ranks alone: {why}", Unrepeatable, stacklevel=3)
+
+
+class _Returned(NamedTuple):
+    """What a run has returned: where a number of a tensor stands, a mesh tensor."""
+
+    spec: TreeSpec
+    leaves: Sequence[object]
+    numbers: Sequence[TensorId]
+
+
+class _Signature:
+    """The runs of a step with equal arguments."""
+
+    def __init__(self) -> None:
+        self.step: _RepeatableStep | None = None
+        self.why_not = ""
+        self._last: Recorded | None = None
+        self._key: object = None
+        self._runs = self._unused = 0
+
+    def drop(self) -> None:
+        """The recording is of no use any more: something has changed."""
+        if self.step is not None:
+            self._unused = 0 if self.step.times else self._unused + 1
+        if self._unused > UNUSED:
+            self.why_not = "what it reads or leaves behind is changed before each call: is zero_grad() within the step?"
+        self.step = None
+
+    def note(self, recorder: _RecordedRun, returned: _Returned) -> None:
+        """A run is over. If it has done the same as the last one, it is the one to repeat."""
+        recorded = recorder.steps.finish(returned.numbers)
+        self.why_not = recorder.steps.why
+        if recorded is None:
+            return
+        leaves = tuple(each if isinstance(each, (*PLAIN, NewOutput)) else id(each) for each in returned.leaves)
+        key = (recorded.key, returned.spec, leaves)
+        last, self._last = self._last, recorded
+        same, self._key = last is not None and self._key == key, key
+        self._runs += 1
+        if same:
+            self.step, self._last, self._runs = _RepeatableStep(recorded, recorder, returned), None, 0
+        elif last is not None and self._runs >= TRIED:
+            self.why_not = f"{_difference(last, recorded)}; numbers that change are to be given as torch.tensor(number)"
+
+
+def _difference(one: Recorded, other: Recorded) -> str:
+    for before, now in zip(one.lines, other.lines, strict=False):
+        if before[0] != now[0] or before[2] != now[2]:
+            return f"no two calls do the same: {now[0]} ({name_code_line(now[1])}) is another operation each time"
+    return "no two calls do, leave behind and return the same"
+
+
+class _RecordedRun:
+    """What is looked at while a step runs, and what a repeated one depends on."""
+
+    def __init__(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> None:
+        self.steps = StepRecorder(inputs, scalars)
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.inputs = [tensor._handle.number for tensor in inputs]
+
+    def __enter__(self) -> None:
+        self._hook = register_module_forward_pre_hook(lambda module, _: self.modules.setdefault(module))
+        OpStream.recorder = self.steps
+        self.steps.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self.steps.__exit__(*error)  # type: ignore[no-untyped-call]
+        OpStream.recorder = None
+        self._hook.remove()
+
+
+def _record(
+    step: Callable[[], Any], inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]
+) -> tuple[Any, _RecordedRun, _Returned]:
+    """Run a step; returns what it returns, its tensors detached, and what was noted."""
+    recording = _RecordedRun(inputs, scalars)
+    numbers: list[TensorId] = []
+    about: list[object] = []
+    with recording:
+        leaves, spec = tree_flatten(step())
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, MeshTensor):
+                leaves[index] = leaf.detach()
+                numbers.append(leaves[index]._handle.number)
+                about.append(leaf._handle.output)
+            elif isinstance(leaf, torch.Tensor):
+                recording.steps.refuse("it returns a tensor of this process")
+            else:
+                about.append(leaf)
+    gc.collect()  # what the step has left behind is what is still there
+    return tree_unflatten(leaves, spec), recording, _Returned(spec, about, numbers)
+
+
+class _RepeatableStep:
+    """A recorded step with all that has to be as it was."""
+
+    def __init__(self, recorded: Recorded, recording: _RecordedRun, returned: _Returned) -> None:
+        self.recording, self.issued = recorded.recording, recorded.issued
+        self.captured, self.left = recorded.captured, recorded.left
+        self._mesh, self._written = recorded.mesh, recorded.written
+        self._here = [each if isinstance(each, DoHere) else _Reading(each) for each in recorded.here]
+        self.asked_by = as_named_line(self.issued[0][1])
+        self._kept, self._returned = recorded.kept, returned
+        self._returns_one = returned.spec.is_leaf()
+        self._inputs = recording.inputs
+        self._views = self._mesh.stream.find_views(returned.numbers, recording.inputs)
+        """Which results are in the memory of another tensor, and of which."""
+        self._handle = Handle(self.recording.number, self._mesh.stream, NewOutput((), (), torch.float32))
+        self._is_gone = any(each() is None for each in recorded.held)
+        self._held = [weakref.ref(handle, self._on_gone) for each in recorded.held if (handle := each()) is not None]
+        self._modules = KnownModules(recording.modules)
+        self._optimizers = [KnownOptimizer(each) for each in dict.fromkeys(recording.steps.optimizers)]
+        written = [tensor for each in self._here if isinstance(each, DoHere) for tensor in each.written]
+        self._counters = list({id(tensor): tensor for tensor in written}.values())
+        self._counted: list[Any] = []
+        self.times = 0
+
+    def _on_gone(self, _: object) -> None:
+        self._is_gone = True
+
+    def is_current(self) -> bool:
+        """Whether nothing that it was recorded with is another one, or gone."""
+        return (
+            not self._is_gone
+            and self._modules.is_as_it_was()
+            and all(optimizer.is_as_it_was() for optimizer in self._optimizers)
+        )
+
+    def repeat(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> Any:
+        """Raises: the error of an input, or of the last time where nobody was told of it."""
+        stream = self._mesh.stream
+        given = [tensor._handle.number for tensor in inputs]
+        stream.check_step(self, given, in_turn=bool(self._optimizers))
+        numbers = self._do_here(scalars) if self._here else {}
+        results = [stream.new_number() for _ in self._returned.numbers]
+        try:
+            stream.replay(self, given, numbers, results)
+        except BaseException:
+            self.undo()
+            raise
+        if self._written:
+            written = [tensor for each in self._written if (tensor := each()) is not None]
+            torch.autograd.graph.increment_version(written)
+        self.times += 1
+        if self._views:
+            self._note_views(given, results)
+        fresh = iter(results)
+        made = [
+            MeshTensor._of(self._mesh, each, next(fresh)) if isinstance(each, NewOutput) else each
+            for each in self._returned.leaves
+        ]
+        return made[0] if self._returns_one else tree_unflatten(made, self._returned.spec)
+
+    def _note_views(self, inputs: Sequence[TensorId], results: Sequence[TensorId]) -> None:
+        """What they are of this time: an input, another result, or what is there each time."""
+        stream = self._mesh.stream
+        now = dict(zip(self._inputs, inputs, strict=True))
+        for at, root in self._views:
+            if root not in now:
+                now[root] = root if root in stream.held else results[at]
+            if now[root] != results[at]:
+                stream.note_views([results[at]], now[root])
+
+    def undo(self) -> None:
+        """Set the counters of optimizers back."""
+        for tensor, value in zip(self._counters, self._counted, strict=False):
+            tensor.fill_(value)
+
+    def _do_here(self, scalars: Sequence[torch.Tensor]) -> dict[int, Sequence[float]]:
+        """What the step does in this process; returns numbers of uses."""
+        self._counted = _values(self._counters)
+        numbers: dict[int, Sequence[float]] = {}
+        with torch.no_grad():
+            for each in self._here:
+                if isinstance(each, DoHere):
+                    each.operator(*each.args, **each.kwargs)
+                else:
+                    numbers[each.use] = each.read(scalars)
+        return numbers
+
+
+class _Reading:
+    """The numbers of a use, as they are each time."""
+
+    def __init__(self, numbers: ReadNumbers) -> None:
+        self.use = numbers.use
+        self._numbers = [0.0 if isinstance(each, torch.Tensor | Given | Seed) else each for each in numbers.sources]
+        tensors = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, torch.Tensor)]
+        self._places, self._tensors = [at for at, _ in tensors], [each for _, each in tensors]
+        self._others = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, Given | Seed)]
+
+    def read(self, scalars: Sequence[torch.Tensor]) -> list[float]:
+        found = list(self._numbers)
+        for at, number in zip(self._places, _values(self._tensors), strict=True):
+            found[at] = number
+        for at, source in self._others:
+            found[at] = scalars[source.at].item() if isinstance(source, Given) else float(new_seed())
+        return found
+
+
+def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Of tensors without dims; of many of one kind, such as the counters of an optimizer, at once."""
+    if len(tensors) > 2 and len({tensor.dtype for tensor in tensors}) == 1:
+        return torch.stack(list(tensors)).tolist()
+    return [tensor.item() for tensor in tensors]

@@ -1,0 +1,146 @@
+"""What a recorded step depends on, looked at before each time it is repeated: a few microseconds for each kind.
+
+Of the arguments, everything; of the function, the plain values that it refers to (not those that functions called by it
+refer to); of modules, their parts and modes; of optimizers, their options, and what they step.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+
+from meshbook.tensors.handles.mesh_tensor import MeshTensor
+
+PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+_mode, _needs_gradient = operator.attrgetter("training"), operator.attrgetter("requires_grad")
+_part: Callable[[Any, str], object] = dict.get
+"""Asked of all at once by `map`: there are hundreds of them, and it is done before each step."""
+
+
+class KnownModules:
+    """The modules of a recorded step, with all that they consist of."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = list(modules)
+        self._modes = list(map(_mode, self._modules))
+        held = [parts for each in self._modules for parts in (each._parameters, each._buffers, each._modules)]
+        self._held_by, self._names = (
+            [parts for parts in held for _ in parts],
+            [name for parts in held for name in parts],
+        )
+        self._parts: list[object] = [part for parts in held for part in parts.values()]
+        self._tensors = [part for part in self._parts if isinstance(part, MeshTensor)]
+        self._needs = list(map(_needs_gradient, self._tensors))
+
+    def is_as_it_was(self) -> bool:
+        """Whether they have the same parts, in the same modes; parameters may have other values."""
+        return (
+            all(map(operator.is_, map(_mode, self._modules), self._modes))
+            and all(map(operator.is_, map(_part, self._held_by, self._names), self._parts))
+            and all(map(operator.is_, map(_needs_gradient, self._tensors), self._needs))
+        )
+
+
+class KnownOptimizer:
+    """An optimizer of a recorded step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._state, self._groups = optimizer, optimizer.state, optimizer.param_groups
+        self._options = [_Options(group) for group in optimizer.param_groups]
+
+    def is_as_it_was(self) -> bool:
+        """Whether neither its options nor what it steps are others; a tensor as an option may have another value."""
+        now = self._optimizer
+        return (
+            now.state is self._state
+            and now.param_groups is self._groups
+            and len(self._groups) == len(self._options)
+            and all(map(_Options.are_those_of, self._options, self._groups))
+        )
+
+
+class _Options:
+    """Those of one group of parameters."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._parameters = list(group["params"])
+        self._values = {name: value for name, value in group.items() if name != "params"}
+
+    def are_those_of(self, group: Mapping[str, Any]) -> bool:
+        parameters = group["params"]
+        if len(parameters) != len(self._parameters) or len(group) != len(self._values) + 1:
+            return False
+        if not all(map(operator.is_, parameters, self._parameters)):
+            return False
+        now = list(map(group.get, self._values))
+        return all(map(operator.is_, now, self._values.values())) or all(map(_is_option, now, self._values.values()))
+
+
+def _is_option(value: Any, before: Any) -> bool:
+    return value is before or (not isinstance(value, torch.Tensor) and type(value) is type(before) and value == before)
+
+
+class UnknownArgument(Exception):
+    """A value of which a call cannot tell whether it is as it was."""
+
+
+def read_argument(value: Any, inputs: list[MeshTensor], scalars: list[torch.Tensor]) -> object:
+    """The part of a signature for one argument; its tensors are put into the lists."""
+    kind = type(value)
+    if isinstance(value, MeshTensor):
+        if value.requires_grad and id(value) not in map(id, inputs):
+            raise UnknownArgument("an argument needs its gradient: give it as tensor.detach()")
+        inputs.append(value)
+        return (value._handle.output, value.mesh)
+    if isinstance(value, torch.Tensor):
+        if value.dim() or value.requires_grad:
+            raise UnknownArgument("a tensor of this process is an argument: give a mesh tensor, by meshbook.distribute")
+        scalars.append(value)
+        return (torch.Tensor, value.dtype)
+    if kind is list or kind is tuple:
+        return (kind, *[read_argument(each, inputs, scalars) for each in value])
+    if kind is dict:
+        return (dict, *[(name, read_argument(each, inputs, scalars)) for name, each in value.items()])
+    hash(value)
+    return (kind, value)
+
+
+def modes_of_torch() -> tuple[object, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+    )
+
+
+def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[object, ...]]:
+    """A function that reads the plain values that another one refers to: global ones, those around it, its object's."""
+    inner = function.__func__ if isinstance(function, MethodType) else function
+    code, defined_in = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
+    names = [name for name in code.co_names if not hasattr(builtins, name)] if code is not None else []
+    cells = getattr(inner, "__closure__", None) or ()
+    itself = getattr(function.__self__, "__dict__", {}) if isinstance(function, MethodType) else {}
+
+    def read() -> tuple[object, ...]:
+        found = [*[defined_in.get(name) for name in names], *_contents(cells)]
+        plain = [(at, type(value), value) for at, value in enumerate(found) if isinstance(value, PLAIN)]
+        return (*plain, *[each for each in itself.items() if isinstance(each[1], PLAIN)])
+
+    return read
+
+
+def _contents(cells: Sequence[Any]) -> Iterator[object]:
+    for cell in cells:
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            yield None

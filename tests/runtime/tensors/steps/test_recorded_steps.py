@@ -1,0 +1,278 @@
+"""Steps that ranks repeat by themselves: equal to those that are not, bit for bit, or not repeated and said why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshbook
+from meshbook import ProcMesh, heal_mesh, this_host
+from meshbook.distributed import Mesh
+from meshbook.exceptions import DeviceMeshError
+from meshbook.tensors.sending.op_stream import OpStream
+from meshbook.tensors.steps.recorded_steps import CompiledStep, Unrepeatable
+
+Step = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def mesh(square: ProcMesh) -> Mesh:
+    return Mesh(square)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each step that is one message."""
+    seen: list[int] = []
+    replay = OpStream.replay
+
+    def count(self: OpStream, step: Any, *args: Any) -> None:
+        seen.append(len(step.issued))
+        replay(self, step, *args)
+
+    monkeypatch.setattr(OpStream, "replay", count)
+    return seen
+
+
+def as_it_is(step: Step) -> Step:
+    return step
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(8, 8).tril() / 8
+        return self.layers(x) @ mask
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW, clipped": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
+}
+
+
+def train(mesh: Mesh, compile: Callable[[Step], Step], optimizer: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    model = meshbook.module_to_mesh(Dropping(), mesh, {"layers.0": "column"})
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    batches = [meshbook.randn(12, 8, mesh=mesh, sharding_spec=["dp"]) for _ in range(9)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        chosen.zero_grad()
+        loss = nn.functional.mse_loss(model(x), x)
+        loss.backward()
+        if "clipped" in optimizer:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        chosen.step()
+        return loss
+
+    run = compile(step)
+    losses = [run(batch).item() for batch in batches]
+    grads = {f"grad of {name}": p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    return losses, grads | {name: t.full_tensor() for name, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_repeated_step_is_the_step_bit_for_bit(mesh: Mesh, replays: list[int], optimizer: str) -> None:
+    losses, values = train(mesh, as_it_is, optimizer)
+    assert not replays
+    got, found = train(mesh, meshbook.compile, optimizer)
+    assert len(replays) >= 5
+    assert got == losses
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+def linear(mesh: Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = meshbook.module_to_mesh(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) ** 2).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def evaluate(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.eval()
+
+
+def learn_slower(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.001
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def freeze(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model[0].bias.requires_grad_(False)  # type: ignore[index]
+
+
+def exchange(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model[0].weight.data = model[0].weight.data * 2  # type: ignore[index]
+
+
+def write(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(3)  # type: ignore[index]
+
+
+def forget_gradients(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+CHANGES = [evaluate, learn_slower, load, freeze, exchange, write, forget_gradients]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_counts(mesh: Mesh, replays: list[int], change: Callable[..., None]) -> None:
+    found: list[list[Any]] = []
+    for compile in (as_it_is, meshbook.compile):
+        model, optimizer = linear(mesh)
+        batches = [meshbook.randn(rows, 4, mesh=mesh, sharding_spec=["dp"]) for rows in [6] * 6 + [8] * 6]
+        step = compile(stepping(model, optimizer))
+        losses = [step(batch).item() for batch in batches[:5]]
+        change(model, optimizer)
+        losses += [step(batch).item() for batch in (*batches, *batches)]
+        values = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+        found.append([*losses, *[tensor.tolist() for tensor in values]])
+    assert found[0] == found[1]
+    assert len(replays) >= 8
+
+
+def test_numbers_that_change_are_given_as_tensors(mesh: Mesh, replays: list[int]) -> None:
+    weight = meshbook.ones(4, mesh=mesh)
+    step = meshbook.compile(lambda factor: weight.mul_(factor) + factor)
+    sums = [step(torch.tensor(float(factor))).sum().item() for factor in (1, 2, 3, 4, 5)]
+    assert sums == [4 * (product + factor) for product, factor in ((1, 1), (2, 2), (6, 3), (24, 4), (120, 5))]
+    assert len(replays) == 3
+
+
+def refused(step: Step, reason: str, *args: Any, calls: int = 8) -> CompiledStep[..., Any]:
+    compiled = meshbook.compile(step)
+    with pytest.warns(Unrepeatable, match=reason) as warned:
+        for _ in range(calls):
+            compiled(*args)
+    assert len(warned) == 1
+    assert compiled.why_not
+    return compiled
+
+
+def test_what_cannot_be_repeated_is_run_as_it_is_and_says_why(mesh: Mesh, replays: list[int]) -> None:
+    x = meshbook.ones(4, mesh=mesh)
+    seen: list[float] = []
+    refused(lambda: seen.append(x.sum().item()), r"asks the ranks for a value.*test_recorded_steps.py, line \d+")
+    assert seen == [4.0] * 8
+
+    def count() -> torch.Tensor:
+        seen.append(1)
+        return x * float(len(seen))
+
+    refused(count, r"aten.mul.Tensor .*line \d+.* is another operation each time; .*torch.tensor\(number\)")
+    refused(lambda: x * torch.rand(4), "draws numbers in this process")
+    outside = torch.ones(4)
+    refused(lambda: x * outside, "a tensor of this process takes part in aten.mul.Tensor")
+    refused(lambda: meshbook.distribute(outside, mesh) + x, "sends a tensor of this process")
+    refused(lambda y: x * y, "a tensor of this process is an argument", outside)
+    refused(lambda: outside.add_(x.numel()), "writes to a tensor of this process")
+    numbers = iter(range(20))
+    scaled = meshbook.compile(lambda y: x * y)
+    with pytest.warns(Unrepeatable, match="16 calls of it were given other arguments"):
+        assert [scaled(float(number)).tolist()[0] for number in numbers] == [float(number) for number in range(20)]
+    state = [x]
+
+    def carry() -> None:
+        state[0] = state[0] + 1
+
+    refused(carry, "reads a tensor that is not there any more after it")
+    assert state[0].tolist() == [9.0] * 4
+    model, optimizer = linear(mesh)
+    compiled = meshbook.compile(stepping(model, optimizer))
+    with pytest.warns(Unrepeatable, match="is zero_grad\\(\\) within the step"):
+        for _ in range(14):
+            compiled(x.view(1, 4))
+            optimizer.zero_grad()
+    refused(stepping(model, torch.optim.AdamW(model.parameters())), "fused=True", x.view(1, 4))
+    assert not replays
+
+
+def test_ranks_keep_nothing_of_a_repeated_step(mesh: Mesh, replays: list[int]) -> None:
+    step = meshbook.compile(stepping(*linear(mesh)))
+    x = meshbook.randn(6, 4, mesh=mesh)
+    counts = []
+    for _ in range(9):
+        step(x)
+        mesh.stream.settle()
+        counts.append(next(iter(mesh.stream.ask("parts").get().values())))
+    assert len(replays) >= 5
+    assert len({len(held) + len(given_up) for held, given_up in counts[-4:]}) == 1
+
+
+def test_a_repeated_step_that_fails_says_where_and_the_next_ones_go_on(mesh: Mesh, replays: list[int]) -> None:
+    table = meshbook.ones(5, 3, mesh=mesh)
+    step = meshbook.compile(lambda rows: nn.functional.embedding(rows, table).sum())
+    good, bad = (meshbook.distribute(torch.tensor(rows), mesh) for rows in ([1, 2], [1, 7]))
+    assert [step(good).item() for _ in range(4)] == [6.0] * 4
+    failed = step(bad)
+    with pytest.raises(DeviceMeshError, match=r"embedding.default .*recorded_steps.py, line \d+.*out of range"):
+        failed.item()
+    assert step(good).item() == 6.0
+    assert len(replays) == 4
+
+
+def test_a_step_is_repeated_after_a_repair_and_one_that_a_rank_did_not_survive_is_undone(replays: list[int]) -> None:
+    plain: list[float] = []
+    for kills in (False, True):
+        with this_host().spawn_procs({"dp": 2}, name="hurt") as procs:
+            mesh = Mesh(procs)
+            model, optimizer = linear(mesh)
+            model.eval()
+            pid = procs.status()[1].pid
+            step = meshbook.compile(stepping(model, optimizer))
+            x = meshbook.randn(6, 4, mesh=mesh, sharding_spec=["dp"]).redistribute([None])
+            losses = [step(x).item() for _ in range(6)]
+            if kills:
+                os.kill(pid, signal.SIGKILL)
+                with pytest.raises(DeviceMeshError):
+                    step(x).item()
+                heal_mesh(mesh)
+            losses += [step(x).item() for _ in range(4)]
+            plain = plain or losses
+            assert losses == plain
+    assert len(replays) >= 12
+
+
+def test_a_step_that_lays_tensors_out_anew_is_repeated(square: ProcMesh, replays: list[int]) -> None:
+    mesh = Mesh(square)
+    weight = meshbook.ones(4, 4, mesh=mesh, sharding_spec=["dp", "tp"]).requires_grad_()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        turned = (x @ weight.redistribute([None, "dp"])).redistribute(["tp"])
+        turned.pow(2).sum().backward()
+        assert weight.grad is not None
+        found = weight.grad.redistribute([]).sum() + turned.sum()
+        weight.grad = None
+        return found
+
+    repeated = meshbook.compile(step)
+    for at in range(6):
+        x = meshbook.full((8, 4), float(at), mesh=mesh, sharding_spec=["dp"])
+        assert repeated(x).item() == step(x).item() == 16 * (8 * 8 * at * at) + 8 * 4 * 4 * at
+    assert replays and not repeated.why_not
