@@ -108,13 +108,13 @@ _FOUND_IN = {
     "shape.members": ("Extent", "Point"),
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
     "shape.value_mesh": ("ValueMesh",),
-    "tensors.anomalies": ("detect_anomaly",),
-    "tensors.distributed_mesh": ("current_mesh", "from_ranks"),
-    "tensors.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
-    "tensors.mesh_tensor": ("MeshTensor",),
-    "tensors.modules": ("module_to_mesh",),
-    "tensors.recorded_steps": ("compile",),
-    "tensors.streams": ("stream",),
+    "tensors.data.streams": ("stream",),
+    "tensors.handles.distributed_mesh": ("current_mesh", "from_ranks"),
+    "tensors.handles.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
+    "tensors.handles.mesh_tensor": ("MeshTensor",),
+    "tensors.handles.modules": ("module_to_mesh",),
+    "tensors.messages.anomalies": ("detect_anomaly",),
+    "tensors.steps.recorded_steps": ("compile",),
 }  # fmt: skip
 """Fetched when asked for: agents and workers, which import this package first, need nothing that drives meshes."""
 
