@@ -16,10 +16,9 @@ import socket
 import subprocess
 import sys
 from getpass import getpass
-from pathlib import Path
 
 from meshbook.errors import MeshError, ProtocolError, UsageError
-from meshbook.launchers.head_start import AGENT
+from meshbook.launchers.agent_process import end_agent, start_agent, words_of
 from meshbook.launchers.invitation import (
     Admitted,
     Arrival,
@@ -29,17 +28,13 @@ from meshbook.launchers.invitation import (
     encode,
     read_invitation,
 )
-from meshbook.system.exits import log_tail
 from meshbook.system.processes import describe_exit, python_version
-from meshbook.system.user_folders import log_base
 from meshbook.wire.gate import ask_gate
 from meshbook.wire.messages import PROTOCOL_VERSION
-from meshbook.wire.ticket import Ticket, encode_ticket
+from meshbook.wire.ticket import Ticket
 
 ANSWER_S = 10.0
 """How long the gate may take to answer."""
-END_S = 10.0
-"""How long the agent may take to end its ranks and itself."""
 
 EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 2, 77, 69
 
@@ -103,12 +98,12 @@ def _arrive(invitation: Invitation) -> Admitted:
 def _serve(invitation: Invitation, admitted: Admitted) -> int:
     """Run the agent, and tell the gate why it has ended."""
     signals = _hear_signals()
-    agent = _start(admitted.ticket)
+    agent = start_agent(admitted.ticket)
     _say(f"{admitted.ticket.name} is a host of {admitted.home} until its mesh ends, or by Ctrl-C")
     if why := _wait(agent, signals):
         _depart(invitation, admitted.ticket, why)
-    code = _end(agent)
-    said = _last_words(admitted.ticket)
+    code = end_agent(agent)
+    said = words_of(admitted.ticket)
     if not why:
         _depart(invitation, admitted.ticket, f"its agent ended ({describe_exit(code)}){said and f': {said}'}")
     _say("the mesh has ended" if code == 0 else why or f"the agent ended ({describe_exit(code)}): {said}")
@@ -123,22 +118,6 @@ def _hear_signals() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, lambda *_: None)
     return told
-
-
-def _start(ticket: Ticket) -> subprocess.Popen[bytes]:
-    """The agent ends when nobody reads its stdout any more, which is when we have ended."""
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "meshbook.launchers.templates", AGENT],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert agent.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        agent.stdin.write(encode_ticket(ticket) + b"\n")
-        agent.stdin.close()
-    return agent
 
 
 def _wait(agent: subprocess.Popen[bytes], signals: int) -> str:
@@ -160,22 +139,6 @@ def _wait(agent: subprocess.Popen[bytes], signals: int) -> str:
                 if not (said := os.read(fd, 1 << 12)):
                     return ""
                 os.write(2, said)
-
-
-def _end(agent: subprocess.Popen[bytes]) -> int:
-    """Wait for its end, and end it where it does not; how it has ended, as in `subprocess`."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        if agent.poll() is None:
-            agent.terminate()
-        return agent.wait(END_S)
-    agent.kill()  # its ranks go with it
-    return agent.wait()
-
-
-def _last_words(ticket: Ticket) -> str:
-    with contextlib.suppress(OSError, MeshError):
-        return " ".join(log_tail(Path(log_base()) / ticket.log_dir / "agent.log", 3).split())
-    return ""
 
 
 def _depart(invitation: Invitation, ticket: Ticket, why: str) -> None:

@@ -55,10 +55,16 @@ if TYPE_CHECKING:
     from meshbook.actor.buffers.rdma_buffer import RDMABuffer
     from meshbook.actor.proc_ref import ProcRef
     from meshbook.actor.telemetry import get_meter, span, traced
+    from meshbook.launchers.worker_loop import (
+        run_worker_loop_forever,
+        run_worker_loop_until_shutdown,
+        start_worker_loop_forever,
+    )
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.spawn_options import BootstrapCommand, default_bootstrap_cmd
+    from meshbook.mesh.workers import attach_to_workers
 
 __all__ = [
     "Accumulator",
@@ -99,6 +105,7 @@ __all__ = [
     "UnhandledFault",
     "ValueMesh",
     "as_endpoint",
+    "attach_to_workers",
     "concurrent_endpoint",
     "context",
     "current_actor_name",
@@ -108,9 +115,12 @@ __all__ = [
     "endpoint",
     "get_meter",
     "get_or_spawn_controller",
+    "run_worker_loop_forever",
+    "run_worker_loop_until_shutdown",
     "send",
     "shutdown_context",
     "span",
+    "start_worker_loop_forever",
     "this_host",
     "this_proc",
     "traced",
@@ -128,6 +138,10 @@ _LATER = {
     "default_bootstrap_cmd": "meshbook.mesh.spawn_options",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",
+    "attach_to_workers": "meshbook.mesh.workers",
+    "run_worker_loop_forever": "meshbook.launchers.worker_loop",
+    "run_worker_loop_until_shutdown": "meshbook.launchers.worker_loop",
+    "start_worker_loop_forever": "meshbook.launchers.worker_loop",
 }
 """What stands above this package, which those modules import themselves; buffers, which import NumPy; what few use."""
 

@@ -47,6 +47,8 @@ class HostState(HostLink):
         self.shares_environment, self.is_found = shares_environment, is_found
         self.launch_another: Callable[[], HostState] | None = None
         """Start a host in its place."""
+        self.retire: Callable[[], object] = lambda: None
+        """Have it end for good when it is closed, also where others may need it once the session has ended."""
         self.launcher = SavedLauncher()
         """What does that."""
         self.fixed = ""

@@ -14,6 +14,8 @@ from typing import TypeAlias
 import msgspec
 
 from meshbook.errors import UsageError
+from meshbook.system.processes import python_version
+from meshbook.wire.messages import PROTOCOL_VERSION
 from meshbook.wire.ticket import Ticket
 
 COMMAND = "-m meshbook.join"
@@ -86,6 +88,16 @@ class TurnedAway(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 GateQuestion: TypeAlias = Arrival | Departure
 GateAnswer: TypeAlias = Admitted | TurnedAway
+
+
+def difference(protocol: int, python: str, theirs: str, ours: str) -> str:
+    """What does not fit between two sides, as in ``it`` and ``the notebook``; empty where all does."""
+    if protocol != PROTOCOL_VERSION:
+        return f"{theirs} speaks protocol {protocol} of meshbook, {ours} {PROTOCOL_VERSION}"
+    if python.split(".")[:2] != python_version().split(".")[:2]:
+        return f"{theirs} has Python {python}, {ours} {python_version()}"
+    return ""
+
 
 encode = msgspec.msgpack.encode
 decode_question = msgspec.msgpack.Decoder(GateQuestion).decode

@@ -36,12 +36,12 @@ from meshbook.launchers.invitation import (
     Invitation,
     TurnedAway,
     decode_question,
+    difference,
     encode,
 )
 from meshbook.sessions.folder import SavedLauncher
-from meshbook.system.processes import in_endpoint, own_address, python_version
+from meshbook.system.processes import in_endpoint, own_address
 from meshbook.wire.gate import Gate
-from meshbook.wire.messages import PROTOCOL_VERSION
 from meshbook.wire.ticket import Ticket, elsewhere
 
 WITHIN_S = 1800.0
@@ -171,7 +171,7 @@ class Party:
             return TurnedAway("nobody waits for it any more: its spawn was given up, or its mesh has ended")
         if self.is_over:
             return TurnedAway(f"this ticket was good until {self.until}; the notebook makes another for the next spawn")
-        if differs := _differs(arrival):
+        if differs := difference(arrival.protocol, arrival.python, "it", "the notebook"):
             self.turned_away = f"turned away {name}: {differs}"
             return TurnedAway(f"{differs}; install the same there")
         free.name = next(each for each in (name, *(f"{name}-{n}" for n in range(2, 9999))) if each not in taken)
@@ -198,7 +198,7 @@ class Door:
         ip, _, _ = tickets[0].endpoint.removeprefix("tcp://").rpartition(":")
         with self._lock:
             if self._gate is None:
-                self._gate = Gate(ip, self._answer)
+                self._gate = Gate(f"tcp://{ip}:*", self._answer)
             invitation = Invitation(self._gate.endpoint, self._gate.key, secrets.token_urlsafe(16))
             party = Party(tickets, within_s, invitation)
             self._parties.append(party)
@@ -260,15 +260,6 @@ def _instructions(party: Party, python: str) -> str:
         'by ssh or in a container: "ssh -T HOST" or "docker exec -i NAME" before it. Its last word is the ticket, '
         "which it asks for where it is left out"
     )
-
-
-def _differs(arrival: Arrival) -> str:
-    """What does not fit; empty where all does."""
-    if arrival.protocol != PROTOCOL_VERSION:
-        return f"its meshbook speaks protocol {arrival.protocol}, this one {PROTOCOL_VERSION}"
-    if arrival.python.split(".")[:2] != python_version().split(".")[:2]:
-        return f"it has Python {arrival.python}, the notebook {python_version()}"
-    return ""
 
 
 def _is_equal(one: str, other: str) -> bool:

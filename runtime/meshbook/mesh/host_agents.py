@@ -9,7 +9,7 @@ from meshbook.concurrency.sigint import held_back
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.errors import SpawnError
-from meshbook.launchers.base import LaunchedHost, Launcher
+from meshbook.launchers.base import LaunchedHost, Launcher, RetiringLauncher
 from meshbook.launchers.local import FoundHost, LocalLauncher
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.os_errors import explain
@@ -66,6 +66,8 @@ def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, 
     """Have ``launcher`` start whatever comes in the place of a host."""
     host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
     host.launcher, host.fixed = launcher.saved, launcher.fixed
+    if isinstance(launcher, RetiringLauncher):
+        host.retire = lambda: launcher.retire(host.launched)
 
 
 def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
@@ -147,6 +149,10 @@ def _launcher_of(saved: SavedLauncher) -> Launcher:
         from meshbook.launchers.manual import saved_manual
 
         return saved_manual(saved)
+    if saved.engine == "workers":
+        from meshbook.launchers.workers import WorkersLauncher
+
+        return WorkersLauncher((saved.host,))
     if saved.engine == "ssh":
         from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
 

@@ -180,7 +180,10 @@ class HostMesh(MeshView):
 
     def shutdown(self, timeout_s: float = 5.0) -> Future[None]:
         """End the hosts' agents, and with them every mesh on these hosts; done when it returns. Idempotent."""
-        self._controller.stop_hosts(self._present(), timeout_s)
+        hosts = self._present()
+        for host in hosts:
+            host.retire()
+        self._controller.stop_hosts(hosts, timeout_s)
         return Future.completed(None)
 
     def sync_workspace(

@@ -7,10 +7,12 @@ question means is its owner's affair (`meshbook.launchers.manual`).
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 
 import zmq
+from zmq.utils import z85
 
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.own_faults import attempt
@@ -27,12 +29,12 @@ _REFUSED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EV
 class Gate:
     """Answers questions at a port of its own, on a thread of its own, until it is closed."""
 
-    def __init__(self, ip: str, answer: Callable[[bytes], bytes]) -> None:
-        """ip: as endpoints have it. answer: called on that thread.
+    def __init__(self, address: str, answer: Callable[[bytes], bytes], secret: bytes | None = None) -> None:
+        """address: where to listen, as ``tcp://10.0.0.5:*``. answer: called on that thread.
 
-        Raises: OSError.
+        secret: 32 bytes that the gate's key is made of; by default the key is new. Raises: OSError.
         """
-        public, secret = zmq.curve_keypair()
+        public, secret = zmq.curve_keypair() if secret is None else gate_keys(secret)
         self.key = public.decode()
         """Public; whoever knows it knows that we answer."""
         self._answer, self._owner = answer, os.getpid()
@@ -41,11 +43,11 @@ class Gate:
         self._socket.linger = 500
         self._socket.maxmsgsize = MAX_BYTES
         self._socket.handshake_ivl = HANDSHAKE_MS
-        self._socket.ipv6 = "[" in ip
+        self._socket.ipv6 = "[" in address
         self._socket.curve_server = True
         self._socket.curve_secretkey, self._socket.curve_publickey = secret, public
         try:
-            self._socket.bind(f"tcp://{ip}:*")
+            self._socket.bind(address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from error
@@ -76,13 +78,29 @@ class Gate:
             self._context.destroy(linger=500)
 
 
+def gate_keys(secret: bytes) -> tuple[bytes, bytes]:
+    """The key pair (public, secret) that is made of 32 bytes."""
+    encoded: bytes = z85.encode(secret)
+    return zmq.curve_public(encoded), encoded
+
+
+def knock(endpoint: str) -> str:
+    """Look whether anybody listens there, in the system's own words; returns the endpoint's host. Raises: OSError."""
+    if endpoint.startswith("ipc://"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(endpoint.removeprefix("ipc://"))
+        return ""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    connect_to((host.strip("[]"), int(port)), CONNECT_S).close()
+    return host
+
+
 def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> bytes:
     """The answer of the gate that has this key.
 
     Raises: OSError where nobody can be reached; ProtocolError where it is another that listens, or does not answer.
     """
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    connect_to((host.strip("[]"), int(port)), CONNECT_S).close()  # for the system's own words where that fails
+    host = knock(endpoint)
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.REQ) as sock:
         sock.linger = 0
@@ -96,6 +114,7 @@ def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> byte
             return _await_answer(sock, monitor, time.monotonic() + timeout_s)
         finally:
             sock.disable_monitor()
+            monitor.close(linger=0)
 
 
 def _await_answer(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline: float) -> bytes:

@@ -1,0 +1,28 @@
+"""Monarch's ways to hosts that were started elsewhere, and to say how processes reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshbook.concurrency.future import Future
+from meshbook.errors import UsageError
+from meshbook.launchers.worker_ticket import refuse_tls
+from meshbook.launchers.workers import WorkersLauncher
+from meshbook.mesh.driven import start_hosts
+from meshbook.mesh.host_mesh import HostMesh
+from meshbook.mesh.jobs import HOSTS
+
+
+def attach_to_workers(
+    *, private_key: object = None, ca: object, workers: Sequence[str | Future[str]], name: str | None = None
+) -> HostMesh:
+    """The machines where `run_worker_loop_forever` listens at these addresses, along the axis ``hosts``; at once.
+
+    `HostMesh.initialized` is done when all have answered: a worker may be started within the next minute. They must
+    have the ticket of this program (`meshbook.launchers.worker_ticket`). name: accepted, since Monarch has it.
+    Raises: UsageError.
+    """
+    refuse_tls(ca, private_key)
+    if isinstance(workers, str | Future) or not workers:
+        raise UsageError(f'workers is a list of addresses, as in ["tcp://nodeA:4444"]; got {workers!r}.')
+    return start_hosts({HOSTS: len(workers)}, WorkersLauncher(workers))
