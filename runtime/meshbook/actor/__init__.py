@@ -55,16 +55,16 @@ if TYPE_CHECKING:
     from meshbook.actor.buffers.rdma_buffer import RDMABuffer
     from meshbook.actor.proc_ref import ProcRef
     from meshbook.actor.telemetry import get_meter, span, traced
-    from meshbook.launchers.worker_loop import (
-        run_worker_loop_forever,
-        run_worker_loop_until_shutdown,
-        start_worker_loop_forever,
-    )
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.spawn_options import BootstrapCommand, default_bootstrap_cmd
-    from meshbook.mesh.workers import attach_to_workers
+    from meshbook.mesh.workers import (
+        attach_to_workers,
+        run_worker_loop_forever,
+        run_worker_loop_until_shutdown,
+        start_worker_loop_forever,
+    )
 
 __all__ = [
     "Accumulator",
@@ -139,9 +139,9 @@ _LATER = {
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",
     "attach_to_workers": "meshbook.mesh.workers",
-    "run_worker_loop_forever": "meshbook.launchers.worker_loop",
-    "run_worker_loop_until_shutdown": "meshbook.launchers.worker_loop",
-    "start_worker_loop_forever": "meshbook.launchers.worker_loop",
+    "run_worker_loop_forever": "meshbook.mesh.workers",
+    "run_worker_loop_until_shutdown": "meshbook.mesh.workers",
+    "start_worker_loop_forever": "meshbook.mesh.workers",
 }
 """What stands above this package, which those modules import themselves; buffers, which import NumPy; what few use."""
 

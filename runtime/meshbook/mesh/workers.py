@@ -6,11 +6,23 @@ from collections.abc import Sequence
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
+from meshbook.launchers.worker_loop import (
+    run_worker_loop_forever,
+    run_worker_loop_until_shutdown,
+    start_worker_loop_forever,
+)
 from meshbook.launchers.worker_ticket import refuse_tls
 from meshbook.launchers.workers import WorkersLauncher
 from meshbook.mesh.driven import start_hosts
 from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.jobs import HOSTS
+
+__all__ = [
+    "attach_to_workers",
+    "run_worker_loop_forever",
+    "run_worker_loop_until_shutdown",
+    "start_worker_loop_forever",
+]
 
 
 def attach_to_workers(
