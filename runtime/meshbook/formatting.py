@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -47,6 +47,12 @@ def format_bytes(size_bytes: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
+
+
+def format_bytes_per_rank(sizes: Collection[int]) -> str:
+    """``1.2 MB per rank``; where ranks hold more than others, from and to. sizes: of each rank, in bytes."""
+    least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+    return f"{least if least == most else f'{least} to {most}'} per rank"
 
 
 def utf8_text(text: str) -> str:

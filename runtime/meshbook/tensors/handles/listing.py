@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from meshbook.errors import MeshError
-from meshbook.formatting import format_bytes
+from meshbook.formatting import format_bytes_per_rank
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.operations import LocalPart, TensorId
@@ -59,13 +59,11 @@ def _row(numbers: Sequence[TensorId], ranks: Sequence[Mapping[TensorId, LocalPar
 
 
 def _held(numbers: Sequence[TensorId], ranks: Sequence[Mapping[TensorId, LocalPart]]) -> str:
-    """``1.2 MB per rank``; where ranks hold more than others, from and to."""
+    """What each rank holds of these tensors; memory that two of them share counts once."""
 
     def size_bytes(held: Mapping[TensorId, LocalPart]) -> int:
         parts = [(number, held[number]) for number in numbers if number in held]
         own = [part for _, part in parts if part.shares is None or part.shares[0] not in numbers]
         return sum(math.prod(part.local_shape) * part.dtype.itemsize for part in own)
 
-    sizes = [size_bytes(held) for held in ranks]
-    least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
-    return f"{least if least == most else f'{least} to {most}'} per rank"
+    return format_bytes_per_rank([size_bytes(held) for held in ranks])

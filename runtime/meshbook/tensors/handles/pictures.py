@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from meshbook.errors import MeshError
-from meshbook.formatting import format_bytes, format_ranks, group_ranks, name_ranks
+from meshbook.formatting import format_bytes_per_rank, format_ranks, group_ranks, name_ranks
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.operations import Box
 from meshbook.tensors.ranks.exchanges import MeshEnd
@@ -45,8 +45,8 @@ def _picture(tensor: MeshTensor, placements: Sequence[Placement]) -> str:
     boxes = MeshEnd(mesh.stream.name, mesh.shape, mesh.procs.ranks).boxes(shape, placements)
     sharded = [each.dim for each in placements if isinstance(each, Shard)]
     drawn = sorted(list(dict.fromkeys([*sharded, *range(len(shape))]))[:2])
-    size_bytes = max(_elements(box) for box in boxes.values()) * tensor.element_size()
-    told = [f"{format_bytes(size_bytes)} per rank", *([f"dims {drawn} of {len(shape)}"] if len(shape) > 2 else [])]
+    held = format_bytes_per_rank([_elements(box) * tensor.element_size() for box in boxes.values()])
+    told = [held, *([f"dims {drawn} of {len(shape)}"] if len(shape) > 2 else [])]
     caption = ", ".join([*told, *not_drawn(boxes, sharded, drawn)])
     return f"{draw(boxes, shape, drawn)}<br><small>{html.escape(caption)}</small><br>"
 

@@ -22,21 +22,24 @@ def labels(shown: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "blocks"),
+    ("spec", "blocks", "held"),
     [
-        (None, ["ranks 0-3: [0:5, 0:7]"]),
-        (["dp", None], ["ranks 0,1: [0:3, 0:7]", "ranks 2,3: [3:5, 0:7]"]),
+        (None, ["ranks 0-3: [0:5, 0:7]"], "140 B per rank"),
+        (["dp", None], ["ranks 0,1: [0:3, 0:7]", "ranks 2,3: [3:5, 0:7]"], "56 B to 84 B per rank"),
         (
             ["tp", "dp"],
             ["rank 0: [0:3, 0:4]", "rank 1: [3:5, 0:4]", "rank 2: [0:3, 4:7]", "rank 3: [3:5, 4:7]"],
+            "24 B to 48 B per rank",
         ),
     ],
     ids=str,
 )
-def test_the_picture_has_a_block_for_each_part(square: ProcMesh, spec: list[str | None], blocks: list[str]) -> None:
+def test_the_picture_has_a_block_for_each_part(
+    square: ProcMesh, spec: list[str | None], blocks: list[str], held: str
+) -> None:
     x = meshbook.distribute(torch.ones(5, 7), Mesh(square), spec)
     shown = x._repr_html_()
-    assert labels(shown) == blocks
+    assert labels(shown) == blocks and held in shown
     assert "(5, 7) torch.float32" in shown and "[1., 1., 1., 1., 1., 1., 1.]" in shown
     assert len(set(re.findall(r"hsl\([^)]*\)", shown))) == len(blocks)
 
