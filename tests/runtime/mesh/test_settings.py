@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
 from meshbook import this_host
-from meshbook.config import clear_runtime_config, configure, configured, get_global_config, get_runtime_config
+from meshbook.config import (
+    Encoding,
+    clear_runtime_config,
+    configure,
+    configured,
+    get_global_config,
+    get_runtime_config,
+    parametrize_config,
+    parametrize_config_pointwise,
+)
 from meshbook.errors import SpawnError, UsageError
 
 
@@ -15,11 +26,8 @@ def test_settings_hold_in_the_block() -> None:
     configure(mesh_proc_spawn_max_idle="1m 30s")
     with configured(host_spawn_ready_timeout="500ms") as settings:
         assert settings == get_global_config()
-        assert settings == {
-            "enable_log_forwarding": True,
-            "host_spawn_ready_timeout": "500ms",
-            "mesh_proc_spawn_max_idle": "1m 30s",
-        }
+        named = ("enable_log_forwarding", "host_spawn_ready_timeout", "mesh_proc_spawn_max_idle")
+        assert [settings[name] for name in named] == [True, "500ms", "1m 30s"]
     assert get_runtime_config() == {"mesh_proc_spawn_max_idle": "1m 30s"}
     clear_runtime_config()
     assert get_runtime_config() == {}
@@ -30,16 +38,91 @@ def test_settings_hold_in_the_block() -> None:
     ("settings", "why"),
     [
         ({"mesh_proc_spawn_max_idl": "1s"}, 'Did you mean "mesh_proc_spawn_max_idle"'),
-        ({"mesh_proc_spawn_max_idle": "soon"}, 'a duration above 0, as in "30s"'),
-        ({"mesh_proc_spawn_max_idle": "3 weeks"}, "a duration above 0"),
-        ({"mesh_proc_spawn_max_idle": 3}, "a duration above 0"),
+        ({"mesh_proc_spawn_max_idle": "soon"}, "Invalid duration format 'soon'"),
+        ({"mesh_proc_spawn_max_idle": "30"}, "Invalid duration format '30' .* with units"),
+        ({"mesh_proc_spawn_max_idle": "3 fortnights"}, "Invalid duration format"),
+        ({"mesh_proc_spawn_max_idle": 3}, "is a duration, a text"),
+        ({"mesh_proc_spawn_max_idle": "0s"}, "a duration above 0"),
         ({"enable_log_forwarding": "no"}, "is True or False"),
+        ({"cleanup_timeout": 3}, "cleanup_timeout is a duration, a text"),
+        ({"tail_log_lines": 1.5}, "tail_log_lines is a count"),
+        ({"tail_log_lines": -1}, "a count from 0, not -1"),
+        ({"message_latency_sampling_rate": "x"}, "is a number"),
+        ({"default_encoding": "bincode"}, "is an Encoding"),
+        ({"default_transport": 42}, "is a ChannelTransport or a text"),
+        ({"default_transport": "pigeon://x"}, "is a transport"),
+        ({"pyspy_bin": 3}, "is a text"),
+        ({"tokio_worker_threads": "x"}, "is a count"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_set(settings: dict[str, object], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         configure(host_spawn_ready_timeout="2s", **settings)
     assert get_runtime_config() == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("90s", "1m 30s"),
+        ("1h30m", "1h 30m"),
+        ("1500ms", "1s 500ms"),
+        ("1.5s", "1s 500ms"),
+        ("8d", "8days"),
+        ("1w 1day", "8days"),
+        ("5 m", "5m"),
+        ("0s", "0s"),
+        ("1y 2M", "1year 2months"),
+    ],
+)
+def test_durations_are_told_as_monarch_tells_them(given: str, told: str) -> None:
+    with pytest.warns(UserWarning, match="of no meaning"), configured(cleanup_timeout=given) as settings:
+        assert settings["cleanup_timeout"] == told
+
+
+def test_every_setting_of_monarch_has_its_default() -> None:
+    settings = get_global_config()
+    assert settings["default_encoding"] is Encoding.Multipart
+    assert str(Encoding.Json) == "Encoding.Json"
+    assert (settings["supervision_watchdog_timeout"], settings["message_ttl_default"]) == ("2m", 64)
+    assert (settings["prefix_with_rank"], settings["tokio_worker_threads"]) == (True, None)
+    with pytest.raises(TypeError):
+        configure(default_encoding=123)
+
+
+seen: list[tuple[object, object]] = []
+
+
+@pytest.mark.filterwarnings("ignore:.*of no meaning")
+@parametrize_config(force_file_log=[True, False], tail_log_lines=[1, 2])
+def test_runs_with_every_combination(tmp_path: Path) -> None:
+    settings = get_global_config()
+    seen.append((settings["force_file_log"], settings["tail_log_lines"]))
+    assert len(set(seen)) == len(seen)
+    assert tmp_path.is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:.*of no meaning")
+@parametrize_config_pointwise(force_file_log=[True, False], tail_log_lines=[3, 4])
+def test_runs_with_one_after_the_other() -> None:
+    settings = get_global_config()
+    assert (settings["force_file_log"], settings["tail_log_lines"]) in [(True, 3), (False, 4)]
+
+
+def test_a_coroutine_runs_within_its_settings() -> None:
+    async def steps(_: int) -> object:
+        return get_global_config()["enable_log_forwarding"]
+
+    test = parametrize_config(enable_log_forwarding=[False])(steps)
+    assert asyncio.run(test({"enable_log_forwarding": False}, 1)) is False
+    assert asyncio.run(steps(1)) is True
+
+
+def test_settings_to_try_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="name a setting"):
+        parametrize_config()
+    with pytest.raises(ValueError, match="as many values, not {'a': 1, 'b': 2}"):
+        parametrize_config_pointwise(a=[1], b=[1, 2])
 
 
 def test_settings_without_meaning_are_kept_and_told_of() -> None:
