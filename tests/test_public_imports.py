@@ -25,9 +25,15 @@ PUBLIC = {
         get_meter get_or_spawn_controller send shutdown_context span this_host this_proc traced
         unhandled_fault_hook
     """,
-    "meshbook.config": "clear_runtime_config configure configured get_global_config get_runtime_config",
+    "meshbook.config": """
+        Encoding clear_runtime_config configure configured get_global_config get_runtime_config parametrize_config
+        parametrize_config_pointwise
+    """,
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
-    "meshbook.job": "ImageSpec JobState JobTrait KubernetesJob LocalJob ProcessJob RayJob SSHJob SlurmJob",
+    "meshbook.job": """
+        DEFAULT_JOB_PATH ImageSpec JobState JobTrait KubernetesJob LocalJob ProcessJob RayJob SSHJob SlurmJob job_load
+        job_loads
+    """,
     "meshbook.mesh": """
         Attachment HostMesh ProcMesh SavedSession attach detach heal_mesh prewarm recall remember sessions
         set_output_source shutdown start_hosts this_host

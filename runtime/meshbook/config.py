@@ -64,17 +64,18 @@ def _parametrized(names: Collection[str], values: Iterator[tuple[object, ...]]) 
 
         if inspect.iscoroutinefunction(test):
 
-            async def run(_settings: dict[str, object], *args: Any, **kwargs: Any) -> Any:
+            async def run_async(_settings: dict[str, object], *args: Any, **kwargs: Any) -> Any:
                 with configured(**_settings):
                     return await test(*args, **kwargs)
 
+            wrapped: Callable[..., Any] = functools.update_wrapper(run_async, test)
         else:
 
             def run(_settings: dict[str, object], *args: Any, **kwargs: Any) -> Any:
                 with configured(**_settings):
                     return test(*args, **kwargs)
 
-        wrapped = functools.update_wrapper(run, test)
+            wrapped = functools.update_wrapper(run, test)
         first = inspect.Parameter(_ARGUMENT, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         signature = inspect.signature(test)
         wrapped.__signature__ = signature.replace(  # type: ignore[attr-defined]

@@ -5,9 +5,12 @@ A module of its own because programs import it by this name, as they import ``mo
 
 from __future__ import annotations
 
-from meshbook.mesh.jobs import JobState, JobTrait, LocalJob, ProcessJob, RayJob, SlurmJob, SSHJob
+from meshbook.mesh.job_trait import DEFAULT_JOB_PATH, JobState, JobTrait, job_load, job_loads
+from meshbook.mesh.jobs import LocalJob, ProcessJob
 from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
+from meshbook.mesh.scheduled_jobs import RayJob, SlurmJob, SSHJob
 
 __all__ = [
-    "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "ProcessJob", "RayJob", "SSHJob", "SlurmJob",
+    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "ProcessJob", "RayJob",
+    "SSHJob", "SlurmJob", "job_load", "job_loads",
 ]  # fmt: skip

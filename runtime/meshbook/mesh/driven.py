@@ -228,6 +228,11 @@ def own_meshes() -> list[ProcMesh]:
     ]
 
 
+def controller_of(session: str) -> Controller | None:
+    """The controller of a session that this process drives."""
+    return next((each for each in _driven.controllers if each.folder.id == session), None)
+
+
 def own_sessions() -> list[SessionFolder]:
     """The sessions that this process drives, whose folders are its own."""
     return [controller.folder for controller in _driven.controllers]

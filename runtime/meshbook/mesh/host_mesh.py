@@ -77,6 +77,12 @@ class HostMesh(MeshView):
     def __repr__(self) -> str:
         return f"HostMesh({format_sizes(self.sizes)})"
 
+    @property
+    def kept(self) -> tuple[str, tuple[str, ...], Members, Mapping[str, str], str]:
+        """What finds the hosts again: the session, the ids of all its hosts, which of these, environment, Python."""
+        ids = tuple(host.present().id for host in self._hosts)
+        return self._controller.folder.id, ids, self.members, self._env, self._python
+
     def spawn_procs(
         self,
         per_host: Mapping[str, int] | None = None,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from meshbook.errors import UsageError
 from meshbook.mesh.host_mesh import HostMesh
-from meshbook.mesh.jobs import JobTrait, checked_counts, start_all
+from meshbook.mesh.job_trait import JobTrait
+from meshbook.mesh.jobs import HostsJob, checked_counts, start_all
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class ImageSpec:
     resources: Mapping[str, str | int] = field(default_factory=dict)
 
 
-class KubernetesJob(JobTrait):
+class KubernetesJob(HostsJob):
     """Hosts in pods of one namespace, which `add_mesh` names (`meshbook.launchers.k8s`)."""
 
     def __init__(
@@ -54,8 +55,7 @@ class KubernetesJob(JobTrait):
 
         template: a file with the template of a pod, which may say what image it is.
         """
-        if self.active:
-            raise UsageError(f'the job has its hosts already; kill() it, then add "{name}".')
+        self._check_changeable(name)
         checked_counts({name: num_replicas})
         spec = ImageSpec(image_spec) if isinstance(image_spec, str) else image_spec
         options = [] if spec is None else [f"--image={spec.image}"]
@@ -70,7 +70,7 @@ class KubernetesJob(JobTrait):
     def _spec(self) -> object:
         return self._meshes, self._options, self._python
 
-    def _create(self) -> dict[str, HostMesh]:
+    def _start(self) -> dict[str, HostMesh]:
         from meshbook.launchers.k8s import KubernetesLauncher  # only here: who has no such hosts need not load it
 
         if not self._meshes:

@@ -35,10 +35,11 @@ _DURATIONS = """
     stop_grace_period=10s supervision_watchdog_timeout=2m
 """
 _COUNTS = """
-    codec_max_frame_length=10737418240 max_cast_dimension_size=16 max_cast_fanout=16 mesh_admin_max_concurrent_resolves=2
-    mesh_terminate_concurrency=16 message_ack_every_n_messages=1000 message_ttl_default=64 rdma_max_chunk_size_mb=64
-    rdma_min_stripe_size_kb=512 rdma_qps_per_cq=64 rdma_qps_per_peer=4 rdma_runtime_worker_threads=4
-    rdma_tcp_fallback_parallelism=1 read_log_buffer=100 sequencer_max_locked_keys=128 small_write_threshold=256
+    codec_max_frame_length=10737418240 max_cast_dimension_size=16 max_cast_fanout=16
+    mesh_admin_max_concurrent_resolves=2 mesh_terminate_concurrency=16 message_ack_every_n_messages=1000
+    message_ttl_default=64 rdma_max_chunk_size_mb=64 rdma_min_stripe_size_kb=512 rdma_qps_per_cq=64 rdma_qps_per_peer=4
+    rdma_runtime_worker_threads=4 rdma_tcp_fallback_parallelism=1 read_log_buffer=100
+    sequencer_max_locked_keys=128 small_write_threshold=256
     split_max_buffer_size=5 tail_log_lines=0 terminated_snapshot_retention=100
 """
 _SWITCHES_ON = """

@@ -135,8 +135,11 @@ def test_an_allocation_that_is_there_is_used_and_stays(nodes: SlurmNodes, monkey
 
 @pytest.mark.slow
 def test_a_job_of_several_names_is_one_allocation(nodes: SlurmNodes) -> None:
-    job = SlurmJob({"trainers": 2, "judges": 1}, time_limit="00:10:00", partition="main")
+    job = SlurmJob({"trainers": 2}, time_limit="00:10:00", partition="main")
+    job.add_mesh("judges", 1)
     state = job.state()
+    with pytest.raises(UsageError, match="has its hosts already"):
+        job.add_mesh("more", 1)
     with state.trainers.spawn_procs({"gpus": 1}, torch=False) as procs:
         assert procs.sizes == {"hosts": 2, "gpus": 1} and procs.run("rank").get(60).values() == [0, 1]
     with state.judges.spawn_procs(torch=False) as procs:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import psutil
 import pytest
 from ssh_hosts import SshHosts, ssh_hosts
 
+from meshbook import this_host
 from meshbook.errors import SpawnError, UsageError, WorkerLost
-from meshbook.job import JobTrait, LocalJob, ProcessJob, SSHJob
-from meshbook.mesh.driven import own_sessions
+from meshbook.job import JobState, JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob, job_load, job_loads
+from meshbook.mesh.driven import own_meshes, own_sessions
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +130,145 @@ def test_what_makes_no_job(there: SshHosts) -> None:
         (lambda: LocalJob([]), "name the hosts"),
         (lambda: SSHJob().apply(), "the job has no hosts"),
         (lambda: LocalJob().apply("train.py"), "no batch mode"),
-        (lambda: LocalJob().state(cached_path="x.pkl"), "not kept in a file"),
     ):
         with pytest.raises(UsageError, match=said):
             make()
+
+
+class Allocation(JobTrait):
+    """A job as programs write their own: this machine, by names."""
+
+    def __init__(self, names: Sequence[str] = ("default",), runs: bool = True) -> None:
+        super().__init__()
+        self.names, self.runs = tuple(names), runs
+        self.calls: list[str] = []
+
+    def _create(self, client_script: str | None) -> None:
+        self.calls.append("create")
+
+    def _state(self) -> JobState:
+        return JobState({name: this_host() for name in self.names})
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return self.runs
+
+    def _kill(self) -> None:
+        self.calls.append("kill")
+
+
+def test_a_job_of_ones_own_is_applied_once_and_has_a_name_while_it_runs() -> None:
+    job = Allocation()
+    assert (job.active, job.apply_id) == (False, None)
+    job.apply()
+    first = job.apply_id
+    job.apply()
+    assert job.calls == ["create"] and job.apply_id == first
+    state = job.state()
+    assert (
+        repr(state).startswith("JobState(default=HostMesh(") and state.telemetry_url is None and state.admin_url is None
+    )
+    job.kill()
+    job.kill()
+    assert job.calls == ["create", "kill"] and job.apply_id is None
+    job.apply()
+    assert job.apply_id not in (None, first)
+
+
+def test_a_job_in_a_file_is_taken_where_it_can_run_what_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / "state.pkl"
+    first = Allocation(["trainers"])
+    first.state(cached_path=path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    second = Allocation(["judges"])
+    assert dir(second.state(cached_path=path))[-1] == "trainers"
+    assert second.calls == [] and second.apply_id == first.apply_id
+    other = Allocation(["judges"], runs=False)
+    other.apply()
+    other.dump(path)
+    third = Allocation(["judges"])
+    third.state(cached_path=path)
+    assert third.calls == ["create"] and third.apply_id != other.apply_id
+    assert job_loads(third.dumps()).apply_id == third.apply_id == job_load(path).apply_id
+
+
+def test_hosts_of_a_job_are_found_by_its_file_while_they_live(job: ProcessJob, tmp_path: Path) -> None:
+    path = tmp_path / "job.pkl"
+    hosts = job.state(cached_path=path).trainers
+    loaded = job_load(path)
+    assert (
+        loaded.active
+        and loaded.apply_id == job.apply_id
+        and loaded.can_run(ProcessJob({"trainers": 2, "judges": 1}, {"GREETING": "hello"}))
+    )
+    again = loaded.state().trainers
+    code = "import os; os.environ['GREETING']"
+    with (
+        again.slice(hosts=1).spawn_procs(torch=False) as procs,
+        hosts.slice(hosts=1).spawn_procs(torch=False) as theirs,
+    ):
+        assert procs.run(code).get(60).values() == ["hello"] and procs._mesh.hosts == theirs._mesh.hosts
+    before = agents()
+    loaded.kill()
+    assert len(before - agents()) == 3 and not loaded.active and not job_load(path).active
+    fresh = ProcessJob({"judges": 1})
+    assert fresh.state(cached_path=path).judges.sizes == {"hosts": 1} and job_load(path).active
+    fresh.kill()
+
+
+_LEFT = """
+import sys, meshbook
+from meshbook.job import ProcessJob
+job = ProcessJob({"hosts": 2})
+procs = job.state(cached_path=sys.argv[1]).hosts.spawn_procs({"gpus": 1}, name="left", torch=False)
+procs.run("x = rank + 10").get(60)
+meshbook.detach()
+"""
+
+
+def test_hosts_of_a_job_outlive_a_program_that_leaves_them(tmp_path: Path) -> None:
+    path = tmp_path / "job.pkl"
+    subprocess.run([sys.executable, "-c", _LEFT, str(path)], check=True, timeout=120)
+    job = ProcessJob({"hosts": 2})
+    hosts = job.state(cached_path=path).hosts
+    mesh = next(mesh for mesh in own_meshes() if mesh.name == "left")
+    assert mesh.run("x").get(60).values() == [10, 11]
+    with hosts.slice(hosts=1).spawn_procs(torch=False) as procs:
+        assert procs.run("1").get(60).values() == [1]
+    job.kill()
+    assert not job.active and not job_load(path).active
+
+
+def test_files_without_a_job_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.pkl"
+    with pytest.raises(FileNotFoundError):
+        job_load(path)
+    path.write_bytes(b"no pickle")
+    with pytest.raises(UsageError, match="holds no job that can be read: UnpicklingError"):
+        LocalJob().state(cached_path=path)
+    path.write_bytes(pickle.dumps([1]))
+    with pytest.raises(UsageError, match="that is no job, but a list"):
+        job_load(path)
+
+
+def test_what_jobs_do_not_have_says_what_there_is() -> None:
+    job = LocalJob()
+    for ask, said in (
+        (job.enable_telemetry, "health widget"),
+        (job.enable_admin, "health widget"),
+        (job.telemetry_query_client, "OpenTelemetry"),
+        (job.profile, "%mesh profile"),
+        (lambda: job.remote_mount("src"), "sync_workspace"),
+        (lambda: job.gather_mount("there", "here"), "read files on the ranks"),
+        (lambda: job.process, "no batch mode"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            ask()
+
+
+def test_what_a_job_of_slurm_asks_for() -> None:
+    job = SlurmJob({"trainers": 2}, exclusive=True, account="ours", qos="high", slurm_args=["--no-requeue"])
+    job.add_mesh("judges", 1)
+    assert job._options == ("--account=ours", "--qos=high", "--exclusive", "--no-requeue")
+    job.share_node(tasks_per_node=2, gpus_per_task=2, partition="shared")
+    assert job._options == ("--partition=shared", "--gpus-per-node=4", "--account=ours", "--qos=high", "--no-requeue")
+    assert job._meshes == {"trainers": 2, "judges": 1} and not job.can_run(SlurmJob({"trainers": 2}))

@@ -121,7 +121,7 @@ def test_a_coroutine_runs_within_its_settings() -> None:
 def test_settings_to_try_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="name a setting"):
         parametrize_config()
-    with pytest.raises(ValueError, match="as many values, not {'a': 1, 'b': 2}"):
+    with pytest.raises(ValueError, match=r"as many values, not \{'a': 1, 'b': 2\}"):
         parametrize_config_pointwise(a=[1], b=[1, 2])
 
 

@@ -1,0 +1,161 @@
+"""Jobs whose hosts others give: by ssh, by Slurm, by Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from meshbook.errors import UsageError
+from meshbook.launchers.base import Launcher
+from meshbook.mesh.host_mesh import HostMesh
+from meshbook.mesh.job_trait import JobTrait
+from meshbook.mesh.jobs import HOSTS, HostsJob, checked_counts, checked_names, start_all
+
+
+class SSHJob(HostsJob):
+    """Hosts by ssh, which `add_mesh` names (`meshbook.launchers.ssh`)."""
+
+    def __init__(self, python_exe: str | None = None, ssh_args: Sequence[str] = ()) -> None:
+        """python_exe: the interpreter there; by default the path of our own where there is one, else ``python3``.
+
+        ssh_args: options of ssh.
+        """
+        super().__init__()
+        self._python, self._options = python_exe, tuple(ssh_args)
+        self._meshes: dict[str, tuple[str, ...]] = {}
+
+    def add_mesh(self, name: str, hosts: Sequence[str]) -> None:
+        """Have ``hosts``, as ssh calls them, under a name. Raises: UsageError once the job was applied."""
+        self._check_changeable(name)
+        checked_names([name])
+        self._meshes[name] = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, SSHJob) and self.active and spec._spec == self._spec
+
+    @property
+    def _spec(self) -> object:
+        return self._meshes, self._python, self._options
+
+    def _start(self) -> dict[str, HostMesh]:
+        from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
+
+        if not self._meshes:
+            raise UsageError('the job has no hosts: add_mesh("trainers", ["nodeA", "nodeB"]).')
+
+        return start_all(
+            {
+                name: (len(hosts), SSHLauncher(hosts, python=self._python, options=self._options))
+                for name, hosts in self._meshes.items()
+            }
+        )
+
+
+class SlurmJob(HostsJob):
+    """Nodes of one allocation of Slurm, arranged by name (`meshbook.launchers.slurm`)."""
+
+    def __init__(
+        self,
+        meshes: Mapping[str, int],
+        python_exe: str | None = None,
+        slurm_args: Sequence[str] = (),
+        *,
+        job_name: str | None = None,
+        time_limit: str | None = None,
+        partition: str | None = None,
+        exclusive: bool = False,
+        gpus_per_node: int | None = None,
+        cpus_per_task: int | None = None,
+        mem: str | None = None,
+        account: str | None = None,
+        qos: str | None = None,
+    ) -> None:
+        """meshes: how many nodes by name. slurm_args: options of salloc, beside the others.
+
+        python_exe: the interpreter there; by default the path of our own where there is one, else ``python3``.
+        """
+        super().__init__()
+        self._meshes, self._python = checked_counts(meshes), python_exe
+        self._named = {
+            "job-name": job_name, "time": time_limit, "partition": partition, "gpus-per-node": gpus_per_node,
+            "cpus-per-task": cpus_per_task, "mem": mem, "account": account, "qos": qos,
+        }  # fmt: skip
+        self._exclusive, self._more = exclusive, tuple(slurm_args)
+
+    def add_mesh(self, name: str, num_nodes: int) -> None:
+        """Have so many nodes under another name. Raises: UsageError once the job was applied."""
+        self._check_changeable(name)
+        self._meshes |= checked_counts({name: num_nodes})
+
+    def share_node(self, tasks_per_node: int, gpus_per_task: int, partition: str) -> None:
+        """Leave the rest of each node to other jobs, and ask for what so many tasks need; Slurm says with what memory.
+
+        Raises: UsageError once the job was applied.
+        """
+        self._check_changeable("a share of nodes")
+        self._exclusive = False
+        self._named |= {"gpus-per-node": tasks_per_node * gpus_per_task, "partition": partition}
+
+    @property
+    def _options(self) -> tuple[str, ...]:
+        options = [f"--{name}={value}" for name, value in self._named.items() if value is not None]
+        return (*options, *(["--exclusive"] if self._exclusive else []), *self._more)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, SlurmJob) and self.active and spec._spec == self._spec
+
+    @property
+    def _spec(self) -> object:
+        return self._meshes, self._python, self._options
+
+    def _start(self) -> dict[str, HostMesh]:
+        from meshbook.launchers.slurm import SlurmLauncher  # only here: who has no such hosts need not load it
+
+        return _start_together(self._meshes, SlurmLauncher(python=self._python, options=self._options))
+
+
+class RayJob(HostsJob):
+    """Nodes of one placement group of Ray, arranged by name (`meshbook.launchers.ray`)."""
+
+    def __init__(
+        self,
+        meshes: Mapping[str, int],
+        address: str = "",
+        python_exe: str | None = None,
+        ray_args: Sequence[str] = (),
+        *,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
+        """meshes: how many nodes by name. address: of the cluster; by default that of this machine.
+
+        num_cpus, num_gpus, resources: what each host asks for. ray_args: more options, as of `RayLauncher`.
+        python_exe: the interpreter there; by default the path of our own where there is one, else Ray's.
+        """
+        super().__init__()
+        self._meshes, self._python, self._address = checked_counts(meshes), python_exe, address
+        named = {"num-cpus": num_cpus, "num-gpus": num_gpus, "resources": resources and json.dumps(dict(resources))}
+        self._options = (*(f"--{name}={value}" for name, value in named.items() if value is not None), *ray_args)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, RayJob) and self.active and spec._spec == self._spec
+
+    @property
+    def _spec(self) -> object:
+        return self._meshes, self._address, self._python, self._options
+
+    def _start(self) -> dict[str, HostMesh]:
+        from meshbook.launchers.ray import RayLauncher  # only here: who has no such hosts need not load it
+
+        return _start_together(self._meshes, RayLauncher(self._address, python=self._python, options=self._options))
+
+
+def _start_together(meshes: Mapping[str, int], launcher: Launcher) -> dict[str, HostMesh]:
+    """Start all hosts at once, and part them by name. Raises: SpawnError; then none is left."""
+    everything = start_all({HOSTS: (sum(meshes.values()), launcher)})[HOSTS]
+    parts, first = {}, 0
+    for name, count in meshes.items():
+        parts[name] = everything.slice(**{HOSTS: slice(first, first + count)})
+        first += count
+    return parts
