@@ -94,6 +94,10 @@ class RankError(ShapeError, IndexError):
         return f"{self.axis}={self.index} selects nothing; {self.axis} runs from 0 to {self.size - 1}."
 
 
+class NegativeIndexError(ShapeError, OverflowError):
+    """An index below 0, where they are counted from the start."""
+
+
 class LayoutError(ShapeError):
     """A view that no (offset, sizes, strides) over the base ranks can describe, or sizes that do not fit."""
 

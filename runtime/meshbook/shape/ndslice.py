@@ -15,13 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from meshbook.errors import LayoutError, RankError
+from meshbook.errors import LayoutError, NegativeIndexError, RankError
+from meshbook.shape.encoded import Reader, number_bytes, numbers_bytes, texts_bytes
 from meshbook.shape.extent import Extent, Point
 from meshbook.shape.members import Index, Members, Region
 from meshbook.shape.slices import Piece, dense, group
 from meshbook.shape.view import MeshView
 
 Self = TypeVar("Self", bound="MeshTrait")
+AnyShape = TypeVar("AnyShape", bound="Shape")
 
 
 class Slice(Sequence[int]):
@@ -99,6 +101,10 @@ class Slice(Sequence[int]):
             position // math.prod(self._piece.sizes[axis + 1 :]) % size for axis, size in enumerate(self._piece.sizes)
         ]
 
+    def get(self, position: int) -> int:
+        """The rank at a position, from 0. Raises: NegativeIndexError; RankError, a ValueError."""
+        return self[_from_start(position)]
+
     def nditem(self, coordinates: Sequence[int]) -> int:
         """The rank at these coordinates, one for each axis. Raises: RankError, an IndexError; LayoutError."""
         if len(coordinates) != self.ndim:
@@ -169,6 +175,21 @@ class Shape:
             raise LayoutError(f"no offset, sizes and strides describe the ranks {list(members.ranks())}")
         return Shape(members.names, Slice(*members.layout))
 
+    @classmethod
+    def from_bytes(cls: type[AnyShape], data: bytes) -> AnyShape:
+        """Read what `to_bytes`, or Monarch, has written. Raises: LayoutError, TypeError."""
+        reader = Reader(data, cls._KIND.lower())
+        labels = reader.texts()
+        ndslice = Slice(reader.number(), reader.numbers(), reader.numbers())
+        reader.end()
+        return cls(labels, ndslice)
+
+    def to_bytes(self) -> bytes:
+        """Write it in Monarch's layout."""
+        piece = self.ndslice
+        layout = number_bytes(piece.offset) + numbers_bytes(piece.sizes) + numbers_bytes(piece.strides)
+        return texts_bytes(self.labels) + layout
+
     @staticmethod
     def unity() -> Shape:
         """One rank, 0, and no axes."""
@@ -199,12 +220,15 @@ class Shape:
         return dict(self.members.point(rank))
 
     def at(self, label: str, index: int) -> Shape:
-        """Without axis ``label``: only its ``index``. Raises: UnknownAxisError, RankError: ValueErrors."""
-        return Shape.of(self.members.slice(**{label: operator.index(index)}))
+        """Without axis ``label``: only its ``index``, from 0.
+
+        Raises: UnknownAxisError, RankError: ValueErrors; NegativeIndexError, an OverflowError too.
+        """
+        return Shape.of(self.members.slice(**{label: _from_start(index)}))
 
     def index(self, **indices: int) -> Shape:
         """As `at`, of several axes."""
-        return Shape.of(self.members.slice(**indices))
+        return Shape.of(self.members.slice(**{label: _from_start(index) for label, index in indices.items()}))
 
     def select(self, label: str, slice: builtins.slice) -> Shape:
         """A part of axis ``label``, which stays. Raises: as `at`."""
@@ -298,6 +322,13 @@ class MeshTrait(ABC):
 
     def __len__(self) -> int:
         return len(self._ndslice)
+
+
+def _from_start(index: int) -> int:
+    """Raises: NegativeIndexError."""
+    if operator.index(index) < 0:
+        raise NegativeIndexError(f"{index} is below 0: positions of a shape are counted from its start.")
+    return operator.index(index)
 
 
 MeshTrait.register(MeshView)
