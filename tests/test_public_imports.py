@@ -45,7 +45,10 @@ PUBLIC = {
         RanksDisagree RanksLeft RemoteTraceback SerializationError SessionInUse ShapeError SpawnError
         UnknownAxisError UsageError WorkerLost format_ranks group_failures
     """,
-    "meshbook.rdma": "RDMAAction RDMABuffer get_rdma_backend is_ibverbs_available is_rdma_available",
+    "meshbook.rdma": """
+        RDMAAction RDMABuffer RDMAReadTransferWarning RDMATcpFallbackWarning RDMAWriteTransferWarning get_rdma_backend
+        is_ibverbs_available is_rdma_available
+    """,
     "meshbook.spmd": "SPMDActor setup_torch_elastic_env setup_torch_elastic_env_async",
     "meshbook.shape": "Choice Extent Index Members Picked Piece Point Region arrange",
 }

@@ -8,7 +8,22 @@ from __future__ import annotations
 from meshbook.actor.buffers.action import RDMAAction
 from meshbook.actor.buffers.rdma_buffer import RDMABuffer
 
-__all__ = ["RDMAAction", "RDMABuffer", "get_rdma_backend", "is_ibverbs_available", "is_rdma_available"]
+__all__ = [
+    "RDMAAction", "RDMABuffer", "RDMAReadTransferWarning", "RDMATcpFallbackWarning", "RDMAWriteTransferWarning",
+    "get_rdma_backend", "is_ibverbs_available", "is_rdma_available",
+]  # fmt: skip
+
+
+class RDMAReadTransferWarning(Warning):
+    """For programs that filter it: nothing here warns so, since reads go a way of their own where there is one."""
+
+
+class RDMAWriteTransferWarning(Warning):
+    """As `RDMAReadTransferWarning`, of writes."""
+
+
+class RDMATcpFallbackWarning(Warning):
+    """As `RDMAReadTransferWarning`, of TCP between hosts, which is no fallback here."""
 
 
 def get_rdma_backend() -> str:

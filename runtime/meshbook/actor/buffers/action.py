@@ -1,4 +1,4 @@
-"""`RDMAAction`: several copies between buffers and memory of this process, as one."""
+"""`RDMAAction`: several copies between buffers and memory of this process, and changes of counters, as one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from meshbook.actor.buffers.atomics import AtomicChange, check_operand
 from meshbook.actor.buffers.memory import Memory
 from meshbook.actor.buffers.rdma_buffer import RDMABuffer
-from meshbook.actor.buffers.transfer import Transfer, TransferFuture
+from meshbook.actor.buffers.transfer import Exchange, Transfer, TransferFuture
 from meshbook.actor.errors import BufferKindError
 
 
 class _QueuedCopy(NamedTuple):
     """A copy to be made. local: the memory of this process; it is written where ``reads``."""
 
-    begin: Callable[[float | None], Transfer]
+    begin: Callable[[float | None], Transfer | Exchange]
     local: Memory
     reads: bool
 
@@ -48,7 +49,24 @@ class RDMAAction:
         """Add a copy of ``src`` to the begin of ``dst``. Raises: as `read_remote`."""
         return self._add(dst.writing_from, src, reads=False)
 
-    def _add(self, make: Callable[[object, float | None], Transfer], memory: object, *, reads: bool) -> RDMAAction:
+    def fetch_add(self, src: RDMABuffer, dst: object, add: int) -> RDMAAction:
+        """Add ``add`` to the number in the first 8 bytes of ``src``; ``dst`` gets what it was.
+
+        Numbers are of 64 bits, the lowest byte first, and wrap around. Of several that change one buffer, wherever
+        they are, each comes before or after the others; copies of the same bytes are not kept apart from them.
+        Raises: as `read_remote`; BufferSizeError for less than 8 bytes, UsageError for other numbers.
+        """
+        change = AtomicChange(check_operand("add", add))
+        return self._add(lambda memory, timeout: src.exchanging(memory, change, timeout), dst, reads=True)
+
+    def compare_and_swap(self, src: RDMABuffer, dst: object, compare: int, swap: int) -> RDMAAction:
+        """Where the number is ``compare``, have it be ``swap``; ``dst`` gets what it was. As `fetch_add` otherwise."""
+        change = AtomicChange(check_operand("swap", swap), check_operand("compare", compare))
+        return self._add(lambda memory, timeout: src.exchanging(memory, change, timeout), dst, reads=True)
+
+    def _add(
+        self, make: Callable[[object, float | None], Transfer | Exchange], memory: object, *, reads: bool
+    ) -> RDMAAction:
         local = make(memory, None).memory  # now, so that what does not fit is refused where it is written
         queued = _QueuedCopy(lambda timeout: make(memory, timeout), local, reads)
         if any(queued.clashes(other) for other in self._queued):
@@ -75,7 +93,7 @@ class RDMAAction:
 
 
 class _SubmittedCopies:
-    def __init__(self, transfers: list[Transfer]) -> None:
+    def __init__(self, transfers: list[Transfer | Exchange]) -> None:
         self._transfers, self._left = transfers, len(transfers)
         self._lock = threading.Lock()
         self._future = TransferFuture(on_cancel=self._cancel)

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 
+from meshbook.actor.buffers.atomics import AtomicChange
 from meshbook.actor.buffers.memory import LiveTable, Memory, RemoteAddress
 from meshbook.actor.buffers.tcp import Rendezvous, Silence, StreamError, connect, receive_all, send_all
 from meshbook.actor.errors import BufferSizeError
@@ -21,6 +22,7 @@ from meshbook.concurrency.background import SerialQueue, run_in_background
 from meshbook.wire import messages as wire
 
 READ, WRITE, DROP = "read", "write", "drop"
+ATOMIC = "atomic change"
 STREAM = "stream "
 """Followed by READ or WRITE: over a connection of its own (`meshbook.actor.buffers.tcp`)."""
 
@@ -60,6 +62,8 @@ class KeptBuffer:
         if (memory := self.memory) is None:  # dropped since the call came
             self._router.mailboxes.find(self.mailbox, self._router.place.rank)
             raise AssertionError("its mailbox is closed before its memory goes")
+        if call.endpoint == ATOMIC:
+            return AtomicChange(*args).make(memory)
         streamed = call.endpoint.startswith(STREAM)
         offset = 0 if streamed else args[0]
         size_bytes = len(args[1]) if call.endpoint == WRITE else args[1]

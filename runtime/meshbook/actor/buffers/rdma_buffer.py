@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 
+from meshbook.actor.buffers.atomics import WORD_BYTES, AtomicChange, check_word
 from meshbook.actor.buffers.memory import Memory, memory_of
 from meshbook.actor.buffers.owned import DROP, READ, WRITE, kept_buffers
-from meshbook.actor.buffers.transfer import Transfer, TransferFuture, TransferTarget, ask
+from meshbook.actor.buffers.transfer import Exchange, Transfer, TransferFuture, TransferTarget, ask
 from meshbook.actor.context import context
 from meshbook.actor.errors import BufferDroppedError, BufferKindError, BufferSizeError, SupervisionError
 from meshbook.actor.router import current_router
@@ -29,9 +30,11 @@ class RDMABuffer:
     def __init__(self, data: object) -> None:
         """data: a tensor in host memory, an array, a memoryview or a bytearray; one dim, without gaps.
 
-        Raises: BufferKindError.
+        Raises: BufferKindError; BufferSizeError where there is none.
         """
         memory = memory_of(data, "the memory for the buffer")
+        if not memory.size_bytes:
+            raise BufferSizeError("the memory for the buffer has no bytes; give some.")
         router = current_router()
         kept = kept_buffers().add(memory, router)
         place = router.place
@@ -84,6 +87,14 @@ class RDMABuffer:
         if memory.size_bytes > self.size():
             self._misfit("src has", memory, "at most as much")
         return Transfer(self._target, memory, memory.size_bytes, WRITE, timeout)
+
+    def exchanging(self, dst: object, change: AtomicChange, timeout: float | None) -> Exchange:
+        """What changes the number in the first 8 bytes, and copies to ``dst`` what it was; see `RDMAAction`."""
+        memory = memory_of(dst, "dst")
+        check_word("dst", memory)
+        if not self._writable or self.size() < WORD_BYTES:
+            check_word(self._target.name, Memory(0, self.size(), self._writable, None))
+        return Exchange(self._target, memory._replace(size_bytes=WORD_BYTES), change, timeout)
 
     def drop(self) -> TransferFuture:
         """Have the owner let go of the memory, from any process: at once, or when accesses under way have ended.

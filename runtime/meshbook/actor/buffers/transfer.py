@@ -9,8 +9,9 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from meshbook.actor.buffers.atomics import WORD_BYTES, AtomicChange
 from meshbook.actor.buffers.memory import SLICE_BYTES, Memory, NotDirect, RemoteAddress, access, copy
-from meshbook.actor.buffers.owned import DROPPED, READ, STREAM, WRITE, kept_buffers
+from meshbook.actor.buffers.owned import ATOMIC, DROPPED, READ, STREAM, WRITE, kept_buffers
 from meshbook.actor.buffers.tcp import BufferListener, StreamError, UnreachableError, receive_all, send_all
 from meshbook.actor.errors import ActorLostError, BufferDroppedError
 from meshbook.actor.futures import only_value
@@ -211,6 +212,40 @@ class Transfer:
             if self._kind == READ:
                 assert value is not None
                 self.memory.view(offset, size_bytes)[:] = value
+
+
+class Exchange:
+    """A change of the number at the begin of a buffer; ``memory`` gets what was there."""
+
+    def __init__(self, target: TransferTarget, memory: Memory, change: AtomicChange, timeout_s: float | None) -> None:
+        self.memory, self.future = memory, TransferFuture()
+        self._target, self._change, self._timeout_s = target, change, timeout_s
+
+    def begin(self) -> TransferFuture:
+        """Do it, aside. What was asked for is done, also where nobody waits for it any more."""
+        run_in_background(self._run)
+        return self.future
+
+    def _run(self) -> None:
+        try:
+            before = self._made_here() if self._target.is_own else self._asked_for()
+            self.memory.view(0, WORD_BYTES)[:] = memoryview(before)
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+    def _made_here(self) -> bytes:
+        kept = kept_buffers().find(self._target.mailbox)
+        memory = kept.memory if kept is not None else None
+        if memory is None:
+            raise BufferDroppedError(self._target.name)
+        return self._change.make(memory)
+
+    def _asked_for(self) -> bytes:
+        before = ask(self._target, ATOMIC, tuple(self._change), self._timeout_s)
+        assert before is not None, "a change answers with what was there"
+        return bytes(before)
 
 
 def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> Bytes | None:
