@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-HOSTS = {"nodeA": "127.0.1.1", "nodeB": "127.0.1.2", "nodeC": "127.0.1.3"}
+HOSTS = {"nodeA": "127.0.1.1", "nodeB": "127.0.1.2", "nodeC": "127.0.1.3", "nodeD": "127.0.1.5"}
 STRANGER, SILENT, CLOSED = "127.0.1.4", "127.0.1.8", "127.0.1.9"
 
 _DAEMON = """

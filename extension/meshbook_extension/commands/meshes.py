@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from meshbook.errors import UsageError
-from meshbook.formatting import did_you_mean, format_sizes
+from meshbook.formatting import format_sizes
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.attach import describe_age, describe_others
+from meshbook_extension.notebook.engines import COUNTED, HOSTS, ON, PYTHON, WITHIN, read_engine
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.profiles import with_profile
 from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
@@ -28,21 +29,6 @@ if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.sessions.folder import SavedLauncher
 
-HOSTS = "hosts"
-"""The axis that counts machines; all others count processes on each."""
-
-_COUNTED = {
-    "slurm": "nodes of Slurm",
-    "ray": "nodes of Ray",
-    "manual": "hosts you will start",
-    "mpi": "hosts of mpirun",
-    "batch": "jobs, one for each host",
-    "k8s": "pods of Kubernetes",
-}
-"""What hosts are called of engines that are told how many there are to be."""
-
-ENGINES = ("local", "ssh", "slurm", "k8s", "ray", "mpi", "batch", "manual")
-
 
 @Command(
     name="%mesh spawn",
@@ -50,19 +36,14 @@ ENGINES = ("local", "ssh", "slurm", "k8s", "ray", "mpi", "batch", "manual")
     profiles=True,
     pairs="AXIS=N [AXIS=N ...]",
     options=(
-        Option(
-            "--on",
-            "who starts the hosts: local, ssh on hosts that are named, slurm, k8s, ray, mpi, a batch scheduler, or you",
-            str,
-            "local|ssh:HOST,..|slurm|k8s|ray[:ADDRESS]|mpi[:MPIRUN]|batch:SCHEDULER|manual[:ADDRESS]",
-        ),
+        ON,
         Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
         Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
         Option("--preload", "modules to import once, before the ranks are forked", str, "MOD,.."),
         Option("--no-group", "form no process group"),
         Option("--no-torch", "ranks without torch, there sooner and lighter; no process group either"),
-        Option("--python", "the interpreter on hosts elsewhere", str, "PATH"),
-        Option("--within", "how long hosts of manual may take to come (30m)", str, "TIME"),
+        PYTHON,
+        WITHIN,
         Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
         Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
         Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", str, "TIME"),
@@ -112,7 +93,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     check_identifier(name, "--name")
     if out is not None:
         check_identifier(out, "--out")
-    launcher = _read_engine(arguments)
+    launcher = read_engine(arguments, arguments.text("--device"), lambda: _count_ranks(arguments))
     sizes = _read_sizes(arguments)
     hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
     env = _read_variables(arguments)
@@ -192,91 +173,9 @@ def _read_sizes(arguments: Arguments) -> dict[str, int]:
     return sizes
 
 
-def _read_engine(arguments: Arguments) -> Launcher:
-    """Who starts the hosts. Raises: UsageError."""
-    from meshbook.launchers.local import LocalLauncher
-
-    text = arguments.text("--on") or "local"
-    engine, colon, named = text.partition(":")
-    if engine not in ENGINES:
-        near = did_you_mean(engine, ENGINES)
-        there = "local, slurm, k8s, ray, mpi, manual, batch:pbs and others, and ssh with hosts: ssh:nodeA,nodeB"
-        raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
-    if engine != "manual" and arguments.text("--within") is not None:
-        raise arguments.grammar.refuse("--within is for hosts that you start: --on manual.", "manual")
-    if engine == "ssh":
-        if not named:
-            raise arguments.grammar.refuse("ssh needs the names of hosts, as your ssh config has them.", "ssh:")
-        from meshbook.launchers.ssh import SSHLauncher
-
-        return SSHLauncher(named.split(","), python=arguments.text("--python"), options=arguments.rest)
-    if engine == "ray":
-        return _read_ray(arguments, named)
-    if engine == "mpi":
-        from meshbook.launchers.mpi import MPILauncher
-
-        return MPILauncher(program=named, python=arguments.text("--python"), options=arguments.rest)
-    if engine == "batch":
-        return _read_batch(arguments, named)
-    if engine == "manual":
-        return _read_manual(arguments, named)
-    if colon:
-        raise arguments.grammar.refuse(f'the engine {engine} has no hosts to name, but got "{named}".')
-    if engine == "slurm":
-        from meshbook.launchers.slurm import SlurmLauncher
-
-        return SlurmLauncher(python=arguments.text("--python"), options=arguments.rest)
-    if engine == "k8s":
-        from meshbook.launchers.k8s import KubernetesLauncher
-
-        gpus = [f"--gpus={_count_ranks(arguments)}"] if arguments.text("--device") == "cuda" else []
-        return KubernetesLauncher(python=arguments.text("--python"), options=[*gpus, *arguments.rest])
-    _refuse_rest(arguments, engine)
-    if arguments.text("--python") is not None:
-        raise arguments.grammar.refuse("--python is for hosts elsewhere; ranks here run on the notebook's own.", "ssh:")
-    return LocalLauncher()
-
-
-def _read_ray(arguments: Arguments, address: str) -> Launcher:
-    from meshbook.launchers.ray import RayLauncher
-
-    ranks = _count_ranks(arguments)
-    device, given = arguments.text("--device"), " ".join(arguments.rest)
-    options = [f"--num-gpus={ranks}"] if device == "cuda" and "--num-gpus" not in given else []
-    gpus = ranks if device is None else 0
-    return RayLauncher(address, python=arguments.text("--python"), options=[*options, *arguments.rest], gpus=gpus)
-
-
-def _read_batch(arguments: Arguments, scheduler: str) -> Launcher:
-    """Raises: UsageError."""
-    from meshbook.launchers.batch import BatchLauncher
-    from meshbook.launchers.batch_queue import SCHEDULERS
-
-    if scheduler not in SCHEDULERS:
-        got = f'{did_you_mean(scheduler, tuple(SCHEDULERS))} There is no "{scheduler}".' if scheduler else ""
-        there = ", ".join(f"batch:{each}" for each in SCHEDULERS)
-        raise arguments.grammar.refuse(f"batch needs a scheduler: {there}.{got}", "batch")
-    return BatchLauncher(scheduler, python=arguments.text("--python"), options=arguments.rest)
-
-
 def _count_ranks(arguments: Arguments) -> int:
     """On each host."""
     return math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
-
-
-def _read_manual(arguments: Arguments, address: str) -> Launcher:
-    """Raises: UsageError."""
-    from meshbook.launchers.manual import WITHIN_S, ManualLauncher
-
-    _refuse_rest(arguments, "manual")
-    within = arguments.text("--within")
-    within_s = WITHIN_S if within is None else parse_duration(within, "--within")
-    return ManualLauncher(address, python=arguments.text("--python"), within_s=within_s)
-
-
-def _refuse_rest(arguments: Arguments, engine: str) -> None:
-    if rest := " ".join(arguments.rest):
-        raise arguments.grammar.refuse(f'the engine {engine} has no options, but got "{rest}" after "--".')
 
 
 def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
@@ -285,9 +184,9 @@ def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) ->
 
     if isinstance(launcher, LocalLauncher):
         return count
-    if launcher.name in _COUNTED:
+    if launcher.name in COUNTED:
         if count is None:
-            raise arguments.grammar.refuse(f"say how many {_COUNTED[launcher.name]}: {HOSTS}=N.", launcher.name)
+            raise arguments.grammar.refuse(f"say how many {COUNTED[launcher.name]}: {HOSTS}=N.", launcher.name)
         return count
     from meshbook.launchers.ssh import SSHLauncher
 

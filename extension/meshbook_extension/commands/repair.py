@@ -11,6 +11,7 @@ from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.sync import send_again
+from meshbook_extension.notebook.engines import ON, PYTHON, WITHIN, read_other_engine
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.setup_cells import Setup, follow_ranks, view_after
@@ -29,17 +30,20 @@ REPLAY = Option("--replay", "run the cells marked %%mesh --setup on the new rank
 @Command(
     name="%mesh heal",
     summary="Start the ranks that ended again, in their places; %%mesh --setup cells run there again.",
-    options=(FORCE,),
-    examples=("%mesh heal", "%mesh heal --force"),
+    options=(FORCE, ON, PYTHON, WITHIN),
+    rest="ENGINE OPTIONS",
+    examples=("%mesh heal", "%mesh heal --force", "%mesh heal --on ssh:nodeC -- -p 2222"),
     notes="""
-The other ranks keep their variables. Hosts whose agent is lost are started again too.
+The other ranks keep their variables. Hosts whose agent is lost are started again too, where they were or, of a
+cluster that has taken that, where it gives another; --on has an engine of your choice start others in their places.
 A rank that ended more than 3 times within 60 s is left alone, unless --force is given.
 A host that is silent but not known to have ended keeps its ranks; --force gives it up and starts another.""",
 )
 def heal(session: Session, arguments: Arguments) -> None:
     """Repair, then the setup cells."""
     procs = session.mesh()
-    repaired = _repair(lambda: procs.base().heal(force=arguments.flag("--force"), note=_note))
+    launcher = read_other_engine(arguments, procs.base())
+    repaired = _repair(lambda: procs.base().heal(force=arguments.flag("--force"), note=_note, launcher=launcher))
     print(repaired)
     send_again(session, procs, repaired.ranks)
     _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
@@ -76,10 +80,17 @@ def respawn(session: Session, arguments: Arguments) -> None:
     name="%mesh grow",
     summary="Add indices to axes of the mesh; its ranks keep their processes and variables.",
     pairs="AXIS=N [AXIS=N ...]",
-    options=(REPLAY,),
-    examples=("%mesh grow gpus=2", "%mesh grow hosts=1", "%mesh grow gpus=2 --replay"),
+    options=(REPLAY, ON, PYTHON, WITHIN),
+    rest="ENGINE OPTIONS",
+    examples=(
+        "%mesh grow gpus=2",
+        "%mesh grow hosts=1",
+        "%mesh grow gpus=2 --replay",
+        "%mesh grow hosts=1 --on ssh:nodeC -- -p 2222",
+    ),
     notes="""
-Ranks are numbered anew, by the axes; new ranks have no variables. hosts can grow where the mesh has its own.""",
+Ranks are numbered anew, by the axes; new ranks have no variables. hosts can grow where the mesh has its own: by who
+started the others, with the same options, or by --on and what follows --, as of %mesh spawn.""",
 )
 def grow(session: Session, arguments: Arguments) -> None:
     """Add ranks to the current mesh."""
@@ -87,7 +98,8 @@ def grow(session: Session, arguments: Arguments) -> None:
     if not more:
         raise arguments.grammar.refuse("say along which axis, and by how much.")
     procs = session.mesh()
-    change = _repair(lambda: procs.change(grow=more, note=_note))
+    launcher = read_other_engine(arguments, procs)
+    change = _repair(lambda: procs.change(grow=more, note=_note, launcher=launcher))
     _take_over(session, procs, change)
     send_again(session, change.procs, change.new)
     if arguments.flag("--replay"):

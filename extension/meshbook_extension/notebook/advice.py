@@ -20,6 +20,8 @@ NOTEBOOK_ADVICE = Advice(
     spawn="%mesh spawn gpus=4",
     spawn_call="%mesh spawn gpus=4, or this_host().spawn_procs(...)",
     spawn_hosts="%mesh spawn hosts=3 gpus=4",
+    grow_hosts="%mesh grow hosts=1 --on ENGINE",
+    heal_elsewhere="%mesh heal --on ENGINE",
     stop="%mesh stop",
     detach="%mesh detach, or meshbook.detach()",
     whole="base(), or %mesh use",

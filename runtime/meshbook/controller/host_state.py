@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import HostLost, SpawnError
@@ -26,6 +27,24 @@ LOOK_S = 1.0
 """How often somebody who waits for a host looks what that waits for."""
 
 
+class HostStarter(Protocol):
+    """Starts hosts like one that is there (`meshbook.mesh.host_agents`). All raise SpawnError."""
+
+    @property
+    def fixed(self) -> str:
+        """Why there are no more hosts like it (`meshbook.launchers.base.Launcher.fixed`)."""
+
+    @property
+    def place_is_gone(self) -> bool:
+        """See `meshbook.launchers.base.Launcher.place_is_gone`."""
+
+    def another(self) -> HostState:
+        """In its place."""
+
+    def more(self, count: int, beside: Sequence[HostState]) -> list[HostState]:
+        """Together, in the place of none, and on other machines than ``beside``."""
+
+
 class HostState(HostLink):
     """Used by the I/O thread only, but for the plain fields. on_whole: see `HostLink`."""
 
@@ -45,14 +64,11 @@ class HostState(HostLink):
         self.name = id
         self.launched = launched
         self.shares_environment, self.is_found = shares_environment, is_found
-        self.launch_another: Callable[[], HostState] | None = None
-        """Start a host in its place."""
+        self.starter: HostStarter | None = None
         self.retire: Callable[[], object] = lambda: None
         """Have it end for good when it is closed, also where others may need it once the session has ended."""
         self.launcher = SavedLauncher()
-        """What does that."""
-        self.fixed = ""
-        """Why there are no more hosts like it, as its launcher says (`meshbook.launchers.base.Launcher.fixed`)."""
+        """What starts another in its place."""
         self.endpoint = ""
         """What it dials, where that is on a network."""
         self._successor: HostState | None = None
@@ -67,18 +83,9 @@ class HostState(HostLink):
         """This host, or the one that has taken its place."""
         return self if self._successor is None else self._successor.present()
 
-    def replace(self) -> HostState:
-        """The host in the place of this one, started if there is none that lives; it may not have dialled in yet.
-
-        Raises: SpawnError.
-        """
-        last = self.present()
-        if not last.lost:
-            return last
-        if last.launch_another is None:
-            raise SpawnError(f"host {last.name} is lost ({last.lost}), and nobody here knows how to start it again.")
-        last._successor = last.launch_another()
-        return last._successor
+    def give_place_to(self, other: HostState) -> None:
+        """``other`` was started in the place of this one, which is lost."""
+        self.present()._successor = other
 
     def wait_ready(self, timeout_s: float, look: Callable[[str], object] = lambda waits_for: None) -> None:
         """Wait until it has dialled in; the time begins when it waits in no queue. Raises: SpawnError.

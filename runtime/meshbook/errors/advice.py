@@ -27,6 +27,9 @@ class Advice(NamedTuple):
     spawn: str = 'this_host().spawn_procs({"gpus": 4})'
     spawn_call: str = "this_host().spawn_procs(...)"
     spawn_hosts: str = 'start_hosts({"hosts": 3}, launcher).spawn_procs({"gpus": 4})'
+    grow_hosts: str = "mesh.grow(launcher, hosts=1)"
+    heal_elsewhere: str = "mesh.heal(launcher=launcher)"
+    """How somebody else starts hosts beside those that there are, and in the place of lost ones."""
     stop: str = "mesh.stop()"
     detach: str = "meshbook.detach()"
     whole: str = "base()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from meshbook.sessions.folder import SavedLauncher
@@ -49,6 +50,13 @@ class Launcher(Protocol):
 
     def for_host(self, index: int) -> Launcher:
         """What starts another host in the place of the one that got the ticket of this number."""
+
+    @property
+    def place_is_gone(self) -> bool:
+        """Whether the place of the host that it was made for has gone, as an allocation does; asks the engine."""
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> Launcher:
+        """What starts hosts in the place of none, with the same options, and on other machines than ``beside``."""
 
     @property
     def fixed(self) -> str:

@@ -60,6 +60,7 @@ class BatchLauncher:
 
     name = "batch"
     shares_environment = False
+    place_is_gone = False
     fixed = ""
 
     def __init__(
@@ -83,6 +84,9 @@ class BatchLauncher:
     def for_host(self, index: int) -> BatchLauncher:
         place = self._launched[index] if self._launched else None
         return BatchLauncher(self.scheduler, python=self.python, options=self.options, place=place)
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> BatchLauncher:
+        return self
 
     @property
     def saved(self) -> SavedLauncher:

@@ -58,6 +58,7 @@ class KubernetesLauncher:
 
     name = "k8s"
     shares_environment = False
+    place_is_gone = False
     fixed = ""
 
     def __init__(
@@ -79,6 +80,9 @@ class KubernetesLauncher:
 
     def for_host(self, index: int) -> KubernetesLauncher:
         return self.in_place_of(self._launched[index] if self._launched else None)
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> KubernetesLauncher:
+        return self
 
     def in_place_of(self, place: KubernetesHost | None) -> KubernetesLauncher:
         return KubernetesLauncher(python=self.python, options=self.options, place=place)

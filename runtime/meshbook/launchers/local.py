@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +30,7 @@ class LocalLauncher:
 
     name = "local"
     shares_environment = True
+    place_is_gone = False
     fixed = ""
 
     def __init__(self, *, separate_hosts: bool = False) -> None:
@@ -38,6 +40,9 @@ class LocalLauncher:
     @property
     def saved(self) -> SavedLauncher:
         return SavedLauncher(self.name, separate=not self._shares_memory)
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> LocalLauncher:
+        return self
 
     def for_host(self, index: int) -> LocalLauncher:
         """Itself: its hosts are all alike."""

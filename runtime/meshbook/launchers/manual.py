@@ -56,6 +56,7 @@ class ManualLauncher:
 
     name = "manual"
     shares_environment = False
+    place_is_gone = False
     fixed = ""
 
     def __init__(self, address: str = "", *, python: str | None = None, within_s: float = WITHIN_S) -> None:
@@ -75,6 +76,9 @@ class ManualLauncher:
 
     def for_host(self, index: int) -> ManualLauncher:
         """Itself: whoever comes is welcome."""
+        return self
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> ManualLauncher:
         return self
 
     @property

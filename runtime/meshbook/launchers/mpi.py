@@ -48,6 +48,7 @@ class MPILauncher:
 
     name = "mpi"
     shares_environment = False
+    place_is_gone = False
     fixed = "its hosts are those that mpirun was given"
 
     def __init__(
@@ -76,6 +77,9 @@ class MPILauncher:
     def for_host(self, index: int) -> MPILauncher:
         place = self._launched[index] if self._launched else None
         return MPILauncher(program=self.program, python=self.python, options=self.options, place=place)
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> MPILauncher:
+        return MPILauncher(program=self.program, python=self.python, options=self.options)
 
     @property
     def saved(self) -> SavedLauncher:

@@ -8,7 +8,8 @@ The driver (`meshbook.launchers.ray_driver`) is a process beside us, so that the
 which would change its signal handlers and its output. Like salloc it outlives the controller, as agents do, until its
 last agent has ended; its own end is the end of the placement group, the actors and the agents. What it says goes to a
 file (`meshbook.launchers.ray_log`). A lost host comes back by another actor in its bundle, which Ray puts on another
-node where the first has gone: the driver is asked by its socket, by the next controller too.
+node where the first has gone: the driver is asked by its socket, by the next controller too. Where the driver has
+ended, and for hosts that come later, there is another one with a placement group of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RayLauncher:
 
     name = "ray"
     shares_environment = False
-    fixed = "its hosts are the bundles of its placement group"
+    fixed = ""
 
     def __init__(
         self,
@@ -83,6 +84,14 @@ class RayLauncher:
     def for_host(self, index: int) -> RayLauncher:
         place = self._launched[index] if self._launched else None
         return RayLauncher(self.address, python=self.python, options=self.options, gpus=self.gpus, place=place)
+
+    @property
+    def place_is_gone(self) -> bool:
+        return self._place is not None and self._place.group.client.poll() is not None
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> RayLauncher:
+        """By another placement group."""
+        return RayLauncher(self.address, python=self.python, options=self.options, gpus=self.gpus)
 
     @property
     def saved(self) -> SavedLauncher:
@@ -155,7 +164,7 @@ class PlacementGroup:
                 sock.sendall(json.dumps(what).encode() + b"\n")
         except OSError:
             why = self.client.said.why_ended("", self.client.poll()) or "the driver of Ray does not answer"
-            raise SpawnError(f"{why}; its placement group has ended: spawn the mesh again") from None
+            raise SpawnError(f"{why}; its placement group has ended") from None
 
     def leave(self, host_id: str, timeout_s: float) -> None:
         """A host has ended, or is to; without hosts everything ends that was started here, within the time."""

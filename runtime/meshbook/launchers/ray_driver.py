@@ -197,7 +197,8 @@ class Driver:
 
         count, bundle = len(self._hosts), self._bundle()
         self._check_nodes(count, bundle)
-        self._group = placement_group([bundle] * count, strategy="STRICT_SPREAD", name="meshbook")
+        name = "-".join(["meshbook", *self._wanted["socket"].split("/")[-2:]])  # Ray has no two of one name
+        self._group = placement_group([bundle] * count, strategy="STRICT_SPREAD", name=name)
         began = time.monotonic()
         while not self._group.wait(LOOK_S):
             say(waits=self._missing(count, bundle, time.monotonic() - began))

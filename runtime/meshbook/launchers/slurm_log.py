@@ -29,7 +29,10 @@ _NOISE = re.compile(
 _SAID_LINES = 3
 
 _HINTS = (
-    ("node configuration is not available", "Its node has gone, see sinfo; go on without it: {shrink}"),
+    *(
+        (words, "Its allocation has no node for it, see sinfo; go on without: {shrink}")
+        for words in ("node configuration is not available", "Hostlist is empty")
+    ),
     *PYTHON_HINTS,
     *((words, "Its allocation has ended: spawn the mesh again.") for words in ("nvalid job", "already completing")),
 )

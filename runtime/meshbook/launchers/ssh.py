@@ -81,6 +81,7 @@ class SSHLauncher:
     name = "ssh"
     transport = "tcp"
     shares_environment = False
+    place_is_gone = False
     fixed = "its hosts were named when it was spawned"
 
     def __init__(self, hosts: Sequence[str], *, python: str | None = None, options: Sequence[str] = ()) -> None:
@@ -93,6 +94,9 @@ class SSHLauncher:
 
     def for_host(self, index: int) -> SSHLauncher:
         return SSHLauncher(self.hosts[index : index + 1], python=self.python, options=self.options)
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> SSHLauncher:
+        return self
 
     @property
     def saved(self) -> SavedLauncher:

@@ -62,12 +62,67 @@ def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: 
     controller.folder.save_hosts(saved)
 
 
+class _Starter:
+    """Starts hosts like the one for which there is ``launcher``; see `HostStarter`."""
+
+    def __init__(self, controller: Controller, launcher: Launcher, serves_all: bool) -> None:
+        self._controller, self._launcher, self._serves_all = controller, launcher, serves_all
+
+    @property
+    def fixed(self) -> str:
+        return self._launcher.fixed
+
+    @property
+    def place_is_gone(self) -> bool:
+        return self._launcher.place_is_gone
+
+    def another(self) -> HostState:
+        return launch_hosts(self._controller, self._launcher, 1, self._serves_all)[0]
+
+    def more(self, count: int, beside: Sequence[HostState]) -> list[HostState]:
+        launcher = self._launcher.for_more([host.launched for host in beside])
+        return launch_hosts(self._controller, launcher, count, self._serves_all)
+
+
 def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, serves_all: bool) -> None:
-    """Have ``launcher`` start whatever comes in the place of a host."""
-    host.launch_another = lambda: launch_hosts(controller, launcher, 1, serves_all)[0]
-    host.launcher, host.fixed = launcher.saved, launcher.fixed
+    """Have ``launcher`` start whatever comes in the place of a host, or beside it."""
+    host.starter, host.launcher = _Starter(controller, launcher, serves_all), launcher.saved
     if isinstance(launcher, RetiringLauncher):
         host.retire = lambda: launcher.retire(host.launched)
+
+
+def replace_hosts(
+    hosts: Sequence[HostState], started: dict[HostState, HostState], controller: Controller, launcher: Launcher | None
+) -> None:
+    """Start a host in the place of each that is lost; they may not have dialled in yet. Raises: SpawnError, UsageError.
+
+    hosts: all of a mesh. started: gets each that is lost with the one in its place, also when this raises.
+    launcher: starts them all; by default each comes back as it came, those together whose allocation has gone.
+    """
+    started.update({host: host.present() for host in hosts if host.lost and not host.present().lost})
+    lost = [host for host in hosts if host.present().lost]
+    together: dict[SavedLauncher, list[HostState]] = {}
+    if launcher is not None and lost:
+        _give_places(lost, launch_hosts(controller, launcher, len(lost), False), started)
+        return
+    for host in lost:
+        last = host.present()
+        if last.starter is None:
+            raise SpawnError(f"host {last.name} is lost ({last.lost}), and nobody here knows how to start it again.")
+        if last.starter.place_is_gone:
+            together.setdefault(last.launcher.asked, []).append(host)
+        else:
+            _give_places([host], [last.starter.another()], started)
+    for alike in together.values():
+        starter, beside = alike[0].present().starter, [host.present() for host in hosts if not host.present().lost]
+        assert starter is not None
+        _give_places(alike, starter.more(len(alike), beside), started)
+
+
+def _give_places(lost: list[HostState], others: list[HostState], started: dict[HostState, HostState]) -> None:
+    for host, other in zip(lost, others, strict=True):
+        host.give_place_to(other)
+        started[host] = other
 
 
 def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:

@@ -15,7 +15,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
-from meshbook.mesh.host_agents import HostProgress
+from meshbook.mesh.host_agents import HostProgress, replace_hosts
 from meshbook.mesh.host_versions import warn_of_versions
 from meshbook.mesh.log_streaming import hide_calls
 from meshbook.mesh.proc_mesh import ProcMesh
@@ -241,8 +241,7 @@ class HostMesh(MeshView):
 
     def replace_lost(self) -> None:
         """Start another host in the place of each that was lost. Raises: SpawnError."""
-        for host in self._hosts:
-            host.replace()
+        replace_hosts(self._hosts, {}, self._controller, None)
 
     def _present(self) -> list[HostState]:
         """The hosts, or those that have taken the places of lost ones."""

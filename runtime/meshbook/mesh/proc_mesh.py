@@ -38,6 +38,7 @@ from meshbook.errors import (
 )
 from meshbook.formatting import format_sizes
 from meshbook.groups.absent import WITHOUT_TORCH
+from meshbook.launchers.base import Launcher
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
 from meshbook.mesh.log_streaming import LogStreaming
@@ -325,15 +326,23 @@ class ProcMesh(MonarchNames):
 
     # ---- repair -------------------------------------------------------------------------------------------------
 
-    def heal(self, setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None) -> Repaired:
+    def heal(
+        self,
+        setup: Sequence[str] = (),
+        *,
+        force: bool = False,
+        note: Note | None = None,
+        launcher: Launcher | None = None,
+    ) -> Repaired:
         """Start the ranks that ended again, with new agents where theirs are lost, and form the groups with all ranks.
 
         The others keep their state; the new ones have none. They run the cells ``setup``, alone.
         force: also a rank that ends again and again, and those of hosts that are suspect (`suspects`), which are given
         up. note: is told, once, what takes long.
-        Raises: CrashLoopError, SpawnError; KeyboardInterrupt, and then it can be healed again.
+        launcher: starts other hosts in the place of lost ones; by default these come back as they came.
+        Raises: CrashLoopError, SpawnError, UsageError; KeyboardInterrupt, and then it can be healed again.
         """
-        return self._repair((), setup, force=force, note=note)
+        return self._repair((), setup, force=force, note=note, launcher=launcher)
 
     def respawn(
         self, ranks: int | Iterable[int], setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None
@@ -344,10 +353,18 @@ class ProcMesh(MonarchNames):
             self._present().members.point(rank)
         return self._repair(chosen, setup, force=force, note=note)
 
-    def _repair(self, ranks: Sequence[int], setup: Sequence[str], *, force: bool, note: Note | None) -> Repaired:
+    def _repair(
+        self,
+        ranks: Sequence[int],
+        setup: Sequence[str],
+        *,
+        force: bool,
+        note: Note | None,
+        launcher: Launcher | None = None,
+    ) -> Repaired:
         new: set[int] = set()
         for left in reversed(range(ROUNDS)):
-            repaired = Repair(self._controller, self._mesh, self.base(), note).run(ranks, setup, force=force)
+            repaired = Repair(self._controller, self._mesh, self.base(), note, launcher).run(ranks, setup, force=force)
             new.update(repaired.ranks)
             try:
                 _call_living(self._mesh.after_repairs)
@@ -355,17 +372,18 @@ class ProcMesh(MonarchNames):
             except WorkerLost:
                 if not left or not self._mesh.lost:
                     raise
-                ranks = ()  # another one has died meanwhile
+                ranks, launcher = (), None  # another one has died meanwhile
         return repaired._replace(ranks=tuple(sorted(new)))
 
-    def grow(self, **more: int) -> ProcMesh:
+    def grow(self, launcher: Launcher | None = None, /, **more: int) -> ProcMesh:
         """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.
 
         Who is there keeps its process, its state, and its rank unless new ones come before it. New ranks have no state.
-        Along an axis that counts hosts new hosts are started, if the mesh has hosts of its own.
+        Along an axis that counts hosts new hosts are started, if the mesh has hosts of its own: by ``launcher``, else
+        as its first one was.
         Raises: UsageError while a cell runs, UnknownAxisError, DeviceError, SpawnError: then the mesh is as it was.
         """
-        return self.change(grow=more).procs
+        return self.change(grow=more, launcher=launcher).procs
 
     def shrink(self, **fewer: int) -> ProcMesh:
         """Remove indices of axes: ``shrink(gpus=1)``, those of dead ranks first, then from the end; see `grow`.
@@ -380,10 +398,11 @@ class ProcMesh(MonarchNames):
         grow: Mapping[str, int] | None = None,
         shrink: Mapping[str, int] | None = None,
         note: Note | None = None,
+        launcher: Launcher | None = None,
     ) -> Change:
         """As `grow` or `shrink`, one of the two; says also which rank became which."""
         elastic = Elastic(self._controller, self._mesh, self._present(), note)
-        return elastic.grow(grow) if grow is not None else elastic.shrink(shrink or {})
+        return elastic.grow(grow, launcher) if grow is not None else elastic.shrink(shrink or {})
 
     def ask(self, endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, object]:
         """Put a question to the members' control threads, which answer also while the ranks are busy or stuck.

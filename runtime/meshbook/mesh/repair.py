@@ -28,12 +28,15 @@ from meshbook.errors import (
     DeviceError,
     MeshStoppedError,
     SpawnError,
+    UsageError,
     WorkerLost,
 )
+from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.groups.deadlock import is_in_use
 from meshbook.groups.progress import Collectives
-from meshbook.mesh.host_agents import HostProgress
+from meshbook.launchers.base import Launcher
+from meshbook.mesh.host_agents import HostProgress, replace_hosts
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -101,9 +104,19 @@ class Repaired(NamedTuple):
 class Repair:
     """One repair of one mesh, on a thread of the user."""
 
-    def __init__(self, controller: Controller, mesh: MeshState, procs: ProcMesh, note: Note | None = None) -> None:
-        """procs: the whole mesh. note: is told, once, what takes long."""
-        self._controller, self._mesh, self._procs = controller, mesh, procs
+    def __init__(
+        self,
+        controller: Controller,
+        mesh: MeshState,
+        procs: ProcMesh,
+        note: Note | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
+        """procs: the whole mesh. note: is told, once, what takes long.
+
+        launcher: what starts others in the place of lost hosts; by default each comes back as it came.
+        """
+        self._controller, self._mesh, self._procs, self._launcher = controller, mesh, procs, launcher
         self._new_hosts: list[str] = []
         self.note: Note = note or (lambda text: None)
 
@@ -124,6 +137,8 @@ class Repair:
             if kill:
                 self._check_crash_loops(kill)
                 self._kill(kill, "it was respawned")
+            if self._launcher is not None and not any(host.lost for host in self._mesh.hosts):
+                raise UsageError(f'no host of mesh "{self._mesh.name}" is lost, so there is none to be replaced.')
             while not self._mesh.joined or self._mesh.lost:
                 new |= self._bring_back()
                 joined = True
@@ -188,16 +203,17 @@ class Repair:
         lost = [host for host in self._mesh.hosts if host.lost]
         starting: dict[HostState, HostState] = {}
         try:
-            for host in lost:
-                starting[host] = host.replace()
+            replace_hosts(self._mesh.hosts, starting, self._controller, self._launcher)
             progress = HostProgress(list(starting.values()))
             for host, new in list(starting.items()):
                 new.wait_ready(HOST_TIMEOUT_S, progress.look)
                 self._controller.ask(functools.partial(self._mesh.replace_host, host, new))
                 self._new_hosts.append(new.name)
                 del starting[host]
-        except BaseException:  # the next try starts yet others
+        except BaseException as error:  # the next try starts yet others
             self._controller.stop_hosts(list(starting.values()), 0.1)
+            if isinstance(error, SpawnError) and any(host.starter and host.starter.fixed for host in lost):
+                raise SpawnError(f"{error}\n  another host in its place: {advice().heal_elsewhere}") from error
             raise
         self._controller.stop_hosts(lost, 0.1)  # what is left of them: an agent that is only silent must not come back
 

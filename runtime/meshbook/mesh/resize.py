@@ -23,7 +23,8 @@ from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.errors.advice import advice
 from meshbook.formatting import format_sizes, name_ranks
-from meshbook.mesh.host_agents import HostProgress
+from meshbook.launchers.base import Launcher
+from meshbook.mesh.host_agents import HostProgress, launch_hosts
 from meshbook.mesh.repair import GONE_TIMEOUT_S, HOST_TIMEOUT_S, Note, Repair
 from meshbook.mesh.resize_plan import NewHost, Plan, check_steps, describe_moves, plan_growth, plan_shrinkage, without
 from meshbook.wire import messages as wire
@@ -72,7 +73,7 @@ class Elastic:
         self._extent = procs.extent
         self._began = time.monotonic()
 
-    def grow(self, more: Mapping[str, int]) -> Change:
+    def grow(self, more: Mapping[str, int], launcher: Launcher | None = None) -> Change:
         """See `ProcMesh.grow`."""
         mesh = self._mesh
         check_steps(self._extent, more, "grow")
@@ -84,7 +85,7 @@ class Elastic:
                     f"{name_ranks(mesh.lost)} ended: repair the mesh first, {advice().heal}, or shrink it."
                 )
             rough = plan_growth(self._extent, mesh.placement, more, mesh.host_axes)
-            hosts = self._start_hosts(rough)
+            hosts = self._start_hosts(rough, launcher)
             try:
                 plan = _fill(rough, hosts)
                 pending_workers = self._recruit(plan)
@@ -133,32 +134,38 @@ class Elastic:
                 f"  wait: {advice().wait}    or interrupt: {advice().interrupt}"
             )
 
-    def _start_hosts(self, plan: Plan[HostState]) -> dict[NewHost, HostState]:
+    def _start_hosts(self, plan: Plan[HostState], launcher: Launcher | None) -> dict[NewHost, HostState]:
         wanted = list(dict.fromkeys(host for host in plan.placement if isinstance(host, NewHost)))
+        if not wanted and launcher is not None:
+            raise UsageError(f"{_sizes(plan)} needs no more hosts than there are, so there is none to be started.")
         if not wanted:
             return {}
-        if fixed := self._mesh.hosts[0].fixed:
-            raise UsageError(
-                f'mesh "{self._mesh.name}" cannot have more hosts: {fixed}. '
-                f"Grow an axis that lies on the hosts, or start another mesh: {advice().spawn_hosts}"
-            )
-        launch = self._mesh.hosts[0].launch_another
-        if not self._mesh.owns_hosts or launch is None:
-            raise UsageError(
-                f'the hosts of mesh "{self._mesh.name}" were not started for it alone, so it cannot have more of them. '
-                f"Grow an axis that lies on the hosts, or start another mesh: {advice().spawn_hosts}"
-            )
-        hosts: dict[NewHost, HostState] = {}
+        new = self._launch(len(wanted), launcher)
         try:
-            for key in wanted:
-                hosts[key] = launch()
-            progress = HostProgress(list(hosts.values()))
-            for host in hosts.values():
+            progress = HostProgress(new)
+            for host in new:
                 host.wait_ready(HOST_TIMEOUT_S, progress.look)
         except BaseException:
-            self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
+            self._controller.stop_hosts(new, GONE_TIMEOUT_S)
             raise
-        return hosts
+        return dict(zip(wanted, new, strict=True))
+
+    def _launch(self, count: int, launcher: Launcher | None) -> list[HostState]:
+        """Have so many more hosts. Raises: UsageError, SpawnError."""
+        name, starter = self._mesh.name, self._mesh.hosts[0].starter
+        if not self._mesh.owns_hosts or starter is None:
+            raise UsageError(
+                f'the hosts of mesh "{name}" were not started for it alone, so it cannot have more of them. '
+                f"Grow an axis that lies on the hosts, or start another mesh: {advice().spawn_hosts}"
+            )
+        if launcher is not None:
+            return launch_hosts(self._controller, launcher, count, False)
+        if fixed := starter.fixed:
+            raise UsageError(
+                f'mesh "{name}" cannot have more hosts like its first: {fixed}. Say who starts them: '
+                f"{advice().grow_hosts}"
+            )
+        return starter.more(count, self._mesh.hosts)
 
     def _recruit(self, plan: Plan[HostState]) -> PendingWorkers:
         """New workers under numbers that are nobody's rank, before or after."""

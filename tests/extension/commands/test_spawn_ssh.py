@@ -75,8 +75,29 @@ def test_a_host_that_is_lost_is_named_and_heals_on_its_own_machine(cluster) -> N
     assert cluster.run("%%mesh\nimport os; os.environ['B']").plain.count("x=y") == 1
 
 
-def test_more_hosts_are_refused(cluster) -> None:
-    assert "cannot have more hosts: its hosts were named" in cluster.fail("%mesh grow hosts=1")
+def test_more_hosts_come_from_where_they_are_named_and_others_take_lost_places(cluster, there: SshHosts) -> None:
+    said = cluster.fail("%mesh grow hosts=1")
+    assert "cannot have more hosts like its first: its hosts were named" in said
+    assert "Say who starts them: %mesh grow hosts=1 --on ENGINE" in said
+    options = f"-- -F {there.config}"
+    assert "2 hosts were named, but 1 are asked for" in cluster.fail(f"%mesh grow hosts=1 --on ssh:a,b {options}")
+    assert "needs no more hosts" in cluster.fail(f"%mesh grow gpus=1 --on ssh:nodeC {options}")
+    assert "--python is for hosts of another engine" in cluster.fail("%mesh grow hosts=1 --python python3")
+    assert "no host of mesh" in cluster.fail(f"%mesh heal --on ssh:nodeC {options}")
+    cluster.run("%%mesh\nkept = rank")
+    grown = cluster.run(f"%mesh grow hosts=1 --on ssh:nodeC {options}").stdout
+    assert 'mesh "far": hosts=3, gpus=1; rank 2 is new' in grown
+    cluster.run("%%mesh\nt = torch.ones(1); dist.all_reduce(t); t.item(), globals().get('kept')")
+    assert cluster["_mesh"].values() == [(3.0, 0), (3.0, 1), (3.0, None)]
+    cluster.run("%mesh use far --out far")
+    psutil.Process(cluster["far"]._mesh.hosts[2].launched.pid).kill()
+    cluster.fail("%%mesh hosts=2\nimport time; time.sleep(120)")
+    assert "host nodeD started again, rank 2 started" in cluster.run(f"%mesh heal --on ssh:nodeD {options}").stdout
+    cluster.run("%%mesh\nt = torch.ones(1); dist.all_reduce(t); t.item(), globals().get('kept')")
+    assert cluster["_mesh"].values() == [(3.0, 0), (3.0, 1), (3.0, None)]
+    cluster.run("%mesh shrink hosts=1")
+    cluster.run("%mesh use far --out far")
+    assert cluster["far"].hosts == ("nodeA", "nodeB")
 
 
 def test_the_same_spawn_again_is_refused_by_its_name(cluster, there: SshHosts) -> None:

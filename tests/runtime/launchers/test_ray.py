@@ -21,7 +21,7 @@ from ray_cluster import await_quiet, drivers, ray_cluster, tasks
 import meshbook
 from benchmarks.ray_nodes import RayNodes
 from meshbook import ProcMesh, start_hosts
-from meshbook.errors import SpawnError, UsageError, WorkerLost
+from meshbook.errors import SpawnError, WorkerLost
 from meshbook.job import RayJob
 from meshbook.launchers.ray import RayLauncher
 from meshbook.mesh.driven import own_sessions
@@ -126,8 +126,6 @@ def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes:
         seen = [*tasks(nodes), *drivers()]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen if process.is_running())
         assert "host_agent" in words and "ray_driver" in words and not [key for key in keys if key in words]
-        with pytest.raises(UsageError, match="its hosts are the bundles of its placement group"):
-            procs.grow(hosts=1)
         rank = next(rank for rank, name in enumerate(procs.hosts) if name != "r1")  # r1 is the head
         lost = procs.hosts[rank]
         assert "node was terminated unexpectedly" in loss(procs, lambda: nodes.ask("kill", lost), rank)
@@ -137,12 +135,29 @@ def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes:
     await_quiet(nodes)
 
 
-def test_the_end_of_the_driver_is_the_end_of_all(nodes: RayNodes) -> None:
+def test_the_end_of_the_driver_is_the_end_of_all_until_they_are_healed(nodes: RayNodes) -> None:
     with spawned(nodes, 2) as procs:
         assert "the driver of Ray has ended (killed by SIGKILL" in loss(procs, drivers()[0].kill)
         await_quiet(nodes)
-        with pytest.raises(SpawnError, match="its placement group has ended: spawn the mesh again"):
-            procs.heal()
+        procs.heal()
+        assert len(set(procs.hosts)) == 2 and procs.run("rank").get(60).values() == [0, 1] and len(drivers()) == 1
+    await_quiet(nodes)
+    assert not known_hosts()
+
+
+def test_more_hosts_come_by_another_placement_group_which_ends_when_they_leave(nodes: RayNodes) -> None:
+    with spawned(nodes, 1) as procs:
+        procs.run("kept = rank + 1").get(60)
+        wide = procs.grow(hosts=2)
+        assert len(set(wide.hosts[1:])) == 2 and len(drivers()) == 2
+        assert wide.run("globals().get('kept')").get(60).values() == [1, None, None]
+        narrow = wide.shrink(hosts=2)
+        assert narrow.run("kept").get(60).values() == [1]
+        deadline = time.monotonic() + 30
+        while len(drivers()) > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(drivers()) == 1
+    await_quiet(nodes)
     assert not known_hosts()
 
 

@@ -19,7 +19,7 @@ from controllers import Zygote, alone
 from slurm_cluster import await_quiet, slurm_cluster, slurm_processes, tasks
 
 import meshbook
-from benchmarks.slurm_nodes import SlurmNodes
+from benchmarks.slurm_nodes import SlurmNodes, start_node
 from meshbook import ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.job import SlurmJob
@@ -85,8 +85,6 @@ def test_a_lost_host_comes_back_on_its_node_in_the_same_job(nodes: SlurmNodes) -
         assert "its agent on n2 ended" in loss(procs, agent_of(procs, 1).kill), "as often as it is lost"
         procs.heal()
         assert procs.hosts == ("n1", "n2") and nodes.queue() == queue
-        with pytest.raises(UsageError, match="its hosts are the nodes of its allocation"):
-            procs.grow(hosts=1)
         keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
         seen = [*tasks(nodes), *slurm_processes()]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen if process.is_running())
@@ -107,10 +105,53 @@ def test_srun_and_then_the_job_are_killed(nodes: SlurmNodes) -> None:
         assert procs.run("rank").get(60).values() == [0, 1] and nodes.queue() == queue
         number = queue[0].split()[0]
         assert f"Slurm has cancelled step {number}" in loss(procs, lambda: nodes.ask("scancel", number))
-        with pytest.raises(
-            SpawnError, match=r"host n1 did not start: srun: .*Its allocation has ended: spawn the mesh"
-        ):
-            procs.heal()
+        deadline = time.monotonic() + 60
+        while len(procs.lost) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "ranks 0,1 started again" in str(procs.heal())
+        assert len(set(procs.hosts)) == 2 and procs.run("rank").get(60).values() == [0, 1]
+        (another,) = nodes.queue()
+        assert another.split()[0] != number, "one allocation for both"
+    await_quiet(nodes)
+    assert not known_hosts()
+
+
+def test_more_hosts_come_by_another_allocation_which_ends_when_they_leave(nodes: SlurmNodes) -> None:
+    with spawned(2) as procs:
+        procs.run("kept = rank + 1").get(60)
+        queue = nodes.queue()
+        wide = procs.grow(hosts=1)
+        assert wide.hosts == ("n1", "n2", "n3") and len(nodes.queue()) == 2
+        assert wide.run("globals().get('kept')").get(60).values() == [1, 2, None]
+        assert "its agent on n3 ended" in loss(wide, agent_of(wide, 2).kill, 2)
+        wide.heal()
+        assert wide.hosts == ("n1", "n2", "n3") and len(nodes.queue()) == 2
+        narrow = wide.shrink(hosts=1)
+        assert narrow.run("kept").get(60).values() == [1, 2]
+        deadline = time.monotonic() + 30
+        while nodes.queue() != queue and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert nodes.queue() == queue
+        with pytest.raises(SpawnError, match="invalid partition specified: nowhere"):
+            narrow.grow(SlurmLauncher(options=["-p", "nowhere"]), hosts=1)
+        assert narrow.run("kept").get(60).values() == [1, 2] and nodes.queue() == queue
+    await_quiet(nodes)
+    assert not known_hosts()
+
+
+@pytest.mark.slow
+def test_a_node_whose_slurmd_is_killed_is_lost_and_another_takes_its_place(nodes: SlurmNodes) -> None:
+    with spawned(2) as procs:
+        procs.run("kept = rank + 1").get(60)
+        assert "node n2 has failed, as Slurm says" in loss(procs, nodes.daemons["n2"].kill)
+        assert "host n3 started again, rank 1 started again" in str(procs.heal())
+        assert procs.hosts == ("n1", "n3") and len(nodes.queue()) == 2
+        assert procs.run("globals().get('kept')").get(60).values() == [1, None]
+    nodes.daemons["n2"].wait(60)
+    start_node(nodes, "n2")
+    deadline = time.monotonic() + 60
+    while nodes.ask("sinfo", "-h", "-N", "-o", "%T").split() != ["idle"] * 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
     await_quiet(nodes)
     assert not known_hosts()
 
@@ -127,6 +168,9 @@ def test_an_allocation_that_is_there_is_used_and_stays(nodes: SlurmNodes, monkey
             assert "srun ended (killed by SIGKILL" in loss(procs, slurm_processes()[0].kill)
             procs.heal()
             assert procs.run("rank").get(60).values() == [0, 1]
+            assert procs.grow(hosts=1).hosts == ("n1", "n2", "n3") and len(nodes.queue()) == 1
+            with pytest.raises(SpawnError, match="Its allocation has no node for it"):
+                procs.base().grow(hosts=1)
         assert [line.split()[0] for line in nodes.queue()] == [number]
     finally:
         nodes.ask("scancel", number)

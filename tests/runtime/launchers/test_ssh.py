@@ -22,7 +22,7 @@ from ssh_hosts import SshHosts, ssh_hosts
 
 import meshbook
 from benchmarks.ssh_hosts import HOSTS
-from meshbook import ProcMesh, start_hosts
+from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers.ssh import SSHLauncher
 from meshbook.mesh.driven import own_sessions
@@ -186,10 +186,25 @@ def test_a_host_that_cannot_be_reached_now_is_healed_later(there: SshHosts) -> N
 
 
 def test_more_hosts_than_were_named_are_refused(mesh: ProcMesh) -> None:
-    with pytest.raises(UsageError, match="cannot have more hosts: its hosts were named when it was spawned"):
+    with pytest.raises(UsageError, match="cannot have more hosts like its first: its hosts were named when it was"):
         mesh.grow(hosts=1)
     grown = mesh.grow(gpus=1)
     assert grown.run("import os; (rank, os.environ['GREETING'])").get(60).values() == [(n, "hello") for n in range(4)]
+
+
+def test_a_mesh_of_this_machine_grows_by_a_host_elsewhere_which_another_replaces(there: SshHosts) -> None:
+    with start_hosts({"hosts": 1}, LocalLauncher()).spawn_procs({"gpus": 1}, owns_hosts=True, device="cpu") as procs:
+        procs.run("kept = rank").get(60)
+        with pytest.raises(SpawnError, match="host closed did not start: ssh: connect to host"):
+            procs.grow(SSHLauncher(["closed"], options=there.options), hosts=1)
+        wide = procs.grow(SSHLauncher(["nodeA"], options=there.options), hosts=1)
+        asks = "t = torch.ones(1); dist.all_reduce(t); (t.item(), globals().get('kept'))"
+        assert wide.run(asks).get(60).values() == [(2.0, 0), (2.0, None)]
+        os.kill(wide._mesh.hosts[1].launched.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            wide.slice(hosts=1).run("import time; time.sleep(60)").get(60)
+        wide.heal(launcher=LocalLauncher(separate_hosts=True))
+        assert wide.run(asks).get(60).values() == [(2.0, 0), (2.0, None)]
 
 
 # ---- controllers come and go ----------------------------------------------------------------------------------------
