@@ -25,14 +25,15 @@ class Namespace:
         octet = (os.getpid() + number) % 250 + 1
         self.address = f"10.213.{octet}.1"
         """Ours, as the namespace sees it."""
+        self.their_address = f"10.213.{octet}.2"
         _ip("netns", "add", self._name)
         try:
             _ip("link", "add", self._ours, "type", "veth", "peer", "name", theirs, "netns", self._name)
             _ip("addr", "add", f"{self.address}/24", "dev", self._ours)
             _ip("link", "set", self._ours, "up")
-            for words in (("addr", "add", f"10.213.{octet}.2/24", "dev", theirs), ("link", "set", theirs, "up")):
-                _ip("-n", self._name, *words)
-            _ip("-n", self._name, "link", "set", "lo", "up")
+            for words in (("addr", "add", f"{self.their_address}/24", "dev", theirs), ("link", "set", theirs, "up")):
+                self.ip(*words)
+            self.ip("link", "set", "lo", "up")
         except BaseException:
             with contextlib.suppress(subprocess.SubprocessError):  # the first error is the one to tell
                 self.close()
@@ -52,6 +53,10 @@ class Namespace:
         finally:
             os.close(home)
             os.close(there)
+
+    def ip(self, *words: str) -> None:
+        """Change the network within, as ``ip`` does."""
+        _ip("-n", self._name, *words)
 
     def pull(self) -> None:
         """Cut the cable: nothing arrives, and nobody is told."""

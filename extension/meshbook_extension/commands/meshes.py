@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_sizes
+from meshbook.system.interfaces import WANTED
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.attach import describe_age, describe_others
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from meshbook.sessions.folder import SavedLauncher
 
 
+SHOWN_HOSTS = 4
+"""So many are listed with their addresses."""
+
+
 @Command(
     name="%mesh spawn",
     summary="Start a process per rank and form their process group.",
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
         PYTHON,
         WITHIN,
         Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
+        Option("--interface", "by which hosts reach each other, or its network: eth1, 10.0.0.0/8", str, "NAME"),
         Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
         Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", str, "TIME"),
         Option("--max-hours", "stop it after so many hours", float, "N"),
@@ -127,6 +133,8 @@ def spawn(session: Session, arguments: Arguments) -> None:
     if out is not None:
         session.bind(out, procs)
     print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
+    if grouped and not launcher.shares_environment and (ways := procs.ways()):
+        print(f"  hosts reach each other at {_shortened([f'{host} {way}' for host, way in ways])}")
     for warning in told:
         print(f"  {warning.message}")
 
@@ -199,7 +207,7 @@ def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) ->
 
 
 def _read_variables(arguments: Arguments) -> dict[str, str]:
-    """What ``--env`` says. Raises: UsageError."""
+    """What ``--env`` and ``--interface`` say. Raises: UsageError."""
     variables = {}
     text = arguments.text("--env")
     for part in [] if text is None else text.split(","):
@@ -209,6 +217,8 @@ def _read_variables(arguments: Arguments) -> dict[str, str]:
                 f'--env takes NAME=VALUE, with commas between several; not "{part}".', "--env"
             )
         variables[name] = value
+    if (interface := arguments.text("--interface")) is not None:
+        variables[WANTED] = interface
     return variables
 
 
@@ -219,6 +229,12 @@ def _read_limit(arguments: Arguments) -> Limit:
         raise arguments.grammar.refuse("--max-hours 0 is no time at all.")
     idle_s = 0.0 if idle is None else parse_duration(idle, "--idle-stop")
     return Limit(idle_s, (hours or 0.0) * 3600, time.time())
+
+
+def _shortened(parts: list[str]) -> str:
+    return ", ".join(
+        parts if len(parts) <= SHOWN_HOSTS else [*parts[:SHOWN_HOSTS], f"and {len(parts) - SHOWN_HOSTS} more"]
+    )
 
 
 def _hosts(launcher: Launcher, count: int | None) -> HostMesh:

@@ -21,6 +21,7 @@ NOTEBOOK_ADVICE = Advice(
     spawn_call="%mesh spawn gpus=4, or this_host().spawn_procs(...)",
     spawn_hosts="%mesh spawn hosts=3 gpus=4",
     grow_hosts="%mesh grow hosts=1 --on ENGINE",
+    other_network="spawn with --interface of a network that they share, or with --no-group",
     heal_elsewhere="%mesh heal --on ENGINE",
     stop="%mesh stop",
     detach="%mesh detach, or meshbook.detach()",

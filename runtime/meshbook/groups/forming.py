@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import uuid
 from collections.abc import Callable, Collection, Sequence
 
@@ -31,12 +30,11 @@ from meshbook.formatting import name_ranks
 from meshbook.groups.backend_group import GroupSpec, dispose
 from meshbook.groups.factory import GroupFactory
 from meshbook.groups.group import AbortableGroup
+from meshbook.groups.reach import LOOPBACK, Door
 from meshbook.groups.store_client import LinkStore
 from meshbook.system.descriptors import open_above
 from meshbook.system.processes import loopback_address, own_address
 from meshbook.wire.messages import Identity
-
-_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 def meet(
@@ -90,8 +88,8 @@ def set_environment(place: Identity, master: tuple[str, str]) -> None:
     )
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if place.hosts == 1:  # gloo then uses the loopback interface, which needs no name lookup
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    elif os.environ.get("GLOO_SOCKET_IFNAME") == _LOOPBACK:  # set above, before the mesh grew to more hosts
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    elif os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK:  # set above, before the mesh grew to more hosts
         del os.environ["GLOO_SOCKET_IFNAME"]
     if place.device.startswith("cuda"):  # else a collective that times out ends the process, state and all
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -114,6 +112,8 @@ class Greeting(msgspec.Struct, frozen=True):
 
     lineage: str
     """Names the forming that its groups go back to; empty without groups of this many ranks."""
+    door: Door | None = None
+    """Where hosts are to find out how they reach each other: that of its host, from the first rank there."""
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -126,6 +126,7 @@ class Agreement(msgspec.Struct, frozen=True):
     lineage: str
     fresh: tuple[int, ...]
     """Ranks without groups, where others have them; all ranks make new groups if all are fresh."""
+    doors: tuple[Door, ...] = ()
 
 
 class KnownGroups(msgspec.Struct, frozen=True):
@@ -140,10 +141,11 @@ class KnownGroups(msgspec.Struct, frozen=True):
 def agree(greetings: Sequence[Greeting], prefix: str, master: tuple[str, str]) -> Agreement:
     """On rank 0: decide. greetings: by rank."""
     lineages = {greeting.lineage for greeting in greetings} - {""}
+    doors = tuple(greeting.door for greeting in greetings if greeting.door is not None)
     if len(lineages) == 1:
         fresh = tuple(rank for rank, greeting in enumerate(greetings) if not greeting.lineage)
-        return Agreement(prefix, *master, lineages.pop(), fresh)
-    return Agreement(prefix, *master, prefix, tuple(range(len(greetings))))
+        return Agreement(prefix, *master, lineages.pop(), fresh, doors)
+    return Agreement(prefix, *master, prefix, tuple(range(len(greetings))), doors)
 
 
 def rebuild(

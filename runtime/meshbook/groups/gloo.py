@@ -109,12 +109,10 @@ def connects_at_once() -> bool:
 
 
 def gloo_devices() -> list[dist.ProcessGroupGloo.Device]:
-    """A device per interface, as torch chooses them."""
+    """A device per interface that the user names; else the one by which the hosts reach each other."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names and ":" in (own := own_address()):  # torch's default would fall back to 127.0.0.1
-        return [dist.ProcessGroupGloo.create_device(hostname=own)]
-    if not names:
-        return [dist.ProcessGroupGloo.create_default_device()]
+    if not names:  # torch's default is what this host calls itself, which is often 127.0.1.1
+        return [dist.ProcessGroupGloo.create_device(hostname=own_address())]
     return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
 
 

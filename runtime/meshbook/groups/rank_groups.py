@@ -54,11 +54,13 @@ from meshbook.groups.group import AbortableGroup
 from meshbook.groups.modules import repair_modules, watch_modules
 from meshbook.groups.operands import MessageRecord
 from meshbook.groups.progress import Collectives, OperationLog, Waiting
+from meshbook.groups.reach import find_ways, open_door, use_way
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.groups.use import Handled
 from meshbook.groups.work import GroupState, describe_waits
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
+from meshbook.system.interfaces import Interface
 from meshbook.wire.messages import Identity
 
 __all__ = [
@@ -118,6 +120,8 @@ class RankGroups:
         self._link: LinkStore | None = None
         self._scope = self._lineage = ""
         self._master = ("", "")
+        self._ways: dict[int, Interface] = {}
+        """By which of its addresses each host is known to the others; by its number."""
         self._world: object = None
         """The default group that the device meshes belong to."""
         self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
@@ -168,7 +172,7 @@ class RankGroups:
         Raises: SpawnError if not all ranks came or the collective failed; KeyboardInterrupt at any time.
         """
         with self._forming():
-            agreement = self._meet(rpc, place, epoch, timeout_s, keep_link=bool(groups))
+            agreement = self._meet(rpc, place, epoch, timeout_s, keep_link=bool(groups), reaches=True)
             if place.device.startswith("cuda"):
                 index = torch.device(place.device).index  # not always the local rank: ranks come and go
                 torch.cuda.set_device(min(place.local_rank if index is None else index, torch.cuda.device_count() - 1))
@@ -211,8 +215,17 @@ class RankGroups:
         self.close()
         self._meet(rpc, place, epoch, timeout_s)
 
-    def _meet(self, rpc: Rpc, place: Identity, epoch: int, timeout_s: float, *, keep_link: bool = False) -> Agreement:
-        """keep_link: there are groups that go on over it."""
+    def _meet(
+        self,
+        rpc: Rpc,
+        place: Identity,
+        epoch: int,
+        timeout_s: float,
+        *,
+        keep_link: bool = False,
+        reaches: bool = False,
+    ) -> Agreement:
+        """keep_link: there are groups that go on over it. reaches: the hosts are to reach each other."""
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
         self._guard.renew(epoch)
@@ -227,16 +240,22 @@ class RankGroups:
             prefix = f"{self._scope}/{uuid.uuid4().hex[:12]}"
             return msgspec.json.encode(agree(told, prefix, choose_master(place.hosts == 1))).decode()
 
-        greeting = msgspec.json.encode(Greeting(self._lineage_for(place))).decode()
-        try:
-            agreed = meet(link, self._scope, place.rank, place.world_size, decide, greeting)
-        except dist.DistStoreError as error:
-            raise SpawnError(f"the process group did not form: {error}") from error
+        lineage = self._lineage_for(place)
+        is_first = reaches and place.hosts > 1 and place.local_rank == 0
+        with open_door(place.host_rank, place.host) if is_first else contextlib.nullcontext() as door:
+            greeting = msgspec.json.encode(Greeting(lineage, door)).decode()
+            try:
+                agreed = meet(link, self._scope, place.rank, place.world_size, decide, greeting)
+                agreement = msgspec.json.decode(agreed, type=Agreement)
+                if place.hosts == 1 or (agreement.fresh and reaches):
+                    self._ways = find_ways(link, self._scope, agreement.doors, door)
+                    use_way(self._ways.get(place.host_rank))
+            except dist.DistStoreError as error:
+                raise SpawnError(f"the process group did not form: {error}") from error
         if former is not None:
             former.abort("the process groups were formed again")
         link.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
-        agreement = msgspec.json.decode(agreed, type=Agreement)
-        self._master = (agreement.address, agreement.port)
+        self._master = (self._ways[0].address if self._ways else agreement.address, agreement.port)
         set_environment(place, self._master)
         self._wrap_init()
         self._factory.install()

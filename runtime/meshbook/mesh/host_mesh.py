@@ -16,7 +16,7 @@ from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import CallFailed, SpawnError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.mesh.host_agents import HostProgress, replace_hosts
-from meshbook.mesh.host_versions import warn_of_versions
+from meshbook.mesh.host_versions import warn_of_differences
 from meshbook.mesh.log_streaming import hide_calls
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.settings import setting_s, shows_calls
@@ -159,7 +159,7 @@ class HostMesh(MeshView):
         timeout_s = setting_s("mesh_proc_spawn_max_idle")
         try:
             self._controller.recruit(mesh).done.get(timeout_s)
-            warn_of_versions(self._controller, mesh)
+            warn_of_differences(self._controller, mesh)
             (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(timeout_s)
             if bootstrap is not None:
                 _run_bootstrap(procs, bootstrap, timeout_s)

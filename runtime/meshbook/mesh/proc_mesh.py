@@ -41,6 +41,7 @@ from meshbook.groups.absent import WITHOUT_TORCH
 from meshbook.launchers.base import Launcher
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import partition
+from meshbook.mesh.host_versions import ways_of
 from meshbook.mesh.log_streaming import LogStreaming
 from meshbook.mesh.proc_names import MonarchNames
 from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
@@ -323,6 +324,10 @@ class ProcMesh(MonarchNames):
     def prepare_group(self) -> Future[ValueMesh[None]]:
         """Set torchrun's variables on the ranks without forming a group: cells may then make their own."""
         return self._call("prepare_group", (self._controller.next_id(),), what="the ranks' variables")
+
+    def ways(self) -> list[tuple[str, str]]:
+        """Each host and the address at which others reach it for collectives: ``("nodeA", "10.0.0.5 (eth0)")``."""
+        return ways_of(self._controller, self._mesh)
 
     # ---- repair -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshbook._version import __version__
 from meshbook.system.descriptors import above_standard, open_above
+from meshbook.system.interfaces import chosen_address, own_interfaces, routed_address
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -269,22 +270,16 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-_FAR_AWAY = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
-
-
 def own_address() -> str:
-    """The address of this host on its default route; no packet is sent. Without a route: what its name means here."""
-    for family, address in _FAR_AWAY:
-        try:
-            with _datagram_socket(family) as probe:
-                probe.connect((address, 1))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    try:
-        named = [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)]
-    except OSError:
-        named = []
+    """The address of this host by which others know it: one that was chosen, else that of the default route.
+
+    Without a route: of an interface that is up, or what its name means here.
+    """
+    if known := chosen_address() or routed_address():
+        return known
+    named = [each.address for each in own_interfaces()]
+    with contextlib.suppress(OSError):
+        named += [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)]
     return next((address for address in named if _is_ours(address)), loopback_address())
 
 

@@ -32,6 +32,7 @@ from meshbook.source.location import Activity, describe_frame, frame_activity, u
 from meshbook.source.tasks import cell_frames
 from meshbook.source.thread_frames import exception_of, frame_of
 from meshbook.stacks.mesh_stacks import RankTold
+from meshbook.system.interfaces import chosen_interface
 from meshbook.system.processes import resident_bytes
 from meshbook.values.pickling import dumps_bounded
 from meshbook.values.remote_value import RemoteValue
@@ -295,6 +296,11 @@ def versions(worker: Worker) -> dict[str, str]:
     return told
 
 
+def way(worker: Worker) -> str:
+    """The address, with its interface, by which this rank's host is known to the others; empty where it is the only."""
+    return chosen_interface()
+
+
 def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
     current, paused = worker.current, worker.shell.debugger.place or place_in_debugger(worker)
@@ -319,7 +325,7 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 
 
 _QUICK = (
-    *(where, reaction, status, collectives, clock, actors, versions),
+    *(where, reaction, status, collectives, clock, actors, versions, way),
     *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, learn_advice),
 )
 _SLOW = (

@@ -31,6 +31,7 @@ def cluster(empty_notebook, there: SshHosts):
 def test_the_names_give_the_axis_of_hosts(cluster) -> None:
     assert cluster.spawned.stdout.startswith('mesh "far": hosts=2, gpus=1, cpu, gloo; ready in ')
     assert "(2 ranks on 2 hosts)" in cluster.spawned.stdout
+    assert "\n  hosts reach each other at nodeA " in cluster.spawned.stdout
 
 
 def test_cells_run_there_in_their_folder_and_environment(cluster, there: SshHosts) -> None:

@@ -321,6 +321,25 @@ def test_an_interpreter_without_meshbook(there: SshHosts, tmp_path: Path) -> Non
     assert "No module named 'meshbook'" in said and "Install meshbook for it there" in said
 
 
+def python_with(folder: Path, host: str) -> str:
+    """An interpreter that runs the sitecustomize of ``folder`` on one host."""
+    python = folder / "python"
+    there = f'case "$SSH_CONNECTION" in *{HOSTS[host]}*) export PYTHONPATH={folder};; esac'
+    python.write_text(f'#!/bin/sh\n{there}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_a_clock_that_is_wrong_is_told_and_does_no_harm(there: SshHosts, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() - 3600\n")
+    hosts = launch(there, "nodeA", "nodeB", python=python_with(tmp_path, "nodeB"))
+    with (
+        pytest.warns(UserWarning, match=r"the clock of nodeB is 3[56]\d\d s behind ours\. Times in logs"),
+        hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs,
+    ):
+        assert procs.run("rank").get(60).values() == [0, 1]
+
+
 def test_hosts_with_different_torch_are_told_of(there: SshHosts, tmp_path: Path) -> None:
     (tmp_path / "old_torch.py").write_text("cuda = hip = xpu = None\ndebug = False\n__version__ = '2.12.9'\n")
     (tmp_path / "sitecustomize.py").write_text(
@@ -333,11 +352,7 @@ def test_hosts_with_different_torch_are_told_of(there: SshHosts, tmp_path: Path)
             sys.meta_path.insert(0, Old())
         """)
     )
-    python = tmp_path / "python"
-    old = f'case "$SSH_CONNECTION" in *{HOSTS["nodeB"]}*) export PYTHONPATH={tmp_path};; esac'
-    python.write_text(f'#!/bin/sh\n{old}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    hosts = launch(there, "nodeA", "nodeB", python=str(python))
+    hosts = launch(there, "nodeA", "nodeB", python=python_with(tmp_path, "nodeB"))
     said = rf"the hosts differ: torch {re.escape(torch_version())} on nodeA and 2\.12\.9 on nodeB\. Between them"
     with pytest.warns(UserWarning, match=said), hosts.spawn_procs({"gpus": 1}, owns_hosts=True) as procs:
         assert procs.evaluate("torch.__version__").get().values() == [torch_version(), "2.12.9"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshbook.mesh.host_versions import describe_difference
+from meshbook.mesh.host_versions import describe_clocks, describe_difference
 
 
 def test_hosts_that_run_the_same_are_not_mentioned() -> None:
@@ -21,3 +21,11 @@ def test_what_one_host_lacks_is_none() -> None:
     assert describe_difference({"a": cuda, "b": {"Python": "3.11.2"}}) == (
         "Python 3.11.7 on a and 3.11.2 on b; CUDA 12.8 on a and none on b"
     )
+
+
+def test_clocks_that_differ_by_more_than_the_answer_took_are_told() -> None:
+    clocks = {"a": 1000.5, "b": 938.0, "c": 1100.0, "d": 996.0}
+    assert describe_clocks(clocks, 1000.0, 1001.0) == (
+        "the clock of b is 62 s behind ours; the clock of c is 99 s ahead of ours"
+    )
+    assert describe_clocks({"a": 1003.0}, 1000.0, 1001.0) == ""

@@ -1,0 +1,178 @@
+"""By which of their addresses the hosts of a mesh reach each other: tried out as process groups are formed.
+
+    first rank of each host     opens a door, and greets with its host's addresses
+    all                         meet; where each host has one address there is nothing to choose
+    first rank of each host     knocks at the doors of others, at all of their addresses, and says which were opened
+    all                         take, for their host, the first of its addresses by which all of these came in
+
+So a host may have addresses that lead nowhere: of a bridge for containers, or of a network that each machine has for
+itself. What answers at such an address is no door, or another host's, and does not know the door's word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from meshbook.errors import SpawnError
+from meshbook.errors.advice import advice
+from meshbook.groups.store_client import LinkStore
+from meshbook.system.descriptors import open_above
+from meshbook.system.interfaces import WANTED, Interface, own_interfaces, use_address, wanted_interfaces
+from meshbook.system.processes import family_of
+
+KNOCK_S, GRACE_S = 1.0, 0.1
+"""How long a door may take to be opened, and the others once each host has opened one."""
+NEIGHBOURS = 16
+"""So many hosts are knocked at by each."""
+_WORD_BYTES = 16
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+class Door(msgspec.Struct, frozen=True):
+    """Where the first rank of a host waits."""
+
+    host: int
+    """Its number among those of the mesh."""
+    name: str
+    interfaces: tuple[tuple[str, str], ...] = ()
+    """The host's, by name and address, the one that is preferred first."""
+    port: int = 0
+    word: str = ""
+    problem: str = ""
+    """Why there is none."""
+
+
+@contextlib.contextmanager
+def open_door(host: int, name: str) -> Iterator[Door]:
+    """A door that whoever knows an address and the port may knock at, while the block runs."""
+    try:
+        found = allowed_interfaces(name)
+    except SpawnError as error:  # all ranks are to know
+        yield Door(host, name, problem=str(error))
+        return
+    word = secrets.token_hex(_WORD_BYTES // 2)
+    family = socket.AF_INET6 if any(":" in each.address for each in found) else socket.AF_INET
+    with open_above(lambda: socket.socket(family, socket.SOCK_STREAM)) as listening:
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind(("", 0))
+        listening.listen(NEIGHBOURS * 4)
+        answering = threading.Thread(target=_answer, args=(listening, word.encode()), daemon=True)
+        answering.start()
+        try:
+            yield Door(host, name, tuple(found), listening.getsockname()[1], word)
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)  # ends the wait in accept
+            answering.join()
+
+
+def allowed_interfaces(host: str) -> list[Interface]:
+    """Those that the environment allows; all where it says nothing. host: this one, for words. Raises: SpawnError."""
+    if (named := os.environ.get(_GLOO, "")) not in ("", LOOPBACK):  # of one that is not there torch tells
+        return wanted_interfaces(named)
+    if not (wanted := os.environ.get(WANTED, "")):
+        return own_interfaces()
+    if not (found := wanted_interfaces(wanted)):
+        there = ", ".join(map(str, own_interfaces())) or "none"
+        raise SpawnError(f"host {host} has no interface {wanted}, which was asked for; it has {there}")
+    return found
+
+
+def find_ways(link: LinkStore, scope: str, doors: Sequence[Door], own: Door | None) -> dict[int, Interface]:
+    """The interface of each host, by its number: on all ranks alike. own: the door that this rank has opened.
+
+    Raises: SpawnError that names who is not reached, and at which addresses.
+    """
+    for door in doors:
+        if door.problem:
+            raise SpawnError(door.problem)
+    if all(len(door.interfaces) < 2 for door in doors):
+        return {door.host: Interface(*door.interfaces[0]) for door in doors if door.interfaces}
+    if own is not None:
+        at = doors.index(own)
+        others = [doors[(at + step) % len(doors)] for step in range(1, min(NEIGHBOURS, len(doors) - 1) + 1)]
+        link.set(f"{scope}/reached/{own.host}", msgspec.json.encode(knock(others)))
+    told = link.multi_get([f"{scope}/reached/{door.host}" for door in doors])
+    reached = [msgspec.json.decode(text, type=dict[int, list[str]]) for text in told]
+    return {door.host: _way_to(door, reached, doors) for door in doors}
+
+
+def _way_to(door: Door, reached: Sequence[Mapping[int, list[str]]], doors: Sequence[Door]) -> Interface:
+    """Raises: SpawnError."""
+    by_host = [answers[door.host] for answers in reached if door.host in answers]
+    for interface in (Interface(*each) for each in door.interfaces):
+        if all(interface.address in answers for answers in by_host):
+            return interface
+    fails = [other.name for other, answers in zip(doors, reached, strict=True) if answers.get(door.host) == []]
+    who = f"{', '.join(fails)} cannot reach" if fails else "there is no address at which all hosts reach"
+    at = ", ".join(str(Interface(*each)) for each in door.interfaces) or "any address, since it has none"
+    raise SpawnError(f"{who} host {door.name} at {at}, which collectives need: {advice().other_network}")
+
+
+def knock(doors: Sequence[Door]) -> dict[int, list[str]]:
+    """The addresses at which each was opened, by the doors' hosts."""
+    opened: dict[int, list[str]] = {door.host: [] for door in doors}
+    with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as sockets:
+        for door in doors:
+            for _, address in door.interfaces:
+                sock = sockets.enter_context(
+                    open_above(lambda: socket.socket(family_of(address), socket.SOCK_STREAM))  # noqa: B023
+                )
+                sock.setblocking(False)
+                with contextlib.suppress(OSError):  # there is no way at all
+                    with contextlib.suppress(BlockingIOError):
+                        sock.connect((address, door.port))
+                    waiting.register(sock, selectors.EVENT_READ, (door, address))
+        began, deadline = time.monotonic(), time.monotonic() + KNOCK_S
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(left):
+                waiting.unregister(key.fileobj)
+                door, address = key.data
+                if _is_answered(key.fileobj, door):
+                    opened[door.host].append(address)
+            if all(opened.values()):
+                deadline = min(deadline, time.monotonic() + max(GRACE_S, 2 * (time.monotonic() - began)))
+    return opened
+
+
+def _is_answered(sock: object, door: Door) -> bool:
+    assert isinstance(sock, socket.socket)
+    try:
+        return sock.recv(_WORD_BYTES, socket.MSG_WAITALL) == door.word.encode()
+    except OSError:
+        return False
+
+
+def _answer(listening: socket.socket, word: bytes) -> None:
+    while True:
+        try:
+            knocking, _ = listening.accept()
+        except OSError:  # the door is closed
+            return
+        with knocking, contextlib.suppress(OSError):
+            knocking.sendall(word)
+
+
+_set_by_us: dict[str, str] = {}
+
+
+def use_way(interface: Interface | None) -> None:
+    """Have this process, and the groups that it forms, known by an interface; None: by any. What the user set stays."""
+    use_address(interface.address if interface is not None else "")
+    chosen = f"={interface.name}" if interface is not None else ""
+    if os.environ.get(_NCCL, "") == _set_by_us.get(_NCCL, ""):
+        _set_by_us[_NCCL] = chosen
+        os.environ.pop(_NCCL, None)
+        if chosen:
+            os.environ[_NCCL] = chosen

@@ -1,0 +1,112 @@
+"""The network interfaces of this machine, and which of its addresses others are to know it by."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from meshbook.system.descriptors import open_above
+
+WANTED = "MESHBOOK_INTERFACE"
+"""In the environment: the interface, or the network as ``10.0.0.0/8``, by which hosts reach each other."""
+
+_GET_FLAGS, _GET_ADDRESS = 0x8913, 0x8915
+_UP, _LOOPBACK = 0x1, 0x8
+_IPV6, _GLOBAL = Path("/proc/net/if_inet6"), "00"
+_FAR_AWAY = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
+
+_chosen = ""
+
+
+class Interface(NamedTuple):
+    """An address and the interface that has it."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.name})"
+
+
+def use_address(address: str) -> None:
+    """From now on this process is known by this address; empty: by that of the default route."""
+    global _chosen
+    _chosen = address
+
+
+def chosen_address() -> str:
+    """What `use_address` was given last."""
+    return _chosen
+
+
+def routed_address() -> str:
+    """That of the default route; no packet is sent. Empty without a route."""
+    for family, address in _FAR_AWAY:
+        with contextlib.suppress(OSError), _probe(family) as probe:
+            probe.connect((address, 1))
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _probe(family: socket.AddressFamily) -> socket.socket:
+    return open_above(lambda: socket.socket(family, socket.SOCK_DGRAM))
+
+
+def chosen_interface() -> str:
+    """What `use_address` was given last, and the interface that has it; empty where nothing was chosen."""
+    return next((str(each) for each in own_interfaces() if each.address == _chosen), _chosen)
+
+
+def own_interfaces() -> list[Interface]:
+    """Those that are up, that of the default route first; loopback is none, but for an address that is routed to it."""
+    routed = routed_address()
+    found = sorted(_all(), key=lambda each: each.address != routed)
+    return [each for each in found if each.address == routed or not _is_loopback(each.name)]
+
+
+def wanted_interfaces(wanted: str) -> list[Interface]:
+    """Those of `own_interfaces` that a person means. wanted: names or networks, with commas between them."""
+    return [each for each in own_interfaces() if any(_is_meant(each, part) for part in wanted.split(","))]
+
+
+def _is_meant(interface: Interface, part: str) -> bool:
+    try:
+        return ipaddress.ip_address(interface.address) in ipaddress.ip_network(part.strip(), strict=False)
+    except ValueError:
+        return interface.name == part.strip()
+
+
+def _all() -> Iterator[Interface]:
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # it has none of IPv4
+            if _flags(name) & _UP:
+                yield Interface(name, socket.inet_ntoa(_ask(_GET_ADDRESS, name)[20:24]))
+    with contextlib.suppress(OSError):
+        for line in _IPV6.read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == _GLOBAL and _flags(name) & _UP:
+                yield Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+
+
+def _is_loopback(name: str) -> bool:
+    return bool(_flags(name) & _LOOPBACK)
+
+
+def _flags(name: str) -> int:
+    try:
+        return int(struct.unpack_from("H", _ask(_GET_FLAGS, name), 16)[0])
+    except OSError:
+        return 0
+
+
+def _ask(what: int, name: str) -> bytes:
+    """Raises: OSError."""
+    with _probe(socket.AF_INET) as sock:
+        return fcntl.ioctl(sock.fileno(), what, struct.pack("256s", os.fsencode(name)[:15]))

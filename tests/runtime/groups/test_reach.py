@@ -1,0 +1,104 @@
+"""Hosts with several addresses are known to each other by one that leads there; where none does that is said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+from far_hosts import FarLauncher
+from patience import wait_until
+
+from benchmarks.faults.namespace import Namespace, make_namespace
+from meshbook import ProcMesh, shutdown, start_hosts
+from meshbook.errors import SpawnError
+from meshbook.groups.reach import knock, open_door
+from meshbook.system.interfaces import Interface, own_interfaces, use_address, wanted_interfaces
+from meshbook.system.processes import own_address
+
+NOWHERE = "10.99.0.15"
+"""Every machine has it, as virtual machines behind NAT do, and its default route leads there."""
+
+
+@pytest.fixture
+def far(clean_end: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """A machine whose default route is a network of its own; it reaches ours by another."""
+    namespace = make_namespace()
+    if namespace is None:
+        pytest.skip("no network namespace can be made here")
+    with contextlib.closing(namespace):
+        for words in ("add nat type veth peer name tan", "set nat up", "set tan up"):
+            namespace.ip("link", *words.split())
+        namespace.ip("addr", "add", f"{NOWHERE}/24", "dev", "nat")
+        namespace.ip("route", "add", "default", "dev", "nat")
+        monkeypatch.setattr("meshbook.mesh.host_agents.loopback_address", lambda: namespace.address)
+        shutdown()
+        yield namespace
+        shutdown()
+
+
+@contextlib.contextmanager
+def spawned(namespace: Namespace, **environment: str) -> Iterator[ProcMesh]:
+    hosts = start_hosts({"hosts": 2}, FarLauncher(namespace))
+    with hosts.spawn_procs({"gpus": 2}, device="cpu", owns_hosts=True, env=environment) as mesh:
+        yield mesh
+
+
+SUM = "t = torch.ones(1); dist.all_reduce(t); t.item()"
+
+
+def test_the_address_is_that_by_which_the_other_host_comes_in(far: Namespace) -> None:
+    with spawned(far) as mesh:
+        assert mesh.run(SUM).get(60).values() == [4.0] * 4
+        (_, here), (_, there) = mesh.ways()
+        assert there.startswith(f"{far.their_address} (") and here.startswith(f"{far.address} (")
+        where = "import os; (os.environ['MASTER_ADDR'], os.environ['NCCL_SOCKET_IFNAME'])"
+        assert mesh.run(where).get(60).values()[3] == (far.address, f"={there.split('(')[1][:-1]}")
+        os.kill(mesh.execute(os.getpid).get(30).values()[3], 9)
+        wait_until(lambda: mesh.lost)
+        mesh.heal()
+        assert mesh.run(SUM).get(60).values() == [4.0] * 4 and [way for _, way in mesh.ways()] == [here, there]
+
+
+def test_a_network_that_is_asked_for_is_taken_and_one_that_is_not_there_is_told(far: Namespace) -> None:
+    with spawned(far, MESHBOOK_INTERFACE="10.213.0.0/16") as mesh:
+        assert mesh.run(SUM).get(60).values() == [4.0] * 4
+        assert [way.split()[0] for _, way in mesh.ways()] == [far.address, far.their_address]
+    with (
+        pytest.raises(SpawnError, match=r"has no interface eth77, which was asked for; it has [\d.]+ \(\w+\)"),
+        spawned(far, MESHBOOK_INTERFACE="eth77"),
+    ):
+        pass
+
+
+def test_hosts_that_do_not_reach_each_other_say_so(far: Namespace) -> None:
+    with (
+        pytest.raises(SpawnError, match=rf"cannot reach host .* at {NOWHERE} \(nat\), .*MESHBOOK_INTERFACE"),
+        spawned(far, MESHBOOK_INTERFACE=f"{far.address}/32,{NOWHERE}/32,192.0.0.0/8"),
+    ):
+        pass
+
+
+def test_a_door_opens_at_each_of_the_hosts_addresses_and_to_none_after_it_was_closed() -> None:
+    with open_door(0, "here") as door:
+        assert knock([door]) == {0: [address for _, address in door.interfaces]}
+        stranger = type(door)(1, "other", door.interfaces, door.port, "another word....")
+        assert knock([stranger]) == {1: []}
+    assert knock([door]) == {0: []}
+
+
+def test_interfaces_are_meant_by_name_or_network() -> None:
+    found = own_interfaces()
+    if not found:
+        pytest.skip("this machine has no network")
+    first = found[0]
+    assert first in wanted_interfaces(first.name) and first in wanted_interfaces(f"none0, {first.address}")
+    assert wanted_interfaces("none0") == [] and wanted_interfaces("203.0.113.0/24") == []
+    assert str(Interface("eth1", "10.0.0.5")) == "10.0.0.5 (eth1)"
+    use_address("203.0.113.7")
+    try:
+        assert own_address() == "203.0.113.7"
+    finally:
+        use_address("")
+    assert own_address() != "203.0.113.7"
