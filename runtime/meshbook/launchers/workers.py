@@ -44,6 +44,7 @@ class WorkersLauncher:
 
     name = "workers"
     shares_environment = False
+    place_is_gone = False
     fixed = "its workers were named"
 
     def __init__(self, workers: Sequence[str | Future[str]]) -> None:
@@ -68,6 +69,9 @@ class WorkersLauncher:
     def for_host(self, index: int) -> WorkersLauncher:
         """That of the worker of this number."""
         return WorkersLauncher(self._workers[index : index + 1])
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> WorkersLauncher:
+        return self
 
     @property
     def saved(self) -> SavedLauncher:
