@@ -30,7 +30,7 @@ from meshbook.formatting import name_ranks
 from meshbook.groups.backend_group import GroupSpec, dispose
 from meshbook.groups.factory import GroupFactory
 from meshbook.groups.group import AbortableGroup
-from meshbook.groups.reach import LOOPBACK, Door
+from meshbook.groups.reach import LOOPBACK, Doorway
 from meshbook.groups.store_client import LinkStore
 from meshbook.system.descriptors import open_above
 from meshbook.system.processes import loopback_address, own_address
@@ -112,7 +112,7 @@ class Greeting(msgspec.Struct, frozen=True):
 
     lineage: str
     """Names the forming that its groups go back to; empty without groups of this many ranks."""
-    door: Door | None = None
+    door: Doorway | None = None
     """Where hosts are to find out how they reach each other: that of its host, from the first rank there."""
 
 
@@ -126,7 +126,7 @@ class Agreement(msgspec.Struct, frozen=True):
     lineage: str
     fresh: tuple[int, ...]
     """Ranks without groups, where others have them; all ranks make new groups if all are fresh."""
-    doors: tuple[Door, ...] = ()
+    doors: tuple[Doorway, ...] = ()
 
 
 class KnownGroups(msgspec.Struct, frozen=True):

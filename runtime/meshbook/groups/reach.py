@@ -39,7 +39,7 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-class Door(msgspec.Struct, frozen=True):
+class Doorway(msgspec.Struct, frozen=True):
     """Where the first rank of a host waits."""
 
     host: int
@@ -54,12 +54,12 @@ class Door(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def open_door(host: int, name: str) -> Iterator[Door]:
+def open_door(host: int, name: str) -> Iterator[Doorway]:
     """A door that whoever knows an address and the port may knock at, while the block runs."""
     try:
         found = allowed_interfaces(name)
     except SpawnError as error:  # all ranks are to know
-        yield Door(host, name, problem=str(error))
+        yield Doorway(host, name, problem=str(error))
         return
     word = secrets.token_hex(_WORD_BYTES // 2)
     family = socket.AF_INET6 if any(":" in each.address for each in found) else socket.AF_INET
@@ -71,7 +71,7 @@ def open_door(host: int, name: str) -> Iterator[Door]:
         answering = threading.Thread(target=_answer, args=(listening, word.encode()), daemon=True)
         answering.start()
         try:
-            yield Door(host, name, tuple(found), listening.getsockname()[1], word)
+            yield Doorway(host, name, tuple(found), listening.getsockname()[1], word)
         finally:
             listening.shutdown(socket.SHUT_RDWR)  # ends the wait in accept
             answering.join()
@@ -89,7 +89,7 @@ def allowed_interfaces(host: str) -> list[Interface]:
     return found
 
 
-def find_ways(link: LinkStore, scope: str, doors: Sequence[Door], own: Door | None) -> dict[int, Interface]:
+def find_ways(link: LinkStore, scope: str, doors: Sequence[Doorway], own: Doorway | None) -> dict[int, Interface]:
     """The interface of each host, by its number: on all ranks alike. own: the door that this rank has opened.
 
     Raises: SpawnError that names who is not reached, and at which addresses.
@@ -108,7 +108,7 @@ def find_ways(link: LinkStore, scope: str, doors: Sequence[Door], own: Door | No
     return {door.host: _way_to(door, reached, doors) for door in doors}
 
 
-def _way_to(door: Door, reached: Sequence[Mapping[int, list[str]]], doors: Sequence[Door]) -> Interface:
+def _way_to(door: Doorway, reached: Sequence[Mapping[int, list[str]]], doors: Sequence[Doorway]) -> Interface:
     """Raises: SpawnError."""
     by_host = [answers[door.host] for answers in reached if door.host in answers]
     for interface in (Interface(*each) for each in door.interfaces):
@@ -120,7 +120,7 @@ def _way_to(door: Door, reached: Sequence[Mapping[int, list[str]]], doors: Seque
     raise SpawnError(f"{who} host {door.name} at {at}, which collectives need: {advice().other_network}")
 
 
-def knock(doors: Sequence[Door]) -> dict[int, list[str]]:
+def knock(doors: Sequence[Doorway]) -> dict[int, list[str]]:
     """The addresses at which each was opened, by the doors' hosts."""
     opened: dict[int, list[str]] = {door.host: [] for door in doors}
     with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as sockets:
@@ -146,7 +146,7 @@ def knock(doors: Sequence[Door]) -> dict[int, list[str]]:
     return opened
 
 
-def _is_answered(sock: object, door: Door) -> bool:
+def _is_answered(sock: object, door: Doorway) -> bool:
     assert isinstance(sock, socket.socket)
     try:
         return sock.recv(_WORD_BYTES, socket.MSG_WAITALL) == door.word.encode()
