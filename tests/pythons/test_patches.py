@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import importlib
 import inspect
+import os
 import pdb
 import re
 import signal
@@ -46,6 +48,13 @@ def parameters(function: Any) -> list[str]:
 def check_thread_start() -> None:
     assert parameters(original(threading.Thread, "start")) == ["self"]
     assert "start" not in vars(threading.Timer)  # so it is everybody's
+
+
+def check_what_ends_line_runs() -> None:
+    assert parameters(original(asyncio.BaseEventLoop, "run_forever")) == ["self"]
+    assert "self.run_forever()" in inspect.getsource(asyncio.BaseEventLoop.run_until_complete)
+    assert parameters(original(os, "dup2"))[:2] == ["fd", "fd2"]
+    assert asyncio._get_running_loop() is None
 
 
 def check_sleep() -> None:
@@ -164,6 +173,7 @@ def check_terminal_colours() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     "threading.Thread.start": check_thread_start,
+    "asyncio.BaseEventLoop.run_forever, os.dup2": check_what_ends_line_runs,
     "time.sleep": check_sleep,
     "threading._allocate_lock": check_allocate_lock,
     "builtins.input": check_input,

@@ -68,6 +68,11 @@ def hidden_thread(target: Callable[..., object], name: str, *args: object) -> th
     return thread
 
 
+def is_hidden(thread: threading.Thread) -> bool:
+    """Whether it is a `hidden_thread`."""
+    return hasattr(thread, "pydev_do_not_trace")
+
+
 class SerialQueue:
     """Jobs that run one after the other, in the order in which they came, aside."""
 

@@ -60,6 +60,26 @@ class RankPipe:
         """Open the descriptor again if it was closed: else the next file gets its number, and the text."""
         descriptors.fill(self._fd, self._kept)
 
+    def leads_to_agent(self) -> bool:
+        """Whether text goes to the agent, and not to where user code has led it."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.fstat(self._kept))
+        except OSError:  # it is closed
+            return False
+
+    def open_text(self) -> io.TextIOWrapper | None:
+        """Return the agent's pipe as a file of text that writes each line at once; None when the agent is gone.
+
+        By a file description of its own, so that nobody can make it non-blocking.
+        """
+        path, flags = f"/proc/self/fd/{self._kept}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK  # else it may wait
+        try:
+            fd = descriptors.open_above(lambda: os.open(path, flags))
+        except OSError:
+            return None
+        os.set_blocking(fd, True)
+        return open(fd, "w", 1, "utf-8", "backslashreplace", "\n", closefd=False)
+
     def after_fork(self) -> None:
         """In a forked child: another thread may hold the file's lock, and unwritten text is the parent's to write."""
         self._parents_file = self._file  # kept, since a file writes its buffer when it is collected

@@ -30,12 +30,13 @@ from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
 from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
+from meshbook.shell.attribution import Attribution
 from meshbook.shell.completer import Matches, complete, describe, names, prepare
 from meshbook.shell.display import MimeBundle
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
-from meshbook.shell.streams import Attribution, OutputBeside, flush_c_streams, install_streams, unheard
+from meshbook.shell.streams import OutputBeside, flush_c_streams, install_streams
 from meshbook.shell.tqdm import plain_progress_bars
 from meshbook.system.descriptors import FIRST, fill, open_above
 
@@ -231,12 +232,12 @@ class RankShell:
 
     def complete(self, code: str, cursor: int) -> Matches:
         """What may stand at ``cursor`` of a cell, by the rank's living names. Raises: whatever user code raises."""
-        with unheard():
+        with self._attribution.unheard():
             return complete(self._ipython, code, cursor)
 
     def inspect(self, code: str, cursor: int, detail: int) -> str:
         """Signature, docstring and more of the name at ``cursor``; empty: no such name. Raises: as `complete`."""
-        with unheard():
+        with self._attribution.unheard():
             return describe(self._ipython, code, cursor, detail)
 
     def names(self, prefix: str) -> list[str]:
@@ -284,7 +285,7 @@ class RankShell:
     def flush_text(self) -> None:
         """Write out what Python and C code have printed, partial lines included. May be called on any thread."""
         for stream in self._streams:
-            if stream.partial:
+            if stream.partial or stream.in_run:
                 stream.flush()
         flush_c_streams()
 

@@ -1,28 +1,27 @@
-"""stdout and stderr of a rank, and which cell a text belongs to.
+"""stdout and stderr of a rank.
 
     print() in the running cell ──> RankStream ──> fd 1 or 2, a pipe that the host agent reads
     print() by a thread or task that an earlier cell started ──> Sink.late_text, with that cell's id
     C code, subprocesses ──> fd 1 or 2
 
 A line is one write, made when the line ends, so that the lines of Python, of C code and of commands come out in their
-order. Partial lines wait for their end or for a flush; each thread has its own.
+order. Partial lines wait for their end or for a flush; each thread has its own. Many lines in a row are written by C
+code (`meshbook.shell.line_runs`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from functools import wraps
+from collections.abc import Iterable
 from threading import get_ident
 from typing import TYPE_CHECKING
 
 from meshbook.concurrency.forks import at_fork
-from meshbook.concurrency.patches import patch
+from meshbook.shell.attribution import CELL_OF_CONTEXT, UNHEARD, Attribution
+from meshbook.shell.line_runs import BEGIN_AFTER
 from meshbook.shell.pipes import RankPipe
 
 if TYPE_CHECKING:
@@ -33,80 +32,6 @@ PARTIAL_LINE_MAX = 8192
 
 _IOLBF = 1
 _libc = ctypes.CDLL(None)
-
-_cell_of_context: ContextVar[int | None] = ContextVar("meshbook_cell", default=None)
-_unheard: ContextVar[bool] = ContextVar("meshbook_unheard", default=False)
-
-
-@contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """What the calling thread prints inside the block is dropped: nobody has asked for it."""
-    token = _unheard.set(True)
-    try:
-        yield
-    finally:
-        _unheard.reset(token)
-
-
-class Attribution:
-    """Knows the running cell, and the cell that the calling thread or task comes from.
-
-    Tasks inherit a context variable; threads are marked when they are started (`mark_threads`), since their context is
-    empty. Text of unknown origin, and all text of forked children, counts as the running cell's.
-    """
-
-    def __init__(self, late_text: Callable[[str, str, int], None], mark_place: Callable[[], None]) -> None:
-        """mark_place: called where what is written from now on must come behind what was written."""
-        self.late_text = late_text
-        self._mark_place = mark_place
-        self.last_stream: object = None
-        """On which Python has printed last."""
-        self.running: int | None = None
-        self.forked = False
-        """Whether this process was forked by user code: then the sink is not ours."""
-
-    @contextlib.contextmanager
-    def cell(self, cell_id: int) -> Iterator[None]:
-        """What the main thread starts inside the block belongs to ``cell_id``."""
-        token = _cell_of_context.set(cell_id)
-        outer, self.running = self.running, cell_id
-        try:
-            yield
-        finally:
-            self.running = outer
-            _cell_of_context.reset(token)
-
-    def origin(self) -> int | None:
-        """The cell that the calling thread or task comes from, None when it comes from no cell."""
-        cell = _cell_of_context.get()
-        if cell is None:
-            cell = getattr(threading.current_thread(), "_meshbook_cell", None)
-        return None if cell is None else abs(cell)
-
-    def late_cell(self) -> int | None:
-        """The cell of the caller's text if that is not the running one."""
-        cell = self.origin()
-        if self.forked:
-            return None
-        is_beside = (_cell_of_context.get() or 0) < 0
-        return cell if is_beside or cell != self.running else None
-
-    def turn_to(self, stream: object) -> None:
-        """Python prints on another stream than before."""
-        if self.last_stream is not None and not self.forked:
-            self._mark_place()
-        self.last_stream = stream
-
-    def mark_threads(self) -> None:
-        """From now on threads remember the cell that starts them."""
-        start = threading.Thread.start
-
-        @wraps(start)
-        def start_marked(thread: threading.Thread) -> None:
-            thread._meshbook_cell = self.origin()  # type: ignore[attr-defined]
-            start(thread)
-
-        patch(threading.Thread, "start", start_marked)
 
 
 class RankStream(io.TextIOBase):
@@ -128,15 +53,21 @@ class RankStream(io.TextIOBase):
         self._flushing = threading.RLock()  # a signal handler may print in the midst of it
         self._is_flushing = False
         """Set before a line is taken from ``partial``, so whoever finds its own taken sees who writes it."""
+        self._in_a_row = 0
+        self._run: io.TextIOWrapper | None = None
+        self.in_run = False
+        """Whether ``write`` is C code's."""
         self._pipe = RankPipe(fd)
         self.mark, self.reopen = self._pipe.mark, self._pipe.reopen
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        cell = _cell_of_context.get()
+        if self.in_run:
+            self._attribution.runs.end()  # called by a name that was bound before it began
+        cell = CELL_OF_CONTEXT.get()
         is_known = cell is not None and cell == self._attribution.running  # the usual case, kept short
-        if not is_known and _unheard.get():
+        if not is_known and UNHEARD.get():
             return len(text)
         late = None if is_known else self._attribution.late_cell()
         thread = get_ident()
@@ -148,7 +79,12 @@ class RankStream(io.TextIOBase):
         if "\n" in text or "\r" in text or len(line) > PARTIAL_LINE_MAX:
             if late is None and self._attribution.last_stream is self:  # as `_emit`, without its calls
                 self._pipe.write(line.encode("utf-8", "backslashreplace"))
+                self._in_a_row += 1
+                if self._in_a_row > BEGIN_AFTER and is_known and not self.partial:
+                    self._in_a_row = 0
+                    self._attribution.runs.begin(self)
             else:
+                self._in_a_row = 0
                 self._emit(late, line)
         elif line:
             self.partial[key] = line
@@ -156,6 +92,8 @@ class RankStream(io.TextIOBase):
 
     def flush(self, thread: int = 0) -> None:
         """Write out what threads have begun; only what ``thread`` has, if one is given."""
+        if self.in_run and self._run is not None:
+            self._run.flush()
         if thread and not self.partial and not self._is_flushing:
             return  # it has begun nothing, or that is written
         with self._flushing:
@@ -180,8 +118,27 @@ class RankStream(io.TextIOBase):
             self._attribution.turn_to(self)
         self._pipe.write(data)
 
+    def begin_run(self) -> bool:
+        """On the main thread: from now on ``write`` is C code's, which can do nothing else than print."""
+        if self._run is None:
+            self._run = self._pipe.open_text()
+        if self._run is None or not self._pipe.leads_to_agent():
+            return False
+        self.in_run = True
+        self.write = self._run.write  # type: ignore[method-assign, assignment]
+        return True
+
+    def end_run(self) -> None:
+        """``write`` is ours again. On any thread; called again when it was interrupted."""
+        vars(self).pop("write", None)
+        if self._run is not None:
+            self._run.flush()
+        self.in_run = False
+
     def after_fork(self) -> None:
         """In a forked child: what waits is the parent's to write."""
+        vars(self).pop("write", None)
+        self._parents_run, self._run, self.in_run = self._run, None, False  # kept, since it writes when it is collected
         self._pipe.after_fork()
         self.partial.clear()
         self._flushing, self._is_flushing = threading.RLock(), False
@@ -236,6 +193,7 @@ def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
             stream.after_fork()
 
     at_fork(in_child=after_fork)
+    attribution.runs.end_before_strangers()
     _line_buffer_c_stdout()
     return streams
 
@@ -253,7 +211,7 @@ class OutputBeside:
         self._streams, self._cell_id = streams, cell_id
 
     def __enter__(self) -> None:
-        self._token = _cell_of_context.set(-self._cell_id)
+        self._token = CELL_OF_CONTEXT.set(-self._cell_id)
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -261,7 +219,7 @@ class OutputBeside:
                 stream.flush(threading.get_ident())
                 stream.reopen()
         finally:
-            _cell_of_context.reset(self._token)
+            CELL_OF_CONTEXT.reset(self._token)
 
 
 def flush_c_streams() -> None:

@@ -593,6 +593,88 @@ def test_an_interrupt_in_a_flood_loses_no_line(rank: RankProcess) -> None:
     assert ran.outcome.interrupted and numbers == list(range(len(numbers)))
 
 
+MANY = "import sys\nfor number in range(100): print('many', number)\nassert 'write' in vars(sys.stdout)\n"
+"""So many lines in a row that C code writes them (`meshbook.shell.line_runs`)."""
+
+MANY_TEXT = "".join(f"many {number}\n" for number in range(100))
+
+
+def test_many_lines_stand_in_order_with_c_children_bytes_and_the_other_stream(rank: RankProcess) -> None:
+    ran = rank.cell(
+        f"import ctypes, subprocess, os\nlibc = ctypes.CDLL(None)\n{MANY}libc.puts(b'c'); print('python')\n"
+        f"{MANY}subprocess.run(['echo', 'child']); print('begun', end=''); os.write(1, b'fd\\n')\n"
+        f"{MANY}sys.stdout.buffer.write(b'bytes\\n'); print('bad', file=sys.stderr); print('python again')\n"
+        f"{MANY}print('unfinished', end='')\ndisplay(1)\n{MANY}print('part', end='')"
+    )
+    assert ran.stdout == (
+        f"{MANY_TEXT}c\npython\n{MANY_TEXT}child\nfd\nbegun{MANY_TEXT}bytes\npython again\n"
+        f"{MANY_TEXT}unfinished<display>\n{MANY_TEXT}part"
+    )
+    assert ran.stderr == "bad\n"
+
+
+def test_many_lines_go_where_a_cell_leads_them_meanwhile(rank: RankProcess, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    ran = rank.cell(
+        f"import os\nkept = os.dup(1); file = os.open({str(path)!r}, os.O_WRONLY | os.O_CREAT)\n"
+        f"{MANY}os.dup2(file, 1); print('to the file')\nfor number in range(100): print(number)\n"
+        "assert 'write' not in vars(sys.stdout)\nos.dup2(kept, 1); os.close(kept); os.close(file)\n"
+        f"{MANY}os.close(1); print('closed')"
+    )
+    assert ran.stdout == f"{MANY_TEXT}{MANY_TEXT}closed\n", ran
+    assert path.read_text() == "to the file\n" + "".join(f"{number}\n" for number in range(100))
+
+
+def test_many_lines_and_a_pipe_that_is_made_non_blocking_meanwhile(rank: RankProcess) -> None:
+    ran = rank.cell(
+        f"import fcntl, os\n{MANY}fcntl.fcntl(1, fcntl.F_SETFL, os.O_NONBLOCK | os.O_WRONLY)\n"
+        "for i in range(20_000): print('x' * 7)\nprint('y' * 1_000_000)"
+    )
+    assert ran.outcome.ok, ran.failure
+    assert ran.stdout == MANY_TEXT + "xxxxxxx\n" * 20_000 + "y" * 1_000_000 + "\n"
+
+
+def test_after_many_lines_threads_tasks_and_forks_print_as_ever(rank: RankProcess) -> None:
+    rank.cell(
+        "import asyncio, multiprocessing, threading, warnings\nwarnings.simplefilter('ignore')\n"
+        "go = threading.Event()\nloop = asyncio.new_event_loop()\n"
+        "async def work(): print('of the task')\ntask = loop.create_task(work())"
+    )
+    ran = rank.cell(
+        f"{MANY}print('begun ', end='')\nthread = threading.Thread(target=lambda: (go.wait(), print('of it')))\n"
+        f"thread.start()\nfor number in range(100): print(number)\nassert 'write' not in vars(sys.stdout)\n"
+        f"go.set(); thread.join()\n{MANY}loop.run_until_complete(task); print('mine')\n"
+        f"{MANY}print('once, ', end='')\n"
+        "child = multiprocessing.get_context('fork').Process(target=lambda: print('child'))\n"
+        "child.start(); child.join()"
+    )
+    assert ran.outcome.ok, ran.failure
+    numbers = "".join(f"{number}\n" for number in range(100))
+    assert ran.stdout == f"{MANY_TEXT}begun {numbers}of it\n{MANY_TEXT}mine\n{MANY_TEXT}once, child\n", ran.stdout
+    assert ran.late == [("stdout", "of the task\n", 10)]
+
+
+def test_a_write_that_was_bound_before_many_lines_keeps_the_order(rank: RankProcess) -> None:
+    ran = rank.cell(f"import sys\nwrite = sys.stdout.write\n{MANY}print('a', end=''); n = write('b\\n'); print('c')")
+    assert ran.stdout == f"{MANY_TEXT}ab\nc\n"
+    assert "argument must be str" in rank.cell(f"{MANY}sys.stdout.write(b'x')").failure.evalue
+
+
+def test_what_is_printed_unheard_is_dropped_amid_many_lines(rank: RankProcess) -> None:
+    ran = rank.cell(
+        "import sys, threading\nfrom meshbook.concurrency.background import hidden_thread\n"
+        "entered, goes_on = threading.Event(), threading.Event()\n"
+        "def complete():\n    with sys.stdout._attribution.unheard():\n"
+        "        entered.set(); goes_on.wait(); print('noise')\n"
+        f"thread = hidden_thread(complete, 'beside')\n{MANY}print('begun ', end='')\nthread.start(); entered.wait()\n"
+        "for number in range(100): print(number)\nassert 'write' not in vars(sys.stdout)\n"
+        f"goes_on.set(); thread.join()\n{MANY}"
+    )
+    assert ran.outcome.ok, ran.failure
+    numbers = "".join(f"{number}\n" for number in range(100))
+    assert ran.stdout == f"{MANY_TEXT}begun {numbers}{MANY_TEXT}", ran.stdout
+
+
 def test_threads_of_a_cell_print_into_it_and_later_ones_as_late_text(rank: RankProcess) -> None:
     ran = rank.cell(
         "import threading\ngo, done = threading.Event(), threading.Event()\n"

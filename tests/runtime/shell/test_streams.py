@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.shell.streams import Attribution, RankStream
+from meshbook.shell.attribution import Attribution
+from meshbook.shell.streams import RankStream
 
 
 def test_a_line_follows_what_another_thread_writes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
