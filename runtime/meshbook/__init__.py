@@ -19,6 +19,7 @@ from meshbook._version import __version__
 if TYPE_CHECKING:
     from meshbook import errors
     from meshbook.concurrency.future import Future
+    from meshbook.config import clear_runtime_config, configure, configured, get_global_config, get_runtime_config
     from meshbook.errors import MeshError
     from meshbook.launchers.base import Launcher
     from meshbook.launchers.local import LocalLauncher
@@ -45,6 +46,22 @@ if TYPE_CHECKING:
     )
     from meshbook.tensors.handles.mesh_tensor import MeshTensor
     from meshbook.tensors.handles.modules import module_to_mesh
+    from meshbook.tensors.handles.monarch_names import (
+        Stream,
+        Tensor,
+        coalescing,
+        get_active_mesh,
+        get_active_stream,
+        grad_function,
+        grad_generator,
+        no_mesh,
+        reduce,
+        reduce_,
+        show,
+        slice_mesh,
+        to_mesh,
+    )
+    from meshbook.tensors.handles.remote_calls import call_on_shard_and_fetch, fetch_shard, inspect, remote
     from meshbook.tensors.messages.anomalies import detect_anomaly
     from meshbook.tensors.steps.recorded_steps import compile
 
@@ -63,32 +80,54 @@ __all__ = [
     "SavedSession",
     "Shape",
     "Slice",
+    "Stream",
+    "Tensor",
     "ValueMesh",
     "__version__",
     "arange",
     "attach",
+    "call_on_shard_and_fetch",
+    "clear_runtime_config",
+    "coalescing",
     "compile",
+    "configure",
+    "configured",
     "current_mesh",
     "detach",
     "detect_anomaly",
     "distribute",
     "empty",
     "errors",
+    "fetch_shard",
     "from_ranks",
     "full",
+    "get_active_mesh",
+    "get_active_stream",
+    "get_global_config",
+    "get_runtime_config",
+    "grad_function",
+    "grad_generator",
     "heal_mesh",
+    "inspect",
     "module_to_mesh",
+    "no_mesh",
     "ones",
     "rand",
     "randint",
     "randn",
     "recall",
+    "reduce",
+    "reduce_",
     "remember",
+    "remote",
     "sessions",
+    "show",
     "shutdown",
+    "slice_mesh",
     "start_hosts",
     "stream",
     "this_host",
+    "to_mesh",
     "zeros",
 ]
 
@@ -102,6 +141,7 @@ _FOUND_IN = {
     "mesh.driven": (
         "attach", "detach", "heal_mesh", "recall", "remember", "shutdown", "start_hosts",
     ),
+    "config": ("clear_runtime_config", "configure", "configured", "get_global_config", "get_runtime_config"),
     "mesh.host_mesh": ("HostMesh",),
     "mesh.proc_mesh": ("ProcMesh",),
     "sessions.listing": ("SavedSession",),
@@ -112,7 +152,12 @@ _FOUND_IN = {
     "tensors.handles.distributed_mesh": ("current_mesh", "from_ranks"),
     "tensors.handles.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
     "tensors.handles.mesh_tensor": ("MeshTensor",),
+    "tensors.handles.monarch_names": (
+        "Stream", "Tensor", "coalescing", "get_active_mesh", "get_active_stream",
+        "grad_function", "grad_generator", "no_mesh", "reduce", "reduce_", "show", "slice_mesh", "to_mesh",
+    ),
     "tensors.handles.modules": ("module_to_mesh",),
+    "tensors.handles.remote_calls": ("call_on_shard_and_fetch", "fetch_shard", "inspect", "remote"),
     "tensors.messages.anomalies": ("detect_anomaly",),
     "tensors.steps.recorded_steps": ("compile",),
 }  # fmt: skip

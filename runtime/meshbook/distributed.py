@@ -13,7 +13,7 @@ x = meshbook.distribute(torch.randn(64, 32), mesh, sharding_spec=["data_parallel
 from __future__ import annotations
 
 from meshbook.tensors.handles.distributed_mesh import Mesh
-from meshbook.tensors.handles.local_view import fetch_shard, inspect, remote
 from meshbook.tensors.handles.modules import show_plan
+from meshbook.tensors.handles.remote_calls import fetch_shard, inspect, remote
 
 __all__ = ["Mesh", "fetch_shard", "inspect", "remote", "show_plan"]

@@ -10,19 +10,18 @@ A mesh of its own for the controller: operations travel as those of tensors in p
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.source.location import PACKAGE
@@ -158,7 +157,7 @@ class _Share(torch.autograd.Function):
         ctx.origin = tensor.mesh
         number, shape = mesh.stream.new_number(), tuple(tensor.shape)
         source = tensor.mesh.stream
-        _check(tensor, mesh.procs.ranks)
+        check_own(tensor, mesh.procs.ranks)
         names = source.name, mesh.stream.name, tensor.mesh.procs.ranks
         shared = mesh.procs.execute(local_ranks.share, *names, tensor._handle.number, number, shape, tensor.dtype)
         mesh.stream.follow("slice_mesh", (number,), shared, tensor._handle)
@@ -187,6 +186,8 @@ class _Activation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if _active.get() is not self._mesh:
+            return func(*args, **named)
         begins = "device" in named or "pin_memory" in {argument.name for argument in func._schema.arguments}
         if not begins or any(isinstance(each, torch.Tensor) for each in tree_leaves((args, named))):
             return func(*args, **named)
@@ -210,7 +211,32 @@ def _is_own_code() -> bool:
 @contextmanager
 def activate(procs: ProcMesh | Mesh) -> Iterator[None]:
     """While it lasts, tensors that begin here begin on each rank of the mesh: ``torch.zeros``, ``nn.Linear``."""
-    with _Activation(local_mesh_of(procs)):
+    mesh = local_mesh_of(procs)
+    with _activated(mesh), _Activation(mesh):
+        yield
+
+
+_active: ContextVar[LocalMesh | None] = ContextVar("active_mesh", default=None)
+
+
+@contextmanager
+def _activated(mesh: LocalMesh | None) -> Iterator[None]:
+    token = _active.set(mesh)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active_mesh() -> LocalMesh | None:
+    """The mesh on which tensors begin here and now; None where they are this process's."""
+    return _active.get()
+
+
+@contextmanager
+def without_mesh() -> Iterator[None]:
+    """While it lasts, tensors that begin here are this process's, within a block of `activate` too."""
+    with _activated(None):
         yield
 
 
@@ -227,58 +253,7 @@ def rank_tensor(procs: ProcMesh | Mesh, dim: str | Sequence[str]) -> MeshTensor:
     return cast("MeshTensor", mesh.execute(local_ranks.own_number, numbers))
 
 
-def remote(function: Callable[..., Any], *, propagate: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function that, when it is called, runs on each rank of the mesh of the tensors it is given.
-
-    There they are the rank's own tensors, and what it returns are such tensors again. propagate: the same for shapes,
-    called here with tensors that have no memory: then nothing is waited for. Raises: UsageError without a tensor.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, MeshTensor)]
-        if not given or not isinstance(given[0].mesh, LocalMesh):
-            raise UsageError("a remote function is given a tensor of the local view, which says on what mesh it runs")
-        mesh = given[0].mesh
-        if propagate is None:
-            return mesh.execute(function, *args, **kwargs)
-        on_meta = tree_map_only(MeshTensor, _without_memory, (args, kwargs))
-        foreseen = propagate(*on_meta[0], **on_meta[1])
-        numbers: list[int] = []
-
-        def know(meta: torch.Tensor) -> MeshTensor:
-            numbers.append(mesh.stream.new_number())
-            return MeshTensor._of(mesh, NewOutput(tuple(meta.shape), tuple(meta.stride()), meta.dtype), numbers[-1])
-
-        made = tree_map_only(torch.Tensor, know, foreseen)
-        mesh.stream.flush()
-        asked = mesh.procs.execute(local_ranks.call_foreseen, mesh.stream.name, numbers, function, args, kwargs)
-        mesh.stream.follow(getattr(function, "__name__", "remote"), numbers, asked)
-        return made
-
-    return call
-
-
-def fetch_shard(tensor: MeshTensor, **coordinates: int) -> Future[torch.Tensor]:
-    """The tensor of one rank: the first one with these coordinates."""
-    if not isinstance(tensor.mesh, LocalMesh):
-        raise UsageError("a tensor in parts has one value: use tensor.full_tensor()")
-    mesh = tensor.mesh
-    one = mesh.procs.slice(**coordinates)
-    _check(tensor, one.ranks[:1])
-    asked = one.select(one.ranks[:1]).execute(local_ranks.own_of, mesh.stream.name, tensor._handle.number)
-    return asked.then(lambda found: next(iter(found.values())))
-
-
-def inspect(tensor: MeshTensor, **coordinates: int) -> torch.Tensor:
-    """`fetch_shard`, waiting for it."""
-    found = fetch_shard(tensor, **coordinates)
-    tensor.mesh.stream.settle()
-    _check(tensor, tensor.mesh.procs.slice(**coordinates).ranks[:1])
-    return found.get()
-
-
-def _check(tensor: MeshTensor, ranks: Sequence[int]) -> None:
+def check_own(tensor: MeshTensor, ranks: Sequence[int]) -> None:
     """Raises: the error of what these ranks have of a tensor; that others have lost theirs is none."""
     number = tensor._handle.number
     try:
@@ -286,10 +261,6 @@ def _check(tensor: MeshTensor, ranks: Sequence[int]) -> None:
     except OwnTensorsLost as lost:
         if lost.number != number or not set(ranks).isdisjoint(lost.ranks):  # else it is of a tensor made of that one
             raise
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _coordinates(axes: Mapping[str, int], position: int) -> dict[str, int]:

@@ -209,6 +209,7 @@ def test_what_living_ranks_hold_survives_a_repair() -> None:
         with pytest.raises(TensorLost, match=said):
             inspect(written.add_(1))
         upper.mul_(2)
+        each(upper)  # now it is done
         kill(procs, 0)
         with pytest.raises(TensorLost, match=r"that of ranks 0,3 ended .* ranks 1,2 still have theirs"):
             inspect(x)
