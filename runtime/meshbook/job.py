@@ -5,6 +5,8 @@ A module of its own because programs import it by this name, as they import ``mo
 
 from __future__ import annotations
 
+from meshbook.mesh.current_job import hosts_from_config, load_current_job, set_current_job
+from meshbook.mesh.host_commands import exec_command
 from meshbook.mesh.job_trait import DEFAULT_JOB_PATH, JobState, JobTrait, job_load, job_loads
 from meshbook.mesh.jobs import LocalJob, ProcessJob
 from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
@@ -12,5 +14,6 @@ from meshbook.mesh.scheduled_jobs import RayJob, SlurmJob, SSHJob
 
 __all__ = [
     "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "ProcessJob", "RayJob",
-    "SSHJob", "SlurmJob", "job_load", "job_loads",
+    "SSHJob", "SlurmJob", "exec_command", "hosts_from_config", "job_load", "job_loads", "load_current_job",
+    "set_current_job",
 ]  # fmt: skip

@@ -529,7 +529,7 @@ class DebugError(MeshError):
         return f"rank {self.rank} is not under the debugger: {self.cause}."
 
 
-class SerializationError(MeshError):
+class SerializationError(MeshError, RuntimeError):
     """A value that cannot travel between processes. ``path`` leads to the part that is at fault."""
 
     def __init__(
