@@ -31,8 +31,8 @@ PUBLIC = {
     """,
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
     "meshbook.job": """
-        DEFAULT_JOB_PATH ImageSpec JobState JobTrait KubernetesJob LocalJob ProcessJob RayJob SSHJob SlurmJob
-        exec_command hosts_from_config job_load job_loads load_current_job set_current_job
+        DEFAULT_JOB_PATH ImageSpec JobState JobTrait KubernetesJob LocalJob PortForwarder ProcessJob RayJob SSHJob
+        SlurmJob exec_command hosts_from_config job_load job_loads load_current_job set_current_job
     """,
     "meshbook.mesh": """
         Attachment HostMesh ProcMesh SavedSession attach detach heal_mesh prewarm recall remember sessions
