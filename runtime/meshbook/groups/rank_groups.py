@@ -303,6 +303,18 @@ class RankGroups:
             self._link.close()
             self._link = None
 
+    def forget(self) -> None:
+        """Destroy groups that have no peers, at once and on this thread; this process has none, and is no rank."""
+        global _own
+        for group in list(self._factory.groups.values()):
+            group.retire(_DESTROYED)
+        if self.formed:
+            dist.destroy_process_group()
+        self._forget_groups()
+        if self._link is not None:
+            self._link.close()
+        self._link = _own = None
+
     def _create(self, backend: str, store: Store) -> None:
         assert self._place is not None
         hook = sys.excepthook

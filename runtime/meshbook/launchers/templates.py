@@ -57,6 +57,7 @@ WITH_TORCH = (
     "torch._dynamo",
     "torch.profiler",
     "meshbook.groups.rank_groups",
+    "meshbook.groups.rehearsal",
 )
 """What ranks share beyond the first template's: none imports it at its first DTensor, or step of an optimizer."""
 

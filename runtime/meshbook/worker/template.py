@@ -166,10 +166,12 @@ class SpawnedWorkers:
 
 
 class SpareWork:
-    """What a template does while nobody asks anything of it: imports that can wait, then its memory in huge pages."""
+    """What a template does while nobody asks anything of it: imports that can wait, what each rank does first, then
+    its memory in huge pages."""
 
     def __init__(self, later: list[str]) -> None:
         self._later = later
+        self._has_rehearsed = False
 
     def import_now(self) -> None:
         """Another template is forked from here, and is to have these too."""
@@ -186,8 +188,25 @@ class SpareWork:
             if next(pieces, _DONE) is _DONE:
                 return
 
+    def _rehearse(self) -> None:
+        """Form a group and forget it, so that ranks share what that leaves in memory. What fails is said in the log."""
+        rehearsal = sys.modules.get("meshbook.groups.rehearsal")
+        if rehearsal is None or self._has_rehearsed:
+            return
+        self._has_rehearsed = True
+        try:
+            rehearsal.rehearse_groups()
+        except Exception:  # of this machine, so ranks will say so as well
+            traceback.print_exc()
+        gc.collect()  # of what is not frozen, so little
+        gc.freeze()
+        if why_not_to_fork():
+            os._exit(1)  # the agent starts another
+
     def _pieces(self) -> Iterator[None]:
         self.import_now()
+        yield
+        self._rehearse()
         yield
         yield from use_huge_pages()
 
