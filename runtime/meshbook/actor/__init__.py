@@ -38,6 +38,7 @@ from meshbook.actor.errors import (
     BufferKindError,
     BufferSizeError,
     NoEndpointError,
+    ProcsNotStartedError,
     ProcsStoppedError,
     ReloadError,
     SupervisionError,
@@ -53,6 +54,8 @@ from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
     from meshbook.actor.buffers.rdma_buffer import RDMABuffer
+    from meshbook.actor.coroutine_future import returns_future
+    from meshbook.actor.identifiers import ChannelTransport, ProcId, Uid, enable_transport
     from meshbook.actor.proc_ref import ProcRef
     from meshbook.actor.telemetry import get_meter, span, traced
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
@@ -81,6 +84,7 @@ __all__ = [
     "BufferKindError",
     "BufferSizeError",
     "Channel",
+    "ChannelTransport",
     "Context",
     "Endpoint",
     "Extent",
@@ -93,7 +97,9 @@ __all__ = [
     "Point",
     "Port",
     "PortReceiver",
+    "ProcId",
     "ProcMesh",
+    "ProcsNotStartedError",
     "ProcsStoppedError",
     "RDMABuffer",
     "RankedPortReceiver",
@@ -102,6 +108,7 @@ __all__ = [
     "ShapeExt",
     "Slice",
     "SupervisionError",
+    "Uid",
     "UnhandledFault",
     "ValueMesh",
     "as_endpoint",
@@ -112,9 +119,11 @@ __all__ = [
     "current_rank",
     "current_size",
     "default_bootstrap_cmd",
+    "enable_transport",
     "endpoint",
     "get_meter",
     "get_or_spawn_controller",
+    "returns_future",
     "run_worker_loop_forever",
     "run_worker_loop_until_shutdown",
     "send",
@@ -132,6 +141,11 @@ _LATER = {
     "HostMesh": "meshbook.mesh",
     "ProcMesh": "meshbook.mesh.proc_mesh",
     "RDMABuffer": "meshbook.actor.buffers.rdma_buffer",
+    "ChannelTransport": "meshbook.actor.identifiers",
+    "ProcId": "meshbook.actor.identifiers",
+    "Uid": "meshbook.actor.identifiers",
+    "enable_transport": "meshbook.actor.identifiers",
+    "returns_future": "meshbook.actor.coroutine_future",
     "get_meter": "meshbook.actor.telemetry",
     "span": "meshbook.actor.telemetry",
     "traced": "meshbook.actor.telemetry",
@@ -158,7 +172,7 @@ def this_host() -> HostMesh | HostRef:
         from meshbook.mesh.actor_hosts import HostRef
 
         return HostRef()
-    return meshbook.this_host()
+    return meshbook.this_host().without_waiting()
 
 
 def this_proc() -> ProcRef:

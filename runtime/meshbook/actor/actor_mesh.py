@@ -19,7 +19,7 @@ from meshbook.actor.errors import ActorError, ActorLostError, NoEndpointError, S
 from meshbook.actor.futures import ActorFuture
 from meshbook.actor.identity import ActorIdentity, argument_names, forget_group, keep_group, name_view
 from meshbook.actor.ports import Port
-from meshbook.actor.router import ACTORS, READY, STOP, WATCH, Address, Router, TActor, Values
+from meshbook.actor.router import ACTORS, READY, STOP, WATCH, Address, Router, TActor, Values, router_for
 from meshbook.actor.supervision import INIT, SUPERVISE, MeshFailure, failures_of
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.background import run_in_background
@@ -269,6 +269,13 @@ def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:
 
     to = group.find(actors.members, partly=True)
     group.call(to, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
+
+
+def procs_of(actors: ActorMesh[Any]) -> MeshView:
+    """The processes in which they live, as this process knows them."""
+    group = actors._group
+    router = router_for(group.session)
+    return router.procs(group.session, group.mesh, group.mesh_name, actors.members, group.generation)
 
 
 def _nothing(values: object) -> None:

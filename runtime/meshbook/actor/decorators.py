@@ -49,6 +49,9 @@ class Endpoint(Protocol[P, R]):
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call it on every actor without waiting; what fails is told to the owner of the actors."""
 
+    def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call it on every actor, and leave the tensors that it returns on the ranks, as those of the local view."""
+
 
 class EndpointMethod(Generic[P, R]):
     """What the decorators make of a method."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,13 @@ class ActorEndpoint(Generic[P, R]):
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call it on every actor without waiting; what fails is told to the owner of the actors."""
         self.post(args, kwargs, None, one=False)
+
+    def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call it on every actor, and leave the tensors that it returns on the ranks, as those of the local view."""
+        self._info.check(self._group.name, args, kwargs)
+        results = importlib.import_module("meshbook.tensors.handles.actor_results")  # which stands above us
+        made: R = results.rref(self._mesh, self._info.name, args, kwargs)
+        return made
 
     def post(self, args: Args, kwargs: Kwargs, port: Port[R] | None, one: bool) -> None:
         """Call it on every actor, or on a random one, and have the answers sent to ``port``."""

@@ -4,7 +4,8 @@ CallFailed   ── ActorError         an endpoint raised
 MeshError    ── SupervisionError   actors that are not there any more (a RuntimeError too)
                 ├── ActorLostError     their processes ended (a WorkerLost too)
                 ├── ActorStoppedError  they were stopped
-                └── ProcsStoppedError  their mesh of processes was stopped (a MeshStoppedError too)
+                ├── ProcsStoppedError  their mesh of processes was stopped (a MeshStoppedError too)
+                └── ProcsNotStartedError  their processes have not come up (a SpawnError too)
 UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeError too)
              ── ArgumentsError     arguments that do not fit the endpoint's signature (a TypeError too)
              ── ReloadError        a class that cannot take the place of another in living actors
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from meshbook.errors import CallFailed, Failure, MeshError, MeshStoppedError, UsageError, WorkerLost
+from meshbook.errors import CallFailed, Failure, MeshError, MeshStoppedError, SpawnError, UsageError, WorkerLost
 from meshbook.formatting import did_you_mean, name_ranks
 
 
@@ -87,6 +88,19 @@ class ActorLostError(WorkerLost, SupervisionError):
             f'  the actors "{self.actor}" of {name_ranks(self.ranks)} ended with it; after a repair, spawn them again'
         )
         return f"{super().__str__()}\n{gone}"
+
+
+class ProcsNotStartedError(SpawnError, SupervisionError):
+    """Processes that did not come up, where `spawn_procs` had returned before."""
+
+    cause = "not started"
+
+    def __init__(self, mesh: str, why: str) -> None:
+        super().__init__(mesh, why)
+        self.mesh, self.why = mesh, why
+
+    def __str__(self) -> str:
+        return f'the processes "{self.mesh}" did not start: {self.why}'
 
 
 class ActorsLeftError(SupervisionError):

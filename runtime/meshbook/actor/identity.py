@@ -47,6 +47,8 @@ class ActorIdentity:
     """What failed for which nobody waited, to be told at the next use."""
 
     def __reduce__(self) -> tuple[object, ...]:
+        if self.initialized is not None:  # else they are on their way to their processes
+            router_for(self.session).await_procs(self.mesh)
         own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)
         return _find_group, (*own, self.members, self.generation)
 

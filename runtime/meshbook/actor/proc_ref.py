@@ -56,6 +56,18 @@ class ProcRef(MeshView):
         self._stopped = True
         return ask_controller("stop_procs", (self,), {}, "procs")
 
+    def __enter__(self) -> ProcRef:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop().get()
+
+    async def __aenter__(self) -> ProcRef:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
     def __reduce__(self) -> tuple[object, ...]:
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)
 

@@ -116,6 +116,9 @@ class Router(Protocol):
     def call(self, request: CallRequest) -> Answers:
         """Call a mailbox, with a generation as `find` gave it. Raises: MeshStoppedError, WorkerLost."""
 
+    def await_procs(self, mesh: int) -> None:
+        """Wait until the processes of a mesh are there, whom a sent reference is to reach. Raises: MeshError."""
+
     @property
     def supervisor(self) -> Port[MeshFailure] | None:
         """Where failures of what is spawned here are told."""
@@ -156,6 +159,11 @@ def add_router(session: str, router: Router) -> None:
 def remove_router(session: str) -> None:
     """The session has ended, or was left."""
     _routers.pop(session, None)
+
+
+def has_sessions() -> bool:
+    """Whether this process drives meshes."""
+    return bool(_routers)
 
 
 def is_rank() -> bool:

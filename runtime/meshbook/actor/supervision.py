@@ -12,22 +12,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from meshbook.concurrency.background import SerialQueue
 from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
 from meshbook.errors.advice import name_cells
 from meshbook.formatting import name_ranks
 
-if TYPE_CHECKING:
-    from meshbook.actor.actor_mesh import ActorMesh
-
-
 SUPERVISE = "__supervise__"
 """What failures of meshes that an actor has spawned come as."""
 
 ABORTED = "ActorAborted"
 """What a failure is called that an actor has told of itself (`meshbook.actor.instance`)."""
+
+NOT_STARTED = "ProcsNotStartedError"
+"""What it is called where the processes themselves have not come."""
 
 INIT = "__init__"
 """What has failed, where actors could not be made."""
@@ -36,10 +35,24 @@ JOIN_S = 0.1
 """How long a failure waits for the like of it from other ranks, before people are told."""
 
 
+class FailedMesh(Protocol):
+    """A mesh of actors, or of processes that have not come."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def was_called(self) -> bool:
+        """Whether somebody is told by a call what became of it."""
+
+    def remember_fault(self, failure: MeshFailure) -> None:
+        """Have the next use of it raise `UnhandledFault`."""
+
+
 class MeshFailure:
     """What failed on a mesh of actors, where nobody waited for an answer."""
 
-    def __init__(self, mesh: ActorMesh[object], what: str, failures: Iterable[Failure]) -> None:
+    def __init__(self, mesh: FailedMesh, what: str, failures: Iterable[Failure]) -> None:
         """mesh: whose owner is told. what: failed, as in ``loaders.read``; perhaps of actors that ``mesh`` owns."""
         self.mesh, self.what = mesh, what
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
@@ -52,7 +65,8 @@ class MeshFailure:
     @property
     def procs_name(self) -> str:
         """The name of the mesh of processes in which the actors live."""
-        return self.mesh._group.mesh_name
+        group = vars(self.mesh).get("_group")
+        return self.mesh.name if group is None else str(group.mesh_name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -73,7 +87,7 @@ class MeshFailure:
         lines = []
         for group in group_failures(self.failures):
             waited = ", which nobody waited for"
-            if self.is_of_init or group[0].ename in (WorkerLost.__name__, ABORTED):
+            if self.is_of_init or group[0].ename in (WorkerLost.__name__, ABORTED, NOT_STARTED):
                 waited = ""
             lines.append(f"{self.what}{waited}: {_cause(group)}")
             lines += [f"  {line}" for part in group[0].traceback for line in name_cells(part).splitlines()]
@@ -86,7 +100,7 @@ class MeshFailure:
         causes = "; ".join(_cause(group) for group in group_failures(self.failures))
         return f"MeshFailure({self.what}: {causes})"
 
-    def pass_on(self, mesh: ActorMesh[object]) -> MeshFailure:
+    def pass_on(self, mesh: FailedMesh) -> MeshFailure:
         """The same for the owner of ``mesh``, whose actors did not handle it."""
         return MeshFailure(mesh, self.what, self.failures)
 
@@ -100,6 +114,8 @@ def _cause(group: list[Failure]) -> str:
     ranks = name_ranks(failure.rank for failure in group)
     if first.ename in (WorkerLost.__name__, ABORTED):
         return f"{ranks} ended: {first.evalue}"
+    if first.ename == NOT_STARTED:
+        return f"{ranks} did not start: {first.evalue}"
     return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
 
 
@@ -109,9 +125,10 @@ def unhandled_fault_hook(failure: MeshFailure) -> None:
     Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...``.
     """
     raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]
-    if not raised or (failure.is_of_init and failure.mesh.was_called):  # then the caller is told
+    gone = raised and raised[0].ename in (ABORTED, NOT_STARTED)  # whose calls say so themselves
+    unmade = failure.is_of_init or (gone and raised[0].ename == NOT_STARTED)
+    if not raised or (unmade and failure.mesh.was_called):  # then the caller is told
         return
-    gone = raised[0].ename == ABORTED  # whose calls say so themselves
     for group in group_failures(raised):
         later = "its calls fail from now on" if gone else f"the next use of {failure.mesh_name} raises it"
         print(f"{failure.what}: {_cause(group)}\n  {later}", file=sys.stderr)
@@ -161,7 +178,7 @@ class FaultJoiner:
     def __init__(self) -> None:
         self._hooks = SerialQueue()
         self._lock = threading.Lock()
-        self._joined: dict[tuple[ActorMesh[object], str], MeshFailure] = {}
+        self._joined: dict[tuple[FailedMesh, str], MeshFailure] = {}
 
     def take(self, failure: MeshFailure) -> None:
         """One has come. On any thread; returns at once."""
@@ -177,7 +194,7 @@ class FaultJoiner:
             timer.daemon = True
             timer.start()
 
-    def _tell(self, key: tuple[ActorMesh[object], str]) -> None:
+    def _tell(self, key: tuple[FailedMesh, str]) -> None:
         with self._lock:
             failure = self._joined.pop(key)
         if (observer := _observer) is not None:

@@ -25,6 +25,7 @@ from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reac
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
+from meshbook.controller.arrival import MeshArrival
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
@@ -36,7 +37,7 @@ from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import Questions, look
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.stacks import StackQuestion, collect_stacks
-from meshbook.errors import WorkerLost
+from meshbook.errors import SpawnError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.lifecycle import MeshPhase
 from meshbook.sessions.folder import SavedHost, SessionFolder
@@ -215,11 +216,26 @@ class Controller:
         """Those that have not ended, in the order in which they were made."""
         return sorted(self._dispatcher.meshes.copy().values(), key=lambda mesh: mesh.id)
 
+    def expect_mesh(self, mesh: MeshState) -> None:
+        """Know a mesh whose workers are to be asked for."""
+
+        def know() -> None:
+            self._dispatcher.meshes[mesh.id] = mesh
+
+        self.ask(know)
+
+    def end_arrival(self, arrival: MeshArrival, error: Exception | None = None) -> None:
+        """A mesh is there, or will not come: so is what was asked of it meanwhile."""
+        self.submit(lambda: arrival.end(error), arrival.done.set_exception)
+
     def recruit(self, mesh: MeshState) -> PendingWorkers:
         """Have the hosts of a new mesh start its workers."""
         pending_workers = PendingWorkers(self.next_id(), mesh.seats_of(range(mesh.extent.nelements)))
 
         def ask() -> None:
+            if mesh.phase is not MeshPhase.STARTING:
+                pending_workers.fail(SpawnError("the mesh was stopped meanwhile"))
+                return
             self._dispatcher.meshes[mesh.id] = mesh
             self._dispatcher.groups_of(mesh)  # looks after its calls
             mesh.ask_for(pending_workers)
@@ -259,6 +275,8 @@ class Controller:
         outgoing = OutgoingCall(
             self._dispatcher, mesh, mesh.generation, request, call, output, message, payload, segment
         )
+        if (arrival := mesh.arrival) is not None and not arrival.is_over and not arrival.is_own:
+            outgoing.waits, arrival.is_asked = True, arrival.is_asked or request.reply
         self.submit(outgoing.send, outgoing.fail if request.reply else None)
         if not request.reply:
             future.set_result(None)
@@ -287,8 +305,10 @@ class Controller:
 
         def send() -> None:
             call = self._dispatcher.calls.find(id)
-            mesh = self._dispatcher.meshes.get(call.mesh) if call is not None else None
-            if call is None or mesh is None:
+            if call is None:
+                any(mesh.arrival.cancel(id) for mesh in self._dispatcher.meshes.values() if mesh.arrival is not None)
+                return
+            if (mesh := self._dispatcher.meshes.get(call.mesh)) is None:
                 return
             if self._dispatcher.groups_of(mesh).cancel(call):
                 return
@@ -406,7 +426,7 @@ class Controller:
             self._dispatcher.groups_of(mesh).stop()
             self._dispatcher.calls.give_up(mesh.id, mesh.name)
             for host in mesh.hosts:
-                if host.lost:
+                if host.lost or not mesh.is_asked_for:
                     mesh.on_stopped(host, lambda: self._dispatcher.forget(mesh))
                 else:
                     host.send(wire.StopMesh(mesh.id, grace_s))

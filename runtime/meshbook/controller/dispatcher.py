@@ -478,7 +478,7 @@ class Dispatcher:
         self.peer_directory.lose(host)
         for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
             for rank in mesh.ranks_on(host):
-                if rank not in mesh.lost:
+                if rank not in mesh.lost and mesh.phase is not MeshPhase.STARTING:
                     self.lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
             if host is mesh.store_host:
                 mesh.tell(wire.StoreLost(mesh.id, f"host {host.name} is lost"))
@@ -493,6 +493,7 @@ class Dispatcher:
 
     def dismiss(self, host: HostState) -> None:
         """Tell a host to end, and forget it: what is still open on it counts as lost."""
+        host.is_dismissed = True
         if not host.lost:
             host.send_urgent(wire.Goodbye())
             self.lose(host, "it was stopped")

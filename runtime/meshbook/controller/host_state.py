@@ -69,6 +69,8 @@ class HostState(HostLink):
         """Have it end for good when it is closed, also where others may need it once the session has ended."""
         self.launcher = SavedLauncher()
         """What starts another in its place."""
+        self.is_dismissed = False
+        """Whether it was shut down, by us."""
         self.endpoint = ""
         """What it dials, where that is on a network."""
         self._successor: HostState | None = None

@@ -10,9 +10,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from meshbook.actor.errors import ProcsStoppedError
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.stopped import StoppedRanks
 from meshbook.concurrency.future import Future
+from meshbook.controller.arrival import MeshArrival
 from meshbook.controller.crash_loops import CrashLoops
 from meshbook.controller.host_state import HostState
 from meshbook.controller.pending_workers import PendingWorkers, WorkerRecord
@@ -115,6 +117,10 @@ class MeshState:
         """placement: the host of each rank."""
         self.id, self.name, self.extent, self.recipe = id, name, extent, recipe
         self.phase = MeshPhase.STARTING
+        self.arrival: MeshArrival | None = None
+        """Of a mesh that people have before it is there."""
+        self.is_asked_for = False
+        """Whether hosts know of it."""
         self._given: dict[HostState, set[int]] = {}
         self.store_hosts: set[HostState] = set()
         """Those that keep the store of the process groups, or did."""
@@ -199,6 +205,17 @@ class MeshState:
         for host in self.hosts:
             host.send_urgent(message)
 
+    @property
+    def not_started(self) -> BaseException | None:
+        """What has kept its processes from coming, if people had it before them."""
+        return self.arrival.done.exception(0) if self.arrival is not None and self.arrival.is_over else None
+
+    def await_arrival(self) -> None:
+        """Wait until all processes are there. Raises: ProcsNotStartedError."""
+        if (arrival := self.arrival) is not None and not arrival.is_own:
+            arrival.is_asked = True
+            arrival.done.get()
+
     def advance(self, event: MeshEvent) -> None:
         """Go on to the next phase of the mesh's table."""
         self.phase = MESH_NEXT[self.phase, event]
@@ -207,6 +224,8 @@ class MeshState:
         """Raises: MeshStoppedError once the mesh was stopped, MeshDetachedError once it was detached."""
         if self.detached:
             raise MeshDetachedError(self.name, self.detached)
+        if self.not_started is not None:
+            raise self.not_started
         if self.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             raise MeshStoppedError(self.name)
 
@@ -289,7 +308,7 @@ class MeshState:
         self, pending_workers: PendingWorkers, arrangements: Mapping[HostState, wire.Arrangement] | None = None
     ) -> None:
         """Ask hosts for workers. arrangements: for those that are to be numbered anew; else as the ranks are now."""
-        self.pending_workers = pending_workers
+        self.pending_workers, self.is_asked_for = pending_workers, True
         for host, seats in pending_workers.seats.items():
             self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
             arrangement = arrangements[host] if arrangements else self.arrangement_on(host)
@@ -411,6 +430,8 @@ class MeshState:
     def stop(self) -> None:
         """Its hosts are being told to end it."""
         self.advance(MeshEvent.STOP)
+        if self.arrival is not None:
+            self.arrival.end(ProcsStoppedError(self.name))
         self._hosts_stopping = set(self.hosts)
         self.fail_recruits(SpawnError("the mesh was stopped meanwhile"))
 

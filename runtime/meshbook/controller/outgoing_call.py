@@ -30,11 +30,16 @@ class OutgoingCall(msgspec.Struct, eq=False):
     payload: Sequence[bytes]
     segment: wire.SegmentRef | None
     """What is too large for the payload."""
+    waits: bool = False
+    """Whether the mesh has to be there first (`meshbook.controller.arrival`)."""
     _hosts: Sequence[HostState] = ()
 
     def send(self) -> None:
         """Expect its answers, and send it, or have it queue."""
         mesh, request = self.mesh, self.request
+        if self.waits and mesh.arrival is not None and not mesh.arrival.is_over:
+            mesh.arrival.hold(self)
+            return
         if mesh.generation != self.generation:
             self.call.give_up(stale_view(mesh))
             return

@@ -6,7 +6,9 @@
     │   ├── RankError
     │   └── LayoutError         a view that no (offset, sizes, strides) can describe
     ├── UsageError              a command or an argument that makes no sense as given; a ValueError too
+    │   └── NotOwnerError       a reference to hosts, which whoever has started them shuts down; a RuntimeError too
     ├── SpawnError              hosts or workers that did not come up
+    │   ├── HostsEndedError     hosts that were shut down; a RuntimeError too
     │   ├── DeviceError         fewer devices than ranks
     │   └── CrashLoopError      a rank that ends again and again
     ├── MeshStoppedError        a call on a mesh that was stopped
@@ -123,6 +125,14 @@ class UsageError(MeshError, ValueError):
 
 class SpawnError(MeshError):
     """Hosts or workers did not come up."""
+
+
+class HostsEndedError(SpawnError, RuntimeError):
+    """Hosts that were shut down: nothing is started on them any more."""
+
+
+class NotOwnerError(UsageError, RuntimeError):
+    """A reference to hosts that others have started, who alone can shut them down."""
 
 
 class DeviceError(SpawnError):

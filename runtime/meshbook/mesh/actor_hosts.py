@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from meshbook.actor.context import context
 from meshbook.actor.proc_ref import ProcRef, ask_controller
-from meshbook.actor.router import TActor, current_router
+from meshbook.actor.router import TActor, current_router, is_rank
 from meshbook.concurrency.future import Future
 from meshbook.mesh import driven
+from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.spawn_options import BootstrapCommand, checked_python
 from meshbook.shape.members import Members, Point, Region
 from meshbook.shape.view import MeshView
 
 
-class HostRef(MeshView):
-    """The host of a rank, as that rank knows it: one, so without axes unless they are made by `split` or `flatten`."""
+class SentHosts(NamedTuple):
+    """Hosts that a rank got by a reference."""
 
-    def __init__(self, members: Members | None = None, python: str = "") -> None:
-        """python: the interpreter of what is spawned here; empty for that of the rank."""
+    session: str
+    hosts: tuple[str, ...]
+    """Their ids."""
+    env: Mapping[str, str]
+
+
+class HostRef(MeshView):
+    """Hosts, as a rank knows them: its own, which has no axes unless they are made, or some that were sent to it."""
+
+    def __init__(self, members: Members | None = None, python: str = "", sent: SentHosts | None = None) -> None:
+        """python: the interpreter of what is spawned here; empty for that of the rank.
+
+        sent: which they are, where it is not the rank's own.
+        """
         super().__init__(Region.of({}) if members is None else members)
-        self._python = python
+        self._python, self._sent = python, sent
 
     def _part(self, members: Members) -> HostRef:
-        return HostRef(members, self._python)
+        return HostRef(members, self._python, self._sent)
 
     def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostRef:
         """The same host, where processes run another interpreter; it must have meshbook. Raises: UsageError."""
-        return HostRef(self.members, checked_python(python_executable))
+        return HostRef(self.members, checked_python(python_executable), self._sent)
+
+    @property
+    def stream_logs(self) -> bool:
+        """False: what calls print is shown where the program runs, as that says."""
+        return False
 
     @property
     def initialized(self) -> Future[bool]:
@@ -49,9 +68,13 @@ class HostRef(MeshView):
         They end with the actor that has called this; those of a cell live until the session ends. Call it in a plain
         endpoint: it waits. Raises: as that.
         """
-        sizes = {**self.sizes, **({"procs": 1} if per_host is None else per_host)}
+        sizes = {"procs": 1} if per_host is None else dict(per_host)
+        if self._sent is not None:
+            options["on"] = self
+        else:
+            sizes = {**self.sizes, **sizes}
         belongings = context().belongings
-        if self._python and bootstrap_command is None:
+        if self._python and bootstrap_command is None and self._sent is None:
             bootstrap_command = BootstrapCommand(self._python)
         options |= {
             "bootstrap": bootstrap,
@@ -63,6 +86,22 @@ class HostRef(MeshView):
         if belongings is not None:
             belongings.add(procs)
         return procs
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self._sent is None:
+            return HostRef, (self.members, self._python)
+        hosts = tuple(self._sent.hosts[rank] for rank in self.ranks)
+        return find_hosts, (self._sent.session, hosts, dict(self.extent), self._sent.env, self._python)
+
+
+def find_hosts(
+    session: str, hosts: tuple[str, ...], sizes: Mapping[str, int], env: Mapping[str, str], python: str
+) -> HostMesh | HostRef:
+    """The hosts that a reference means. Raises: UsageError where another session is driven here."""
+    members = Region.of(sizes)
+    if is_rank():
+        return HostRef(members, python, SentHosts(session, hosts, env))
+    return driven.sent_hosts(session, hosts, members, env, python)
 
 
 def get_or_spawn_controller(name: str, cls: type[TActor], /, *args: object, **kwargs: object) -> Future[TActor]:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from meshbook.actor.actor_mesh import ActorMesh
 from meshbook.actor.context import context
+from meshbook.actor.errors import ProcsNotStartedError
 from meshbook.actor.identity import groups_on
 from meshbook.actor.ports import Port
 from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.router import ROOT, SUPERVISOR, Address, Answers, Place, TActor, find_now
-from meshbook.actor.supervision import SUPERVISE, FaultJoiner, MeshFailure, failures_of
+from meshbook.actor.supervision import NOT_STARTED, SUPERVISE, FaultJoiner, MeshFailure, failures_of
 from meshbook.calls.answer import Outcome
 from meshbook.calls.incoming import refusal
 from meshbook.calls.mailboxes import CONTROLLER_MESH, LoadArgs, Mailboxes, ReplyTo
@@ -28,7 +29,7 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
-from meshbook.errors import MeshError, MeshStoppedError, RanksLeft, WorkerLost
+from meshbook.errors import Failure, MeshError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.generations import AS_NOW, ranks_now
 from meshbook.shape.members import Members
@@ -72,6 +73,8 @@ class ControllerRouter:
         """Not the other, which is held while processes start: deaths are told on the thread that starts them."""
         self._owned: dict[int, list[_Owned]] = {}
         """What actors have started, by their mesh."""
+        self._not_started: dict[int, ProcsNotStartedError] = {}
+        """What has kept processes from coming that people had already, by their mesh."""
         self._client: ClientActors | None = None
         controller.mailboxes.open(ROOT, self._on_question)
         controller.mailboxes.open(SUPERVISOR, self._on_fault)
@@ -125,6 +128,8 @@ class ControllerRouter:
     def _on_lost(self, mesh: MeshState, lost: WorkerLost) -> None:
         """A process has ended. Under the turn."""
         self._owner_lost(mesh, lost.ranks)
+        if mesh.arrival is not None and not mesh.arrival.is_over:
+            return  # `on_not_started` tells of it
         for group in groups_on(self.session, mesh.id):
             if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
                 actors: ActorMesh[object] = ActorMesh(group, group.members)
@@ -159,6 +164,19 @@ class ControllerRouter:
         output = ProcMesh(self._controller, mesh).output_target() if shown else None
         return self._controller.call(mesh, request, output)
 
+    def await_procs(self, mesh: int) -> None:
+        if (known := self._controller.find_mesh(mesh)) is not None:
+            known.await_arrival()
+
+    def on_not_started(self, procs: ProcMesh, error: ProcsNotStartedError, cause: BaseException | None) -> None:
+        """Processes that people have already did not come: who watches is told of each, and later calls fail so."""
+        self._not_started[procs.id] = error
+        mesh = procs._mesh
+        failures = (failures_of(cause) if cause is not None else []) or [
+            Failure(rank, mesh.host_of(rank).name, NOT_STARTED, error.why, (), "") for rank in procs.ranks
+        ]
+        self._faults.take(MeshFailure(procs, procs.name, [each._replace(ename=NOT_STARTED) for each in failures]))
+
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         moves = () if mesh == CONTROLLER_MESH else self._find(mesh).moves
         return find_now(moves, members, generation, partly=partly)
@@ -175,6 +193,8 @@ class ControllerRouter:
     def _find(self, mesh: int, generation: int = AS_NOW) -> MeshState:
         """generation: in which its ranks are meant. Raises: MeshStoppedError; LayoutError if they have moved since."""
         if (known := self._controller.find_mesh(mesh)) is None:
+            if (error := self._not_started.get(mesh)) is not None:
+                raise error
             raise MeshStoppedError(f"number {mesh}")
         if generation not in (AS_NOW, known.generation):
             raise stale_view(known)

@@ -15,7 +15,7 @@ from meshbook.actor.router import Place, add_router, remove_router, router_for, 
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
 from meshbook.controller.controller import Controller, OutputSource
-from meshbook.errors import SpawnError
+from meshbook.errors import HostsEndedError, SpawnError, UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
 from meshbook.mesh.actor_router import ControllerRouter
@@ -27,7 +27,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.repair import Repaired
 from meshbook.sessions.folder import SessionFolder
 from meshbook.sessions.listing import SavedSession
-from meshbook.shape.members import Extent, Region
+from meshbook.shape.members import Extent, Members, Region
 from meshbook.system.os_errors import explain
 
 DETACH_TIMEOUT_S = 5.0
@@ -252,6 +252,16 @@ def client_proc() -> ProcRef:
     return this_proc()
 
 
+def sent_hosts(session: str, hosts: Sequence[str], members: Members, env: Mapping[str, str], python: str) -> HostMesh:
+    """Hosts that this process drives, by a reference to them. Raises: UsageError."""
+    if (controller := controller_of(session)) is None:
+        raise UsageError(f"this is a reference to hosts of session {session}, which this process does not drive.")
+    known = {host.id: host for host in controller.hosts}
+    if gone := [id for id in hosts if id not in known]:
+        raise HostsEndedError(f"the hosts {', '.join(gone)} were shut down.")
+    return HostMesh(controller, [known[id] for id in hosts], members, env, python).as_reference()
+
+
 def _end_client_actors() -> None:
     """Actors of this process end while there still are meshes that they may call."""
     for controller in _driven.controllers:
@@ -263,7 +273,10 @@ def _end_client_actors() -> None:
 def _spawn_beside(
     controller: Controller, place: Place, per_host: Mapping[str, int], options: Mapping[str, Any]
 ) -> ProcMesh:
-    """Start processes on the host of a rank that asks for them."""
+    """Start processes on the host of a rank that asks for them, or on those that it was sent."""
+    if (sent := options.get("on")) is not None:
+        hosts: HostMesh = sent
+        return hosts.spawn_procs(per_host, **{name: value for name, value in options.items() if name != "on"})
     known = controller.find_mesh(place.mesh)
     if known is None:
         return this_host().spawn_procs(per_host, **options)

@@ -13,10 +13,10 @@ from meshbook.concurrency.future import Future, MappedFuture, join_futures
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
-from meshbook.errors import CallFailed, SpawnError, UsageError
+from meshbook.errors import HostsEndedError, NotOwnerError, SpawnError, UsageError
 from meshbook.formatting import format_sizes
+from meshbook.mesh.coming_up import bring_up, bring_up_aside
 from meshbook.mesh.host_agents import HostProgress, replace_hosts
-from meshbook.mesh.host_versions import warn_of_differences
 from meshbook.mesh.log_streaming import hide_calls
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.settings import setting_s, shows_calls
@@ -50,21 +50,24 @@ class HostMesh(MeshView):
         members: Members | None = None,
         env: Mapping[str, str] | None = None,
         python: str = "",
+        waits: bool = True,
     ) -> None:
         """hosts: all of them, of which ``members`` are these; by default it is one host, without axes.
 
         env: what all that is spawned here gets. python: the interpreter that it runs in; empty for that of the hosts.
+        waits: see `without_waiting`.
         """
         super().__init__(Region.of({}) if members is None else members)
         self._controller, self._hosts, self._env = controller, hosts, checked_variables(env)
-        self._python = python
+        self._python, self._waits = python, waits
+        self._is_reference = False
 
     def _part(self, members: Members) -> HostMesh:
-        return HostMesh(self._controller, self._hosts, members, self._env, self._python)
+        return HostMesh(self._controller, self._hosts, members, self._env, self._python, self._waits)
 
     def with_environment(self, env: Mapping[str, str]) -> HostMesh:
         """The same hosts, where processes get more of an environment. Raises: UsageError."""
-        return HostMesh(self._controller, self._hosts, self.members, {**self._env, **env}, self._python)
+        return HostMesh(self._controller, self._hosts, self.members, {**self._env, **env}, self._python, self._waits)
 
     def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostMesh:
         """The same hosts, where processes, and those that these start beside themselves, run another interpreter.
@@ -72,7 +75,36 @@ class HostMesh(MeshView):
         python_executable: on the hosts; it must have meshbook. Raises: UsageError.
         """
         python = checked_python(python_executable)
-        return HostMesh(self._controller, self._hosts, self.members, self._env, python)
+        return HostMesh(self._controller, self._hosts, self.members, self._env, python, self._waits)
+
+    def without_waiting(self) -> HostMesh:
+        """The same hosts, where `spawn_procs` returns before processes are there, as Monarch's does.
+
+        What is asked of them meanwhile waits; what keeps them is told by `ProcMesh.initialized`, by each call, and to
+        `meshbook.actor.unhandled_fault_hook`.
+        """
+        return HostMesh(self._controller, self._hosts, self.members, self._env, self._python, waits=False)
+
+    def as_reference(self) -> HostMesh:
+        """The same hosts, for who has not started them: `shutdown` is refused."""
+        hosts = self._part(self.members)
+        hosts._is_reference = True
+        return hosts
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """On a rank it is a `meshbook.mesh.actor_hosts.HostRef`."""
+        from meshbook.mesh.actor_hosts import find_hosts  # which stands above us
+
+        ids = tuple(host.id for host in self._present())
+        return find_hosts, (self._controller.folder.id, ids, dict(self.extent), self._env, self._python)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HostMesh):
+            return NotImplemented
+        return (self._present(), self.extent) == (other._present(), other.extent)
+
+    def __hash__(self) -> int:
+        return hash(self.extent)
 
     def __repr__(self) -> str:
         return f"HostMesh({format_sizes(self.sizes)})"
@@ -99,7 +131,7 @@ class HostMesh(MeshView):
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
     ) -> ProcMesh:
-        """Start ``per_host`` processes on every host and wait until each has answered.
+        """Start ``per_host`` processes on every host and wait until each has answered; see `without_waiting`.
 
         The mesh has the axes of the hosts, then those of ``per_host``.
         name: of the mesh, and of the folder of its logs; ``procs`` by default.
@@ -132,16 +164,17 @@ class HostMesh(MeshView):
                 commands=commands_of(bootstrap_command, extent, self._python),
                 bindings=checked_bindings(proc_bind, math.prod(per_host.values())),
             )
-            hosts = self.await_ready()
+            hosts = self.await_ready() if self._waits else self._living()
             placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
             mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
             mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
             procs = ProcMesh(self._controller, mesh)
             if not shows_calls():
                 hide_calls(procs)
-            self._bring_up(mesh, procs, bootstrap)
-        mesh.joined = not mesh.lost
-        self._controller.folder.save_mesh(mesh.id, mesh.saved)
+            if self._waits:
+                bring_up(self._controller, procs, bootstrap)
+            else:
+                bring_up_aside(self._controller, procs, bootstrap, self.await_ready)
         return procs
 
     @contextlib.contextmanager
@@ -153,25 +186,6 @@ class HostMesh(MeshView):
             if owns_hosts:
                 self.shutdown()
             raise
-
-    def _bring_up(self, mesh: MeshState, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
-        """Start the workers and form their group. Raises: SpawnError; then none of them is left."""
-        timeout_s = setting_s("mesh_proc_spawn_max_idle")
-        try:
-            self._controller.recruit(mesh).done.get(timeout_s)
-            warn_of_differences(self._controller, mesh)
-            (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(timeout_s)
-            if bootstrap is not None:
-                _run_bootstrap(procs, bootstrap, timeout_s)
-        except BaseException as error:
-            self._controller.stop_mesh(mesh, 0.0)
-            if isinstance(error, (SpawnError, KeyboardInterrupt)):
-                raise
-            if isinstance(error, TimeoutError):
-                raise SpawnError(
-                    f"not every worker answered within {timeout_s:g} s; see {self._controller.folder.logs}"
-                ) from error
-            raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """End every mesh of processes that has members on these hosts, and leave the hosts: they can spawn again.
@@ -185,7 +199,12 @@ class HostMesh(MeshView):
         return Future.completed(None)
 
     def shutdown(self, timeout_s: float = 5.0) -> Future[None]:
-        """End the hosts' agents, and with them every mesh on these hosts; done when it returns. Idempotent."""
+        """End the hosts' agents, and with them every mesh on these hosts; done when it returns. Idempotent.
+
+        Raises: NotOwnerError for a mesh of hosts that was sent here.
+        """
+        if self._is_reference:
+            raise NotOwnerError("these hosts are another's, who has sent them here and alone can shut them down.")
         hosts = self._present()
         for host in hosts:
             host.retire()
@@ -218,6 +237,11 @@ class HostMesh(MeshView):
         return begun
 
     @property
+    def stream_logs(self) -> bool:
+        """Whether what calls print on processes of these hosts is shown, unless `ProcMesh.logging_option` says else."""
+        return shows_calls()
+
+    @property
     def is_fake_in_process(self) -> bool:
         """False: hosts are processes of their own, also those on this machine."""
         return False
@@ -228,12 +252,14 @@ class HostMesh(MeshView):
         return self.extent.region
 
     async def __aenter__(self) -> HostMesh:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, *error: object) -> None:
         self.shutdown()
 
     def __enter__(self) -> HostMesh:
+        """Raises: SpawnError for hosts that were shut down, or lost."""
+        self._living()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -253,14 +279,14 @@ class HostMesh(MeshView):
         progress = HostProgress(hosts)
         for host in hosts:
             host.wait_ready(setting_s("host_spawn_ready_timeout"), progress.look)
+        return self._living()
+
+    def _living(self) -> list[HostState]:
+        """The hosts, there or on their way. Raises: SpawnError for one that is known to have ended."""
+        hosts = self._present()
+        for host in hosts:
+            if host.is_dismissed:
+                raise HostsEndedError(f"this mesh of hosts was shut down, {host.name} with it: start other hosts.")
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
         return hosts
-
-
-def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], timeout_s: float) -> None:
-    """Run it in every process. Raises: SpawnError, TimeoutError."""
-    try:
-        procs.execute(bootstrap).get(timeout_s)
-    except CallFailed as error:
-        raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from error

@@ -47,12 +47,12 @@ class HostsJob(JobTrait):
     def _create(self, client_script: str | None) -> None:
         if client_script is not None:
             raise UsageError("there is no batch mode: start the script by itself, and have it apply the job.")
-        self._hosts = self._start()
+        self._hosts = {name: hosts.without_waiting() for name, hosts in self._start().items()}
 
     def _state(self) -> JobState:
         hosts = self._hosts
         if hosts is None:
-            hosts = self._hosts = {name: kept.find() for name, kept in self._kept.items()}
+            hosts = self._hosts = {name: kept.find().without_waiting() for name, kept in self._kept.items()}
         for each in hosts.values():
             each.replace_lost()
         return JobState(hosts)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from meshbook.actor.actor_mesh import spawn_actors
+from meshbook.actor.errors import ProcsNotStartedError, ProcsStoppedError
 from meshbook.actor.listing import ActorState
 from meshbook.actor.proc_ref import find_procs
 from meshbook.actor.router import TActor, Values, router_for
+from meshbook.actor.supervision import MeshFailure
 from meshbook.calls.call import CallFuture, OpenCall
 from meshbook.calls.cell_run import CellRun
 from meshbook.calls.interrupt import interrupt
@@ -157,7 +159,8 @@ class ProcMesh(MonarchNames):
         return ProcMesh(self._controller, self._mesh, members, self._generation)
 
     def _present(self) -> ProcMesh:
-        """Raises: LayoutError if ranks have got other numbers since this view was made."""
+        """Wait until the processes are there. Raises: LayoutError if ranks have other numbers than in this view."""
+        self._mesh.await_arrival()
         if self._generation != self._mesh.generation:
             raise stale_view(self._mesh)
         return self
@@ -319,6 +322,7 @@ class ProcMesh(MonarchNames):
         """
         if not self._mesh.recipe.torch:
             raise UsageError(WITHOUT_TORCH)
+        self._mesh.await_arrival()
         return self._controller.form_groups(self._mesh)
 
     def prepare_group(self) -> Future[ValueMesh[None]]:
@@ -367,6 +371,7 @@ class ProcMesh(MonarchNames):
         note: Note | None,
         launcher: Launcher | None = None,
     ) -> Repaired:
+        self._mesh.await_arrival()
         new: set[int] = set()
         for left in reversed(range(ROUNDS)):
             repaired = Repair(self._controller, self._mesh, self.base(), note, launcher).run(ranks, setup, force=force)
@@ -492,9 +497,12 @@ class ProcMesh(MonarchNames):
         that fails fails the first call. Raises: UsageError for what is no actor class, ArgumentsError,
         SerializationError.
         """
-        members = self._present().members
+        if self._generation != self._mesh.generation:
+            raise stale_view(self._mesh)
+        if not (self.alive or self._mesh.detached):
+            raise self._mesh.not_started or ProcsStoppedError(self.name)
         router = router_for(self.session)
-        return spawn_actors(router, self.id, self.name, members, name, cls, args, kwargs, self._generation)
+        return spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
 
     def actors(self) -> list[ActorState]:
         """What the members' actors are doing, now; ordered by name, then by rank."""
@@ -514,6 +522,14 @@ class ProcMesh(MonarchNames):
                 f"this mesh has {format_sizes(self.sizes)}: say which axis, as in axis={next(iter(self.sizes), '')!r}."
             )
         return next(iter(self.sizes))
+
+    @property
+    def was_called(self) -> bool:
+        """Whether somebody is told, by a call or by waiting, what has kept these processes from coming."""
+        return self._mesh.arrival is not None and self._mesh.arrival.is_asked
+
+    def remember_fault(self, failure: MeshFailure) -> None:
+        """Nothing: processes that have not come fail every call."""
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -579,7 +595,13 @@ class ProcMesh(MonarchNames):
 
     @property
     def device(self) -> str:
-        """The kind of device that the members have: ``cpu`` or ``cuda``."""
+        """The kind of device that the members have: ``cpu`` or ``cuda``; waits until they are there."""
+        if self.alive:
+            self._mesh.await_arrival()
+        return self._device
+
+    @property
+    def _device(self) -> str:
         return next((worker.device.partition(":")[0] for worker in self._mesh.workers.values()), "cpu")
 
     def log_paths(self) -> dict[int, str]:
@@ -707,21 +729,30 @@ class ProcMesh(MonarchNames):
         )
 
     def __enter__(self) -> ProcMesh:
+        """Raises: MeshStoppedError for a mesh that was stopped."""
+        self._mesh.check_usable()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> ProcMesh:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, *error: object) -> None:
         self.stop()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """On a rank it is a `meshbook.actor.proc_ref.ProcRef`."""
+        """On a rank it is a `meshbook.actor.proc_ref.ProcRef`. Waits until the processes are there."""
+        if self.alive:
+            self._mesh.await_arrival()
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)
 
     def __repr__(self) -> str:
+        arrival = self._mesh.arrival
         state = "" if self.alive else ", stopped"
-        return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}, {self.device}{state})'
+        if arrival is not None and not arrival.is_over:
+            state = ", starting"
+        elif isinstance(self._mesh.not_started, ProcsNotStartedError):
+            state = ", not started"
+        return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}, {self._device}{state})'

@@ -21,8 +21,12 @@ class MonarchNames(MeshView):
 
     @property
     def initialized(self) -> Future[bool]:
-        """True: `spawn_procs` returns when all processes are there."""
-        return Future.completed(True)
+        """True when all processes are there. Raises, when asked: ProcsNotStartedError."""
+        arrival = cast("ProcMesh", self)._mesh.arrival
+        if arrival is None:
+            return Future.completed(True)
+        arrival.is_asked = True
+        return arrival.done
 
     @property
     def host_mesh(self) -> HostMesh:
@@ -36,7 +40,7 @@ class MonarchNames(MeshView):
         if Extent.of(sizes).nelements != len(hosts):
             sizes = {"hosts": len(hosts)} if len(hosts) > 1 else {}
         members = arrange(Extent.of(sizes), range(len(hosts))) if sizes else Region.of({})
-        return HostMesh(procs._controller, hosts, members)
+        return HostMesh(procs._controller, hosts, members, waits=mesh.arrival is None)
 
     def logging_option(
         self, stream_to_client: bool = False, aggregate_window_sec: float | None = None, level: int = logging.INFO

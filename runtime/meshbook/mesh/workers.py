@@ -37,4 +37,4 @@ def attach_to_workers(
     refuse_tls(ca, private_key)
     if isinstance(workers, str | Future) or not workers:
         raise UsageError(f'workers is a list of addresses, as in ["tcp://nodeA:4444"]; got {workers!r}.')
-    return start_hosts({HOSTS: len(workers)}, WorkersLauncher(workers))
+    return start_hosts({HOSTS: len(workers)}, WorkersLauncher(workers)).without_waiting()

@@ -46,6 +46,9 @@ class WorkerRouter:
         identity = self.worker.identity
         return Place(identity.mesh, identity.rank, identity.generation)
 
+    def await_procs(self, mesh: int) -> None:
+        pass  # what a rank knows of is there
+
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         return find_now(self.worker.moves.get(mesh, ()), members, generation, partly=partly)
 

@@ -80,6 +80,7 @@ def test_a_worker_waits_for_the_next_program_when_one_has_ended(start: StartWork
 def test_ranks_end_with_their_worker(start: StartWorker, address: str) -> None:
     process = start(address)
     with attach(address).spawn_procs(torch=False) as procs:
+        procs.initialized.get(120)
         call = procs.run("import time; time.sleep(600)")
         process.send_signal(signal.SIGKILL)
         with pytest.raises(WorkerLost):
@@ -92,7 +93,7 @@ def test_a_worker_with_another_ticket_is_nobodys_host(start: StartWorker, addres
     ticket.chmod(0o600)
     start(address, MESHBOOK_TICKET_FILE=str(ticket))
     with pytest.raises(SpawnError, match=r"has another ticket than this program, which has that in .*worker-ticket\."):
-        attach(address).spawn_procs(torch=False)
+        attach(address).spawn_procs(torch=False).initialized.get(120)
 
 
 @pytest.mark.parametrize(("text", "mode"), [(None, 0), ("x" * 40, 0o644), ("too short", 0o600)])

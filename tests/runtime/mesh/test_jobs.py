@@ -51,7 +51,7 @@ def test_each_name_is_a_mesh_of_hosts(job: ProcessJob) -> None:
 def test_a_state_that_is_asked_for_again_is_the_same_and_a_lost_host_is_started_again(job: ProcessJob) -> None:
     hosts = job.state().judges
     with hosts.spawn_procs(torch=False) as procs:
-        assert job.state().judges is hosts
+        assert job.state().judges is hosts and procs.initialized.get(60)
         psutil.Process(procs._mesh.hosts[0].launched.pid).kill()
         with pytest.raises(WorkerLost):
             procs.run("import time; time.sleep(120)").get(60)

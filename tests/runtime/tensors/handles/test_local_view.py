@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import meshbook
 from meshbook import ProcMesh, errors, heal_mesh, this_host
+from meshbook.actor import Actor, endpoint
 from meshbook.distributed import Mesh, fetch_shard, inspect, remote
 from meshbook.exceptions import TensorError, TensorLost, WorkerLost
 from meshbook.tensors.handles.local_view import local_mesh_of
@@ -101,6 +102,29 @@ def test_tensors_go_to_other_ranks(square: ProcMesh, own: meshbook.MeshTensor) -
     assert each(column.to_mesh(square)) == rows(1, 1, 3, 3)
     with pytest.raises(errors.UsageError, match=r"does not have the axis dp.*slice_mesh\(dp=0\)"):
         column.to_mesh(square.slice(dp=0))
+
+
+class Scaler(Actor):
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @endpoint(propagate=lambda tensor: tensor)
+    def scale(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * self.factor
+
+    @endpoint
+    def ones(self, count: int) -> torch.Tensor:
+        return torch.ones(count)
+
+
+def test_what_endpoints_of_actors_return_stays_on_the_ranks(square: ProcMesh, own: meshbook.MeshTensor) -> None:
+    scalers = square.spawn("scalers", Scaler, 2.0)
+    scaled = scalers.scale.rref(own)
+    assert each(scaled) == [[2 * value for value in row] for row in rows(0, 1, 2, 3)]
+    assert each(scaled + scalers.ones.rref(4)) == [[2 * value + 1 for value in row] for row in rows(0, 1, 2, 3)]
+    with pytest.raises(errors.UsageError, match="Its signature is ones"):
+        scalers.ones.rref()
+    scalers.stop().get()
 
 
 def test_remote_functions_run_on_ranks(own: meshbook.MeshTensor) -> None:

@@ -1,0 +1,94 @@
+"""The processes of a new mesh come up: workers, process groups, bootstrap; while people wait, or aside.
+
+Aside is how Monarch's programs have it: they hold the mesh already (`meshbook.controller.arrival`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from meshbook.actor.errors import ProcsNotStartedError
+from meshbook.actor.router import router_for
+from meshbook.concurrency.background import run_in_background
+from meshbook.controller.arrival import MeshArrival
+from meshbook.controller.controller import Controller
+from meshbook.errors import CallFailed, SpawnError, WorkerLost
+from meshbook.mesh.actor_router import ControllerRouter
+from meshbook.mesh.host_versions import warn_of_differences
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.settings import setting_s
+
+
+def bring_up(controller: Controller, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
+    """Start the workers of a new mesh and form their group. Raises: SpawnError; then none of them is left."""
+    try:
+        _start(controller, procs, bootstrap)
+    except BaseException:
+        controller.stop_mesh(procs._mesh, 0.0)
+        raise
+
+
+def bring_up_aside(
+    controller: Controller,
+    procs: ProcMesh,
+    bootstrap: Callable[[], object] | None,
+    await_hosts: Callable[[], object],
+) -> None:
+    """The same on a thread aside; what keeps them is told where people ask, and to who watches."""
+    mesh = procs._mesh
+    arrival = mesh.arrival = MeshArrival()
+    controller.expect_mesh(mesh)
+
+    def work() -> None:
+        arrival.thread = threading.current_thread()
+        try:
+            await_hosts()
+            _start(controller, procs, bootstrap)
+        except BaseException as error:
+            if not arrival.is_over:  # else people have stopped it
+                _tell(controller, procs, arrival, error)
+            controller.stop_mesh(mesh, 0.0)
+            if mesh.owns_hosts:
+                controller.stop_hosts(mesh.hosts, 5.0)
+        else:
+            controller.end_arrival(arrival)
+        arrival.thread = None
+
+    run_in_background(work)
+
+
+def _tell(controller: Controller, procs: ProcMesh, arrival: MeshArrival, error: BaseException) -> None:
+    told = ProcsNotStartedError(procs.name, str(error))
+    told.__cause__ = error
+    controller.end_arrival(arrival, told)
+    router = router_for(controller.folder.id)
+    assert isinstance(router, ControllerRouter)
+    router.on_not_started(procs, told, error.__cause__)
+
+
+def _start(controller: Controller, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
+    """Raises: SpawnError."""
+    mesh, timeout_s = procs._mesh, setting_s("mesh_proc_spawn_max_idle")
+    try:
+        controller.recruit(mesh).done.get(timeout_s)
+        warn_of_differences(controller, mesh)
+        (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(timeout_s)
+        if bootstrap is not None:
+            _run_bootstrap(procs, bootstrap, timeout_s)
+    except (SpawnError, KeyboardInterrupt):
+        raise
+    except TimeoutError as error:
+        raise SpawnError(f"not every worker answered within {timeout_s:g} s; see {controller.folder.logs}") from error
+    except BaseException as error:
+        raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
+    mesh.joined = not mesh.lost
+    controller.folder.save_mesh(mesh.id, mesh.saved)
+
+
+def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], timeout_s: float) -> None:
+    """Run it in every process. Raises: SpawnError, TimeoutError."""
+    try:
+        procs.execute(bootstrap).get(timeout_s)
+    except (CallFailed, WorkerLost) as error:
+        raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from error

@@ -1,0 +1,77 @@
+"""Hosts that are sent to others, and hosts that were shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+import meshbook
+from meshbook import LocalLauncher, start_hosts
+from meshbook.actor import Actor, HostMesh, endpoint
+from meshbook.errors import HostsEndedError, MeshStoppedError, NotOwnerError
+
+
+class Starter(Actor):
+    @endpoint
+    def start(self, hosts: HostMesh) -> tuple[dict[str, int], list[str]]:
+        with hosts.slice(hosts=1).spawn_procs({"gpus": 2}) as procs:
+            return procs.sizes, procs.spawn("pids", Starter).where.call().get().values()
+
+    @endpoint
+    def where(self) -> str:
+        return f"{os.environ['GREETING']} {os.getppid()}"
+
+    @endpoint
+    def send_on(self, hosts: HostMesh) -> HostMesh:
+        return hosts.slice(hosts=0)
+
+
+@pytest.fixture
+def hosts(clean_end: None) -> Iterator[HostMesh]:
+    yield start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True)).with_environment({"GREETING": "hello"})
+    meshbook.shutdown()
+
+
+def test_an_actor_starts_processes_on_hosts_that_it_was_sent(hosts: HostMesh) -> None:
+    with hosts.slice(hosts=0).spawn_procs(torch=False) as procs:
+        starter = procs.spawn("starter", Starter)
+        sizes, said = starter.start.call_one(hosts).get(120)
+        agent = hosts._present()[1].hello
+        assert agent is not None
+        assert sizes == {"gpus": 2} and said == [f"hello {agent.pid}"] * 2
+        part = starter.send_on.call_one(hosts).get(60)
+        assert isinstance(part, HostMesh) and part == hosts.slice(hosts=0) and hash(part) == hash(hosts.slice(hosts=0))
+        with pytest.raises(NotOwnerError, match="these hosts are another's"):
+            part.shutdown()
+
+
+def test_nothing_is_started_on_hosts_that_were_shut_down(hosts: HostMesh) -> None:
+    sent = pickle.dumps(hosts)
+    assert pickle.loads(sent) == hosts and not pickle.loads(sent).is_fake_in_process
+
+    async def use() -> None:
+        async with hosts:
+            assert await hosts.initialized
+
+    asyncio.run(use())
+    for what in (hosts, hosts.slice(hosts=1)):
+        with pytest.raises(HostsEndedError, match="this mesh of hosts was shut down"):
+            what.spawn_procs(torch=False)
+        with pytest.raises(HostsEndedError), what:
+            pass
+    with pytest.raises(HostsEndedError, match="were shut down"):
+        pickle.loads(sent)
+    hosts.shutdown().get()
+
+
+def test_a_mesh_that_was_stopped_is_not_entered_again(clean_end: None) -> None:
+    procs = meshbook.this_host().spawn_procs(torch=False)
+    with procs:
+        pass
+    with pytest.raises(MeshStoppedError), procs:
+        pass
+    meshbook.shutdown()
