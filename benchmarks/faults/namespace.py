@@ -20,17 +20,17 @@ class Namespace:
 
     def __init__(self) -> None:
         number = next(_numbers)  # what was in the one before may take a while to end
-        self._name = f"meshbook{os.getpid()}.{number}"
+        self.name = f"meshbook{os.getpid()}.{number}"
         self._ours, theirs = f"mb{os.getpid()}.{number}a"[:15], f"mb{os.getpid()}.{number}b"[:15]
         octet = (os.getpid() + number) % 250 + 1
         self.address = f"10.213.{octet}.1"
         """Ours, as the namespace sees it."""
         self.their_address = f"10.213.{octet}.2"
-        _ip("netns", "add", self._name)
+        run_ip("netns", "add", self.name)
         try:
-            _ip("link", "add", self._ours, "type", "veth", "peer", "name", theirs, "netns", self._name)
-            _ip("addr", "add", f"{self.address}/24", "dev", self._ours)
-            _ip("link", "set", self._ours, "up")
+            self._join(self._ours, theirs)
+            run_ip("addr", "add", f"{self.address}/24", "dev", self._ours)
+            run_ip("link", "set", self._ours, "up")
             for words in (("addr", "add", f"{self.their_address}/24", "dev", theirs), ("link", "set", theirs, "up")):
                 self.ip(*words)
             self.ip("link", "set", "lo", "up")
@@ -43,7 +43,7 @@ class Namespace:
     def inside(self) -> Iterator[None]:
         """Processes that this thread starts in the block live in the namespace."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        there = os.open(Path("/run/netns") / self._name, os.O_RDONLY)
+        there = os.open(Path("/run/netns") / self.name, os.O_RDONLY)
         try:
             _enter(there)
             try:
@@ -54,21 +54,25 @@ class Namespace:
             os.close(home)
             os.close(there)
 
+    def _join(self, ours: str, theirs: str) -> None:
+        """Have a cable with these two ends, the second one within."""
+        run_ip("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", self.name)
+
     def ip(self, *words: str) -> None:
         """Change the network within, as ``ip`` does."""
-        _ip("-n", self._name, *words)
+        run_ip("-n", self.name, *words)
 
     def pull(self) -> None:
         """Cut the cable: nothing arrives, and nobody is told."""
-        _ip("link", "set", self._ours, "down")
+        run_ip("link", "set", self._ours, "down")
 
     def plug(self) -> None:
         """Join the two again."""
-        _ip("link", "set", self._ours, "up")
+        run_ip("link", "set", self._ours, "up")
 
     def close(self) -> None:
         """Remove the namespace, and the cable with it."""
-        _ip("netns", "del", self._name)
+        run_ip("netns", "del", self.name)
 
 
 def make_namespace() -> Namespace | None:
@@ -90,5 +94,6 @@ def _enter(descriptor: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
-def _ip(*words: str) -> None:
+def run_ip(*words: str) -> None:
+    """Run ``ip``. Raises: OSError, CalledProcessError."""
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)

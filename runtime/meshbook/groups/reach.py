@@ -3,7 +3,7 @@
     first rank of each host     opens a door, and greets with its host's addresses
     all                         meet; where each host has one address there is nothing to choose
     first rank of each host     knocks at the doors of others, at all of their addresses, and says which were opened
-    all                         take, for their host, the first of its addresses by which all of these came in
+    all                         take, for their host, of its addresses that by which most of these came in, or the first
 
 So a host may have addresses that lead nowhere: of a bridge for containers, or of a network that each machine has for
 itself. What answers at such an address is no door, or another host's, and does not know the door's word.
@@ -30,8 +30,8 @@ from meshbook.system.descriptors import open_above
 from meshbook.system.interfaces import WANTED, Interface, own_interfaces, use_address, wanted_interfaces
 from meshbook.system.processes import family_of
 
-KNOCK_S, GRACE_S = 1.0, 0.1
-"""How long a door may take to be opened, and the others once each host has opened one."""
+KNOCK_S, GRACE_S = 6.0, 0.1
+"""How long a door may take to be opened, where packets are lost; and the others once each host has opened one."""
 NEIGHBOURS = 16
 """So many hosts are knocked at by each."""
 _WORD_BYTES = 16
@@ -105,19 +105,33 @@ def find_ways(link: LinkStore, scope: str, doors: Sequence[Doorway], own: Doorwa
         link.set(f"{scope}/reached/{own.host}", msgspec.json.encode(knock(others)))
     told = link.multi_get([f"{scope}/reached/{door.host}" for door in doors])
     reached = [msgspec.json.decode(text, type=dict[int, list[str]]) for text in told]
-    return {door.host: _way_to(door, reached, doors) for door in doors}
+    for family in dict.fromkeys(family_of(address) for door in doors for _, address in door.interfaces):
+        ways = {
+            door.host: _way_to(door, reached, family) for door in doors
+        }  # gloo has no connections from one to another
+        if None not in ways.values():
+            return {host: way for host, way in ways.items() if way is not None}
+    raise SpawnError(f"{_describe_unreached(reached, doors)}, which collectives need: {advice().other_network}")
 
 
-def _way_to(door: Doorway, reached: Sequence[Mapping[int, list[str]]], doors: Sequence[Doorway]) -> Interface:
-    """Raises: SpawnError."""
-    by_host = [answers[door.host] for answers in reached if door.host in answers]
-    for interface in (Interface(*each) for each in door.interfaces):
-        if all(interface.address in answers for answers in by_host):
-            return interface
-    fails = [other.name for other, answers in zip(doors, reached, strict=True) if answers.get(door.host) == []]
-    who = f"{', '.join(fails)} cannot reach" if fails else "there is no address at which all hosts reach"
-    at = ", ".join(str(Interface(*each)) for each in door.interfaces) or "any address, since it has none"
-    raise SpawnError(f"{who} host {door.name} at {at}, which collectives need: {advice().other_network}")
+def _way_to(
+    door: Doorway, reached: Sequence[Mapping[int, list[str]]], family: socket.AddressFamily
+) -> Interface | None:
+    """The address of a family at which most came in: packets may have been lost, so not each has tried all."""
+    found = [Interface(*each) for each in door.interfaces if family_of(each[1]) == family]
+    by_host = [{each for each in told[door.host] if family_of(each) == family} for told in reached if door.host in told]
+    if not found or not all(by_host):
+        return None
+    return max(found, key=lambda interface: sum(interface.address in answers for answers in by_host))
+
+
+def _describe_unreached(reached: Sequence[Mapping[int, list[str]]], doors: Sequence[Doorway]) -> str:
+    for door in doors:
+        fails = [other.name for other, told in zip(doors, reached, strict=True) if told.get(door.host) == []]
+        if fails:
+            at = ", ".join(str(Interface(*each)) for each in door.interfaces) or "any address, since it has none"
+            return f"{', '.join(fails)} cannot reach host {door.name} at {at}"
+    return "the hosts reach each other neither all by IPv4 nor all by IPv6"
 
 
 def knock(doors: Sequence[Doorway]) -> dict[int, list[str]]:

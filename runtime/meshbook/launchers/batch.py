@@ -34,6 +34,7 @@ LOOK_S = 0.05
 _SAID_LINES, _SAID_CHARS = 4, 400
 _ON, _ENDED = "meshbook: on ", "meshbook: ended "
 _NO_FOLDER = "meshbook: no folder"
+_AGAIN = "the scheduler has requeued the job: its ticket was used, and heal submits another"
 
 _HINTS = (
     *PYTHON_HINTS,
@@ -49,7 +50,7 @@ exit 66
 
 _SCRIPT = """
 echo "{on}$(uname -n)"
-t=$(cat {ticket}) && rm -f {ticket} || exit 66
+t=$(cat {ticket} 2>/dev/null) && rm -f {ticket} || {{ echo "{again}"; exit 66; }}
 printf '%s\\n' "$t" | ({agent})
 echo "{ended}$?"
 """
@@ -133,10 +134,17 @@ class BatchHost:
         deadline = time.monotonic() + timeout_s
         while self.job and self._files.node and self.failure() is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-        if self.job and self.failure() is None:
+        if self.job and (self.failure() is None or self._is_queued_again()):
             self._queue.cancel(self.job)
         self._queue.forget(self.job)
         self._files.remove()
+
+    def _is_queued_again(self) -> bool:
+        """Whether the agent was ended with its job, which the scheduler has put back into its queue."""
+        if self._files.exit_code in ("", "0"):
+            return self._queue.state(self.job).is_queued
+        state = self._queue.look_at(self.job)
+        return state.is_queued or bool(state.waits)
 
     def release(self) -> None:
         """It lives on by itself."""
@@ -167,10 +175,17 @@ class BatchFiles:
             no_folder=_NO_FOLDER,
         )
 
+    def script(self, agent: str) -> str:
+        """What the job runs, where the folder is there. agent: a script that runs the agent."""
+        ticket = shlex.quote(str(self._ticket))
+        return _SCRIPT.format(on=_ON, ended=_ENDED, again=_AGAIN, ticket=ticket, agent=agent)
+
     def write(self, ticket: Ticket, agent: str) -> None:
         """The script and the ticket. Raises: OSError."""
-        script = _SCRIPT.format(on=_ON, ended=_ENDED, ticket=shlex.quote(str(self._ticket)), agent=agent).encode()
-        for path, data in ((self._script, script), (self._ticket, encode_ticket(elsewhere(ticket)) + b"\n")):
+        for path, data in (
+            (self._script, self.script(agent).encode()),
+            (self._ticket, encode_ticket(elsewhere(ticket)) + b"\n"),
+        ):
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
 
@@ -179,11 +194,14 @@ class BatchFiles:
         """Where the job runs, as its machine calls itself; empty until it has said so."""
         return next((line.removeprefix(_ON) for line in self._lines() if line.startswith(_ON)), "")
 
+    @property
+    def exit_code(self) -> str:
+        """With which the agent has ended; empty while that is not said."""
+        return next((line.removeprefix(_ENDED) for line in self._lines() if line.startswith(_ENDED)), "")
+
     def why_ended(self) -> str:
         """How the agent has ended; empty while that is not said."""
-        lines = self._lines()
-        code = next((line.removeprefix(_ENDED) for line in lines if line.startswith(_ENDED)), "")
-        if not code:
+        if not (code := self.exit_code):
             return ""
         status = int(code)
         how = describe_exit(128 - status if status > 128 else status)

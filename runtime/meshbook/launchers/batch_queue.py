@@ -53,6 +53,8 @@ class QueueState(NamedTuple):
 
     waits: str = ""
     ended: str = ""
+    is_queued: bool = False
+    """Whether the scheduler has put a job that ran back into its queue."""
 
 
 class BatchQueue:
@@ -65,6 +67,7 @@ class BatchQueue:
         self._lock = threading.Lock()
         """Providers are for one thread."""
         self._states: dict[str, QueueState] = {}
+        self._have_run: set[str] = set()
         self._looks = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -103,6 +106,10 @@ class BatchQueue:
         """As it was when the scheduler was last asked."""
         return self._states.get(job, QueueState())
 
+    def look_at(self, job: str) -> QueueState:
+        """As it is now."""
+        return self._ask([job]).get(job, QueueState())
+
     def cancel(self, job: str) -> None:
         """Have the scheduler end it. Raises nothing: what it does not hear ends with its lease and its time limit."""
         with self._lock, _said(), contextlib.suppress(Exception):
@@ -112,6 +119,7 @@ class BatchQueue:
         """Look no more how it is; the thread ends with the last one."""
         with self._looks:
             self._states.pop(job, None)
+            self._have_run.discard(job)
             self._looks.notify()
 
     def _look(self) -> None:
@@ -146,7 +154,13 @@ class BatchQueue:
             limit = getattr(self._provider, "walltime", "")
             how = f": {state}{words}" if state != "completed" else f"; its time limit is {limit}" if limit else ""
             return QueueState(ended=f"its job {job} of {self.scheduler.title} has ended{how}")
-        return QueueState(waits="" if state == "running" else f"job {job} of {self.scheduler.title} is {state}{words}")
+        if state == "running":
+            self._have_run.add(job)
+            return QueueState()
+        if job in self._have_run:
+            why = f"its job {job} of {self.scheduler.title} was requeued, and is {state}{words}"
+            return QueueState(ended=why, is_queued=True)
+        return QueueState(waits=f"job {job} of {self.scheduler.title} is {state}{words}")
 
 
 _queues: dict[tuple[str, tuple[str, ...]], BatchQueue] = {}

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from far_hosts import FarLauncher
 from patience import wait_until
@@ -13,7 +14,7 @@ from patience import wait_until
 from benchmarks.faults.namespace import Namespace, make_namespace
 from meshbook import ProcMesh, shutdown, start_hosts
 from meshbook.errors import SpawnError
-from meshbook.groups.reach import knock, open_door
+from meshbook.groups.reach import Doorway, find_ways, knock, open_door
 from meshbook.system.interfaces import Interface, own_interfaces, use_address, wanted_interfaces
 from meshbook.system.processes import own_address
 
@@ -102,3 +103,27 @@ def test_interfaces_are_meant_by_name_or_network() -> None:
     finally:
         use_address("")
     assert own_address() != "203.0.113.7"
+
+
+def test_all_hosts_take_addresses_of_one_family() -> None:
+    """As gloo wants it; at which of them most came in counts, and then which comes first."""
+    both = (("eth0", "10.0.0.{}"), ("eth1", "10.1.0.{}"), ("eth0", "fd00::{}"))
+    doors = [Doorway(host, f"h{host}", tuple((name, each.format(host)) for name, each in both)) for host in range(3)]
+    told = [{1: ["fd00::1", "10.1.0.1"], 2: ["fd00::2"]}, {0: ["10.0.0.0"], 2: ["fd00::2"]}, {0: [], 1: ["10.1.0.1"]}]
+    store = {f"s/reached/{host}": msgspec.json.encode(each) for host, each in enumerate(told)}
+
+    class Store:
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return [store[key] for key in keys]
+
+    with pytest.raises(
+        SpawnError, match=r"h2 cannot reach host h0 at 10\.0\.0\.0 \(eth0\), 10\.1\.0\.0 \(eth1\), fd00::0"
+    ):
+        find_ways(Store(), "s", doors, None)  # type: ignore[arg-type]
+    store["s/reached/2"] = msgspec.json.encode({0: ["fd00::0", "10.0.0.0"], 1: ["10.1.0.1", "10.0.0.1"]})
+    with pytest.raises(SpawnError, match="neither all by IPv4 nor all by IPv6"):
+        find_ways(Store(), "s", doors, None)  # type: ignore[arg-type]
+    store["s/reached/1"] = msgspec.json.encode({0: ["10.0.0.0"], 2: ["fd00::2", "10.1.0.2"]})
+    store["s/reached/0"] = msgspec.json.encode({1: ["10.1.0.1"], 2: ["10.1.0.2", "10.0.0.2"]})
+    ways = find_ways(Store(), "s", doors, None)  # type: ignore[arg-type]
+    assert [ways[host].address for host in range(3)] == ["10.0.0.0", "10.1.0.1", "10.1.0.2"]

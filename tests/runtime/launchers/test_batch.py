@@ -93,6 +93,34 @@ def test_a_lost_host_comes_back_by_another_job_and_nothing_is_left(nodes: SlurmN
     assert not left_files()
 
 
+@pytest.mark.slow
+def test_a_job_that_is_requeued_is_a_lost_host_and_leaves_nothing(nodes: SlurmNodes) -> None:
+    with spawned(2) as procs:
+        procs.run("kept = rank + 1").get(60)
+        number = job_of(procs, 1)
+        said = loss(procs, lambda: nodes.ask("scontrol", "requeue", number))
+        how = (f"its job {number} of Slurm was requeued, and is pending", "ended (killed by SIG", "no sign of life for")
+        assert any(words in said for words in how), "whoever tells first: the scheduler, the agent, or its silence"
+        procs.heal()
+        assert job_of(procs, 1) != number
+        assert procs.run("globals().get('kept')").get(60).values() == [1, None]
+        assert not [line for line in nodes.queue() if line.startswith(f"{number} ")], "it was cancelled"
+    await_quiet(nodes)
+    assert not left_files()
+
+
+def test_a_used_ticket_is_told_as_a_requeue(tmp_path: Path) -> None:
+    script = BatchFiles(tmp_path, "batch-1").script("echo agent")
+    ran = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 66 and "the scheduler has requeued the job" in ran.stdout and "agent" not in ran.stdout
+
+
+def test_without_parsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SpawnError, match=r"pip install 'meshbook\[batch\]'"):
+        start_hosts({"hosts": 1}, BatchLauncher("pbs", options=["--walltime", "1:00:07"]))
+
+
 @pytest.mark.parametrize(
     ("options", "more", "said"),
     [
