@@ -80,7 +80,7 @@ class HostAgent:
         self._loop = EventLoop()
         dialer = Dialer()
         self._uplink = Uplink(dialer, ticket, self._loop, self, self._succeed)
-        self._lease = Lease(self._loop, ticket.lease_s, self._uplink.silence)
+        self._lease = Lease(self._loop, ticket.lease_s, self._uplink.silence, self._on_gone)
         self._meshes: dict[int, AgentMesh] = {}
         self._welcome: wire.Welcome | None = None
         self._former = PreviousControllers()
@@ -357,6 +357,10 @@ class HostAgent:
 
     # ---- controllers come and go --------------------------------------------------------------------------------
 
+    def _on_gone(self) -> None:
+        for mesh in self._meshes.values():
+            mesh.on_controller_gone()
+
     def _pause(self) -> None:
         """Nobody listens: keep what there is to say."""
         self._uplink.pause(self._resume)
@@ -372,6 +376,7 @@ class HostAgent:
 
     def _succeed(self, epoch: int) -> None:
         """A new controller of our session has spoken: tell it everything, then go on as before."""
+        self._on_gone()
         for mesh in self._meshes.values():
             self._spawns.give_up(mesh.id)
             mesh.worker_pool.give_up_starting()

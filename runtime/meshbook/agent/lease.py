@@ -14,6 +14,7 @@ counts against the lease.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from meshbook.errors import UsageError
 from meshbook.system.event_loop import EventLoop, Watch
@@ -49,11 +50,16 @@ def default_lease_s() -> float:
 
 
 class Lease:
-    """Used by the agent's loop. silence: of the controller."""
+    """Used by the agent's loop. silence: of the controller.
 
-    def __init__(self, loop: EventLoop, lease_s: float, silence: PeerSilence) -> None:
+    on_gone: told when that has ended on our machine, or has left.
+    """
+
+    def __init__(
+        self, loop: EventLoop, lease_s: float, silence: PeerSilence, on_gone: Callable[[], object] = lambda: None
+    ) -> None:
         self.lease_s = lease_s
-        self._loop, self._silence = loop, silence
+        self._loop, self._silence, self._on_gone = loop, silence, on_gone
         self._stdin: Watch | None = None
         self._process: Watch | None = None
         self._is_connected = False
@@ -71,7 +77,7 @@ class Lease:
         except OSError:
             return
         if is_same_process(pid, started):
-            self._process = self._loop.watch(fd, self._forget_process)
+            self._process = self._loop.watch(fd, self._on_end)
             self._forget_stdin()
         else:
             os.close(fd)
@@ -82,6 +88,7 @@ class Lease:
         self._is_connected = False
         self._forget_process()
         self._forget_stdin()
+        self._on_gone()
 
     def beat(self, *, is_connected: bool) -> None:
         """Once a second. is_connected: a connection to a controller elsewhere stands, on which its machine answers."""
@@ -115,6 +122,10 @@ class Lease:
         if self._stdin is not None:
             self._loop.forget(self._stdin)
             self._stdin = None
+
+    def _on_end(self) -> None:
+        self._forget_process()
+        self._on_gone()
 
     def _forget_process(self) -> None:
         if self._process is not None:

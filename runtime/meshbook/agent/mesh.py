@@ -34,6 +34,7 @@ from meshbook.system.processes import is_ending, process_state, processor_time, 
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer, pack
 from meshbook.wire.replies import agents_answer, dropped_replies, explain_failure, failed_replies, lost_reply
+from meshbook.wire.shortcuts import remove_ends
 
 COMBINE_S = 0.002
 """Answers of one host wait this long for each other; failures do not wait."""
@@ -131,6 +132,8 @@ class AgentMesh:
                 worker.send_packed_mail(data)
             else:
                 worker.calls.send_packed(data)
+        if call.shortcut and self._early_cancels.take(call.id, [worker.rank for worker in found]):
+            self.cancel(wire.Cancel(self.id, call.id, call.target, insist=False))
         return found
 
     def _expect_replies(
@@ -143,6 +146,8 @@ class AgentMesh:
         if answer is not None:
             return members
         opened.memory = self.memory.on_call(call, ranks)
+        if call.shortcut:  # it may have begun: only the rank can say whether it is dropped
+            return members
         if self._early_cancels.targets and (dropped := self._early_cancels.take(call.id, ranks)):
             members = tuple(worker for worker in members if worker.rank not in dropped)
             self._answer_dropped(call.id, opened, dropped)
@@ -226,6 +231,11 @@ class AgentMesh:
             del self._calls[id]
             self.memory.on_ended(id)
 
+    def on_controller_gone(self) -> None:
+        """The controller has ended, or leaves: what went past us is ours."""
+        for worker in self.workers.values():
+            worker.urgent.send([wire.encode(wire.ControllerGone())])
+
     def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
         """Send an urgent message to one worker, if it lives here; whether it does."""
         if (worker := self.workers.get(rank)) is None:
@@ -272,6 +282,9 @@ class AgentMesh:
                 self._mail.lanes.take(number)
             case wire.CutLane(number):
                 self._mail.lanes.cut(number)
+            case wire.CameEarly(call):
+                if call.id not in self._calls and worker not in self.worker_pool.leaving:
+                    self._expect_replies(call, (worker,), None)
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
@@ -374,6 +387,7 @@ class AgentMesh:
         self._output.send(worker, final=True)
         told = self.worker_pool.left(worker)
         worker.close()
+        remove_ends(self.worker_pool.shortcut, worker.pid)
         if not told:
             self.store.drop_client(worker.rank)
         self._host.segment_refs.take_back_all(worker)

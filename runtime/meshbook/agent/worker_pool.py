@@ -25,6 +25,7 @@ from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
 from meshbook.wire.replies import agents_answer
+from meshbook.wire.shortcuts import shortcut_path
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
@@ -58,6 +59,8 @@ class WorkerPool:
         """The mesh is being stopped: whoever comes up now is not wanted any more."""
         self._owner, self._log_dir = owner, log_dir
         self._loop, self._report, self.host = host.loop, host.uplink.send, host.name
+        self.shortcut = shortcut_path(host.ticket.endpoint) if host.ticket.shares_memory else ""
+        """The path of the controller's end of shortcuts; empty where there is none."""
         self._marker = b"\x1e" + os.urandom(8).hex().encode() + b":"
         self._batches: list[_Batch] = []
         self._replaced = 0
@@ -142,6 +145,7 @@ class WorkerPool:
             shares_files=spawn.shares_files,
             command=spawn.command,
             binding=spawn.bindings[seat.local_rank] if seat.local_rank < len(spawn.bindings) else {},
+            shortcut=self.shortcut,
         )
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:

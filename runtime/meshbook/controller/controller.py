@@ -88,7 +88,9 @@ class Controller:
             raise
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
-        self._dispatcher = Dispatcher(self._inbox, self.next_id, self._socket.key_of, folder.peer_ip)
+        self._dispatcher = Dispatcher(
+            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.send_past
+        )
         self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
         """The mesh with this number, unless it has ended; on any thread."""
         self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
@@ -179,6 +181,7 @@ class Controller:
                 host.send(wire.Leave(lease_s))
 
         def go() -> None:
+            self._dispatcher.shortcuts.acknowledge()
             for host in self.hosts:
                 if not host.lost:
                     host.knock()  # what has come has come; what comes now is for the next controller

@@ -33,6 +33,7 @@ from meshbook.controller.peer_directory import PeerDirectory
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import ask_rank, put
 from meshbook.controller.reattach import Reattach
+from meshbook.controller.shortcuts import Shortcuts
 from meshbook.errors import (
     HostLost,
     LocalProtocolError,
@@ -66,15 +67,21 @@ class Dispatcher:
     """Hosts, meshes and calls; `on_frames` is fed from the socket, `tick` by the clock."""
 
     def __init__(
-        self, inbox: TurnQueue, next_id: Callable[[], int], key_of: Callable[[str], str], peer_ip: Callable[[], str]
+        self,
+        inbox: TurnQueue,
+        next_id: Callable[[], int],
+        key_of: Callable[[str], str],
+        peer_ip: Callable[[], str],
+        send_past: Callable[[bytes, str], bool] = lambda data, address: False,
     ) -> None:
-        """`PeerDirectory` says what key_of and peer_ip are."""
+        """`PeerDirectory` says what key_of and peer_ip are. send_past: as in `ControllerSocket`."""
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}
         self.meshes: dict[int, MeshState] = {}
         self.recoveries: dict[int, GroupRecovery] = {}
         self.calls = CallTable(self.recoveries)
+        self.shortcuts = Shortcuts(self.calls, next_id, send_past)
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)
@@ -117,7 +124,8 @@ class Dispatcher:
                 self.room.clear()
 
     def acknowledge(self, hosts: Iterable[str]) -> None:
-        """Tell hosts what we have of theirs."""
+        """Tell hosts, and ranks that have spoken past them, what we have of theirs."""
+        self.shortcuts.acknowledge()
         for id in hosts:
             if (host := self.hosts.get(id)) is not None and not host.lost:
                 host.acknowledge_rest()
@@ -154,7 +162,7 @@ class Dispatcher:
 
     def plan(self) -> float:
         """Return when `expire` has something to do, on the monotonic clock; infinity if never."""
-        due = self.calls.next_deadline()
+        due = min(self.calls.next_deadline(), self.shortcuts.due)
         for recovery in self.recoveries.values():
             due = min(due, recovery.due)
         self.due_at = max(due, self._rests_until)
@@ -162,6 +170,7 @@ class Dispatcher:
 
     def expire(self, now: float) -> None:
         """Do what is due by now, as far as it was planned: what has changed since is for the next turn."""
+        self.shortcuts.expire(now)
         well = attempt(self.calls.expire, "failing calls")
         for recovery in list(self.recoveries.values()):
             if recovery.due <= now:
@@ -195,6 +204,15 @@ class Dispatcher:
             tell(error, f"what host {host.name} has acknowledged")
         if self.is_full:
             self._make_room()
+
+    def on_datagram(self, data: bytes, address: str) -> None:
+        """A rank of this machine has sent something past its agent; what makes no sense there costs nobody anything."""
+        try:
+            self.shortcuts.on_datagram(data, address)
+        except wire.MALFORMED:
+            pass  # a call that waits for it is answered by the agent
+        except Exception as error:
+            tell(error, "what a rank has said past its agent")
 
     def _make_room(self) -> None:
         """Let new calls come again, unless much waits for a slow host still."""
@@ -488,6 +506,7 @@ class Dispatcher:
 
     def forget(self, mesh: MeshState) -> None:
         mesh.stopped_ranks.clear()
+        self.shortcuts.forget(mesh.id)
         self.meshes.pop(mesh.id, None)
         self.recoveries.pop(mesh.id, None)
 

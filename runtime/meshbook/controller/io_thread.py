@@ -62,6 +62,10 @@ class IoThread:
             return
         self._sleep(timeout_s)
         heard = self._heard
+        if self._socket.has_datagrams:
+            for data, address in self._socket.receive_past():
+                self._dispatcher.on_datagram(data, address)
+            heard.add("")  # nobody's name: there is something to acknowledge, soon, though no pause may come
         for host_id, lane, frames in self._socket.receive():
             self._dispatcher.on_frames(host_id, lane, frames)
             heard.add(host_id)

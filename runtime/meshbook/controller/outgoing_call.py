@@ -62,13 +62,22 @@ class OutgoingCall(msgspec.Struct, eq=False):
             if mesh.generation != self.generation:  # it queued while ranks got other numbers
                 self.fail(stale_view(mesh))
                 return
-            if not self.request.reply and mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED):
-                hosts = list(mesh.by_host(self.request.members.ranks()))
+            shortcuts = self.dispatcher.shortcuts
+            if not self.request.reply:
+                shortcuts.note_cast(mesh)
+                if mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+                    hosts = list(mesh.by_host(self.request.members.ranks()))
             if self.segment is not None:
                 self.dispatcher.payloads.send(hosts, self.message, self.payload, self.segment)
                 return
+            message = self.message
+            if self.request.reply and not self.payload and len(hosts) == 1 and not hosts[0].lost:
+                left = shortcuts.send(hosts[0], mesh, self.call, message)
+                if left is None:
+                    return
+                message = left
             for host in hosts:
                 if not host.lost:
-                    host.send(self.message, self.payload)
+                    host.send(message, self.payload)
         except Exception as error:
             self.fail(error)

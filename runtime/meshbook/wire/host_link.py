@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from meshbook.wire import messages as wire
 from meshbook.wire.batches import Batch
@@ -47,15 +47,28 @@ class HostLink:
         """Let go what `send` has collected."""
         self.backlog: deque[Sent] = deque()
         """Messages that wait for the host to acknowledge earlier ones."""
+        self.deferred: list[tuple[Collection[int], wire.Call]] = []
+        """Calls that went past the host, with the ranks that have not answered (`meshbook.wire.shortcuts`)."""
         self._bulk_out = BulkSender(lambda: self._links["bulk"], functools.partial(self._transmit, "bulk"))
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane of calls, when `flush` is called; waits in our backlog while the host is slow."""
+        if self.deferred:
+            self.send_deferred()
         self._outbox.add(wire.encode(message), payload)
 
     def send_urgent(self, message: wire.ToHost) -> None:
         """Send on the lane that never waits behind payloads."""
+        if self.deferred:
+            self.send_deferred()
         self._transmit("urgent", wire.encode(message), ())
+
+    def send_deferred(self) -> None:
+        """Send the calls that the host does not know, and that are not done with."""
+        deferred, self.deferred = self.deferred, []
+        for waiting, call in deferred:
+            if waiting:
+                self._outbox.add(wire.encode(call))
 
     def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
         """Send a payload, as fast as the host takes it; returns what names it. See
@@ -69,6 +82,7 @@ class HostLink:
         """It is lost: nothing is sent to it any more, and nothing kept for it."""
         self.lost = reason
         self.backlog.clear()
+        self.deferred.clear()
         self._bulk_out.clear()
         self._links = {lane: Link(link.epoch) for lane, link in self._links.items()}
 

@@ -243,6 +243,9 @@ class Call(_Message, frozen=True, tag="call"):
     """Names, oldest first, of the calls between actors that have led to this one, its own last."""
     generation: int = -1
     """Which numbers of ranks the target is meant in (`meshbook.shape.generations`); -1: those of the moment."""
+    shortcut: int = 0
+    """A call of the controller to one rank that has no other to answer, so that it may come past the agent, and by the
+    agent as well (`meshbook.wire.shortcuts`). The numbers of such calls go up; others have 0."""
 
 
 class AskRank(_Message, frozen=True, tag="rank?"):
@@ -768,6 +771,8 @@ class Begin(_Message, frozen=True, tag="begin"):
     shares_files: bool = True
     command: StartCommand = StartCommand()
     binding: dict[str, str] = {}
+    shortcut: str = ""
+    """The path of the controller's end of shortcuts (`meshbook.wire.shortcuts`); empty: there is none here."""
 
 
 class Renumbered(_Message, frozen=True, tag="renumbered"):
@@ -836,6 +841,30 @@ class LaneLost(_Message, frozen=True, tag="lanelost"):
     death: DeathCause
 
 
+class ShortcutOpened(_Message, frozen=True, tag="shortcut"):
+    """A rank tells the controller where calls to its main thread, or to its mailboxes, may come past the agent."""
+
+    mesh: int
+    rank: int
+    is_mail: bool
+
+
+class Heard(_Message, frozen=True, tag="heard"):
+    """The controller has the answer to this call, which came past the agent."""
+
+    call: int
+
+
+class CameEarly(_Message, frozen=True, tag="early"):
+    """A call has come past the agent, which is to know it: its answer follows."""
+
+    call: Call
+
+
+class ControllerGone(_Message, frozen=True, tag="gone"):
+    """The controller has ended, or has left: what came past the agent and was not answered or heard is the agent's."""
+
+
 class Reply(_Message, frozen=True, tag="reply"):
     """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
 
@@ -892,6 +921,7 @@ ToWorker: TypeAlias = (
     | LaneOffer
     | LaneOpened
     | LaneLost
+    | ControllerGone
 )
 FromWorker: TypeAlias = (
     Begun
@@ -906,8 +936,10 @@ FromWorker: TypeAlias = (
     | AskLane
     | TakeLane
     | CutLane
+    | CameEarly
 )
 BetweenWorkers: TypeAlias = Call | Cancel | Reply
+PastAgent: TypeAlias = Call | Heard | Replies | ShortcutOpened
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that no peer of ours sends."""
@@ -963,3 +995,4 @@ decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_between_workers = msgspec.msgpack.Decoder(BetweenWorkers).decode
+decode_past_agent = msgspec.msgpack.Decoder(PastAgent).decode

@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
@@ -22,6 +22,7 @@ from meshbook.system.process_ends import open_end
 from meshbook.wire.admission import ConnectionFilter
 from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with
+from meshbook.wire.shortcuts import ShortcutServer, shortcut_path
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.unix_transport import SCHEME, HostLane, UnixLane, UnixServer
 from meshbook.wire.zmq_transport import ZmqLane, ZmqServer
@@ -44,10 +45,14 @@ class ControllerSocket:
         self._epoll = select.epoll()
         self._wake_fd = -1
         self._unix: UnixServer | None = None
+        self._shortcuts: ShortcutServer | None = None
+        self._datagrams_fd = -1
         self._servers: list[ZmqServer] = []
         """One for each address of this machine by which hosts reach it."""
         self._server_of: dict[str, int] = {}
         """Its index, by host id, of hosts that were heard of."""
+        self.has_datagrams = False
+        """Whether `receive_past` may have something."""
         self._ends: set[int] = set()
         """Of processes whose end `poll` waits for (`meshbook.system.process_ends`)."""
 
@@ -58,6 +63,9 @@ class ControllerSocket:
         """
         if address.startswith(SCHEME):
             self._unix = UnixServer(address.removeprefix(SCHEME), self._epoll, self._identify)
+            self._shortcuts = ShortcutServer(shortcut_path(address))
+            self._datagrams_fd = self._shortcuts.fd
+            self._epoll.register(self._datagrams_fd, select.EPOLLIN)
             return address
         if not address.startswith("tcp://"):  # as earlier versions have saved it
             raise OSError(errno.EPROTONOSUPPORT, "no address that this version listens at")
@@ -136,6 +144,9 @@ class ControllerSocket:
         if self._servers and timeout_s != 0 and any(server.is_there for server in self._servers):
             timeout_s = 0  # its descriptors tell edges only
         for fd, events in self._epoll.poll(timeout_s):
+            if fd == self._datagrams_fd:
+                self.has_datagrams = True
+                continue
             if self._unix is not None and self._unix.serve(fd, events):
                 continue
             if fd == wake_fd:
@@ -191,6 +202,15 @@ class ControllerSocket:
                 received.append(message)
         return received
 
+    def receive_past(self) -> Iterable[tuple[bytes, str]]:
+        """What ranks of this machine have sent past their agents, and from where (`meshbook.wire.shortcuts`)."""
+        self.has_datagrams = False
+        return self._shortcuts.receive() if self._shortcuts is not None else ()
+
+    def send_past(self, data: bytes, address: str) -> bool:
+        """Send something to a rank past its agent; False if it cannot go."""
+        return self._shortcuts is not None and self._shortcuts.send(data, address)
+
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
         """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
         if self._unix is not None and self._unix.send((host_id, lane), frames):
@@ -204,6 +224,8 @@ class ControllerSocket:
             self._forget_end(fd)
         if self._unix is not None:
             self._unix.close(linger_ms / 1000)
+        if self._shortcuts is not None:
+            self._shortcuts.close()
         for server in self._servers:
             server.close(linger_ms)
         self._epoll.close()

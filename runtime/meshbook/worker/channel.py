@@ -28,6 +28,8 @@ class AgentChannel:
         self.frames = FrameSocket(socket.socket(fileno=fd), takes_descriptors=takes_descriptors)
         """For the reading thread."""
         self.shield = gate.shield
+        self.sent = 0
+        """How many messages."""
         self._lock = threading.Lock()
         self._generation = forks.generation
 
@@ -45,6 +47,7 @@ class AgentChannel:
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         with self.shield, self._lock:
+            self.sent += 1
             self.frames.send([wire.encode(message), *payload])
 
     def close(self) -> None:

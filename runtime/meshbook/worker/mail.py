@@ -31,6 +31,7 @@ from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.frames import pack as pack_frames
 from meshbook.wire.replies import place_head
+from meshbook.wire.shortcuts import RankShortcut
 from meshbook.worker.channel import AgentChannel, RankPayloads
 from meshbook.worker.direct_lanes import RankLane, RankLanes
 from meshbook.worker.mail_turn import MailTurn
@@ -200,6 +201,7 @@ class WorkerMail:
             channel, self._read, self._calls.expire, self.boxes.numbers, self._calls.ids, self._calls.others
         )
         self._lanes = self._calls.lanes = RankLanes(channel, self.turn, identity, self._on_lane, self._calls.on_replies)
+        self.open_shortcut("")
         self._said = 0
         """How often something was said on this lane that the agent is to pass on before what follows."""
         self._starting = threading.Lock()
@@ -222,6 +224,21 @@ class WorkerMail:
             self._started = True
         hidden_thread(self._serve, "meshbook.mail").start()
 
+    def open_shortcut(self, path: str) -> None:
+        """Calls may come past the agent from now on. path: as in `RankShortcut`."""
+        self._shortcut = RankShortcut(path, self._channel.send, self._watch_shortcut, is_mail=True)
+        self.give_up_shortcut = self._shortcut.give_up
+
+    def _watch_shortcut(self, fd: int) -> None:
+        self.turn.watch(fd, self._take_early)
+
+    def _take_early(self) -> None:
+        if (call := self._shortcut.take(self._identity())) is not None:
+            try:
+                self._deliver(call, [])
+            except Exception:
+                traceback.print_exc()  # as in `_read`
+
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
         self.turn.serve()
@@ -234,7 +251,8 @@ class WorkerMail:
         try:
             match message:
                 case wire.Call():
-                    self._deliver(message, frames)
+                    if not message.shortcut or self._shortcut.is_news(message, self._identity()):
+                        self._deliver(message, frames)
                 case wire.Replies():
                     self._calls.on_replies(message, frames)
                 case wire.Cancel():
@@ -282,6 +300,7 @@ class WorkerMail:
         """In a forked child: let go of the socket, which is its parent's."""
         self._channel.close()
         self._lanes.abandon()
+        self._shortcut.close()
 
     def _reply(self, call: wire.Call, lane: RankLane | None, said: int, answer: Outcome, duration_s: float) -> None:
         """On any thread: send an answer. lane: by which the call came. said: `_said` as it was then."""
@@ -298,4 +317,9 @@ class WorkerMail:
         reply = wire.Reply(
             call.id, status, duration_s, segment, inline, 0.0, call.origin, groups, freed, is_direct=lane is not None
         )
+        if call.shortcut:
+            is_value = status == wire.OK and not (payload or segment or freed or groups)
+            with self._channel.shield:
+                if self._shortcut.answer(call, reply, self._identity().rank, may_pass=is_value and said == self._said):
+                    return
         self._channel.send(reply, payload)

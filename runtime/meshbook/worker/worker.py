@@ -19,6 +19,7 @@ import itertools
 import os
 import queue
 import random
+import select
 import signal
 import sys
 import threading
@@ -54,6 +55,7 @@ from meshbook.system.processes import may_be_traced
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import StoreOp, StoreResult
 from meshbook.wire.messages import PLACE, SHOWN_HERE
+from meshbook.wire.shortcuts import RankShortcut
 from meshbook.worker.actor_process import RankProcess
 from meshbook.worker.actors import ActorRegistry
 from meshbook.worker.channel import AgentChannel, RankPayloads
@@ -117,6 +119,10 @@ class Worker:
         self._places = itertools.count(1)
         self._was_long = False
         self._generation = forks.generation
+        self._call_fd = call_fd
+        self._arrivals = select.poll()
+        """What the main thread waits for where calls may come past the agent."""
+        self._shortcut = self._open_shortcut("")
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -129,6 +135,8 @@ class Worker:
         assert isinstance(begin, wire.Begin)
         self.identity = identity = begin.identity
         self._marker = begin.marker
+        self._shortcut = self._open_shortcut(begin.shortcut)
+        self.mail.open_shortcut(begin.shortcut)
         self.gpu, self.kept = GpuGauge(identity.device), HeldMemoryGauge()
         self.gate.keep_signal()
         forks.at_fork(in_child=self._leave_to_parent)
@@ -145,7 +153,7 @@ class Worker:
 
     def serve_calls(self) -> None:
         """Run calls until the agent closes the socket."""
-        while (received := self.calls.receive()) is not None:
+        while (received := self._receive()) is not None:
             message, frames = received
             if isinstance(message, wire.Renumbered):
                 self._renumber(message.identity)
@@ -153,10 +161,35 @@ class Worker:
                 assert isinstance(message, wire.Call)
                 self._run_call(message, frames)
 
+    def _receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
+        """Wait for the next message of the agent, or call that comes past it; None at the end. Each call once.
+
+        What the agent has brought goes first.
+        """
+        shortcut, frames = self._shortcut, self.calls.frames
+        while True:
+            is_open = shortcut.fd >= 0 and not frames.has_message
+            if is_open and self._call_fd not in dict(self._arrivals.poll()):
+                if (early := shortcut.take(self.identity)) is not None:
+                    return early, []
+                continue
+            received = self.calls.receive(is_there=is_open)
+            call = None if received is None else received[0]
+            if not isinstance(call, wire.Call) or not call.shortcut or shortcut.is_news(call, self.identity):
+                return received
+
+    def _open_shortcut(self, path: str) -> RankShortcut:
+        def watch(fd: int) -> None:
+            self._arrivals = select.poll()
+            for each in (self._call_fd, fd):
+                self._arrivals.register(each, select.POLLIN)
+
+        return RankShortcut(path, self.calls.send, watch, is_mail=False)
+
     def _leave_to_parent(self) -> None:
         """In a process that user code has forked: it is no rank."""
-        for channel in (self.calls, self.urgent, self.mail):
-            channel.close()
+        for end in (self.calls, self.urgent, self.mail, self._shortcut):
+            end.close()
         self.gate.after_fork()
         self.registry.after_fork()
         leave_to_parent(self._generation)
@@ -211,6 +244,7 @@ class Worker:
         if call.output != self._output:
             self._mark_output(call.output)
         started, waited_s = time.monotonic(), self.groups.waited_s(self.main_thread)
+        said = self.calls.sent
         try:
             answer = self._answer(call, frames)
         finally:
@@ -222,7 +256,7 @@ class Worker:
         self.shell.reopen()
         duration_s = time.monotonic() - started
         self._was_long = duration_s > LONG_CALL_S
-        self._reply(call.id, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s)
+        self._reply(call, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s, said)
         del answer
         if self.shell.is_untidy:
             self.shell.tidy()
@@ -237,6 +271,7 @@ class Worker:
                 return True
             self._cancelled.discard(call.id)
         self._payloads.discard(call)
+        self._shortcut.drop(call)
         return False
 
     def _hear_cancels(self) -> None:
@@ -268,13 +303,19 @@ class Worker:
                     self.shell.keep_error(error, call.id)
             return Outcome(status, failure=failure)
 
-    def _reply(self, call: int, answer: Outcome, duration_s: float, waited_s: float) -> None:
+    def _reply(self, call: wire.Call, answer: Outcome, duration_s: float, waited_s: float, said: int) -> None:
+        """said: how many messages the agent had of ours when the call began."""
         write = self._payloads.pool.write
         if answer.position:
             write = functools.partial(write, position=answer.position)
         status, payload, inline, segment = pack(answer, write, self.shell.describe)
-        freed = self._payloads.take_freed()
-        message = wire.Reply(call, status, duration_s, segment, inline, waited_s, None, self.groups.tell(), freed)
+        freed, groups = self._payloads.take_freed(), self.groups.tell()
+        message = wire.Reply(call.id, status, duration_s, segment, inline, waited_s, None, groups, freed)
+        if call.shortcut:
+            is_value = status == wire.OK and not (payload or segment or freed or groups)
+            may_pass = is_value and said == self.calls.sent
+            if self._shortcut.answer(call, message, self.identity.rank, may_pass=may_pass):
+                return
         self.calls.send(message, payload)
 
     # ---- output: what the shell calls (`meshbook.shell.shell.OutputSink`) --------------------------------------------
@@ -384,6 +425,9 @@ class Worker:
                 self.mail.start()
             case wire.Moved(mesh, moves):
                 self.moves[mesh] = moves
+            case wire.ControllerGone():
+                self._shortcut.give_up()
+                self.mail.give_up_shortcut()
             case wire.Query(id, asked=wire.AskRank() as asked):
                 if asked.endpoint in SLOW_QUERIES:
                     run_in_background(lambda: self._answer_query(id, asked))

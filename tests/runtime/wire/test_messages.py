@@ -18,6 +18,7 @@ DECODERS: dict[str, Any] = {
     "FromHost": wire.decode_from_host,
     "ToWorker": wire.decode_to_worker,
     "FromWorker": wire.decode_from_worker,
+    "PastAgent": wire.decode_past_agent,
 }
 
 

@@ -1,0 +1,138 @@
+"""Which calls go past the agent (`meshbook.wire.shortcuts`), and what of them the agent must know. Under the turn.
+
+What goes there may overtake all that is on its way by the agent. So only a call goes there that meets nothing: it is
+for one rank that has no other call to answer, and no message without an answer may be on its way to a mailbox there.
+Whatever is sent to the host after it has the call before it (`HostLink.deferred`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from meshbook.calls.call import OpenCall
+from meshbook.calls.table import CallTable
+from meshbook.controller.host_state import HostState
+from meshbook.controller.mesh_state import MeshState
+from meshbook.wire import messages as wire
+from meshbook.wire.shortcuts import DEFER_S
+
+LOOK_AT = 8
+"""With more calls open than that, wherever, it is not looked which ranks have them."""
+
+
+class _RankLane(NamedTuple):
+    """To the main thread of a rank, or to its mailboxes."""
+
+    mesh: int
+    rank: int
+    is_mail: bool
+
+
+class Shortcuts:
+    """Those of all meshes."""
+
+    def __init__(self, calls: CallTable, next_id: Callable[[], int], send: Callable[[bytes, str], bool]) -> None:
+        """send: sends a datagram to an address; False if it cannot go there."""
+        self._calls, self._next_id, self._send = calls, next_id, send
+        self._addresses: dict[_RankLane, str] = {}
+        self._unheard: dict[_RankLane, int] = {}
+        """The last call that was answered on each, which the rank keeps until it hears that we have the answer."""
+        self._casts: dict[int, int] = {}
+        """By mesh, how many messages without an answer were sent."""
+        self._read: dict[_RankLane, int] = {}
+        """How many of them a rank has read, as an answer to a later call has shown."""
+        self._deferring: set[HostState] = set()
+        """Hosts that may have `HostLink.deferred`."""
+        self.due = math.inf
+        """When `expire` has something to do."""
+
+    def send(self, host: HostState, mesh: MeshState, call: OpenCall, message: wire.Call) -> wire.Call | None:
+        """Send a call of one host past it; else returns what to send by it."""
+        if len(call.waiting) != 1 or message.output or len(self._calls.ids) > LOOK_AT or host.backlog:
+            return message
+        (rank,) = call.waiting
+        for other in self._calls.all():
+            if rank in other.waiting and other.mesh == mesh.id and other is not call:
+                return message
+        lane = _RankLane(mesh.id, rank, call.mailbox != 0)
+        if lane.is_mail and mesh.id in self._casts and not self._has_read_casts(lane, call):
+            return message
+        message = msgspec.structs.replace(message, shortcut=self._next_id(), generation=mesh.generation)
+        if (address := self._addresses.get(lane)) is None:
+            return message
+        if not self._send(wire.encode(message), address):
+            del self._addresses[lane]
+            return message
+        self._defer(host, call, message)
+        return None
+
+    def note_cast(self, mesh: MeshState) -> None:
+        """A message that nobody answers is sent to mailboxes of ``mesh``."""
+        self._casts[mesh.id] = self._casts.get(mesh.id, 0) + 1
+
+    def _has_read_casts(self, lane: _RankLane, call: OpenCall) -> bool:
+        """Whether a rank has read all messages without an answer; else ``call``, sent behind them, will show it."""
+        sent = self._casts[lane.mesh]
+        if self._read.get(lane) == sent:
+            return True
+        call.when_ended(partial(self._note_read, lane, sent, call))
+        return False
+
+    def _note_read(self, lane: _RankLane, sent: int, call: OpenCall) -> None:
+        if lane.rank in call.results.raw:
+            self._read[lane] = sent
+
+    # ---- what the agent must know -----------------------------------------------------------------------------------
+
+    def _defer(self, host: HostState, call: OpenCall, message: wire.Call) -> None:
+        """Tell the host of a call when it is not answered soon."""
+        self._deferring.add(host)
+        is_first = True
+        for each in self._deferring:
+            each.deferred = [deferred for deferred in each.deferred if deferred[0]]
+            is_first = is_first and not each.deferred
+        host.deferred.append((call.waiting, message))
+        due = time.monotonic() + DEFER_S
+        self.due = due if is_first else min(self.due, due)
+
+    def expire(self, now: float) -> None:
+        """Do what is due."""
+        if now >= self.due:
+            for host in self._deferring:
+                host.send_deferred()
+            self._deferring.clear()
+            self.due = math.inf
+
+    # ---- what ranks say ---------------------------------------------------------------------------------------------
+
+    def on_datagram(self, data: bytes, address: str) -> None:
+        """Take what a rank has sent past its agent. Raises: what is in `wire.MALFORMED`."""
+        message = wire.decode_past_agent(data)
+        if isinstance(message, wire.ShortcutOpened):
+            self._addresses[_RankLane(message.mesh, message.rank, message.is_mail)] = address
+        elif isinstance(message, wire.Replies) and (call := self._calls.find(message.id)) is not None:
+            for reply in message.replies:
+                if reply.rank in call.waiting and not (reply.frames or reply.segment or reply.bulk):
+                    self._unheard[_RankLane(call.mesh, reply.rank, call.mailbox != 0)] = call.id
+                    self._calls.answer(call, message, (), ((),))
+
+    def acknowledge(self) -> None:
+        """Tell the ranks that their answers have come; a next call would have told them so too."""
+        for lane, call in self._unheard.items():
+            if (address := self._addresses.get(lane)) is not None:
+                self._send(wire.encode(wire.Heard(call)), address)
+        self._unheard.clear()
+
+    def forget(self, mesh: int) -> None:
+        """A mesh has ended."""
+        self._casts.pop(mesh, None)
+        for lane in [lane for lane in {*self._addresses, *self._read, *self._unheard} if lane.mesh == mesh]:
+            self._addresses.pop(lane, None)
+            self._read.pop(lane, None)
+            self._unheard.pop(lane, None)
