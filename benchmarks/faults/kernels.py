@@ -14,6 +14,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.faults.findings import Findings
@@ -30,8 +31,8 @@ _ROOT = Path(__file__).parents[2]
 class Kernel:
     """A kernel process, and the lines that it has written."""
 
-    def __init__(self, session: str | None) -> None:
-        command = [sys.executable, "-m", "benchmarks.faults.kernel", *([session] if session else [])]
+    def __init__(self, session: str | None, options: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.faults.kernel", *options, *([session] if session else [])]
         environment = {**os.environ, "MESHBOOK_LEASE_S": str(LEASE_S)}
         self._process = subprocess.Popen(
             command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -88,14 +89,23 @@ class Kernel:
 
 def run_kernels(seed: int, kills: int) -> Findings:
     """Kill ``kills`` kernels of one mesh."""
-    findings = Findings("kernel kills", f"{kills}, with {UNDER_WAY} calls under way")
+    return _run(Findings("kernel kills", f"{kills}, with {UNDER_WAY} calls under way"), seed, kills, UNDER_WAY)
+
+
+def run_lone(seed: int, kills: int) -> Findings:
+    """The same with one call at a time, to one rank, which goes past the agent."""
+    findings = Findings("kernel kills, one call at a time", f"{kills}, seed {seed}")
+    return _run(findings, seed, kills, 1, "--lone")
+
+
+def _run(findings: Findings, seed: int, kills: int, under_way: int, *options: str) -> Findings:
     draw = random.Random(seed)
     started = time.monotonic()
     session: str | None = None
     told: dict[int, int] = {}
     killed_at = 0.0
     for number in range(kills + 1):
-        kernel = Kernel(session)
+        kernel = Kernel(session, options)
         if (took_s := kernel.wait_for("ready", time.monotonic() + DEADLINE_S)) is None:
             findings.hangs.append(f"kernel {number} was not ready: {kernel.lines[-3:]}")
             kernel.kill()
@@ -117,7 +127,7 @@ def run_kernels(seed: int, kills: int) -> Findings:
             findings.hangs.append("the last kernel did not end")
         _collect(kernel, told, findings)
         if ledgers is not None:
-            _judge(json.loads(ledgers), told, kills, findings)
+            _judge(json.loads(ledgers), told, kills * under_way, findings)
     findings.seconds = time.monotonic() - started
     return findings
 
@@ -131,7 +141,7 @@ def _collect(kernel: Kernel, told: dict[int, int], findings: Findings) -> None:
             findings.wrong.append(rest)
 
 
-def _judge(ledgers: list[list[int]], told: dict[int, int], kills: int, findings: Findings) -> None:
+def _judge(ledgers: list[list[int]], told: dict[int, int], may_miss: int, findings: Findings) -> None:
     ran = set(ledgers[0])
     for rank, ledger in enumerate(ledgers):
         if ledger != sorted(set(ledger)):
@@ -141,7 +151,7 @@ def _judge(ledgers: list[list[int]], told: dict[int, int], kills: int, findings:
     if missing := set(told) - ran:
         findings.wrong.append(f"answered and never run: {sorted(missing)[:10]}")
     untold = ran - set(told)
-    if len(untold) > kills * UNDER_WAY:
+    if len(untold) > may_miss:
         findings.wrong.append(f"{len(untold)} results were lost")
     findings.counts["calls that ran"] = len(ran)
     findings.counts["under way at a kill, told to nobody who wrote it down"] = len(untold)

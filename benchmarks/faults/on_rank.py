@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 
@@ -11,6 +12,12 @@ def note(number: int, payload: torch.Tensor | None = None) -> float:
     """Write ``number`` down; returns it, or the last element of ``payload``."""
     vars(sys.modules["__main__"])["ledger"].append(number)
     return number if payload is None else float(payload[-1])
+
+
+def note_slowly(number: int) -> float:
+    """The same, but it takes a moment."""
+    time.sleep(0.02)
+    return note(number)
 
 
 CELL = "ledger.append({number})\nprint('cell', {number})\n{number}"
