@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import os
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,23 +25,25 @@ from meshbook.actor import Actor, endpoint
 
 CALLS = 100
 
-CONTROLLER_MAX = 86
-"""On the main thread, which serves the sockets while it waits; measured: 78, and 2 for each other mesh that lives."""
+CONTROLLER_MAX, BY_AGENT_MAX = 82, 87
+"""On the main thread, which serves the sockets while it waits, past the agent and by it; measured: 77 and 82, and 2 for
+each other mesh that lives."""
 
 AGENT_MAX = 49
-"""In the agent, which has one thread but for its logs; measured: 45.1. Heartbeats are part of it, once a second."""
+"""In the agent, which has one thread but for its logs, of a call that goes by it; measured: 45.1."""
+PAST_AGENT_MAX = 3
+"""The same of a call that goes past it; measured: 0.1. When a call takes longer than usual the agent is told of it."""
 
-RANK_MAX = 36
-"""On the rank's main thread; measured: 34.4."""
+RANK_MAX = 39
+"""On the rank's main thread; measured: 32, and 37 by the agent."""
 
-ACTOR_CONTROLLER_MAX, ACTOR_AGENT_MAX, ACTOR_RANK_MAX = 121, 49, 90
-"""The same of a call to an actor, on all threads of its rank; measured: 113, 46, 71; 63 where it does not read the mail
-itself, which is a wake-up more. Where it does, the mail's thread looks 200 times a second: more on a busy machine."""
+ACTOR_CONTROLLER_MAX, ACTOR_RANK_MAX = 117, 75
+"""The same of a call to an actor, on its own thread; measured: 111, 69."""
 
-WAKE_UPS_MAX, TIMERS_PER_S = 4.0, 1000
-"""Of all threads of controller, agent and rank: per call, and besides in each second. Each of the three waits for the
-one before it, the agent twice, less what is there already when it is asked for; measured: 2.9-3.8 in all. A busy
-machine has more of what comes with time: gloo's thread looks 100 times a second, the resting I/O thread 200 times."""
+WAKE_UPS_MAX, TIMERS_PER_S = 3.0, 1000
+"""Of all threads of controller, agent and rank: per call, and besides in each second. Controller and rank wait for each
+other, less what is there already when it is asked for; measured: 1.6-2.6 in all. A busy machine has more of what comes
+with time: gloo's thread looks 100 times a second, the resting I/O thread 200 times, and the agent hears of slow calls."""
 
 
 class Counter:
@@ -53,24 +56,29 @@ class Counter:
         self.count += event == "call"
 
 
-def least(call: Callable[[], object], batch: int = 4) -> float:
-    """How many calls of Python one ``call`` costs this thread, in the best of some batches.
-
-    What else is counted comes from outside: what is due once a second, and what other tests have collections of garbage
-    call.
-    """
+def usual(call: Callable[[], object]) -> int:
+    """How many calls of Python a ``call`` costs this thread."""
     counter, before, counts = Counter(), sys.getprofile(), [0]
     gc.disable()
     sys.setprofile(counter)
     try:
-        for _ in range(CALLS // batch):
-            for _ in range(batch):
-                call()
+        for _ in range(CALLS):
+            call()
             counts.append(counter.count)
     finally:
         sys.setprofile(before)
         gc.enable()
-    return min(after - before for before, after in itertools.pairwise(counts)) / batch
+    return _usual_step(counts)
+
+
+def _usual_step(counts: Sequence[int]) -> int:
+    """By how much a count goes up each time: nearly all steps are the same, on an idle machine.
+
+    What else is counted comes from outside: what is due once a second, what other tests have collections of garbage
+    call, and, on a busy machine, that a call is waited for in several turns. A few calls cost less: another thread was
+    quicker. So it is the step that a fifth of them do not exceed.
+    """
+    return sorted(after - before for before, after in itertools.pairwise(counts))[len(counts) // 5]
 
 
 def _count_from_now() -> None:
@@ -79,7 +87,6 @@ def _count_from_now() -> None:
 
 def _counted() -> int:
     counter = sys.getprofile()
-    sys.setprofile(None)
     assert isinstance(counter, Counter)
     return counter.count
 
@@ -87,22 +94,52 @@ def _counted() -> int:
 only_on_3_11 = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other Pythons inline other functions")
 
 
+class Idle(Actor):
+    @endpoint
+    def no_op(self) -> None:
+        """Do nothing."""
+
+    @endpoint
+    def count(self) -> int:
+        return _counted()
+
+
+class Waiter(Actor):
+    @endpoint
+    async def until(self, path: str) -> None:
+        while not os.path.exists(path):
+            await asyncio.sleep(0.05)
+
+
+@contextmanager
+def _by_agent(mesh: ProcMesh, tmp_path: Path) -> Iterator[None]:
+    """Rank 0 has another call to answer meanwhile, so what is sent there goes by its agent."""
+    path = tmp_path / "end"
+    actor: Any = mesh.slice(gpus=0).spawn("waits", Waiter)
+    future = actor.until.call_one(str(path))
+    yield
+    path.touch()
+    future.get(30)
+
+
 @only_on_3_11
-def test_a_call_costs_its_controller_few_calls_of_python(mesh4: ProcMesh) -> None:
+def test_a_call_costs_its_controller_few_calls_of_python(mesh4: ProcMesh, tmp_path: Path) -> None:
     one = mesh4.slice(gpus=0)
     for _ in range(20):
         one.execute(abs, -1).get(30)
-    assert least(lambda: one.execute(abs, -1).get(30)) < CONTROLLER_MAX
+    assert usual(lambda: one.execute(abs, -1).get(30)) < CONTROLLER_MAX
+    with _by_agent(mesh4, tmp_path):
+        assert usual(lambda: one.execute(abs, -1).get(30)) < BY_AGENT_MAX
 
 
 @only_on_3_11
-def test_a_call_costs_its_rank_few_calls_of_python(mesh4: ProcMesh) -> None:
+def test_a_call_costs_its_rank_few_calls_of_python(mesh4: ProcMesh, tmp_path: Path) -> None:
     one = mesh4.slice(gpus=0)
     one.execute(_count_from_now).get(30)
-    for _ in range(CALLS):
-        one.execute(abs, -1).get(30)
-    (count,) = one.execute(_counted).get(30).values()
-    assert count / CALLS < RANK_MAX
+    assert _usual_step([one.execute(_counted).get(30).values()[0] for _ in range(CALLS)]) < RANK_MAX
+    with _by_agent(mesh4, tmp_path):
+        assert _usual_step([one.execute(_counted).get(30).values()[0] for _ in range(CALLS)]) < RANK_MAX
+    one.execute(sys.setprofile, None).get(30)
 
 
 COUNTING_AGENT = """
@@ -116,16 +153,13 @@ if "meshbook.agent.host_agent" in sys.orig_argv:
         count += event == "call"
 
     def turn(*_):
-        if sys.getprofile() is None:
-            sys.setprofile(count_call)
-        else:
-            sys.setprofile(None)
-            with open({path!r}, "w") as file:
-                file.write(f"{{count}}\\n")
+        sys.setprofile(count_call if sys.getprofile() is None else None)
+        with open({path!r}, "w") as file:
+            file.write(f"{{count}}\\n")
 
     signal.signal(signal.SIGUSR2, turn)
 """
-"""What the agent's Python imports as it starts: from one SIGUSR2 to the next it counts, then it writes the count."""
+"""What the agent's Python imports as it starts: from one SIGUSR2 to the next it counts; at each it writes the count."""
 
 
 @contextmanager
@@ -138,38 +172,42 @@ def _counted_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def _agents_count(mesh: ProcMesh, tmp_path: Path, call: Callable[[], object]) -> float:
-    """How many calls of Python one ``call`` costs the agent."""
-    for _ in range(20):
-        call()
-    os.kill(_agent_of(mesh), signal.SIGUSR2)
-    for _ in range(CALLS):
-        call()
-    os.kill(_agent_of(mesh), signal.SIGUSR2)
+    """How many calls of Python one ``call`` costs the agent, in the best of some batches.
+
+    Where the machine is busy there is more: heartbeats, and calls that go past the agent and take long.
+    """
     path = tmp_path / "count"
-    wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
-    return int(path.read_text()) / CALLS
+
+    def turn() -> int:
+        path.unlink(missing_ok=True)
+        os.kill(_agent_of(mesh), signal.SIGUSR2)
+        wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+        return int(path.read_text())
+
+    counts = [0]
+    for _ in range(10):
+        call()
+        turn()
+        for _ in range(CALLS // 5):
+            call()
+        counts.append(turn())
+    return min(after - before for before, after in itertools.pairwise(counts)) / (CALLS // 5)
 
 
 @only_on_3_11
 def test_a_call_costs_its_agent_few_calls_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _counted_agent(tmp_path, monkeypatch) as mesh:
-        assert _agents_count(mesh, tmp_path, lambda: mesh.execute(abs, -1).get(30)) < AGENT_MAX
+        assert _agents_count(mesh, tmp_path, lambda: mesh.execute(abs, -1).get(30)) < PAST_AGENT_MAX
+        with _by_agent(mesh, tmp_path):
+            assert _agents_count(mesh, tmp_path, lambda: mesh.execute(abs, -1).get(30)) < AGENT_MAX
 
 
-class Idle(Actor):
-    @endpoint
-    def no_op(self) -> None:
-        """Do nothing."""
+def _count_here(*_: object) -> None:
+    sys.setprofile(Counter())
 
 
 def _count_on_new_threads() -> None:
-    threading.setprofile(Counter())
-
-
-def _counted_so_far() -> int:
-    counter = threading.getprofile()
-    assert isinstance(counter, Counter)
-    return counter.count
+    threading.setprofile(_count_here)
 
 
 @only_on_3_11
@@ -182,12 +220,11 @@ def test_a_call_of_an_actor_costs_few_calls_of_python(tmp_path: Path, monkeypatc
             actor.no_op.call_one().get(30)
 
         on_agent = _agents_count(mesh, tmp_path, call)
-        (before,) = mesh.execute(_counted_so_far).get(30).values()
-        on_controller = least(call)
-        (after,) = mesh.execute(_counted_so_far).get(30).values()
+        on_controller = usual(call)
+        on_rank = _usual_step([actor.count.call_one().get(30) for _ in range(CALLS)])
     assert on_controller < ACTOR_CONTROLLER_MAX
-    assert on_agent < ACTOR_AGENT_MAX
-    assert (after - before) / CALLS < ACTOR_RANK_MAX
+    assert on_agent < PAST_AGENT_MAX
+    assert on_rank < ACTOR_RANK_MAX
 
 
 def test_a_call_wakes_few_threads(mesh4: ProcMesh) -> None:
