@@ -43,7 +43,7 @@ ACTOR_CONTROLLER_MAX, ACTOR_RANK_MAX = 117, 75
 WAKE_UPS_MAX, TIMERS_PER_S = 3.0, 1000
 """Of all threads of controller, agent and rank: per call, and besides in each second. Controller and rank wait for each
 other, less what is there already when it is asked for; measured: 1.6-2.6 in all. A busy machine has more of what comes
-with time: gloo's thread looks 100 times a second, the resting I/O thread 200 times, and the agent hears of slow calls."""
+with time: gloo's thread looks 100 times a second, the resting I/O thread 200 times, the agent hears of slow calls."""
 
 
 class Counter:
