@@ -32,12 +32,14 @@ class Leaf(NamedTuple):
     seed: int
     graded: bool
 
-    def make(self) -> torch.Tensor:
-        values = torch.rand(self.shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+    def make(self, time: int = 0) -> torch.Tensor:
+        """time: other values each time."""
+        generator = torch.Generator().manual_seed(self.seed + time)
+        values = torch.rand(self.shape, generator=generator, dtype=torch.float64)
         return (values * 4 - 2).requires_grad_(self.graded)
 
-    def place(self, mesh: Mesh) -> MeshTensor:
-        return distribute(self.make(), mesh, placements=to_placements(self.dims))
+    def place(self, mesh: Mesh, time: int = 0) -> MeshTensor:
+        return distribute(self.make(time), mesh, placements=to_placements(self.dims))
 
 
 class Program(NamedTuple):
@@ -52,19 +54,22 @@ class Program(NamedTuple):
 
     def run(self, leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What its tensors are then, and the gradients of the sum of their squares; all here."""
+        return {name: _here(value) for name, value in self.results(leaves).items()}
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same, where it is."""
         names: dict[str, Any] = {f"t{at}": leaf for at, leaf in enumerate(leaves)}
         for line in self.lines:
             run_line(line, names)
-        tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-        found = {name: _here(value) for name, value in tensors.items()}
+        found = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
         graded = [each for each in leaves if each.requires_grad]
-        real = [each for each in tensors.values() if each.requires_grad and each.numel()]
+        real = [each for each in found.values() if each.requires_grad and each.numel()]
         if graded and real:
             total = sum((each * each).sum() for each in real)
             assert isinstance(total, torch.Tensor)
             for at, gradient in enumerate(torch.autograd.grad(total, graded, allow_unused=True)):
                 if gradient is not None:
-                    found[f"gradient of leaf {at}"] = _here(gradient)
+                    found[f"gradient of leaf {at}"] = gradient
         return found
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +17,7 @@ from torch import nn
 
 import meshbook
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
+from benchmarks.peers.environments import FOLDER, ROOT
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh
 from meshbook import ProcMesh
@@ -34,6 +38,7 @@ def run(settings: Settings) -> Iterator[Figure]:
     with mesh(RANKS) as procs:
         over = Mesh(procs)
         yield from _small_add(over, settings)
+        yield from _monarchs_add()
         yield from _optimizers(over, settings)
         yield from _recorded(over, settings)
         yield from _memory(over, settings)
@@ -71,6 +76,21 @@ def _small_add(over: Mesh, settings: Settings) -> Iterator[Figure]:
         seconds = _cpu_times(subjects, over, settings.count(40), count)
     goals = {"plain torch": Goal("x floor", 12), "meshbook": Goal("at most", 15)}
     yield from side_by_side("tensors", "add", "16 x 16", "us", seconds, goals=goals)
+
+
+def _monarchs_add() -> Iterator[Figure]:
+    """The same add by Monarch's tensor engine on two ranks, where `make bench-peers` has installed it."""
+    python = FOLDER / "monarch" / "bin" / "python"
+    if not python.exists():
+        return
+    command = [str(python), "-m", "benchmarks.peers.tensors_on_monarch"]
+    try:
+        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+    except subprocess.SubprocessError as error:
+        print(f"monarch did not add: {error}", file=sys.stderr)
+        return
+    seconds = json.loads(next(line for line in told.splitlines() if line.startswith("[")))
+    yield timed("tensors", "add", "16 x 16", "us", seconds, subject="monarch")
 
 
 def _mlp() -> nn.Module:

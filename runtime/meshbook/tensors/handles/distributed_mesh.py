@@ -123,7 +123,7 @@ class Mesh:
         Returns: what it returns, the DTensors in it as mesh tensors; without any, a `ValueMesh` of what each returns.
         """
         numbers = self.stream.new_numbers(ADOPTED_NUMBERS)
-        self.stream.flush()
+        self.stream.settle()  # a rank that has halted would refuse it
         stream = self.stream
         call = self.procs.execute(
             rank_tensors.ask, stream.name, stream.decided, "call", numbers, function, args, kwargs

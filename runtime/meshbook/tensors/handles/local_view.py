@@ -87,6 +87,7 @@ class LocalMesh(Mesh):
                 index = index * size + at.get(axis, 0) % size
             sources[rank] = self.procs.ranks[index]
         number, shape = mesh.stream.new_number(), tuple(tensor.shape)
+        settle(self, mesh)
         self.stream.check([tensor._handle.number])
         move = LocalMove(
             self.stream.name, mesh.stream.name, tensor._handle.number, number, sources, shape, tensor.dtype
@@ -129,6 +130,7 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx: Any, tensor: MeshTensor, names: list[str], reduction: str, scatter: bool) -> MeshTensor:
         ctx.how = names, reduction, scatter
         stream, handle = tensor.mesh.stream, tensor._handle
+        settle(tensor.mesh)
         stream.check([handle.number])
         shape = list(tensor.shape)
         sizes = [tensor.mesh.axes[name] for name in names]
@@ -157,6 +159,7 @@ class _Share(torch.autograd.Function):
         ctx.origin = tensor.mesh
         number, shape = mesh.stream.new_number(), tuple(tensor.shape)
         source = tensor.mesh.stream
+        settle(tensor.mesh, mesh)
         check_own(tensor, mesh.procs.ranks)
         names = source.name, mesh.stream.name, tensor.mesh.procs.ranks
         shared = mesh.procs.execute(local_ranks.share, *names, tensor._handle.number, number, shape, tensor.dtype)
@@ -251,6 +254,12 @@ def rank_tensor(procs: ProcMesh | Mesh, dim: str | Sequence[str]) -> MeshTensor:
             index = index * mesh.axes[name] + at[name]
         numbers[rank] = index
     return cast("MeshTensor", mesh.execute(local_ranks.own_number, numbers))
+
+
+def settle(*meshes: Mesh) -> None:
+    """Wait for what was issued: a rank that has halted does not have what others have, until it has gone on."""
+    for mesh in meshes:
+        mesh.stream.settle()
 
 
 def check_own(tensor: MeshTensor, ranks: Sequence[int]) -> None:

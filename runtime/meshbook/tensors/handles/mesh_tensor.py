@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_bytes
+from meshbook.tensors.handles.loss_scaling import check_and_unscale
 from meshbook.tensors.handles.metadata import (
     DependsOnValues,
     Metadata,
@@ -209,8 +210,8 @@ class MeshTensor(torch.Tensor):
     def _reduce_to_ranks(self) -> object:
         """How it travels in a call: on the ranks it is their DTensor."""
         stream = self.mesh.stream
+        stream.settle()  # else a rank that has halted would have it as it was before what it has laid aside
         stream.check([self._handle.number])
-        stream.flush()  # what makes it goes before the call
         return resolve, (TensorReference(stream.name, str(self.mesh), self._handle.number),)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -224,7 +225,9 @@ def _refuse_memory(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _name in ("__dlpack__", "apply_", "map_", "map2_", "pin_memory", "share_memory_"):
+for _name in (
+    "__dlpack__", "apply_", "map_", "map2_", "pin_memory", "share_memory_", "storage", "untyped_storage",
+):  # fmt: skip
     setattr(MeshTensor, _name, _refuse_memory(_name))
 
 
@@ -287,6 +290,8 @@ def dispatch(
     """mesh: of what is made of no tensor."""
     if operator is aten._local_scalar_dense.default:
         return _few_of(args[0]).item()
+    if operator is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return check_and_unscale(*args)
     operator = AT_ONCE.get(operator, operator)
     tensors: list[Any] = []
     numbers: list[float] = []
@@ -330,8 +335,17 @@ def _one_hot(keys: Any, indices: torch.Tensor, num_classes: int = -1) -> torch.T
     return made
 
 
+def _tensor_split(keys: Any, tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
+    """Where it is split depends on values, if a mesh tensor tells."""
+    if isinstance(indices, MeshTensor):
+        return tensor.tensor_split(indices.tolist(), dim)
+    split = aten.tensor_split.tensor_indices_or_sections
+    return split.redispatch(keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), tensor, indices, dim)
+
+
 # the one key at which a subclass can be met before torch takes an operator apart, and at which other tensors are not
-_OVERRIDES.impl("one_hot", _one_hot, "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
+for _operator, _function in (("one_hot", _one_hot), ("tensor_split.tensor_indices_or_sections", _tensor_split)):
+    _OVERRIDES.impl(_operator, _function, "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def _all_on_mesh(

@@ -133,6 +133,7 @@ def learn(
     places = _Places()
     template_args = [places.put(argument, tensors) for argument in _with_dims_from_the_first(operator, args)]
     template_kwargs = {name: places.put(value, tensors) for name, value in kwargs.items()}
+    _check_written(operator, template_args, template_kwargs)
     try:
         with held_back():  # torch may import parts of itself for it, and stays broken where that is cut off
             made = operator(
@@ -163,6 +164,17 @@ def learn(
     aliases = not written and gives_alias(operator)
     is_view = aliases and operator is not aten.detach.default
     return Metadata(template, tuple(outputs), form, is_random(operator), written, aliases, is_view)
+
+
+def _check_written(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises: UsageError where a tensor of this process would be written to: the ranks have but its number."""
+    if operator._schema.name.startswith("aten::_fused_"):
+        return  # of the counters of steps their schemas say so, and torch counts before
+    targets = [argument.of(args, kwargs) for argument in written_arguments(operator)]
+    if any(isinstance(leaf, NumberPlace) for each in targets for leaf in (each if type(each) is list else [each])):
+        raise UsageError(
+            f"{operator} would write values of a mesh to a tensor of this process: take tensor.full_tensor() first"
+        )
 
 
 _OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")

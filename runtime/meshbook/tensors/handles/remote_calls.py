@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshbook.concurrency.future import Future, join_futures
 from meshbook.errors import UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.tensors.handles.local_view import LocalMesh, active_mesh, check_own, without_mesh
+from meshbook.tensors.handles.local_view import LocalMesh, active_mesh, check_own, settle, without_mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.operations import NewOutput
 from meshbook.tensors.ranks import local_ranks
@@ -49,7 +49,7 @@ def remote(
             return MeshTensor._of(mesh, NewOutput(tuple(meta.shape), tuple(meta.stride()), meta.dtype), numbers[-1])
 
         made = tree_map_only(torch.Tensor, know, foreseen)
-        mesh.stream.flush()
+        settle(mesh)
         asked = mesh.procs.execute(local_ranks.call_foreseen, mesh.stream.name, numbers, called, args, kwargs)
         mesh.stream.follow(getattr(called, "__name__", "remote"), numbers, asked)
         return made
@@ -107,6 +107,7 @@ def _fetch(tensor: MeshTensor, coordinates: Mapping[str, int]) -> Future[torch.T
         raise UsageError("a tensor in parts has one value: use tensor.full_tensor()")
     mesh = tensor.mesh
     one = _ranks_at(mesh, coordinates)
+    settle(mesh)
     check_own(tensor, one.ranks)
     asked = one.execute(local_ranks.own_of, mesh.stream.name, tensor._handle.number)
     return asked.then(lambda found: next(iter(found.values())))
@@ -114,12 +115,7 @@ def _fetch(tensor: MeshTensor, coordinates: Mapping[str, int]) -> Future[torch.T
 
 def inspect(obj: Any, shard: Mapping[str, int] | None = None, **coordinates: int) -> Any:
     """`fetch_shard`, waiting for it."""
-    found = fetch_shard(obj, shard, **coordinates)
-    for tensor in tree_leaves(obj):
-        if isinstance(tensor, MeshTensor):
-            tensor.mesh.stream.settle()
-            check_own(tensor, _ranks_at(cast("LocalMesh", tensor.mesh), {**(shard or {}), **coordinates}).ranks)
-    return found.get()
+    return fetch_shard(obj, shard, **coordinates).get()
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A tensor goes to another mesh, or to another layout: asked for here, done by the ranks, and nothing waits."""
+"""A tensor goes to another mesh, or to another layout: asked for here, done by the ranks."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
         if stream.recorder is not None:
             stream.recorder.note_tensors((tensor, made))
         return made
+    for each in (source.stream, stream):
+        each.settle()  # ranks that have halted do not have what others have: nothing is sent before they go on
     source.stream.check([handle.number])
     base = source.procs.base()
     if (base.session, base.id) != (mesh.procs.session, mesh.procs.id):

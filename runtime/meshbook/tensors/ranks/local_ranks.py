@@ -69,8 +69,9 @@ class LocalTensors(RankTensors):
     def own(self, number: TensorId) -> torch.Tensor:
         return cast("torch.Tensor", self._of(number))
 
-    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
+    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
         """There is but one way."""
+        return set()
 
     def placements(self, number: TensorId) -> Sequence[Placement]:
         return (EachItsOwn(),) * self.mesh.ndim

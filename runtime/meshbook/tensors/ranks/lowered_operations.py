@@ -22,13 +22,13 @@ _UNDERSTOOD = ("aten::", "_c10d_functional::")
 _READS_VALUES = (torch.ops.aten._local_scalar_dense.default,)
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Stands for a tensor of this rank: one of the operands' parts, or what a call before has made."""
 
     at: int
 
 
-class _LocalCall(NamedTuple):
+class LocalCall(NamedTuple):
     operator: torch._ops.OpOverload[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -46,7 +46,7 @@ class _Result(NamedTuple):
 class Lowered(NamedTuple):
     """An operation for operands that lie in one way."""
 
-    calls: Sequence[_LocalCall]
+    calls: Sequence[LocalCall]
     results: Sequence[_Result | None]
     is_list: bool
 
@@ -54,9 +54,9 @@ class Lowered(NamedTuple):
         """What the operation returns."""
         values: list[torch.Tensor] = [operand._local_tensor for operand in operands]
         for operator, args, kwargs, makes in self.calls:
-            made = operator(*_fill(args, values), **{name: _fill(value, values) for name, value in kwargs.items()})
+            made = operator(*fill(args, values), **{name: fill(value, values) for name, value in kwargs.items()})
             if makes:
-                values += (made,) if isinstance(made, torch.Tensor) else _tensors(made)
+                values += (made,) if isinstance(made, torch.Tensor) else tensors_in(made)
         results = [
             None if each is None
             else operands[each.slot] if each.spec is None
@@ -110,7 +110,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, locals_: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: list[_LocalCall] = []
+        self._calls: list[LocalCall] = []
         self._slots: dict[Hashable, int] = {}
         self._kept: list[torch.Tensor] = []
         """So that no memory is used twice meanwhile."""
@@ -133,9 +133,9 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_understood = False
         given, named = tree_map(self._slot_of, (list(args), dict(kwargs)))
         made = func(*args, **kwargs)
-        tensors = _tensors(made)
+        tensors = tensors_in(made)
         self._add(tensors)
-        self._calls.append(_LocalCall(func, given, named, len(tensors)))
+        self._calls.append(LocalCall(func, given, named, len(tensors)))
         return made
 
     def lowered(self, operands: Sequence[Any], made: Any) -> Lowered | None:
@@ -165,7 +165,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         slot = self._slots.get(_identity(value))
         self._is_understood &= slot is not None
-        return _Slot(slot or 0)
+        return Slot(slot or 0)
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
@@ -183,12 +183,12 @@ def _is_plain(spec: DTensorSpec) -> bool:
     return all(type(each) in (Shard, Replicate, Partial) for each in spec.placements)
 
 
-def _tensors(made: Any) -> list[torch.Tensor]:
+def tensors_in(made: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
 
 
-def _fill(value: Any, values: Sequence[torch.Tensor]) -> Any:
+def fill(value: Any, values: Sequence[torch.Tensor]) -> Any:
     kind = type(value)
-    if kind is _Slot:
+    if kind is Slot:
         return values[value.at]
-    return [_fill(each, values) for each in value] if kind is list or kind is tuple else value
+    return [fill(each, values) for each in value] if kind is list or kind is tuple else value

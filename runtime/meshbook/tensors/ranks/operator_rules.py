@@ -53,6 +53,9 @@ WHOLE = frozenset(
 LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, REDISTRIBUTE})
 """Of sums whose parts are on the ranks they give such sums, as views do; all others are given sums that are done."""
 
+LIKE = frozenset({aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default})
+"""But these: they read no values."""
+
 EASY_VIEWS = frozenset(
     {
         aten.alias.default, aten.detach.default, aten.permute.default, aten.t.default, aten.transpose.int,
@@ -124,11 +127,13 @@ class CompiledTemplate:
         is_written_apart = is_pointwise or base_name.startswith("_foreach_") or self.operator in WRITTEN_APART
         self.is_on_whole = (
             self.is_random or base_name in WHOLE
+            or self.operator in ATTENTION  # where it is not done by heads
             or reduces_all  # DTensor takes [] for no dim
             or (bool(self.written) and not is_written_apart and not self.is_fused)
         )  # fmt: skip
         """Whether DTensor has no way to do it on shards."""
-        self.is_linear = self.is_view or self.operator in LINEAR
+        self.is_linear = self.is_view or self.operator in LINEAR or self.operator in LIKE
+        """Whether it may be given sums whose parts are on the ranks."""
         self.bears_nothing = self.is_view or is_written_apart or self.operator in BEARS_NOTHING
         """Whether it may be done where a rank's part is empty: a maximum of nothing fails, on that rank alone."""
         self.can_be_lowered = not (self.is_random or self.is_fused or self.operator in GRADED)
@@ -152,7 +157,10 @@ def _mean_of_items(
     """The loss of classes: a mean is the sum of all items' losses by that of their weights."""
     is_mean = reduction == 1
     loss, weights = operator(scores, classes, weight, 2 if is_mean else reduction, ignored)
-    return (loss / weights if is_mean else loss), weights
+    if not is_mean:
+        return loss, weights
+    weights = weights.redistribute(placements=[Replicate()] * len(weights.placements))  # once: gradients need it, too
+    return loss / weights, weights
 
 
 def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:

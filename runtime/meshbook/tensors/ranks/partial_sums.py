@@ -5,6 +5,7 @@ The gradients of parameters that are whole on every rank are such sums; a collec
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 BUCKET_BYTES = 25 << 20
 """So much is summed at a time: it is copied there and back."""
@@ -49,12 +51,22 @@ def share_sum(view: SumHolder, base: SumHolder) -> None:
     view.sum = base.sum
 
 
-def end_shared_sums(operands: Sequence[SumHolder]) -> None:
-    """As `end_sums`. Where views share memory the values are put there, so that they go on to do so."""
+def is_shared(holder: SumHolder) -> bool:
+    """Whether others have a sum as well."""
+    return holder.sum is not None and sum(each() is not None for each in holder.sum.holders) > 1
+
+
+def end_shared_sums(operands: Sequence[SumHolder]) -> bool:
+    """As `end_sums`. Where views share memory the values are put there, so that they go on to do so.
+
+    Returns: whether there was one.
+    """
     alone: list[DTensor] = []
+    found = False
     for operand in operands:
         if not any(each.is_partial() for each in operand.tensor.placements):
             continue
+        found = True
         shared, operand.sum = operand.sum, None
         alive = [holder for each in shared.holders if (holder := each()) is not None] if shared else []
         if shared is None or len(alive) == 1:
@@ -67,6 +79,7 @@ def end_shared_sums(operands: Sequence[SumHolder]) -> None:
                 holder.tensor._spec = _said_to_lie(holder.tensor, _ended(holder.tensor))._spec
                 holder.sum = None
     end_sums(alone)
+    return found
 
 
 def _ended(tensor: DTensor) -> list[Placement]:
@@ -79,8 +92,12 @@ def _said_to_lie(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     return DTensor.from_local(tensor.to_local(), tensor.device_mesh, placements, **told)
 
 
-def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> None:
-    """Have the ranks hold tensors in other ways, as each is wanted; the same on all ranks."""
+def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> set[int]:
+    """Have the ranks hold tensors in other ways, as each is wanted; the same on all ranks.
+
+    Returns: axes along which this rank, and all others, have waited for those that they are in one group with.
+    """
+    waited: set[int] = set()
     together: dict[tuple[tuple[int, ...], torch.dtype], list[DTensor]] = {}
     for tensor, placements in wanted:
         if axes := _summed_axes(tensor.placements, placements):
@@ -89,8 +106,16 @@ def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> None:
         if len(tensors) > 1:
             for bucket in _buckets(list({id(tensor): tensor for tensor in tensors}.values())):
                 _sum(bucket, axes)
+                if any(_is_somewhere(tensor) for tensor in bucket):
+                    waited.update(axes)
     for tensor, placements in wanted:
         lay_out(tensor, placements)
+    return waited
+
+
+def _is_somewhere(tensor: DTensor) -> bool:
+    """Whether every rank has something of it: nobody waits in a collective of nothing."""
+    return bool(tensor.numel()) and not any(each.is_shard() for each in tensor.placements)
 
 
 def lay_out(tensor: Any, placements: Sequence[Placement]) -> None:
@@ -129,13 +154,28 @@ def _buckets(tensors: Sequence[DTensor]) -> Iterator[list[DTensor]]:
 
 def _sum(tensors: Sequence[DTensor], axes: Sequence[int]) -> None:
     """Not in the tensors' own memory: an alias of one still has its part of the sum."""
-    mesh, parts = tensors[0].device_mesh, [tensor.to_local() for tensor in tensors]
-    flat = torch.cat([part.reshape(-1) for part in parts])
+    mesh, parts = tensors[0].device_mesh, [_in_memory_order(tensor) for tensor in tensors]
+    flat = torch.cat([part.reshape(-1) for part, _ in parts])
     for axis in axes:
         dist.all_reduce(flat, group=mesh.get_group(axis))
-    pieces = torch.split(flat, [part.numel() for part in parts])
-    for tensor, part, summed in zip(tensors, parts, pieces, strict=True):
-        local = torch.empty_like(part).copy_(summed.view(part.shape))
-        placements = [Replicate() if axis in axes else each for axis, each in enumerate(tensor.placements)]
-        told: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-        _replace(tensor, DTensor.from_local(local, mesh, placements, **told))
+    pieces = torch.split(flat, [part.numel() for part, _ in parts])
+    for tensor, (part, back), summed in zip(tensors, parts, pieces, strict=True):
+        local = torch.empty_like(tensor._local_tensor).copy_(summed.view(part.shape).permute(back))
+        tensor._local_tensor, tensor._spec = local, _summed(tensor._spec, tuple(axes))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _summed(spec: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec:
+    """That of the sum; a `DTensor.from_local` for each took longer than the copies."""
+    placements = [Replicate() if axis in axes else each for axis, each in enumerate(spec.placements)]
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def _in_memory_order(tensor: DTensor) -> tuple[torch.Tensor, list[int]]:
+    """This rank's part with its dims as those of the whole are in memory, alike on all ranks; and how to turn it back.
+
+    Gradients of weights are transposed, and copied in a third of the time in this order.
+    """
+    strides = tensor.stride()
+    dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return tensor._local_tensor.permute(dims), sorted(range(len(dims)), key=dims.__getitem__)

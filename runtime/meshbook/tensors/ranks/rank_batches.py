@@ -25,7 +25,6 @@ from meshbook.tensors.messages.operations import (
     HaltedAt,
     OperationBatch,
     OperationFailed,
-    Recording,
     Replay,
     Template,
     TensorId,
@@ -33,9 +32,11 @@ from meshbook.tensors.messages.operations import (
     Use,
     Write,
 )
+from meshbook.tensors.ranks.left_operations import KnownStep, Left
 from meshbook.tensors.ranks.operator_rules import CompiledTemplate
 from meshbook.tensors.ranks.partial_sums import end_shared_sums, lay_all_out
 from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
+from meshbook.tensors.ranks.step_plans import StepRun
 
 
 class Failed(NamedTuple):
@@ -55,43 +56,6 @@ class Missed(Exception):
 _GONE = "a tensor that it needs is not on this rank"
 
 
-class _Left(NamedTuple):
-    """Operations that are to be done, one behind the other, and what nobody needs after them."""
-
-    first: int
-    """The number of the first operation; a recorded step has but one number."""
-    uses: Sequence[Use]
-    lines: Sequence[CodeLine]
-    freed: Sequence[TensorId]
-    search: Search | None = None
-    replay: Replay | None = None
-    done: int = 0
-    """How many of the uses are done."""
-
-    @property
-    def number(self) -> int:
-        """Of the operation that is done next."""
-        return self.first if self.replay is not None else self.first + self.done
-
-    @property
-    def end(self) -> int:
-        """The number behind the last."""
-        return self.first + (1 if self.replay is not None else len(self.uses))
-
-
-class _KnownStep(NamedTuple):
-    """A recorded step as this rank does it each time."""
-
-    recording: Recording
-    uses: Sequence[Use]
-    lines: Sequence[CodeLine]
-
-    @staticmethod
-    def of(recording: Recording) -> _KnownStep:
-        uses = list(map(Use._make, recording.uses))
-        return _KnownStep(recording, uses, list(each_line(recording.lines, len(uses))))
-
-
 class RankBatches:
     """The mesh tensors of one process, for one device mesh, and what is done with them."""
 
@@ -100,37 +64,39 @@ class RankBatches:
         self._tensors: dict[TensorId, RankTensor | Failed] = {}
         self._templates: dict[int, Template] = {}
         self._compiled: dict[int, CompiledTemplate] = {}
-        self._steps: dict[TensorId, _KnownStep] = {}
+        self._steps: dict[TensorId, KnownStep] = {}
         self._turn = self._waits = self._waited = 0
         self._next = 0
         """The number of the first operation that this rank has not been sent."""
-        self._left: list[_Left] = []
+        self._left: list[Left] = []
         """What this rank goes on with when it is told to, if it has halted."""
         self._halted_by = OperationFailed(0, "", "", "")
         self._undone: list[Undone] = []
         """What was left out since the last repair, as far as it was not settled that it does not matter."""
+        self._cut_off: StepRun | None = None
+        """The step in which this rank has just halted, if it was done as planned."""
 
     def run(self, batch: OperationBatch) -> dict[TensorId, str]:
         """Do what a batch says; returns which results failed, and why. Raises: OperationFailed, Missed."""
         self._templates.update((template.number, template) for template in batch.templates)
         uses = list(map(Use._make, batch.uses))
         search = Search(batch.hunted, self.mesh, len(uses)) if batch.hunted and uses else None
-        return self._begin(_Left(batch.first, uses, list(each_line(batch.lines, len(uses))), batch.freed, search))
+        return self._begin(Left(batch.first, uses, list(each_line(batch.lines, len(uses))), batch.freed, search))
 
     def replay(self, fields: tuple[Any, ...]) -> dict[TensorId, str]:
         """Do a recorded step once more; as `run`. fields: of a `Replay`."""
         replay = Replay._make(fields)
         if replay.recording is not None:
-            self._steps[replay.number] = _KnownStep.of(replay.recording)
+            self._steps[replay.number] = KnownStep(replay.recording)
             self._templates.update((template.number, template) for template in replay.recording.templates)
         known = self._steps[replay.number]
         uses = list(known.uses)
         for index, numbers in replay.numbers.items():
             uses[index] = uses[index]._replace(numbers=numbers)
         search = Search(replay.hunted, self.mesh, len(uses)) if replay.hunted else None
-        return self._begin(_Left(replay.first, uses, known.lines, replay.freed, search, replay))
+        return self._begin(Left(replay.first, uses, known.lines, replay.freed, search, replay))
 
-    def _begin(self, left: _Left) -> dict[TensorId, str]:
+    def _begin(self, left: Left) -> dict[TensorId, str]:
         if not left.uses or left.first != self._next:
             self._free(left.freed)
             if not left.uses:
@@ -203,39 +169,71 @@ class RankBatches:
         """What this rank has not done, and never will, of what matters since it last agreed with the others."""
         return self._undone
 
-    def _go_on(self, left: Sequence[_Left], refused: Mapping[int, str]) -> dict[TensorId, str]:
+    def _go_on(self, left: Sequence[Left], refused: Mapping[int, str]) -> dict[TensorId, str]:
         failed: dict[TensorId, str] = {}
         for at, each in enumerate(left):
             try:
                 failed.update(self._do(each, refused))
             except OperationFailed as failure:
-                rest = each._replace(done=failure.within)
+                rest = each._replace(done=failure.within, run=self._cut_off)
                 self._left, self._halted_by = [rest, *left[at + 1 :]], failure
                 raise
             self._free(each.freed)
         return failed
 
-    def _do(self, left: _Left, refused: Mapping[int, str]) -> dict[TensorId, str]:
+    def _do(self, left: Left, refused: Mapping[int, str]) -> dict[TensorId, str]:
         """Do what is left of a batch, or of a step. Raises: OperationFailed at the first that fails here."""
         failed: dict[TensorId, str] = {}
-        recording = self._steps[left.replay.number].recording if left.replay is not None else None
-        if left.replay is not None and not left.done:
+        self._cut_off = None
+        step = self._steps[left.replay.number] if left.replay is not None else None
+        if left.replay is not None and step is not None and not left.done:
             self._name_inputs(left.replay)
-        ends = recording.ends if recording is not None else itertools.repeat(())
+            if left.search is None and left.first not in refused:
+                left = left._replace(run=step.begin(self._tensors))
+        run = left.run if left.first not in refused else None
+        ends = step.recording.ends if step is not None else itertools.repeat(())
         uses = zip(left.uses, left.lines, ends, strict=False)
         with torch.no_grad():
             for index, (use, line, ended) in enumerate(itertools.islice(uses, left.done, None), left.done):
-                number = left.first if recording is not None else left.first + index
+                number = left.first if step is not None else left.first + index
                 try:
-                    self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
+                    if run is not None:
+                        frame_at(line, self._name(use))(run.do, index, use, self._do_named, self._tensors)
+                    elif step is None or left.replay is None:
+                        self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
+                    else:
+                        step.look_before(use)
+                        self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
+                        lowered, varies = self._operations.lowered, index in left.replay.numbers
+                        step.look_after(use, self._name(use), lowered, varies=varies)
                 except BaseException as error:
                     why = str(error) if isinstance(error, NotMade) else f"{type(error).__name__}: {error}"
+                    if step is not None:
+                        self._halt_step(step, run, index)
                     raise OperationFailed(number, self._name(use), name_code_line(line), why, index) from error
-                for name in ended:
+                for name in ended if run is None else ():
                     self._tensors.pop(name, None)
             if left.search is not None and not all(at in refused for at in range(left.first, left.end)):
                 self._tell(left, failed)
+        if run is not None:
+            run.keep(self._tensors, len(left.uses))
+        elif step is not None:
+            step.finish()
         return failed if left.replay is None else self._name_results(left.replay, failed)
+
+    def _halt_step(self, step: KnownStep, run: StepRun | None, done: int) -> None:
+        """This rank halts within a step: what was made in it is there, whether it goes on with the rest or not."""
+        step.forget(plan=False)
+        self._cut_off = run
+        if run is not None:
+            run.keep(self._tensors, done)
+
+    def _do_named(self, use: Use) -> None:
+        """One operation of a step, with names for what it reads."""
+        if use.template == WAIT:
+            self._wait_for_all(use.tensors)
+        else:
+            self._run(self._compiled.get(use.template) or self._compile(use.template), use)
 
     def _do_one(
         self, use: Use, line: CodeLine, refused: str, search: Search | None, index: int, failed: dict[TensorId, str]
@@ -257,7 +255,7 @@ class RankBatches:
                 raise
             self._fail(use, str(refusal), failed)
 
-    def _tell(self, left: _Left, failed: dict[TensorId, str]) -> None:
+    def _tell(self, left: Left, failed: dict[TensorId, str]) -> None:
         """What the ranks have found together. It waits for all of them, so it can be cut off as operations are."""
         assert left.search is not None
         try:
@@ -282,7 +280,7 @@ class RankBatches:
 
     def _free(self, numbers: Sequence[TensorId]) -> None:
         if self._left:  # it may be needed for what is left
-            self._left.append(_Left(self._left[-1].end, (), (), numbers))
+            self._left.append(Left(self._left[-1].end, (), (), numbers))
             return
         for number in numbers:
             if self._tensors.pop(number, None) is None:
@@ -293,9 +291,10 @@ class RankBatches:
         for number in gradients:
             if isinstance(held := self._tensors.get(number), Failed):
                 raise RuntimeError(held.why)
-        self.lay_like(list(zip(gradients[::2], gradients[1::2], strict=True)))
+        waited = self.lay_like(list(zip(gradients[::2], gradients[1::2], strict=True)))
         for axis in range(self.mesh.ndim):
-            dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.mesh.get_group(axis))
+            if axis not in waited:
+                dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=self.mesh.get_group(axis))
         self._waits += 1
         if self._waits == 2:
             self._waited = self._turn
@@ -304,10 +303,11 @@ class RankBatches:
         """The turn in which all ranks last began to step with an optimizer."""
         return self._waited
 
-    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
+    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
         """Lay the first tensor of each pair out as the second; what has failed is left as it is.
 
         What views share, or may share, memory with stays where it is: it is no sum any more, and that is all.
+        Returns: axes along which all ranks have waited for each other by that.
         """
         found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
         both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
@@ -316,7 +316,9 @@ class RankBatches:
         if any(tensor.placements != placements for _, tensor, placements in wanted):
             families.update(id(each.family) for each in self._tensors.values() if isinstance(each, RankTensor))
         end_shared_sums([held for held, _, _ in wanted if families[id(held.family)] > 1])
-        lay_all_out([(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1])
+        return lay_all_out(
+            [(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1]
+        )
 
     def give_up(self, number: TensorId, why: str) -> None:
         """A tensor could not be made, here as on the other ranks."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 
 from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, Use
-from meshbook.tensors.ranks.lowered_operations import LoweredOperations, way_of
+from meshbook.tensors.ranks.lowered_operations import Lowered, LoweredOperations, way_of
 from meshbook.tensors.ranks.operator_rules import (
     ATTENTION,
     GRADED,
@@ -88,6 +88,8 @@ class Operations:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._lowered = mesh, LoweredOperations()
+        self.lowered: Lowered | None = None
+        """What the last operation came to, if that was known."""
 
     def do(self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]) -> list[RankTensor]:
         """Do an operation; returns its results. Raises: whatever it does."""
@@ -95,9 +97,11 @@ class Operations:
         if template.operator is aten.embedding.default:
             check_rows(*tensors)
         written: Sequence[RankTensor] = ()
-        known = self._lowered.find(way_of(template, tensors, use.numbers)) if template.can_be_lowered else None
-        if known is None and (not template.is_linear or len({tensor.placements for tensor in tensors}) > 1):
-            end_shared_sums(operands)
+        known = self._find(template, use, tensors)
+        needs_values = not template.is_linear or len({tensor.placements for tensor in tensors}) > 1
+        if known is None and needs_values and end_shared_sums(operands):
+            known = self._find(template, use, tensors)
+        self.lowered = known
         if known is None or template.written:
             args, kwargs = template.fill(use, tensors)
             targets = {id(target) for argument in template.written for target in listed(argument.of(args, kwargs))}
@@ -116,6 +120,9 @@ class Operations:
             operand.version[0] += 1
         results: list[Any] = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
         return [self._known(each, template, use, operands, at) for at, each in enumerate(results) if each is not None]
+
+    def _find(self, template: CompiledTemplate, use: Use, tensors: Sequence[DTensor]) -> Lowered | None:
+        return self._lowered.find(way_of(template, tensors, use.numbers)) if template.can_be_lowered else None
 
     def read(self, operand: RankTensor) -> DTensor:
         """The values as they are now."""

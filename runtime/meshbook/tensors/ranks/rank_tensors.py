@@ -163,6 +163,8 @@ class RankTensors(RankBatches):
     def move_to(self, mesh: DeviceMesh) -> None:
         """Go on with groups that were formed again."""
         self.mesh, self._operations = mesh, Operations(mesh)
+        for step in self._steps.values():
+            step.forget(plan=True)
         for held in self._tensors.values():
             if isinstance(held, RankTensor):
                 held.tensor = self._from_part(held.tensor.to_local(), _part_of(held.tensor))

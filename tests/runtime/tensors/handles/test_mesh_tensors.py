@@ -365,10 +365,25 @@ def test_a_tensor_becomes_a_view_of_itself_in_place(grid: Mesh) -> None:
         flipped.set_(torch.zeros(3))  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("method", ["__dlpack__", "apply_", "pin_memory", "share_memory_"])
+@pytest.mark.parametrize("method", ["__dlpack__", "apply_", "pin_memory", "share_memory_", "untyped_storage"])
 def test_memory_that_is_not_there_is_not_touched(grid: Mesh, method: str) -> None:
     with pytest.raises(errors.UsageError, match="memory of this process, where a mesh tensor has none"):
         getattr(meshbook.ones(4, mesh=grid), method)()
+
+
+def test_numbers_of_this_process_are_not_written_by_the_ranks(grid: Mesh) -> None:
+    number, x = torch.zeros(()), meshbook.ones(3, mesh=grid)
+    for write in (lambda: number.copy_(x.sum()), lambda: torch._foreach_add_([number], [x.sum()])):
+        with pytest.raises(errors.UsageError, match=r"would write values of .* to a tensor of this process"):
+            write()
+    assert number.item() == 0.0
+
+
+def test_a_tensor_says_where_another_is_split(grid: Mesh) -> None:
+    x, at = torch.arange(6.0), torch.tensor([1, 4])
+    parts = meshbook.distribute(x, grid, ["dp"]).tensor_split(meshbook.distribute(at, grid))
+    assert [part.tolist() for part in parts] == [part.tolist() for part in x.tensor_split(at)]
+    assert len(x.tensor_split(meshbook.distribute(torch.tensor(4), grid))) == 4
 
 
 def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:

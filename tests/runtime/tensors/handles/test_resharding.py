@@ -136,15 +136,11 @@ def test_stages_of_a_pipeline_learn_as_one_module_does(meshes: dict[str, Mesh]) 
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_what_failed_before_is_told_where_it_arrives(meshes: dict[str, Mesh]) -> None:
+def test_what_failed_before_is_told_where_it_is_to_go(meshes: dict[str, Mesh]) -> None:
     table = meshbook.distribute(torch.randn(4, 3), meshes["left"])
     bad = torch.nn.functional.embedding(meshbook.distribute(torch.tensor([1, 9]), meshes["left"]), table)
-    moved = bad.to_mesh(meshes["right"])
-    more = moved + 1
     with pytest.raises(TensorError, match=r"embedding.*test_resharding.py, line \d+.*out of range"):
-        moved.tolist()
-    with pytest.raises(TensorError, match="has failed"):
-        more.sum().item()
+        bad.to_mesh(meshes["right"])
     with pytest.raises(TensorError, match="out of range"):
         bad.redistribute(["dp"]).sum().item()
     assert table.to_mesh(meshes["right"]).sum().item() == pytest.approx(table.sum().item(), abs=1e-4)

@@ -142,6 +142,33 @@ def test_attention_is_that_of_one_process(grid: Mesh, how: str, spec: list[Any] 
         assert torch.allclose(got.grad.full_tensor(), wanted.grad, atol=1e-4)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_of_gradients_scales_and_leaves_out_steps_as_in_one_process(grid: Mesh, fused: bool) -> None:
+    def train(model: nn.Module, x: torch.Tensor) -> tuple[list[float], list[list[float]]]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        scales = []
+        for factor in (1.0, 1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale((model(x) * factor).pow(2).mean()).backward()
+            if not fused:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales, [parameter.tolist() for parameter in model.parameters()]
+
+    torch.manual_seed(1)
+    plain, x = nn.Linear(4, 2), torch.randn(6, 4)
+    there = meshbook.module_to_mesh(copy.deepcopy(plain), grid)
+    scales, values = train(plain, x)
+    got, found = train(there, meshbook.distribute(x, grid, ["dp"]))
+    assert got == scales and min(scales) < max(scales)
+    for one, other in zip(values, found, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-5)
+
+
 def test_a_plan_is_shown_with_bytes_per_rank(grid: Mesh) -> None:
     model = nn.ModuleDict({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
     meshbook.module_to_mesh(model, grid, {"up": "column"})

@@ -18,7 +18,7 @@ from patience import wait_until
 import meshbook
 from benchmarks.tensor_program_lines import run_line, write_program
 from meshbook import ProcMesh
-from meshbook.distributed import Mesh
+from meshbook.distributed import Mesh, inspect, remote
 from meshbook.exceptions import DeviceMeshError, TensorError
 from meshbook.tensors.ranks import rank_tensors
 
@@ -361,3 +361,48 @@ def test_a_hunt_that_an_error_ends_tells_nothing_later(grid: Mesh) -> None:
         1 / 0  # noqa: B018
     assert x.sum().item() == 4.0
     assert lost.isnan().all().item()
+
+
+@pytest.mark.parametrize("indices", [(0, 9), (9, 0)])
+def test_tensors_go_to_other_meshes_behind_a_failure_that_nobody_knew_of(grid: Mesh, indices: tuple[int, ...]) -> None:
+    x, part = meshbook.distribute(torch.arange(8.0), grid, ["dp"]), grid.slice(dp=0)
+    for _ in range(3):
+        bad = embed(grid, *indices)
+        x.add_(1)  # on a rank that has halted it is laid aside
+        moved, back = x.to_mesh(part), x.to_mesh(part).to_mesh(grid, ["dp"])
+        with pytest.raises(TensorError, match=OUT_OF_RANGE):
+            bad.to_mesh(part).sum().item()
+        assert moved.tolist() == back.tolist() == x.tolist()
+
+
+def test_functions_on_the_ranks_see_what_was_issued_behind_a_failure(grid: Mesh) -> None:
+    x = meshbook.distribute(torch.arange(8.0), grid, ["dp"])
+    wrong = [embed(grid, 9, 0), embed(grid, 0, 9)]
+    x.add_(1)
+    doubled = grid.execute(lambda tensor: tensor * 2, x)
+    assert doubled.tolist() == [2.0 * number for number in range(1, 9)]
+    wrong.append(embed(grid, 9, 0))
+    x.add_(1)
+    sums = grid.procs.execute(lambda tensor: tensor.full_tensor().sum().item(), x).get(60)
+    assert set(sums.values()) == {44.0}
+    for each in wrong:
+        with pytest.raises(TensorError, match=OUT_OF_RANGE):
+            each.sum().item()
+
+
+@pytest.mark.parametrize("bad_rank", [0, 3])
+def test_the_local_view_goes_on_behind_a_failure_that_nobody_knew_of(square: ProcMesh, bad_rank: int) -> None:
+    with square.activate():
+        table, x = torch.ones(4, 3), torch.zeros(4)
+        at = (square.rank_tensor(["dp", "tp"]) == bad_rank) * 9  # out of range on one rank
+    wrong = torch.nn.functional.embedding(at.long(), table)
+    x.add_(1)
+    assert inspect(x.reduce(["dp", "tp"])).tolist() == [4.0] * 4
+    wrong = torch.nn.functional.embedding(at.long(), table)
+    x.add_(1)
+    assert inspect(x.slice_mesh(dp=0, tp=0).to_mesh(square), dp=1, tp=1).tolist() == [2.0] * 4
+    wrong = torch.nn.functional.embedding(at.long(), table)
+    x.add_(1)
+    assert inspect(remote(lambda tensor: tensor * 2, propagate=lambda tensor: tensor)(x), dp=1).tolist() == [6.0] * 4
+    with pytest.raises(TensorError, match=OUT_OF_RANGE):
+        inspect(wrong)
