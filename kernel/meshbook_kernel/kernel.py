@@ -34,6 +34,9 @@ SHUTDOWN_TIMEOUT_S = 1.5
 LEAVE_TIMEOUT_S = 1.0
 """How long hosts may take to acknowledge what they were sent; what they have not had is lost with this kernel."""
 
+PREWARM_AFTER_S = 0.3
+"""By then the first prompt is there, which is not to wait for a host that nobody may ask for."""
+
 SWITCH_INTERVAL_S = 1e-4
 """How soon a busy cell hands Python's lock to the thread that serves the mesh.
 
@@ -65,8 +68,9 @@ class MeshbookKernel(IPythonKernel):
         gc.enable()
         super().start()
         if os.environ.get("MESHBOOK_PREWARM", "1") != "0":
-            # A daemon: a kernel that ends at once does not wait for it; `_stop_meshes` ends what it began.
-            threading.Thread(target=self._prewarm, name="meshbook.prewarm", daemon=True).start()
+            timer = threading.Timer(PREWARM_AFTER_S, self._prewarm)
+            timer.name, timer.daemon = "meshbook.prewarm", True  # a kernel that ends at once does not wait for it
+            timer.start()  # and `_stop_meshes` ends what it began
 
     async def do_shutdown(self, restart: bool) -> dict[str, Any]:
         """Stop the meshes or leave them, then end the running cell, then IPython; on the Control thread.

@@ -2,7 +2,7 @@
 
 A rank that forms its first group writes all over the memory that it shares with the template: code is specialised where
 it runs for the first time, names enter the interpreter's caches, dictionaries and lists grow. Forks of a process in
-which all of that has happened find it done, and shared: 1.6 MB of a rank's own 11, and a fifth of its time.
+which all of that has happened find it done, and shared: 1.6 MB of the 11 that a rank has of its own.
 
 A group of one needs no peer, and gloo's thread ends with it, so that the process may be forked afterwards.
 """
