@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook.actor.classes import ActorClass
 from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
-from meshbook.actor.router import Address, Answers, router_for
+from meshbook.actor.router import Address, Answers, is_rank, router_for
 from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls.request import CallRequest, OnReply
 from meshbook.concurrency.future import Future
@@ -152,5 +152,8 @@ def argument_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> di
 
 
 def name_view(members: Members) -> CalledView:
-    """How an actor finds its place among those that are called: labels suffice for an affine view."""
-    return ",".join(members.labels) if isinstance(members, Region) else members
+    """How an actor finds its place among those that are called: labels suffice for an affine view of one host, or from
+    the notebook; what a rank calls is parted by host on its way."""
+    if isinstance(members, Region) and (len(members) == 1 or not is_rank()):
+        return ",".join(members.labels)
+    return members

@@ -11,7 +11,7 @@ import pytest
 
 import meshbook
 from meshbook import LocalLauncher, start_hosts
-from meshbook.actor import Actor, HostMesh, endpoint
+from meshbook.actor import Actor, HostMesh, current_rank, current_size, endpoint
 from meshbook.errors import HostsEndedError, MeshStoppedError, NotOwnerError
 
 
@@ -20,6 +20,15 @@ class Starter(Actor):
     def start(self, hosts: HostMesh) -> tuple[dict[str, int], list[str]]:
         with hosts.slice(hosts=1).spawn_procs({"gpus": 2}) as procs:
             return procs.sizes, procs.spawn("pids", Starter).where.call().get().values()
+
+    @endpoint
+    def start_on_all(self, hosts: HostMesh) -> list[tuple[int, dict[str, int]]]:
+        with hosts.spawn_procs({"gpus": 2}) as procs:
+            return procs.spawn("places", Starter).place.call().get().values()
+
+    @endpoint
+    def place(self) -> tuple[int, dict[str, int]]:
+        return current_rank().rank, current_size()
 
     @endpoint
     def where(self) -> str:
@@ -43,6 +52,8 @@ def test_an_actor_starts_processes_on_hosts_that_it_was_sent(hosts: HostMesh) ->
         agent = hosts._present()[1].hello
         assert agent is not None
         assert sizes == {"gpus": 2} and said == [f"hello {agent.pid}"] * 2
+        everywhere = {"hosts": 2, "gpus": 2}
+        assert starter.start_on_all.call_one(hosts).get(120) == [(rank, everywhere) for rank in range(4)]
         part = starter.send_on.call_one(hosts).get(60)
         assert isinstance(part, HostMesh) and part == hosts.slice(hosts=0) and hash(part) == hash(hosts.slice(hosts=0))
         with pytest.raises(NotOwnerError, match="these hosts are another's"):
