@@ -31,7 +31,13 @@ OF_TYPES = frozenset({"Actor", "SPMDActor"})
 def main(arguments: list[str]) -> int:
     monarch = next(peer for peer in PEERS if peer.name == "monarch")
     python = python_of(monarch)
-    theirs, ours = answers(python, "monarch"), answers(Path(sys.executable), "meshbook")
+    both = answers(python, "monarch"), answers(Path(sys.executable), "meshbook")
+    shapes, ours_of_shapes = (each["shapes"] for each in both)
+    unlike = [name for name in shapes if not agree(shapes[name], ours_of_shapes[name])]
+    for name in unlike:
+        print(f"{name}\n  monarch   {shapes[name]}\n  meshbook  {ours_of_shapes[name]}")
+    print(f"{len(shapes) - len(unlike)} of {len(shapes)} random expressions of shapes are equal")
+    theirs, ours = (each["programs"] for each in both)
     differs = [name for name in theirs if not agree(theirs[name], ours.get(name, "nothing"))]
     for name in differs:
         print(f"{name}\n  monarch   {theirs[name]}\n  meshbook  {ours.get(name)}\n  {DIFFERENCES.get(name, 'NEW')}")
@@ -41,22 +47,22 @@ def main(arguments: list[str]) -> int:
     print(told if not surprises else f"{told}; but not: {surprises}")
     if "--page" in arguments:
         here, there = surface(Path(sys.executable), "meshbook"), surface(python, "monarch")
-        PAGE.write_text(page(there, here, version_of(monarch, python), equal, len(theirs)))
-    return 1 if surprises else 0
+        PAGE.write_text(page(there, here, version_of(monarch, python), equal, len(theirs), len(shapes)))
+    return 1 if surprises or unlike else 0
 
 
-def answers(python: Path, package: str) -> dict[str, str]:
-    """Run the programs with the package in the place of ours."""
+def answers(python: Path, package: str) -> dict[str, dict[str, str]]:
+    """Run the programs, and expressions of shapes, with the package in the place of ours."""
     with tempfile.TemporaryDirectory() as folder:
-        text = (HERE / "programs.py").read_text().replace("meshbook", package)
-        (Path(folder) / "programs.py").write_text(text)
+        for path in HERE.glob("*programs.py"):
+            (Path(folder) / path.name).write_text(path.read_text().replace("meshbook", package))
         environment = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(
             [str(python), "programs.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
     for line in done.stdout.splitlines():
         if line.startswith("ANSWERS "):
-            found: dict[str, str] = json.loads(line.removeprefix("ANSWERS "))
+            found: dict[str, dict[str, str]] = json.loads(line.removeprefix("ANSWERS "))
             return found
     raise SystemExit(f"the programs did not end under {package}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
@@ -77,7 +83,7 @@ def surface(python: Path, package: str) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def page(theirs: Any, ours: Any, version: str, equal: int, programs: int) -> str:
+def page(theirs: Any, ours: Any, version: str, equal: int, programs: int, shapes: int) -> str:
     """The whole page."""
     rows = {
         module: [row(name, names[name], ours.get(module, {})) for name in names] for module, names in theirs.items()
@@ -90,6 +96,7 @@ def page(theirs: Any, ours: Any, version: str, equal: int, programs: int) -> str
         "Written by `make monarch ARGS=--page`; do not edit.",
         f"Of `monarch.actor` {there} of {len(rows['actor'])} names are here.",
         f"{equal} of {programs} programs give the same answer when only their import changes; the others come last.",
+        f"So do all of {shapes} random expressions of extents, points, slices, shapes and values.",
         "",
     ]
     for module, each in rows.items():

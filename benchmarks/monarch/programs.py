@@ -12,6 +12,8 @@ import json
 import os
 import pickle
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +45,8 @@ from meshbook.config import configure, configured, get_global_config, get_runtim
 from meshbook.spmd import setup_torch_elastic_env
 
 PROGRAMS: list[Callable[[Any], Any]] = []
+BESIDE = ("service_programs", "tensor_programs")
+"""Modules with more of them; `shape_programs` has expressions."""
 
 
 def program(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -76,6 +80,10 @@ class Counter(Actor):
     def who(self) -> tuple[str, str, bool]:
         me = context().actor_instance
         return me.name, str(me.creator), len(me.proc) == 1
+
+    @endpoint
+    def warm(self) -> None:
+        importlib.import_module("torch")  # now: Monarch gives up on tensors whose processes take 30 s to import it
 
     @endpoint
     def pid(self) -> int:
@@ -252,6 +260,7 @@ def an_actor_stops_itself(procs: Any) -> Any:
     try:
         counter.add.call_one(1).get()
     except RuntimeError as error:
+        time.sleep(5)  # within which Monarch interrupts the program
         return told, "enough" in str(error)
 
 
@@ -527,7 +536,8 @@ ValueMesh.from_indexed(shape, [(i, i) for i in range(7)]) | pickle.loads(pickle.
 extent.keys() | Extent(["a"], [0]).nelements | Extent(["a b"], [1]) | point == {"h": 1, "g": 1} | Point(-1, extent) | point.keys() | rows[-1]
 letters.item(h=1) | letters.item(h=1, z=1) | letters.get(-1) | letters.slice(h=1).get(0) | letters.slice(g=slice(0, 3, 2)).values()
 letters.slice(g=1).flatten("x").values() | letters == ValueMesh(shape, list("abcdef")) | str(letters) | sparse.nditem([2, 1]) | sparse.nditem([1])
-shape.select("g", slice(0, 3, 2)) | ValueMesh(part, list("abcd")).get(3)
+shape.select("g", slice(0, 3, 2)) | ValueMesh(part, list("abcd")).get(3) | Point(7, extent).rank | point.get("z")
+Shape(["h"], NDSlice(offset=0, sizes=[1], strides=[3])).ndslice | letters.items() == list(letters.items()) | rows.index(4, 0)
 """  # noqa: E501
 
 
@@ -542,14 +552,20 @@ def answer_of(work: Callable[[], Any]) -> str:
 
 
 def main() -> None:
+    random_ones = importlib.import_module("shape_programs").expressions()
     expressions = [each.strip() for line in EXPRESSIONS.strip().splitlines() for each in line.split(" | ")]
+    shapes = {each: answer_of(lambda each=each: eval(each)) for each in random_ones}  # type: ignore[misc]
     answers = {each: answer_of(lambda each=each: eval(each)) for each in expressions}  # type: ignore[misc]
     os.environ.update({"SEEN": "1", "HIDDEN": "1"})
+    warnings.filterwarnings("ignore", message=".*of no meaning here")
     procs = this_host().spawn_procs({"gpus": 4})
-    for each in PROGRAMS:
+    procs.spawn("warm", Counter).warm.call().get()
+    beside = [each for name in BESIDE for each in importlib.import_module(name).PROGRAMS]
+    for each in [*beside, *PROGRAMS]:
+        sys.stderr.write(f"{each.__name__}\n")  # which one hangs, where one does
         answers[each.__name__] = answer_of(lambda each=each: each(procs))  # type: ignore[misc]
     answers["Broken"] = answer_of(lambda: this_host().spawn_procs({"gpus": 1}).spawn("b", Broken).ping.call_one().get())
-    sys.stdout.write(f"\nANSWERS {json.dumps(answers)}\n")
+    sys.stdout.write(f"\nANSWERS {json.dumps({'programs': answers, 'shapes': shapes})}\n")
     sys.stdout.flush()
 
 

@@ -61,7 +61,9 @@ class LocalMesh(Mesh):
     ) -> MeshTensor:
         """Each rank of the target gets the tensor of the rank with its coordinates, along the axes that both have."""
         mesh = local_mesh_of(to)
-        if mesh is self or sharding_spec is not None or placements is not None:
+        if mesh is self and sharding_spec is None and placements is None:
+            return tensor
+        if sharding_spec is not None or placements is not None:
             raise UsageError("each rank has a tensor of its own, and nothing is laid out: use tensor.reduce(...)")
         return cast("MeshTensor", _LocalMove.apply(tensor, mesh))  # type: ignore[no-untyped-call]
 

@@ -84,6 +84,9 @@ class TensorStream:
     def __repr__(self) -> str:
         return f"<Stream({self.name!r})>"
 
+    def __str__(self) -> str:
+        return f"stream {self.name!r}"
+
 
 Stream: type[TensorStream] = TensorStream
 

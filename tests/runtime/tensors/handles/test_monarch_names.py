@@ -35,6 +35,7 @@ def test_structures_of_tensors_are_reduced_sliced_moved_and_fetched(square: Proc
     first = monarch.slice_mesh(pair, **{across: 0})
     everywhere = monarch.to_mesh(first, square, monarch.Stream("other"))
     assert monarch.inspect(everywhere["a"], **last) == 1
+    assert monarch.to_mesh(index, square) is index
     moved = monarch.reduce(first, down, "max", mesh=square)
     assert monarch.inspect(moved["b"][0], **last) == 11
     assert monarch.inspect(monarch.reduce_(index * 1, down, "sum"), **last) == 5
