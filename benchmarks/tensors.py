@@ -297,3 +297,15 @@ def _transformer(over: Mesh, procs: ProcMesh, settings: Settings) -> Iterator[Fi
     what, size = "transformer step", f"4 layers, d {WIDTH}"
     goals = {"SPMD, DDP": Goal("x floor", 1.1)}
     yield from side_by_side("tensors", what, size, "ms", seconds, goals=goals)
+    seconds = {"SPMD, DDP": [], "meshbook": []}
+    for _ in range(settings.count(15)):
+        for name, samples in seconds.items():
+            started = _cpu_of_a_rank(procs)
+            subjects[name]()
+            samples.append(_cpu_of_a_rank(procs) - started)
+    yield from side_by_side("tensors", "transformer step, CPU of a rank", size, "ms", seconds, goals=goals)
+
+
+def _cpu_of_a_rank(procs: ProcMesh) -> float:
+    """Of the thread that computes: that others use the machine costs it little."""
+    return next(iter(procs.execute(time.thread_time).get(TIMEOUT_S).values()))
