@@ -249,7 +249,7 @@ def _tell(owner: Port[MeshFailure] | None, failure: MeshFailure) -> None:
         with contextlib.suppress(MeshError):  # it has ended
             owner.post(SUPERVISE, failure)
             return
-    print(failure.report(), flush=True)
+    print(failure.explained(), flush=True)
 
 
 def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:

@@ -107,7 +107,7 @@ class ActorIdentity:
             faults = []
             while self.faults:
                 faults.append(self.faults.popleft())
-            raise UnhandledFault("\n".join(fault.report() for fault in join_failures(faults)))
+            raise UnhandledFault("\n".join(fault.explained() for fault in join_failures(faults)))
 
 
 CalledView: TypeAlias = str | Members

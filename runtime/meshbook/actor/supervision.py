@@ -83,6 +83,11 @@ class MeshFailure:
         return [MeshFailure(self.mesh, self.what, [failure]) for failure in self.failures]
 
     def report(self) -> str:
+        """For programs: what a person needs to know, and Monarch's sentence for each actor."""
+        sentences = [f"The actor {actor} and all its descendants have failed." for actor in self._actors()]
+        return "\n".join([self.explained(), *sentences])
+
+    def explained(self) -> str:
         """What a person needs to know: a line for each cause, and its traceback."""
         lines = []
         for group in group_failures(self.failures):
@@ -93,12 +98,21 @@ class MeshFailure:
             lines += [f"  {line}" for part in group[0].traceback for line in name_cells(part).splitlines()]
         return "\n".join(lines)
 
+    def _actors(self) -> list[str]:
+        """Those that failed, each by its name and its place, where they are of `mesh` itself."""
+        group = vars(self.mesh).get("_group")
+        name = self.mesh.name
+        if group is None or self.what.partition(".")[0] != name:
+            return []
+        points = [repr(group.members.point(rank)) for rank in self.ranks if group.members.has(rank)]
+        return [name if point == "{}" else f"{name}{point}" for point in points]
+
     def __reduce__(self) -> tuple[object, ...]:
         return MeshFailure, (self.mesh, self.what, [failure._replace(exception=None) for failure in self.failures])
 
     def __repr__(self) -> str:
         causes = "; ".join(_cause(group) for group in group_failures(self.failures))
-        return f"MeshFailure({self.what}: {causes})"
+        return f"MeshFailure(crashed_ranks={list(self.ranks)}, {self.what}: {causes})"
 
     def pass_on(self, mesh: FailedMesh) -> MeshFailure:
         """The same for the owner of ``mesh``, whose actors did not handle it."""

@@ -195,7 +195,7 @@ class ActorRegistry:
             with contextlib.suppress(MeshError):
                 runner.owner.post(SUPERVISE, failure)
                 return
-        print(failure.report(), flush=True)
+        print(failure.explained(), flush=True)
 
     def actor_ended(self, runner: ActorRunner, fault: BaseException | None) -> None:
         """The thread of an actor ends."""
