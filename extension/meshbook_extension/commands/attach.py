@@ -147,16 +147,21 @@ def describe(saved: SavedSession) -> str:
 
 
 def describe_others() -> list[str]:
-    """Lines for ``%mesh list``: what other kernels have, and what waits."""
+    """Lines for ``%mesh list``: what other kernels have, what waits, and jobs of Slurm that no mesh here is in."""
+    from meshbook.launchers.slurm_allocation import own_jobs
     from meshbook.sessions.listing import sessions
 
-    others = [each for each in sessions() if not each.is_ours]
+    known = sessions()
+    others = [each for each in known if not each.is_ours]
+    jobs = {job for each in known for mesh in each.meshes for job in mesh.jobs}
     lines = []
     for each in others:
         names = names_of(each)
         unique = sum(names[0] in names_of(other) for other in others) == 1
         how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
         lines.append(f"  {describe(each)}{how}")
+    unknown = [job for job in own_jobs() if job.number not in jobs]
+    lines += [f"  {job}; no mesh of this machine is in it    end it: scancel {job.number}" for job in unknown]
     return ["elsewhere:", *lines] if lines else []
 
 

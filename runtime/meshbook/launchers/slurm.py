@@ -23,7 +23,14 @@ from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.elsewhere import agent_script
 from meshbook.launchers.local import reap_released
-from meshbook.launchers.slurm_allocation import PIPE_BYTES, Allocation, SlurmClient, address_for_nodes, allocation_of
+from meshbook.launchers.slurm_allocation import (
+    JOB_NAME,
+    PIPE_BYTES,
+    Allocation,
+    SlurmClient,
+    address_for_nodes,
+    allocation_of,
+)
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import in_endpoint
 from meshbook.wire.ticket import Ticket, encode_tickets
@@ -121,7 +128,7 @@ class SlurmLauncher:
             allocation, job = allocation_of(log), own_job
             command = [*srun, f"--jobid={job}", *self.options, *self._apart, *agent]
             if not job:
-                salloc = ["salloc", "--no-kill", "--job-name=meshbook", f"--nodes={count}", "--ntasks-per-node=1"]
+                salloc = ["salloc", "--no-kill", f"--job-name={JOB_NAME}", f"--nodes={count}", "--ntasks-per-node=1"]
                 command = [*salloc, *self.options, *self._apart, "sh", "-c", _HOLD, "meshbook", *srun, *agent]
         allocation.address = self._address
         client = allocation.start(command, tickets, log, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -40,7 +41,12 @@ def test_a_mesh_of_nodes_waits_in_the_queue_runs_cells_and_stops(empty_notebook,
     empty_notebook.run("%%mesh\nimport os\n(os.getcwd(), os.environ['A'], os.environ['SLURMD_NODENAME'])")
     assert empty_notebook["_mesh"].values() == [("/tmp", "1", "n1"), ("/tmp", "1", "n2")]
     (job,) = nodes.queue()
-    assert f" of hosts), job {job.split()[0]}\n" in empty_notebook.run("%mesh list").stdout
+    nodes.ask("salloc", "--no-shell", "-N1", "-J", "meshbook")
+    (other,) = {line.split()[0] for line in nodes.queue()} - {job.split()[0]}
+    listed = empty_notebook.run("%mesh list").stdout
+    assert f" of hosts), job {job.split()[0]}\n" in listed and f"  job {job.split()[0]} of Slurm" not in listed
+    assert re.search(rf"\n  job {other} of Slurm: running on n[123], for 0:\d\d; .*end it: scancel {other}\n", listed)
+    nodes.ask("scancel", other)
     empty_notebook.run("%mesh stop far")
     assert nodes.queue() == []
 

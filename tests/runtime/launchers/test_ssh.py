@@ -175,8 +175,9 @@ def test_a_host_that_cannot_be_reached_now_is_healed_later(there: SshHosts) -> N
         daemon = psutil.Process(there.daemon.pid)
         daemon.suspend()
         try:
-            with pytest.raises(SpawnError, match=r"host nodeB did not start: ssh: .*timed out"):
+            with pytest.raises(SpawnError, match=r"host nodeB did not start: ssh: .*timed out") as told:
                 procs.heal()
+            assert "another host in its place: mesh.heal(launcher=launcher)" in str(told.value)
         finally:
             daemon.resume()
         assert known_hosts() == ["nodeA", "nodeB"], "what failed is forgotten"
