@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 INSTEAD: dict[str, str] = {
-    "attach": "`meshbook.attach(session)` drives the meshes that another process has left",
+    "attach": "`meshbook.attach(session)` drives meshes that others have left; behind a NAT: hosts by ssh, `SSHJob`",
     "debug_controller": "`breakpoint()` opens pdb in the cell; docs/debugging.md",
     "shell": "`%%mesh` cells, `!command` in them",
     "SERVICE_PROC_IDS_ENV": "nothing to pass: hosts know who they are by the ticket that starts them",
@@ -30,6 +30,11 @@ INSTEAD: dict[str, str] = {
 """By name; a name that is missing and not listed is simply not here."""
 
 BETTER: dict[str, str] = {
+    "attach_to_workers": "only workers that have this user's ticket; docs/actors.md",
+    "run_worker_loop_forever": "serves only who has its ticket, several at a time; docs/actors.md",
+    "run_worker_loop_until_shutdown": "serves only who has its ticket, several at a time; docs/actors.md",
+    "start_worker_loop_forever": "serves only who has its ticket, several at a time; docs/actors.md",
+    "enable_transport": "is checked, and changes nothing: transports are chosen, and encrypted between machines",
     "configure": "takes all of Monarch's settings, and warns of those that mean nothing here; docs/actors.md",
     "span": "to OpenTelemetry, and in profiles of PyTorch",
     "traced": "to OpenTelemetry, and in profiles of PyTorch",
@@ -44,9 +49,8 @@ BETTER: dict[str, str] = {
     "ActorError": "every rank that failed, equal causes once, the results of the others in `.partial`",
     "ActorMesh": "`reload()` gives living actors a class that was defined again",
     "ChannelTransport": "chosen by itself: Unix sockets on one machine, encrypted TCP between machines",
-    "attach_to_workers": "by a ticket that both sides read; without one nobody gets in",
     "Future": "an interrupt reaches the actors; a timeout names who is silent",
-    "HostMesh": "lost hosts are started again in their places",
+    "HostMesh": "can wait for processes, as `meshbook.this_host()` does; lost hosts are started again",
     "ProcMesh": "cells, repair, resize, stacks, logs, profiles; docs/magics.md",
     "ValueMesh": "slices with steps, flattening of any slice, values compared by `==`; shown by equal values",
     "get_or_spawn_controller": "in a process of its own, which cannot hold the program up",

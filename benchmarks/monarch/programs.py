@@ -11,12 +11,15 @@ import importlib
 import json
 import os
 import pickle
+import socket
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import meshbook.actor
 from meshbook import NDSlice, Shape
 from meshbook.actor import (
     Accumulator,
@@ -25,16 +28,21 @@ from meshbook.actor import (
     Channel,
     Extent,
     Point,
+    ProcId,
+    Uid,
     ValueMesh,
     as_endpoint,
+    attach_to_workers,
     concurrent_endpoint,
     context,
     current_rank,
     current_size,
     default_bootstrap_cmd,
+    enable_transport,
     endpoint,
     get_meter,
     get_or_spawn_controller,
+    returns_future,
     send,
     span,
     this_host,
@@ -42,10 +50,11 @@ from meshbook.actor import (
     traced,
 )
 from meshbook.config import configure, configured, get_global_config, get_runtime_config
+from meshbook.job import ProcessJob
 from meshbook.spmd import setup_torch_elastic_env
 
 PROGRAMS: list[Callable[[Any], Any]] = []
-BESIDE = ("service_programs", "tensor_programs")
+BESIDE = ("whole_programs", "service_programs", "tensor_programs")
 """Modules with more of them; `shape_programs` has expressions."""
 
 
@@ -493,13 +502,222 @@ def gathered(procs: Any) -> Any:
     return sorted(asyncio.run(_gather(procs.spawn("c", Counter).rank.stream())))
 
 
+class Placed(Actor):
+    """Says where it is, and starts others."""
+
+    @endpoint
+    def ping(self) -> str:
+        return "pong"
+
+    @endpoint
+    def start(self, hosts: Any) -> list[str]:
+        started = hosts.spawn_procs({"gpus": 2})
+        said = values(started.spawn("started", Placed).ping.call().get())
+        started.stop().get()
+        return said
+
+    @endpoint
+    def its_procs(self) -> Any:
+        me = context().actor_instance
+        return me.proc_mesh.sizes, len(me.proc), me.rank.rank, me.class_name.rpartition(".")[2]
+
+    @endpoint
+    def its_host(self) -> int:
+        return len(this_host())
+
+
+class Late(Actor):
+    """The last rank answers first."""
+
+    @endpoint
+    def answer(self) -> int:
+        rank = current_rank().rank
+        time.sleep(0.6 * (3 - rank))
+        return rank
+
+
+class Beside(Actor):
+    @concurrent_endpoint(propagate=None)
+    async def beside(self, value: int) -> int:
+        return value
+
+
+def kind_of(work: Callable[[], Any]) -> str:
+    """What it gives, or whether it fails as calls do to what is not there."""
+    try:
+        return repr(work())
+    except (RuntimeError, ActorError):
+        return "fails"
+
+
+def begin_late() -> None:
+    time.sleep(2)
+
+
+def begin_badly() -> None:
+    raise ValueError("cannot begin")
+
+
+def new_worker(how: str) -> tuple[Any, str]:
+    """A process of its own that listens at an address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    code = f"from meshbook.actor import {how} as run; run(address={address!r}, ca={TRUST!r}); print('returned')"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True), address
+
+
+TRUST = "trust_all_connections"
+
+
+@program
+def workers_that_were_started_elsewhere(procs: Any) -> Any:
+    started = [new_worker("run_worker_loop_forever") for _ in range(2)]
+    hosts = attach_to_workers(ca=TRUST, workers=[address for _, address in started])
+    told: list[Any] = [hosts.extent.labels, hosts.initialized.get()]
+    there = hosts.spawn_procs({"gpus": 2})
+    told += [there.sizes, values(there.spawn("c", Counter).rank.call().get())]
+    hosts.shutdown().get()
+    return (told, [process.wait(60) for process, _ in started])
+
+
+@program
+def a_worker_until_its_hosts_are_shut_down(procs: Any) -> Any:
+    process, address = new_worker("run_worker_loop_until_shutdown")
+    hosts = attach_to_workers(ca=TRUST, workers=[f"{address}@{address}"])
+    told = values(hosts.spawn_procs().spawn("c", Counter).rank.call().get())
+    hosts.shutdown().get()
+    return told, "returned" in process.communicate(timeout=60)[0]
+
+
+@program
+def processes_come_up_aside(procs: Any) -> Any:
+    began = time.monotonic()
+    late = this_host().spawn_procs({"gpus": 2}, bootstrap=begin_late)
+    calls = [late.spawn("c", Counter).add.call(by) for by in (1, 2)]
+    is_soon = time.monotonic() - began < 1.5
+    told = [values(call.get()) for call in calls], late.initialized.get()
+    late.stop().get()
+    return is_soon, told
+
+
+@program
+def what_an_actor_knows_of_its_place(procs: Any) -> Any:
+    actors = procs.spawn("a", Placed)
+    return values(actors.its_procs.call().get()), values(actors.its_host.call().get())
+
+
+@program
+def hosts_that_are_shut_down(procs: Any) -> Any:
+    hosts = ProcessJob({"hosts": 1}).state(cached_path=None).hosts
+    there = hosts.spawn_procs({"gpus": 1})
+    told = hosts.extent.labels, hosts.is_fake_in_process, there.initialized.get()
+    gone = hosts.shutdown().get()
+    return told, gone, kind_of(hosts.spawn_procs)
+
+
+@program
+def hosts_that_are_stopped_are_there(procs: Any) -> Any:
+    job = ProcessJob({"hosts": 2})
+    hosts = job.state(cached_path=None).hosts
+    before = values(hosts.spawn_procs({"gpus": 1}).spawn("c", Counter).pid.call().get())
+    hosts.stop().get()
+    again = job.state(cached_path=None).hosts
+    after = values(again.spawn_procs({"gpus": 1}).spawn("c", Counter).pid.call().get())
+    again.shutdown().get()
+    return len({*before, *after})
+
+
+@program
+def hosts_for_a_block(procs: Any) -> Any:
+    async def use() -> Any:
+        async with ProcessJob({"hosts": 2}).state(cached_path=None).hosts as hosts:
+            ranks = await hosts.spawn_procs({"gpus": 1}).spawn("c", Counter).rank.call()
+        return values(ranks), kind_of(hosts.spawn_procs)
+
+    return asyncio.run(use())
+
+
+@program
+def processes_for_a_block(procs: Any) -> Any:
+    async def use() -> Any:
+        async with this_host().spawn_procs({"gpus": 2}) as there:
+            ranks = await there.spawn("c", Counter).rank.call()
+            is_there = await there.initialized
+        return values(ranks), is_there, kind_of(lambda: there.spawn("d", Counter).rank.call().get())
+
+    return asyncio.run(use())
+
+
+@program
+def hosts_that_are_sent(procs: Any) -> Any:
+    hosts = ProcessJob({"hosts": 2}).state(cached_path=None).hosts
+    hosts.initialized.get()
+    said = procs.slice(gpus=0).spawn("a", Placed).start.call_one(hosts).get()
+    refused = kind_of(lambda: pickle.loads(pickle.dumps(hosts)).shutdown().get())
+    hosts.shutdown().get()
+    return said, refused
+
+
+@program
+def folded_as_they_come(procs: Any) -> Any:
+    order: Any = Accumulator(procs.spawn("late", Late).answer, [], lambda seen, rank: [*seen, rank])
+    return order.accumulate().get()
+
+
+@program
+def concurrent_endpoints_have_options(procs: Any) -> Any:
+    return values(procs.spawn("beside", Beside).beside.call(7).get())
+
+
+@program
+def what_nobody_receives(procs: Any) -> Any:
+    port, receiver = Channel[int].open(once=True)
+    port.return_undeliverable = False
+    port.send(1)
+    return receiver.recv().get(), port.return_undeliverable
+
+
+@program
+def functions_that_return_futures(procs: Any) -> Any:
+    begun: list[int] = []
+
+    @returns_future
+    async def work(value: int) -> int:
+        begun.append(value)
+        more: int = await procs.spawn("c", Counter).slice(gpus=1).add.call_one(1)
+        return value + more
+
+    async def both() -> Any:
+        future = work(3)
+        return await future, await future
+
+    idle, future = work(1), work(2)
+    first = list(begun), future.get(), future.get(), begun
+    del idle
+    return first, asyncio.run(both())
+
+
+@program
+def another_transport_comes_too_late(procs: Any) -> Any:
+    return kind_of(lambda: enable_transport("tcp"))
+
+
 @program
 def stops_and_then(procs: Any) -> Any:
-    """The last one: it stops the mesh."""
+    """The last one with this mesh: it stops it."""
     counters = procs.spawn("c", Counter)
     counters.add.call(1).get()
     procs.stop().get()
     return counters.add.call(1).get()
+
+
+@program
+def processes_that_do_not_come(procs: Any) -> Any:
+    meshbook.actor.unhandled_fault_hook = lambda failure: None  # Monarch's own would interrupt the programs that follow
+    never = this_host().spawn_procs({"gpus": 2}, bootstrap=begin_badly)
+    counters = never.spawn("c", Counter)
+    kinds = [kind_of(counters.add.call(1).get), kind_of(never.initialized.get)]
+    return [*kinds, kind_of(lambda: never.spawn("d", Counter))]
 
 
 extent, rows = Extent(["h", "g"], [2, 3]), NDSlice.new_row_major([2, 3])
@@ -507,6 +725,8 @@ sparse = NDSlice(offset=1, sizes=[2, 2], strides=[4, 2])
 shape, part = Shape(["h", "g"], rows), Shape(["a", "b"], sparse)
 point, letters = Point(4, extent), ValueMesh(shape, list("abcdef"))
 empty = Extent([], [])
+uid = Uid.from_string("a<6>")
+proc_id = ProcId(uid)
 
 EXPRESSIONS = """
 extent | str(extent) | extent.labels | extent.sizes | extent["g"] | extent["z"] | len(extent) | list(extent) | list(extent.keys())
@@ -538,6 +758,10 @@ letters.item(h=1) | letters.item(h=1, z=1) | letters.get(-1) | letters.slice(h=1
 letters.slice(g=1).flatten("x").values() | letters == ValueMesh(shape, list("abcdef")) | str(letters) | sparse.nditem([2, 1]) | sparse.nditem([1])
 shape.select("g", slice(0, 3, 2)) | ValueMesh(part, list("abcd")).get(3) | Point(7, extent).rank | point.get("z")
 Shape(["h"], NDSlice(offset=0, sizes=[1], strides=[3])).ndslice | letters.items() == list(letters.items()) | rows.index(4, 0)
+str(Uid.instance_from_value(5, "a")) | uid.instance_value | uid == Uid.from_string("b<6>") | uid.label, uid.is_instance
+Uid.from_string("local").is_singleton | Uid.from_string("A") | Uid.from_string("<zzzzzzzzzzzzz>") | Uid.instance_from_value(2**64)
+Uid.instance("a b") | Uid.anonymous() == Uid.anonymous() | Uid() | pickle.loads(pickle.dumps(uid)).label
+str(proc_id) | proc_id.label | ProcId("a") | proc_id == ProcId.from_string("a<6>") | proc_id.uid == uid
 """  # noqa: E501
 
 
