@@ -1,7 +1,7 @@
 """By which of their addresses the hosts of a mesh reach each other: tried out as process groups are formed.
 
     first rank of each host     opens a door, and greets with its host's addresses
-    all                         meet; where each host has one address there is nothing to choose
+    all                         meet; where all are on one machine, or each has one address, there is nothing to try
     first rank of each host     knocks at the doors of others, at all of their addresses, and says which were opened
     all                         take, for their host, of its addresses that by which most of these came in, or the first
 
@@ -28,7 +28,7 @@ from meshbook.errors.advice import advice
 from meshbook.groups.store_client import LinkStore
 from meshbook.system.descriptors import open_above
 from meshbook.system.interfaces import WANTED, Interface, own_interfaces, use_address, wanted_interfaces
-from meshbook.system.processes import family_of
+from meshbook.system.processes import family_of, loopback_address, network_id
 
 KNOCK_S, GRACE_S = 6.0, 0.1
 """How long a door may take to be opened, where packets are lost; and the others once each host has opened one."""
@@ -49,6 +49,8 @@ class Doorway(msgspec.Struct, frozen=True):
     """The host's, by name and address, the one that is preferred first."""
     port: int = 0
     word: str = ""
+    network: str = ""
+    """Equal for hosts that have one loopback interface; empty where the environment says which interface is meant."""
     problem: str = ""
     """Why there is none."""
 
@@ -71,10 +73,15 @@ def open_door(host: int, name: str) -> Iterator[Doorway]:
         answering = threading.Thread(target=_answer, args=(listening, word.encode()), daemon=True)
         answering.start()
         try:
-            yield Doorway(host, name, tuple(found), listening.getsockname()[1], word)
+            network = "" if _named_by_user() else network_id()
+            yield Doorway(host, name, tuple(found), listening.getsockname()[1], word, network)
         finally:
             listening.shutdown(socket.SHUT_RDWR)  # ends the wait in accept
             answering.join()
+
+
+def _named_by_user() -> bool:
+    return os.environ.get(_GLOO, "") not in ("", LOOPBACK) or bool(os.environ.get(WANTED, ""))
 
 
 def allowed_interfaces(host: str) -> list[Interface]:
@@ -97,6 +104,8 @@ def find_ways(link: LinkStore, scope: str, doors: Sequence[Doorway], own: Doorwa
     for door in doors:
         if door.problem:
             raise SpawnError(door.problem)
+    if doors and doors[0].network and len({door.network for door in doors}) == 1:
+        return {door.host: Interface(LOOPBACK, loopback_address()) for door in doors}  # no port is open to a network
     if all(len(door.interfaces) < 2 for door in doors):
         return {door.host: Interface(*door.interfaces[0]) for door in doors if door.interfaces}
     if own is not None:

@@ -220,8 +220,17 @@ def reap_strangers(known: Collection[int]) -> None:
 
 def machine_id() -> str:
     """Equal on two processes exactly when they can open each other's ``/proc/<pid>/fd``."""
+    return _namespace_id("pid")
+
+
+def network_id() -> str:
+    """Equal on two processes exactly when they have the same network interfaces, loopback among them."""
+    return _namespace_id("net")
+
+
+def _namespace_id(kind: str) -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
 
 
 def python_version() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import cast
 
 import msgspec
 import pytest
@@ -15,8 +16,9 @@ from benchmarks.faults.namespace import Namespace, make_namespace
 from meshbook import ProcMesh, shutdown, start_hosts
 from meshbook.errors import SpawnError
 from meshbook.groups.reach import Doorway, find_ways, knock, open_door
+from meshbook.groups.store_client import LinkStore
 from meshbook.system.interfaces import Interface, own_interfaces, use_address, wanted_interfaces
-from meshbook.system.processes import own_address
+from meshbook.system.processes import loopback_address, own_address
 
 NOWHERE = "10.99.0.15"
 """Every machine has it, as virtual machines behind NAT do, and its default route leads there."""
@@ -127,3 +129,15 @@ def test_all_hosts_take_addresses_of_one_family() -> None:
     store["s/reached/0"] = msgspec.json.encode({1: ["10.1.0.1"], 2: ["10.1.0.2", "10.0.0.2"]})
     ways = find_ways(Store(), "s", doors, None)  # type: ignore[arg-type]
     assert [ways[host].address for host in range(3)] == ["10.0.0.0", "10.1.0.1", "10.1.0.2"]
+
+
+def test_hosts_of_one_machine_meet_on_loopback_unless_an_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ways() -> dict[int, Interface]:
+        with open_door(0, "a") as first, open_door(1, "b") as second:
+            return find_ways(cast("LinkStore", None), "epoch1", [first, second], None)
+
+    assert [way.address for way in ways().values()] == [loopback_address()] * 2
+    own = next(iter(own_interfaces()), None)
+    if own is not None:
+        monkeypatch.setenv("MESHBOOK_INTERFACE", f"{own.address}/32" if ":" not in own.address else own.name)
+        assert ways() == {0: own, 1: own}
