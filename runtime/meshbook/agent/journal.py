@@ -75,8 +75,17 @@ class CallJournal:
         for seat in spawn.seats:
             self._lost.pop(seat.known_as, None)
 
+    def is_resized_by(self, renumber: wire.Renumber) -> bool:
+        """Whether it changes the mesh; else only the store of its process groups has another home, and calls go on."""
+        is_same = renumber.arrangement == self.arrangement and renumber.moves == self.moves
+        return not is_same or any(seat.known_as != seat.rank for seat in renumber.seats)
+
     def on_renumber(self, renumber: wire.Renumber) -> None:
-        """Ranks have other numbers; no call is open."""
+        """Ranks may have other numbers; no call is open if they do."""
+        if self.is_resized_by(renumber):
+            self._open.clear()
+            self._ended.clear()
+            self._ended_bytes = 0
         self.arrangement, self.moves = renumber.arrangement, renumber.moves
         seats = [seat for seat in renumber.seats if seat.known_as in self._lost]
         self._lost = {
@@ -84,9 +93,6 @@ class CallJournal:
             for seat in seats
             for exited, worker in [self._lost[seat.known_as]]
         }
-        self._open.clear()
-        self._ended.clear()
-        self._ended_bytes = 0
 
     def on_retire(self, ranks: Collection[int]) -> None:
         """Ranks were told to leave."""

@@ -448,16 +448,20 @@ class AgentMesh:
                 self._flush_call(key)
 
     def renumber(self, renumber: wire.Renumber) -> None:
-        """The workers have other ranks from now on; no call of the controller is open, groups will be formed anew."""
+        """The workers have other ranks from now on, or only the store another home; groups will be formed anew."""
+        if self.memory.is_resized_by(renumber):
+            self._rename_calls({seat.known_as: seat.rank for seat in renumber.seats})
+        self.memory.on_renumber(renumber)
+        self.worker_pool.renumber(renumber)
+        self.store = self._make_store(renumber.arrangement.host_rank)
+
+    def _rename_calls(self, now: Mapping[int, int]) -> None:
+        """Calls of workers go on; of the controller's none is open. now: the ranks here, by what they were."""
         self._calls = {key: call for key, call in self._calls.items() if call.answer is not None}
-        now = {seat.known_as: seat.rank for seat in renumber.seats}
         for rank in set().union(*(call.waiting for call in self._calls.values())) - now.keys():
             self._forget_rank(rank, self.death(rank))
         for call in self._calls.values():
             call.rename(now)
-        self.memory.on_renumber(renumber)
-        self.worker_pool.renumber(renumber)
-        self.store = self._make_store(renumber.arrangement.host_rank)
 
     def _make_store(self, host_rank: int) -> StoreHome | StoreRelay:
         if host_rank:

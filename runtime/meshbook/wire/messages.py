@@ -375,7 +375,10 @@ class StopMesh(_Message, frozen=True, tag="stop"):
 
 
 class Renumber(_Message, frozen=True, tag="renumber"):
-    """From now on the workers here have these ranks, in a mesh of other axes; all of them are named."""
+    """From now on the workers here have these ranks, in a mesh of other axes; all of them are named.
+
+    With the ranks and the arrangement that they have it says that the first host is another one: calls go on.
+    """
 
     mesh: int
     seats: tuple[Seat, ...]

@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Container
+from pathlib import Path
 
 import psutil
 import pytest
+from patience import wait_until
 from template_processes import children_of, torch_templates_of
 
 from meshbook import LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
@@ -118,6 +120,29 @@ def test_a_lost_agent_is_started_again_with_its_ranks() -> None:
         assert mesh.run(SUM).get(60).values() == [4] * 4
         assert mesh.evaluate("globals().get('x')").get(30).values() == [None, None, 2, 3]
         assert mesh.run("import os; os.environ['GROUP_RANK']").get(30).values() == ["0", "0", "1", "1"]
+
+
+def wait_for_file(path: str) -> int:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return int(os.environ["RANK"])
+
+
+def test_what_the_others_run_goes_on_while_the_first_host_is_healed(tmp_path: Path) -> None:
+    hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
+    with hosts.spawn_procs({"gpus": 2}, name="held", owns_hosts=True) as mesh:
+        lost = mesh._mesh.hosts[0]  # it keeps the store of the process groups, so the others hear of its successor
+        held = mesh.slice(hosts=1).execute(wait_for_file, str(tmp_path / "go on"))
+        assert lost.hello is not None
+        os.kill(lost.hello.pid, signal.SIGKILL)
+        await_dead(mesh, 0, 1)
+        healing = threading.Thread(target=mesh.heal)
+        healing.start()
+        wait_until(lambda: mesh._mesh.hosts[0] is not lost, 60)
+        (tmp_path / "go on").touch()
+        assert held.get(60).values() == [2, 3]
+        healing.join(60)
+        assert mesh.run(SUM).get(60).values() == [4] * 4
 
 
 @pytest.mark.parametrize("find", [torch_templates_of, children_of])
