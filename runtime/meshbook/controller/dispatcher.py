@@ -427,11 +427,14 @@ class Dispatcher:
         if call.waiting and (min(call.waiting) < 0 or max(call.waiting) >= mesh.extent.nelements):
             call.give_up(stale_view(mesh))
             return None
-        if lost := call.waiting & mesh.lost.keys():  # ended between the caller's check and now
-            call.give_up(WorkerLost.of(mesh.lost[rank] for rank in sorted(lost)))
+        lost = sorted(call.waiting & mesh.lost.keys())  # ended between the caller's check and now
+        if lost and not call.mailbox:  # the others would wait for them
+            call.give_up(WorkerLost.of(mesh.lost[rank] for rank in lost))
             return None
         self.calls.open(call, output)
-        if not call.waiting:
+        for rank in lost:  # actors do not wait for each other, so the others get it
+            call.lose(mesh.lost[rank])
+        if lost or not call.waiting:
             self.calls.settle_if_done(call)
         return mesh.hosts if len(mesh.hosts) == 1 else list(mesh.by_host(call.waiting))
 
