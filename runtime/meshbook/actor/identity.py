@@ -154,6 +154,6 @@ def argument_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> di
 def name_view(members: Members) -> CalledView:
     """How an actor finds its place among those that are called: labels suffice for an affine view of one host, or from
     the notebook; what a rank calls is parted by host on its way."""
-    if isinstance(members, Region) and (len(members) == 1 or not is_rank()):
+    if isinstance(members, Region) and (max(members.layout.sizes, default=1) == 1 or not is_rank()):
         return ",".join(members.labels)
     return members

@@ -89,7 +89,7 @@ def words(line: str) -> list[str]:
         ("%mesh scatter x axis=", ["hosts", "gpus"]),
         ("%mesh scatter x dim=", []),
         ("%mesh broadcast x --from ", ["rank=0", "rank=1", "rank=2", "rank=3"]),
-        ("%mesh grow ", ["hosts=", "gpus="]),
+        ("%mesh grow ", ["gpus=", "hosts="]),
         ("%mesh grow gpus=", []),
         ("%mesh spawn --device ", ["cpu", "cuda"]),
         ("%mesh spawn -- --", []),
