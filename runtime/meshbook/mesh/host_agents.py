@@ -39,7 +39,10 @@ def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: 
     """Fill ``hosts``. Raises: SpawnError; then there are none."""
     tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
     transport = launcher.transport
-    endpoint = controller.endpoint({"tcp": tcp, "unix": unix}.get(transport, f"{transport}:*"))
+    try:
+        endpoint = controller.endpoint({"tcp": tcp, "unix": unix}.get(transport, f"{transport}:*"))
+    except OSError as error:
+        raise SpawnError(f"hosts have nowhere to dial in: {explain(error)}.") from error
     tickets = [_ticket(controller, endpoint, f"{launcher.name}-{controller.next_id()}") for _ in range(count)]
     saved = {}
     try:

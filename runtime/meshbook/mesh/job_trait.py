@@ -25,7 +25,7 @@ class JobState:
     telemetry_url: None = None
     dashboard_url: None = None
     admin_url: None = None
-    """There is no telemetry beside the session's own: the health widget, ``%mesh status``, OpenTelemetry."""
+    """There is no telemetry beside the session's own: the health widget, ``procs.status()``, OpenTelemetry."""
 
     def __init__(self, hosts: Mapping[str, HostMesh]) -> None:
         self._hosts = dict(hosts)
@@ -159,7 +159,9 @@ class JobTrait(ABC):
 
     def profile(self, *names: object, **options: object) -> object:
         """Refused. Raises: UsageError, which says how work is profiled."""
-        raise UsageError("jobs are not profiled: procs.profile() and %mesh profile show what ranks do.")
+        raise UsageError(
+            "jobs are not profiled: torch.profiler on the ranks shows what they do, in a notebook by the magic profile."
+        )
 
     def remote_mount(self, source: str, *names: object, **options: object) -> None:
         """Refused. Raises: UsageError, which says how modules and files get to hosts."""
@@ -175,7 +177,7 @@ class JobTrait(ABC):
 
 def _no_telemetry(what: str) -> UsageError:
     return UsageError(
-        f"{what}: jobs have no telemetry of their own. The health widget, %mesh status and procs.stacks() show what "
+        f"{what}: jobs have no telemetry of their own. The health widget, procs.status() and procs.stacks() show what "
         "ranks do; span(), traced and get_meter() of meshbook.actor tell OpenTelemetry."
     )
 

@@ -62,9 +62,13 @@ class ControllerSocket:
         Raises: OSError if the system has no sockets for it, and for other addresses.
         """
         if address.startswith(SCHEME):
-            self._unix = UnixServer(address.removeprefix(SCHEME), self._epoll, self._identify)
-            self._shortcuts = ShortcutServer(shortcut_path(address))
-            self._datagrams_fd = self._shortcuts.fd
+            shortcuts = ShortcutServer(shortcut_path(address))
+            try:
+                self._unix = UnixServer(address.removeprefix(SCHEME), self._epoll, self._identify)
+            except OSError:
+                shortcuts.close()  # whoever tries again makes both
+                raise
+            self._shortcuts, self._datagrams_fd = shortcuts, shortcuts.fd
             self._epoll.register(self._datagrams_fd, select.EPOLLIN)
             return address
         if not address.startswith("tcp://"):  # as earlier versions have saved it

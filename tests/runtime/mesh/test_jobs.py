@@ -256,7 +256,7 @@ def test_what_jobs_do_not_have_says_what_there_is() -> None:
         (job.enable_telemetry, "health widget"),
         (job.enable_admin, "health widget"),
         (job.telemetry_query_client, "OpenTelemetry"),
-        (job.profile, "%mesh profile"),
+        (job.profile, "torch.profiler"),
         (lambda: job.remote_mount("src"), "sync_workspace"),
         (lambda: job.gather_mount("there", "here"), "read files on the ranks"),
         (lambda: job.process, "no batch mode"),
