@@ -436,6 +436,8 @@ class Dispatcher:
             call.lose(mesh.lost[rank])
         if lost or not call.waiting:
             self.calls.settle_if_done(call)
+            if lost and not call.waiting:
+                return None
         return mesh.hosts if len(mesh.hosts) == 1 else list(mesh.by_host(call.waiting))
 
     # ---- loss and end -------------------------------------------------------------------------------
