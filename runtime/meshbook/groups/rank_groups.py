@@ -9,46 +9,33 @@ and can be dropped by prefix. Ranks meet in the store before torch is asked for 
 torch's own cannot. gloo connects lazily, two ranks at their first operation: 64 ranks on 2 cores take 0.45 s, not 1.9,
 and a group that nobody uses costs two threads and no socket pair.
 
-On a rank, `dist.init_process_group` is wrapped (`_init_in_cell`): scripts made for torchrun call it, and the mesh has
-done that already. A call that asks for what is there changes nothing; after `dist.destroy_process_group()` it makes the
-default group again, over the runtime's store instead of a port. If a cell ends without that, as most such scripts do,
-the mesh forms its own again.
-
 Importing this module starts no thread, opens no socket and makes no group: workers are forked with it imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import math
-import os
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import device_mesh as torch_device_mesh
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.concurrency.background import run_in_background
-from meshbook.concurrency.patches import patch
-from meshbook.errors import LayoutError, SpawnError, UsageError
-from meshbook.formatting import format_sizes
+from meshbook.errors import SpawnError, UsageError
 from meshbook.groups import autograd
 from meshbook.groups.agreements import Progress, Splits, Told, encode_told
-from meshbook.groups.backend_group import dispose
 from meshbook.groups.broadcast import broadcast_value
-from meshbook.groups.factory import GroupFactory, forget_unfinished
+from meshbook.groups.default_group import DESTROYED, DefaultGroup, MeetingPoint
+from meshbook.groups.device_meshes import DeviceMeshes
+from meshbook.groups.factory import GroupFactory
 from meshbook.groups.forming import Agreement, Greeting, agree, choose_master, join, meet, rebuild, set_environment
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.modules import repair_modules, watch_modules
@@ -77,16 +64,10 @@ FORM_TIMEOUT_S = 120.0
 LATE_S = 1.0
 """Operations that are under way for longer are told of."""
 
-_AXIS_GROUP = "mesh_"
-_DESTROYED = "this process group was destroyed: make it again on all its ranks."
 _OUTGROWN = (
     "this process group was made for {} ranks, and the mesh has {} now. Make again, on all ranks, what uses it: groups "
     "(dist.new_group), DeviceMeshes, DTensors, DDP and FSDP modules. The name mesh is bound to the new DeviceMesh."
 )
-
-_torch_init = dist.init_process_group
-_torch_destroy: Callable[..., None] = dist.destroy_process_group
-_torch_init_signature = inspect.signature(_torch_init)
 
 
 def warm() -> None:
@@ -118,17 +99,13 @@ class RankGroups:
         self._place: Identity | None = None
         self._epoch = -1
         self._link: LinkStore | None = None
-        self._scope = self._lineage = ""
-        self._master = ("", "")
+        self._scope = ""
         self._ways: dict[int, Interface] = {}
         """By which of its addresses each host is known to the others; by its number."""
-        self._world: object = None
-        """The default group that the device meshes belong to."""
-        self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
-        self._is_grouped = False
-        """The mesh has formed a default group, and forms it again where cells leave none."""
         self._guard = GroupState()
         self._factory = GroupFactory(self._guard)
+        self._default = DefaultGroup(self._factory)
+        self._device_meshes = DeviceMeshes(self._factory)
         global _own
         _own = self
 
@@ -137,12 +114,12 @@ class RankGroups:
     @property
     def formed(self) -> bool:
         """Whether there is a default group, ours or one that a cell made."""
-        return bool(dist.is_initialized())
+        return self._default.formed
 
     @property
     def destroyed(self) -> bool:
         """Whether the mesh's default group was destroyed, and there is no other."""
-        return self._is_grouped and not self.formed
+        return self._default.destroyed
 
     def require(self) -> None:
         """Raise UsageError if there is no default group."""
@@ -182,7 +159,7 @@ class RankGroups:
                     renewed = rebuild(self._factory, self._our_link, agreement, place.rank, groups)
                 else:
                     self._make_anew(place, agreement)
-                self._lineage = agreement.lineage
+                self._default.lineage = agreement.lineage
                 if renewed is None or dist.group.WORLD in renewed:
                     self._prove(timeout_s)
             except BaseException as error:
@@ -191,7 +168,7 @@ class RankGroups:
                 else:
                     self.abort(epoch, f"they could not be formed again: {error}")
                 raise
-            self._is_grouped = self._is_grouped or renewed is None
+            self._default.is_kept = self._default.is_kept or renewed is None
             repair_modules(renewed)
         self.device_mesh(place.axes, place.sizes)
 
@@ -255,9 +232,10 @@ class RankGroups:
         if former is not None:
             former.abort("the process groups were formed again")
         link.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
-        self._master = (self._ways[0].address if self._ways else agreement.address, agreement.port)
-        set_environment(place, self._master)
-        self._wrap_init()
+        master = (self._ways[0].address if self._ways else agreement.address, agreement.port)
+        set_environment(place, master)
+        self._default.meeting_point, self._default.master = MeetingPoint(link, self._scope), master
+        self._default.wrap_init()
         self._factory.install()
         watch_modules()
         autograd.install(self._guard)
@@ -269,7 +247,7 @@ class RankGroups:
         if not isinstance(world, AbortableGroup):
             return ""
         same = (world.recipe.rank, len(world.recipe.ranks)) == (place.rank, place.world_size)
-        return self._lineage if same else ""
+        return self._default.lineage if same else ""
 
     def _make_anew(self, place: Identity, agreement: Agreement) -> None:
         """Make the default group, or join those that the others have."""
@@ -292,49 +270,31 @@ class RankGroups:
 
         reason: what the handles that are left then say.
         """
-        self._is_grouped = False
+        self._default.is_kept = False
         if self.formed:
-            groups = list(self._factory.groups.values())
-            dispose([inner for group in groups if (inner := group.retire(reason or _DESTROYED)) is not None])
+            self._default.retire_all(reason or DESTROYED)
             dist.destroy_process_group()
-        self._forget_groups()
-        self._lineage = ""
+        self._device_meshes.forget()
+        self._default.lineage = ""
         if self._link is not None and not keep_link:
             self._link.close()
-            self._link = None
+            self._link = self._default.meeting_point = None
 
     def forget(self) -> None:
         """Destroy groups that have no peers, at once and on this thread; this process has none, and is no rank."""
         global _own
         for group in list(self._factory.groups.values()):
-            group.retire(_DESTROYED)
+            group.retire(DESTROYED)
         if self.formed:
             dist.destroy_process_group()
-        self._forget_groups()
+        self._device_meshes.forget()
         if self._link is not None:
             self._link.close()
-        self._link = _own = None
+        self._link = self._default.meeting_point = _own = None
 
     def _create(self, backend: str, store: Store) -> None:
         assert self._place is not None
-        hook = sys.excepthook
-        self._factory.base_store = store
-        try:
-            self._init(backend=backend, store=store, rank=self._place.rank, world_size=self._place.world_size)
-        finally:
-            sys.excepthook = hook  # torch wraps it once more for every group
-            self._factory.base_store = None
-
-    def _init(self, **arguments: Any) -> None:
-        """Have torch make a default group. What it leaves of one, interrupted, would give the next another name."""
-        try:
-            _torch_init(**arguments)
-        except BaseException:
-            if not self.formed:
-                groups = list(self._factory.groups.values())
-                dispose([inner for group in groups if (inner := group.retire(_DESTROYED)) is not None])
-                forget_unfinished()
-            raise
+        self._default.create(backend, store, self._place.rank, self._place.world_size)
 
     def prove(self) -> None:
         """Prove the default group with a collective. Raises: SpawnError, UsageError, GroupAborted."""
@@ -463,8 +423,6 @@ class RankGroups:
         """From now on put what groups do into ``log``; None: into none."""
         self._guard.log = log
 
-    # ---- device meshes ----------------------------------------------------------------------------------------
-
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None = None) -> DeviceMesh:
         """Return the torch DeviceMesh with these axes, in C order; to be called on all its ranks.
 
@@ -474,107 +432,5 @@ class RankGroups:
         Raises: LayoutError if the sizes do not multiply to the number of ranks; UsageError without a group.
         """
         self.require()
-        axes, sizes = (tuple(axes), tuple(sizes)) if axes else (("rank",), (1,))
-        ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        if math.prod(sizes) != len(ranks):
-            raise LayoutError(f"{format_sizes(dict(zip(axes, sizes, strict=True)))} is no layout of {len(ranks)} ranks")
-        if self._world is not dist.group.WORLD:
-            self._forget_groups()
-            self._world = dist.group.WORLD
-        if (axes, sizes, ranks) not in self._meshes:
-            self._meshes[axes, sizes, ranks] = self._build_mesh(axes, sizes, ranks)
-        return self._meshes[axes, sizes, ranks]
-
-    def _build_mesh(self, axes: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
-        device_type = "cuda" if self._place is not None and self._place.device.startswith("cuda") else "cpu"
-        laid = torch.tensor(ranks, dtype=torch.int).view(sizes)
-        groups = [self._axis_group(laid, dim, axes[dim]) for dim in range(len(axes))]
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=axes)
-        return DeviceMesh.from_group(groups, device_type, laid, mesh_dim_names=axes)
-
-    def _axis_group(self, ranks: torch.Tensor, dim: int, axis: str) -> dist.ProcessGroup:
-        """This rank's group along ``dim``."""
-        rows, me = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist(), dist.get_rank()
-        mine = tuple(next(row for row in rows if me in row))
-        world: dist.ProcessGroup = c10d._get_default_group()
-        if mine == tuple(range(dist.get_world_size())):
-            return world
-        if not isinstance(world, AbortableGroup):  # of a backend that is left to torch
-            made: dist.ProcessGroup = dist.new_group(list(mine), use_local_synchronization=True)
-            return made
-        return self._factory.make_of_ranks(world, mine, f"{_AXIS_GROUP}{axis}")
-
-    def _forget_groups(self) -> None:
-        self._world = None
-        self._meshes.clear()
-
-    # ---- init_process_group in cells ----------------------------------------------------------------------------
-
-    def _wrap_init(self) -> None:
-        @functools.wraps(_torch_init)
-        def init_process_group(*args: object, **kwargs: object) -> None:
-            self._init_in_cell(_torch_init_signature.bind(*args, **kwargs).arguments)
-
-        @functools.wraps(_torch_destroy)
-        def destroy_process_group(*args: object, **kwargs: object) -> None:
-            _torch_destroy(*args, **kwargs)
-            if self.destroyed:
-                _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")
-
-        for module in (dist, c10d, torch_device_mesh):
-            patch(module, "init_process_group", init_process_group)
-        for module in (dist, c10d):
-            patch(module, "destroy_process_group", destroy_process_group)
-
-    def _init_in_cell(self, wanted: dict[str, Any]) -> None:
-        """`init_process_group` as cells see it; ``wanted`` has the arguments that were given."""
-        if self.formed:
-            _check_compatible(wanted)
-            ranks = dist.get_world_size()
-            note = f"init_process_group: the process group of this mesh ({ranks} ranks) is used; nothing to do"
-            _print_once(note)
-            return
-        by_variables = wanted.get("store") is None and wanted.get("init_method") in (None, "env://")
-        master_is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == self._master
-        if not by_variables or not master_is_ours or wanted.get("backend") in ("mpi", "fake"):
-            self._init(**wanted)
-            return
-        if self._link is None:
-            raise UsageError("this rank has no link to the others any more: stop the mesh and spawn it again")
-        if wanted.get("timeout") is not None:
-            self._link.set_timeout(wanted["timeout"])
-        given = {"rank": wanted.get("rank", -1), "world_size": wanted.get("world_size", -1)}
-        rank, world_size = (number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items())
-        scope = f"{self._scope}/init{world_size}"
-        prefix = meet(self._link, scope, rank, world_size, lambda _: f"{scope}/{uuid.uuid4().hex[:12]}")
-        self._factory.base_store = store = PrefixStore(prefix, self._link)
-        self._init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
-        self._lineage = prefix
-
-
-def _check_compatible(wanted: dict[str, Any]) -> None:
-    """Raise UsageError if an `init_process_group` asks for another group than the default one."""
-    have = _backend_names(c10d.get_backend_config(dist.group.WORLD))
-    backend = wanted.get("backend")
-    missing = _backend_names(str(backend)) - have if backend is not None else set()
-    again = "Call dist.destroy_process_group() on all ranks first, in the same cell, to make another."
-    if missing:
-        raise UsageError(
-            f"the default process group is there already and uses {', '.join(sorted(have))}, not "
-            f"{', '.join(sorted(missing))}. {again}"
-        )
-    here = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
-    for name, value in here.items():
-        if wanted.get(name, -1) not in (-1, value):
-            raise UsageError(f"the default process group is there already with {name}={value}. {again}")
-
-
-def _backend_names(backend: str) -> set[str]:
-    """Return ``{"gloo", "nccl"}`` for ``cpu:gloo,cuda:nccl``."""
-    return {part.rpartition(":")[2].lower() for part in backend.split(",")} - {"undefined"}
-
-
-@functools.cache
-def _print_once(text: str) -> None:
-    print(text, file=sys.stderr)
+        on_cuda = self._place is not None and self._place.device.startswith("cuda")
+        return self._device_meshes.get("cuda" if on_cuda else "cpu", axes, sizes, ranks)
