@@ -18,7 +18,8 @@ from meshbook_extension.widget.health import ButtonAnswer
 from meshbook_extension.widget.snapshot import CellNow, Snapshot, Throughput
 
 if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh, RankStatus
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.mesh.proc_states import RankStatus
     from meshbook_extension.cells.running import RunningCell
     from meshbook_extension.notebook.session import Session
     from meshbook_extension.widget.snapshot import Snapshot

@@ -14,7 +14,8 @@ from meshbook_extension.output.labels import columns, count, format_seconds
 from meshbook_extension.widget.snapshot import IDLE, MB, NAMES, Snapshot
 
 if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh, RankStatus
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.mesh.proc_states import RankStatus
 
 ROWS = 64
 """A larger mesh gets a row per host and state."""

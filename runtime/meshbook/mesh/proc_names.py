@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, cast
 from meshbook.concurrency.future import Future
 from meshbook.formatting import format_bytes
 from meshbook.mesh.log_streaming import set_logging
+from meshbook.mesh.proc_view import ProcView
 from meshbook.shape.members import Extent, Region, arrange
-from meshbook.shape.view import MeshView
 
 if TYPE_CHECKING:
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
 
 
-class MonarchNames(MeshView):
+class MonarchNames(ProcView):
     """Base of ProcMesh."""
 
     @property
     def initialized(self) -> Future[bool]:
         """True when all processes are there. Raises, when asked: ProcsNotStartedError."""
-        arrival = cast("ProcMesh", self)._mesh.arrival
+        arrival = self._mesh.arrival
         if arrival is None:
             return Future.completed(True)
         arrival.is_asked = True
@@ -33,14 +33,13 @@ class MonarchNames(MeshView):
         """The hosts of these processes, with the axes that count hosts, where these are whole; else on one axis."""
         from meshbook.mesh.host_mesh import HostMesh  # which stands above us
 
-        procs = cast("ProcMesh", self)
-        mesh = procs._mesh
+        mesh = self._mesh
         hosts = list(dict.fromkeys(mesh.host_of(rank) for rank in self.ranks))
         sizes = {axis: size for axis, size in self.sizes.items() if axis in mesh.host_axes}
         if Extent.of(sizes).nelements != len(hosts):
             sizes = {"hosts": len(hosts)} if len(hosts) > 1 else {}
         members = arrange(Extent.of(sizes), range(len(hosts))) if sizes else Region.of({})
-        return HostMesh(procs._controller, hosts, members, waits=mesh.arrival is None)
+        return HostMesh(self._controller, hosts, members, waits=mesh.arrival is None)
 
     def logging_option(
         self, stream_to_client: bool = False, aggregate_window_sec: float | None = None, level: int = logging.INFO

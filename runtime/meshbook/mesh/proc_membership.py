@@ -1,0 +1,101 @@
+"""Which processes a mesh has: ended ones started again, more of them, fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+from meshbook.errors import (
+    WorkerLost,
+)
+from meshbook.launchers.base import Launcher
+from meshbook.mesh.proc_view import ProcView, call_living
+from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
+from meshbook.mesh.resize import Change, Elastic
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+
+class Membership(ProcView):
+    """Base of ProcMesh: repairs and changes of its size."""
+
+    def heal(
+        self,
+        setup: Sequence[str] = (),
+        *,
+        force: bool = False,
+        note: Note | None = None,
+        launcher: Launcher | None = None,
+    ) -> Repaired:
+        """Start the ranks that ended again, with new agents where theirs are lost, and form the groups with all ranks.
+
+        The others keep their state; the new ones have none. They run the cells ``setup``, alone.
+        force: also a rank that ends again and again, and those of hosts that are suspect (`suspects`), which are given
+        up. note: is told, once, what takes long.
+        launcher: starts other hosts in the place of lost ones; by default these come back as they came.
+        Raises: CrashLoopError, SpawnError, UsageError; KeyboardInterrupt, and then it can be healed again.
+        """
+        return self._repair((), setup, force=force, note=note, launcher=launcher)
+
+    def respawn(
+        self, ranks: int | Iterable[int], setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None
+    ) -> Repaired:
+        """End ``ranks``, busy or not, and start them again in their places, as `heal` does with all that ended."""
+        chosen = [ranks] if isinstance(ranks, int) else list(ranks)
+        for rank in chosen:
+            self._present().members.point(rank)
+        return self._repair(chosen, setup, force=force, note=note)
+
+    def _repair(
+        self,
+        ranks: Sequence[int],
+        setup: Sequence[str],
+        *,
+        force: bool,
+        note: Note | None,
+        launcher: Launcher | None = None,
+    ) -> Repaired:
+        self._mesh.await_arrival()
+        new: set[int] = set()
+        for left in reversed(range(ROUNDS)):
+            whole = cast("ProcMesh", self.base())
+            repaired = Repair(self._controller, self._mesh, whole, note, launcher).run(ranks, setup, force=force)
+            new.update(repaired.ranks)
+            try:
+                call_living(self._mesh.after_repairs)
+                break
+            except WorkerLost:
+                if not left or not self._mesh.lost:
+                    raise
+                ranks, launcher = (), None  # another one has died meanwhile
+        return repaired._replace(ranks=tuple(sorted(new)))
+
+    def grow(self, launcher: Launcher | None = None, /, **more: int) -> ProcMesh:
+        """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.
+
+        Who is there keeps its process, its state, and its rank unless new ones come before it. New ranks have no state.
+        Along an axis that counts hosts new hosts are started, if the mesh has hosts of its own: by ``launcher``, else
+        as its first one was.
+        Raises: UsageError while a cell runs, UnknownAxisError, DeviceError, SpawnError: then the mesh is as it was.
+        """
+        return self.change(grow=more, launcher=launcher).procs
+
+    def shrink(self, **fewer: int) -> ProcMesh:
+        """Remove indices of axes: ``shrink(gpus=1)``, those of dead ranks first, then from the end; see `grow`.
+
+        Without an axis: go on without the dead ranks, along the axis that loses the fewest others.
+        """
+        return self.change(shrink=fewer).procs
+
+    def change(
+        self,
+        *,
+        grow: Mapping[str, int] | None = None,
+        shrink: Mapping[str, int] | None = None,
+        note: Note | None = None,
+        launcher: Launcher | None = None,
+    ) -> Change:
+        """As `grow` or `shrink`, one of the two; says also which rank became which."""
+        elastic = Elastic(self._controller, self._mesh, cast("ProcMesh", self._present()), note)
+        return elastic.grow(grow, launcher) if grow is not None else elastic.shrink(shrink or {})
