@@ -28,8 +28,8 @@ class TensorLost(MeshError):
 
     def __str__(self) -> str:
         return (
-            f"this tensor was laid out as ({self.placements}), and the part of {name_ranks(self.ranks)} ended with "
-            "them: make it again, or restore it from a checkpoint"
+            f"this tensor was laid out as {self.placements}, and the part of {name_ranks(self.ranks)} ended with "
+            f"{'it' if len(self.ranks) == 1 else 'them'}: make it again, or restore it from a checkpoint"
         )
 
 
