@@ -28,29 +28,14 @@ import numpy as np
 
 from meshbook.actor.errors import BufferKindError
 from meshbook.system.descriptors import open_above
+from meshbook.system.memory_copies import ProcessMemoryError, copy_process_memory
 from meshbook.system.memory_files import Bytes, create_memory_file, is_memory_file
 from meshbook.system.processes import let_peers_read, memory_name
 
 if TYPE_CHECKING:
     import torch
 
-SLICE_BYTES = 16 << 20
-"""Between slices a copy looks whether it is still wanted."""
-
 _LIVE, _DROPPED = b"\1", b"\0"
-
-
-class _Run(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t)]
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-for _name in ("process_vm_readv", "process_vm_writev"):
-    if hasattr(_libc, _name):
-        _function = getattr(_libc, _name)
-        _run, _count = ctypes.POINTER(_Run), ctypes.c_ulong
-        _function.argtypes = [ctypes.c_int, _run, _count, _run, _count, _count]
-        _function.restype = ctypes.c_ssize_t
 
 
 class NotDirect(Exception):
@@ -126,22 +111,14 @@ def access(spot: RemoteAddress) -> Iterator[None]:
 def copy(spot: RemoteAddress, address: int, size_bytes: int, *, write: bool, check: Callable[[], None]) -> None:
     """Within `access`: copy the first bytes at ``spot`` to ``address`` of this process, or, to write, the other way.
 
-    check: called before each slice; what it raises ends the copy. Raises: NotDirect.
+    check: as `copy_process_memory` calls it. Raises: NotDirect.
     """
-    function = getattr(_libc, "process_vm_writev" if write else "process_vm_readv", None)
-    if function is None:
-        raise NotDirect
-    done = 0
-    while done < size_bytes:
-        check()
-        count = min(SLICE_BYTES, size_bytes - done)
-        here, there = _Run(address + done, count), _Run(spot.address + done, count)
-        copied = function(spot.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if copied <= 0:
-            if copied < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
-                _refused.add(spot.token)
-            raise NotDirect
-        done += copied
+    try:
+        copy_process_memory(spot.pid, spot.address, address, size_bytes, write=write, check=check)
+    except ProcessMemoryError as error:
+        if error.code in (errno.EPERM, errno.ENOSYS):
+            _refused.add(spot.token)
+        raise NotDirect from error
 
 
 def _leads_to(path: str, name: str) -> bool:

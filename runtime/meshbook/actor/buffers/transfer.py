@@ -10,7 +10,7 @@ from collections import deque
 from typing import NamedTuple
 
 from meshbook.actor.buffers.atomics import WORD_BYTES, AtomicChange
-from meshbook.actor.buffers.memory import SLICE_BYTES, Memory, NotDirect, RemoteAddress, access, copy
+from meshbook.actor.buffers.memory import Memory, NotDirect, RemoteAddress, access, copy
 from meshbook.actor.buffers.owned import ATOMIC, DROPPED, READ, STREAM, WRITE, kept_buffers
 from meshbook.actor.buffers.tcp import BufferListener, StreamError, UnreachableError, receive_all, send_all
 from meshbook.actor.errors import ActorLostError, BufferDroppedError
@@ -22,6 +22,7 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
 from meshbook.formatting import format_bytes
+from meshbook.system.memory_copies import SLICE_BYTES
 from meshbook.system.memory_files import Bytes
 from meshbook.values.pickling import dumps
 
