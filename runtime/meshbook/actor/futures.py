@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
@@ -168,6 +169,14 @@ class _Part(Future[T], Generic[T]):
         self.rank = -1
         self.failure: Failure | None = None
         self.error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        if (source := self._stream.source) is not None:
+            source.serve(self.done, timeout)
+        if self._final:
+            return True
+        return super().wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def get(self, timeout: float | None = None) -> T:
         """Wait for it. An interrupt reaches all actors that have not answered."""

@@ -335,6 +335,9 @@ class RequestFuture(Future[T], Generic[T]):
         """Do what only a thread that waits can do; returns what is left of the timeout."""
         return timeout
 
+    def serve(self, done: Callable[[], bool], timeout: float | None) -> None:
+        """Until ``done()``, at most ``timeout`` seconds, do what brings answers, if that is for this thread to do."""
+
     def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
         """Pass an interrupt of a wait on to the ranks; returns what the wait raises."""
         self.cancel()
@@ -423,6 +426,9 @@ class CallFuture(RequestFuture[T], Generic[T]):
         if self.done() or wanted():
             return self.done()
         return super().wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def serve(self, done: Callable[[], bool], timeout: float | None) -> None:
+        self._control.drive(done, timeout)
 
     def _serve(self, timeout: float | None) -> float | None:
         """Serve the sockets while waiting."""
