@@ -25,7 +25,7 @@ from benchmarks.faults.faults import Campaign
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.forks import run_forks
 from benchmarks.faults.hosts import run_hosts
-from benchmarks.faults.kernels import run_kernels, run_lone
+from benchmarks.faults.kernels import run_kernels, run_lone, run_spread
 from benchmarks.faults.large import run_large
 from benchmarks.faults.links import run_links
 from benchmarks.faults.mutation import run_mutation
@@ -81,6 +81,7 @@ COUNTED: dict[str, Counted] = {
     "retries": Counted(tiny=8, short=20, long=1000, run=run_retries),
     "large": Counted(tiny=12, short=30, long=300, run=run_large),
     "lone": Counted(tiny=3, short=10, long=100, run=run_lone),
+    "spread": Counted(tiny=3, short=10, long=100, run=run_spread),
     "forks": Counted(tiny=12, short=60, long=600, run=run_forks),
     "hosts": Counted(tiny=7, short=14, long=70, run=run_hosts),
     "mutation": Counted(tiny=12, short=60, long=300, run=run_mutation),

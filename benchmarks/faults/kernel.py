@@ -1,8 +1,9 @@
 """A kernel that may be killed at any moment: it spawns a mesh or attaches to it, and sends calls until it dies.
 
-`python -m benchmarks.faults.kernel [--lone] [SESSION]` writes a line for each thing that a person would see: ``ready
-SECONDS``, ``answer NUMBER``, ``adopted NUMBER``. A line ``end`` on stdin has it write the ledgers and stop the mesh.
-``--lone``: each call goes to one rank, when the one before is answered.
+`python -m benchmarks.faults.kernel [--lone | --spread] [SESSION]` writes a line for each thing that a person would see:
+``ready SECONDS``, ``answer NUMBER``, ``adopted NUMBER``. A line ``end`` on stdin has it write the ledgers and stop the
+mesh.
+``--lone``: each call goes to one rank, when the one before is answered; ``--spread``: to several.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from benchmarks.faults import on_rank
 from meshbook import Future, ProcMesh
 
 RANKS = 2
+SPREAD_OVER = 4
 UNDER_WAY = 20
 DEADLINE_S = 15.0
 
 
-def main(session: str | None, lone: bool) -> None:
-    """Work until told to end, or killed."""
-    mesh = _spawn(1 if lone else RANKS) if session is None else _attach(session)
-    most = 1 if lone else UNDER_WAY
+def main(session: str | None, ranks: int, most: int) -> None:
+    """Work until told to end, or killed. most: so many calls are under way."""
+    mesh = _spawn(ranks) if session is None else _attach(session)
     number = max((max(ledger, default=0) for ledger in _ledgers(mesh)), default=0)
     under_way: deque[tuple[int, Future[Any]]] = deque()
     while not select.select([0], [], [], 0)[0]:
         number += 1
-        work = on_rank.note_slowly if lone and number % 23 == 0 else on_rank.note
+        work = on_rank.note_slowly if most == 1 and number % 23 == 0 else on_rank.note
         under_way.append((number, mesh.execute(work, number)))
         if len(under_way) >= most:
             _tell("answer", _take(*under_way.popleft()))
@@ -78,4 +79,5 @@ def _tell(what: str, value: object) -> None:
 
 if __name__ == "__main__":
     *options, last = sys.argv
-    main(None if not options or last.startswith("-") else last, "--lone" in sys.argv)
+    size = (1, 1) if "--lone" in sys.argv else (SPREAD_OVER, 1) if "--spread" in sys.argv else (RANKS, UNDER_WAY)
+    main(None if not options or last.startswith("-") else last, *size)

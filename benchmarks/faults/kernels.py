@@ -98,6 +98,12 @@ def run_lone(seed: int, kills: int) -> Findings:
     return _run(findings, seed, kills, 1, "--lone")
 
 
+def run_spread(seed: int, kills: int) -> Findings:
+    """The same with one call at a time, to several ranks: a datagram to each."""
+    findings = Findings("kernel kills, one call to several ranks at a time", f"{kills}, seed {seed}")
+    return _run(findings, seed, kills, 1, "--spread")
+
+
 def _run(findings: Findings, seed: int, kills: int, under_way: int, *options: str) -> Findings:
     draw = random.Random(seed)
     started = time.monotonic()

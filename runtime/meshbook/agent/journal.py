@@ -35,6 +35,10 @@ class RememberedCall(msgspec.Struct):
     """The ranks here that have not answered; kept up to date by its owner."""
     replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
     size_bytes: int = 0
+    shortcut: int = 0
+    """As in `meshbook.wire.messages.Call`."""
+    is_over: bool = False
+    """A rank has forgotten it, since the controller had all answers."""
 
     def keep(self, reply: wire.RankReply, frames: Sequence[bytes]) -> None:
         """Note an answer that is sent."""
@@ -106,9 +110,13 @@ class CallJournal:
     def on_call(self, call: wire.Call, waiting: set[int]) -> RememberedCall:
         """A call has come; ``waiting`` shrinks as ranks answer. Returns: what notes its answers."""
         remembered = self._open[call.id] = RememberedCall(
-            call.id, call.label[:LABEL_CHARS], call.target, call.output, call.mailbox, waiting
+            call.id, call.label[:LABEL_CHARS], call.target, call.output, call.mailbox, waiting, shortcut=call.shortcut
         )
         return remembered
+
+    def knows(self, id: int) -> bool:
+        """Whether a call has come, as far as we remember."""
+        return id in self._open or id in self._ended
 
     def on_ended(self, id: int) -> None:
         """Every rank here has answered, or is gone."""
@@ -144,7 +152,7 @@ class CallJournal:
         states = []
         for call in (*self._ended.values(), *self._open.values()):
             unsure = any((call.id, rank) in unacknowledged for rank in call.replies)
-            if call.waiting or unsure or self._spans_hosts:
+            if (call.waiting or unsure or self._spans_hosts) and not self._is_over(call):
                 states.append(
                     wire.CallState(
                         call.id, call.label, call.target, call.output, tuple(call.waiting), tuple(call.replies),
@@ -152,6 +160,19 @@ class CallJournal:
                     )
                 )  # fmt: skip
         return tuple(states)
+
+    def _is_over(self, call: RememberedCall) -> bool:
+        """Whether the controller that ended had all answers to a call that went past us.
+
+        A rank that has told us nothing of it got a later one past us, which happens only then.
+        """
+        return call.is_over or (
+            call.shortcut != 0
+            and any(
+                later.shortcut > call.shortcut and not call.waiting.isdisjoint((*later.waiting, *later.replies))
+                for later in (*self._ended.values(), *self._open.values())
+            )
+        )
 
     def acknowledged_replies(
         self, unacknowledged: Collection[tuple[int, int]], lent: Collection[tuple[int, int]]

@@ -118,16 +118,27 @@ class AgentMesh:
     # ---- controller to workers ----------------------------------------------------------------------------------
 
     def call(
-        self, call: wire.Call, payload: Sequence[Buffer], answer: MailAnswer | None = None
+        self,
+        call: wire.Call,
+        payload: Sequence[Buffer],
+        answer: MailAnswer | None = None,
+        had_by: AgentWorker | None = None,
     ) -> Sequence[AgentWorker]:
-        """Pass a call on to its members here, and return them. answer: for a worker's call."""
+        """Pass a call on to its members here, and return them. answer: for a worker's call.
+
+        had_by: who has told us of it, as it came there past us; the others get it here, once.
+        """
         found = members = self.worker_pool.members(call.target)
+        if call.shortcut and self.memory.knows(call.id):
+            return found
         if call.reply and members:
             members = self._expect_replies(call, members, answer)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
         data = pack([wire.encode(call), *payload])
         for worker in members:
+            if worker is had_by:
+                continue
             if call.mailbox:
                 worker.send_packed_mail(data)
             else:
@@ -283,8 +294,8 @@ class AgentMesh:
             case wire.CutLane(number):
                 self._mail.lanes.cut(number)
             case wire.CameEarly(call):
-                if call.id not in self._calls and worker not in self.worker_pool.leaving:
-                    self._expect_replies(call, (worker,), None)
+                if worker not in self.worker_pool.leaving:
+                    self.call(call, (), had_by=worker)
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)
@@ -312,6 +323,8 @@ class AgentMesh:
             answer, payload = self._pass_on(worker, reply, payload)
             if call.memory is not None:
                 call.memory.keep(answer, payload)
+                if reply.status == wire.GONE:
+                    call.memory.is_over = True
         else:
             answer = wire.RankReply(
                 call.name_of(worker.rank), reply.status, len(payload), reply.duration_s, reply.segment, None,

@@ -159,7 +159,9 @@ class CallTable:
         self, call: OpenCall, message: wire.Replies, frames: Sequence[bytes], buffers: Sequence[Sequence[object]]
     ) -> None:
         """Hand out combined replies to an open call. ``buffers``: the large buffers of each."""
-        for (reply, mine), large in zip(split_replies(message, frames), buffers, strict=True):
+        replies = message.replies
+        parts = [(replies[0], frames)] if len(replies) == 1 else split_replies(message, frames)
+        for (reply, mine), large in zip(parts, buffers, strict=True):
             if reply.rank not in call.waiting:
                 continue  # it was not asked, or has answered, or was taken for dead meanwhile
             call.answer(reply, mine, large)
@@ -174,7 +176,7 @@ class CallTable:
         if not call.waiting:
             if not later:
                 self.complete(call)
-        elif call.fail_fast and call.failed and not call.is_told:
+        elif call.fail_fast and (call.failures or call.lost) and not call.is_told:
             if call.id not in self._failing:
                 self._failing[call.id] = FailingCall(call, watcher)
             self._failing[call.id].on_answer()

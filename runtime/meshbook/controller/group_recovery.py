@@ -80,8 +80,12 @@ class GroupRecovery:
 
     def watch(self, call: OpenCall) -> bool:
         """A rank has answered, or was lost; True when a call that has ended everywhere completes later."""
-        if not (call.waiting or self._queue.queued) and self._watch.has_ended_well(call):
-            return False
+        if not self._queue.queued:  # the path of nearly all answers
+            if call.waiting and not (call.failures or call.lost or call.cancelled):
+                self._watch.suspect(call)
+                return False
+            if not call.waiting and self._watch.has_ended_well(call):
+                return False
         if self._former.is_own(call):
             self._former.watch(call)
             return False

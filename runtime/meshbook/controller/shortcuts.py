@@ -1,15 +1,17 @@
 """Which calls go past the agent (`meshbook.wire.shortcuts`), and what of them the agent must know. Under the turn.
 
-What goes there may overtake all that is on its way by the agent. So only a call goes there that meets nothing: it is
-for one rank that has no other call to answer, and no message without an answer may be on its way to a mailbox there.
-Whatever is sent to the host after it has the call before it (`HostLink.deferred`).
+What goes there may overtake all that is on its way by the agent. So only a call goes there that meets nothing: none of
+its ranks has another call to answer, and no message without an answer may be on its way to a mailbox there. Whatever is
+sent to the host after it has the call before it (`HostLink.deferred`). A call to several ranks is one datagram to each,
+of the same bytes; until all have answered, none of them gets another call past the agent: else the agent, which may be
+told of the call after that, would not get the answer of a rank that has given it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +24,8 @@ from meshbook.controller.mesh_state import MeshState
 from meshbook.wire import messages as wire
 from meshbook.wire.shortcuts import DEFER_S
 
+MOST_RANKS = 16
+"""A call to more goes by the agent, which sends while the controller does something else."""
 LOOK_AT = 8
 """With more calls open than that, wherever, it is not looked which ranks have them."""
 
@@ -43,6 +47,8 @@ class Shortcuts:
         self._addresses: dict[_RankLane, str] = {}
         self._unheard: dict[_RankLane, int] = {}
         """The last call that was answered on each, which the rank keeps until it hears that we have the answer."""
+        self._spread: dict[int, frozenset[int]] = {}
+        """The ranks of open calls to several, by call."""
         self._casts: dict[int, int] = {}
         """By mesh, how many messages without an answer were sent."""
         self._read: dict[_RankLane, int] = {}
@@ -54,35 +60,50 @@ class Shortcuts:
 
     def send(self, host: HostState, mesh: MeshState, call: OpenCall, message: wire.Call) -> wire.Call | None:
         """Send a call of one host past it; else returns what to send by it."""
-        if len(call.waiting) != 1 or message.output or len(self._calls.ids) > LOOK_AT or host.backlog:
+        ranks = call.waiting
+        if len(ranks) > MOST_RANKS or message.output or len(self._calls.ids) > LOOK_AT or host.backlog:
             return message
-        (rank,) = call.waiting
         for other in self._calls.all():
-            if rank in other.waiting and other.mesh == mesh.id and other is not call:
+            busy = self._spread.get(other.id, other.waiting)
+            if other.mesh == mesh.id and other is not call and not ranks.isdisjoint(busy):
                 return message
-        lane = _RankLane(mesh.id, rank, call.mailbox != 0)
-        if lane.is_mail and mesh.id in self._casts and not self._has_read_casts(lane, call):
+        is_mail = call.mailbox != 0
+        lanes = [_RankLane(mesh.id, rank, is_mail) for rank in ranks]
+        if is_mail and mesh.id in self._casts and not self._have_read_casts(lanes, call):
             return message
         message = msgspec.structs.replace(message, shortcut=self._next_id(), generation=mesh.generation)
-        if (address := self._addresses.get(lane)) is None:
+        addresses = [address for lane in lanes if (address := self._addresses.get(lane)) is not None]
+        if len(addresses) < len(lanes):
             return message
-        if not self._send(wire.encode(message), address):
-            del self._addresses[lane]
-            return message
+        if len(lanes) > 1:
+            self._spread[call.id] = frozenset(ranks)
+            call.when_ended(partial(self._on_spread_ended, call.id, lanes))
+        data = wire.encode(message)
+        for lane, address in zip(lanes, addresses, strict=True):
+            if not self._send(data, address):
+                del self._addresses[lane]
+                return message  # those that have it already do not run it twice
         self._defer(host, call, message)
         return None
+
+    def _on_spread_ended(self, id: int, lanes: Sequence[_RankLane]) -> None:
+        """All ranks of a call to several have answered, or will not: those that have shall hear so."""
+        del self._spread[id]
+        self._unheard.update(dict.fromkeys(lanes, id))
 
     def note_cast(self, mesh: MeshState) -> None:
         """A message that nobody answers is sent to mailboxes of ``mesh``."""
         self._casts[mesh.id] = self._casts.get(mesh.id, 0) + 1
 
-    def _has_read_casts(self, lane: _RankLane, call: OpenCall) -> bool:
-        """Whether a rank has read all messages without an answer; else ``call``, sent behind them, will show it."""
-        sent = self._casts[lane.mesh]
-        if self._read.get(lane) == sent:
-            return True
-        call.when_ended(partial(self._note_read, lane, sent, call))
-        return False
+    def _have_read_casts(self, lanes: Sequence[_RankLane], call: OpenCall) -> bool:
+        """Whether ranks have read all messages without an answer; else ``call``, sent behind them, will show it."""
+        sent = self._casts[call.mesh]
+        have_read = True
+        for lane in lanes:
+            if self._read.get(lane) != sent:
+                call.when_ended(partial(self._note_read, lane, sent, call))
+                have_read = False
+        return have_read
 
     def _note_read(self, lane: _RankLane, sent: int, call: OpenCall) -> None:
         if lane.rank in call.results.raw:
@@ -119,7 +140,8 @@ class Shortcuts:
         elif isinstance(message, wire.Replies) and (call := self._calls.find(message.id)) is not None:
             for reply in message.replies:
                 if reply.rank in call.waiting and not (reply.frames or reply.segment or reply.bulk):
-                    self._unheard[_RankLane(call.mesh, reply.rank, call.mailbox != 0)] = call.id
+                    if len(call.members.rank_set) == 1:  # else all are told when the last has answered
+                        self._unheard[_RankLane(call.mesh, reply.rank, call.mailbox != 0)] = call.id
                     self._calls.answer(call, message, (), ((),))
 
     def acknowledge(self) -> None:

@@ -107,6 +107,7 @@ class StuckWatch:
         self._failing: dict[int, OpenCall] = {}
         self._ended: dict[int, _Ended] = {}
         self._long = LongCalls()
+        self.suspect = self._long.suspect
         self._asked: list[OpenCall] = []
         """Calls that are open for long, for which the ranks are being asked."""
         self._stuck: dict[int, frozenset[int]] = {}
@@ -262,6 +263,7 @@ class StuckWatch:
         self._failing.clear()
         self._poll.give_up()
         self._long = LongCalls()
+        self.suspect = self._long.suspect
         self._uneven, self._settle_by = False, 0.0
 
     # ---- asking -----------------------------------------------------------------------------------------------------

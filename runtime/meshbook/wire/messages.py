@@ -244,7 +244,7 @@ class Call(_Message, frozen=True, tag="call"):
     generation: int = -1
     """Which numbers of ranks the target is meant in (`meshbook.shape.generations`); -1: those of the moment."""
     shortcut: int = 0
-    """A call of the controller to one rank that has no other to answer, so that it may come past the agent, and by the
+    """A call of the controller to ranks that have no other to answer, so that it may come past the agent, and by the
     agent as well (`meshbook.wire.shortcuts`). The numbers of such calls go up; others have 0."""
 
 
@@ -859,7 +859,7 @@ class Heard(_Message, frozen=True, tag="heard"):
 
 
 class CameEarly(_Message, frozen=True, tag="early"):
-    """A call has come past the agent, which is to know it: its answer follows."""
+    """A call has come past the agent, which is to know it, and passes it on to its other ranks; our answer follows."""
 
     call: Call
 

@@ -13,6 +13,7 @@ The agent is what the next controller learns from, so what is not done with soon
     answered, not heard of            the rank keeps the answer until `Heard`, or until the next call shows the same
     the controller is gone            the agent says so, and the rank tells it the call (`CameEarly`) and the answer
     the answer is no small value      it goes by the agent, behind `CameEarly`
+    some of its ranks have not got it the agent, which has heard of it from another, has it come to them all
 
 Which calls may come so, `meshbook.controller.shortcuts` knows. What a datagram may be lost by (a full queue, another
 process at the other end) costs time: the call comes by the agent then.
@@ -131,6 +132,8 @@ class RankShortcut:
         """The last call that came here, until it is the agent's, or its answer was heard."""
         self._answer: wire.Reply | None = None
         """What it was answered."""
+        self._told = 0
+        """The number of the last call that the agent has heard of from here: it has the answer, or will."""
 
     # ---- who takes calls --------------------------------------------------------------------------------------------
 
@@ -169,6 +172,8 @@ class RankShortcut:
                 if self._came >= OPEN_AFTER and self._path:
                     self._send(wire.ShortcutOpened(here.mesh, here.rank, self._is_mail))
                 return True
+            if call.shortcut == self._told:
+                return False
             if self._call is None or self._call.id != call.id:
                 self._tell_agent(wire.Reply(call.id, wire.GONE, 0.0, inline=_GONE))  # a later call has come meanwhile
                 return False
@@ -181,7 +186,7 @@ class RankShortcut:
         """A call that has come here is not run: its end was asked for."""
         with self._lock:
             if self._call is call:
-                self._call = None
+                self._call, self._told = None, call.shortcut
 
     def _forget_answer(self, id: int) -> None:
         with self._lock:
@@ -205,7 +210,7 @@ class RankShortcut:
                 if self._send(wire.Replies(call.id, (answer,))):
                     self._answer = reply
                     return True
-            self._call = None
+            self._call, self._told = None, call.shortcut
             self._tell_agent(wire.CameEarly(call))
             return False
 
@@ -213,6 +218,7 @@ class RankShortcut:
         """The controller is gone."""
         with self._lock:
             if self._call is not None:
+                self._told = self._call.shortcut
                 self._tell_agent(wire.CameEarly(self._call))
             if self._answer is not None:
                 self._tell_agent(self._answer)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,25 @@ def read() -> list[int]:
     return notes
 
 
+def note_unevenly(number: int, more: object = None) -> int:
+    """Some ranks answer a while after others."""
+    time.sleep(0.002 * (number * os.getpid() % 5 == 0))
+    return note(number, more)
+
+
+def wait_on(waiting: int, path: str) -> int:
+    rank: int = vars(sys.modules["__main__"])["rank"]
+    if rank == waiting:
+        wait_until(Path(path).exists)
+    return rank
+
+
+def fail_on(failing: int, seconds: float) -> None:
+    if vars(sys.modules["__main__"])["rank"] == failing:
+        raise RuntimeError(f"rank {failing} is asked to fail")
+    time.sleep(seconds)
+
+
 def came_past() -> tuple[int, int]:
     """The number of the last call that came past the agent to the main thread, and to mailboxes; 0: none is kept."""
     worker = mail_ranks.worker()
@@ -112,16 +132,20 @@ def _agents_sleeps(mesh: ProcMesh) -> int:
     return int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0])
 
 
+def _assert_agent_sleeps(mesh: ProcMesh, call: Callable[[], bool]) -> None:
+    before, started = _agents_sleeps(mesh), time.monotonic()
+    for _ in range(300):
+        assert call()
+    took_s = time.monotonic() - started
+    assert _agents_sleeps(mesh) - before < 150 + 50 * took_s, f"in {took_s:.2f} s"
+
+
 def test_calls_one_after_the_other_go_past_the_agent(procs: ProcMesh, clerks: Any) -> None:
     first, clerk = procs.slice(gpus=0), clerks.slice(gpus=0)
     for call in (lambda: first.execute(abs, -3).get(30).values() == [3], lambda: clerk.note.call_one(3).get(30) == 3):
         for _ in range(5):
             assert call()
-        before, started = _agents_sleeps(procs), time.monotonic()
-        for _ in range(300):
-            assert call()
-        took_s = time.monotonic() - started
-        assert _agents_sleeps(procs) - before < 150 + 50 * took_s, f"in {took_s:.2f} s"
+        _assert_agent_sleeps(procs, call)
 
 
 def test_sends_keep_their_order_when_they_change_their_way(procs: ProcMesh, clerks: Any) -> None:
@@ -148,6 +172,62 @@ def test_sends_keep_their_order_when_they_change_their_way(procs: ProcMesh, cler
         else:
             clerk.note.call_one(number)
     assert clerk.read.call_one().get(30) == list(range(600))
+
+
+def test_calls_to_several_go_past_the_agent(procs: ProcMesh, clerks: Any) -> None:
+    clerks.read.call().get(60)  # each rank has made its own
+    for call in (lambda: procs.execute(abs, -3).get(30).values() == [3] * 3, lambda: len(clerks.note.call(3).get(30))):
+        for _ in range(2 * OPEN_AFTER):
+            assert call()
+        _assert_agent_sleeps(procs, call)
+
+
+def test_calls_to_several_keep_their_order(procs: ProcMesh, clerks: Any) -> None:
+    warm(lambda number: procs.execute(note, number).get(30))
+    warm(lambda number: clerks.note.call(number).get(30))
+    procs.execute(read).get(30)
+    clerks.read.call().get(30)
+    parts = [[0, 1, 2], [0], [1, 2], [0, 2], [1]]
+    sent: list[list[int]] = [[], [], []]
+    futures: list[Any] = []
+    for number in range(500):
+        ranks = parts[number % 7 % 5]
+        for rank in ranks:
+            sent[rank].append(number)
+        more = LARGE if number % 37 == 5 else None
+        futures = [
+            procs.pick(gpus=ranks).execute(note_unevenly, number, more),
+            clerks.pick(gpus=ranks).note.call(number, more),
+        ]
+        if number % 5:
+            for future in futures:
+                assert future.get(30).values() == [number] * len(ranks)
+    for future in futures:
+        future.get(30)
+    assert procs.execute(read).get(30).values() == sent
+    assert clerks.read.call().get(30).values() == sent
+
+
+def test_ranks_that_answer_a_call_of_several_before_others_can_be_called(procs: ProcMesh, tmp_path: Path) -> None:
+    warm(lambda number: procs.execute(note, number).get(30))
+    slow = procs.execute(wait_on, 1, str(tmp_path / "end"))
+    for number in range(100):
+        assert procs.slice(gpus=0).execute(abs, -number).get(30).values() == [number]
+    assert not slow.done()
+    (tmp_path / "end").touch()
+    assert slow.get(30).values() == [0, 1, 2]
+
+
+def test_a_rank_that_raises_ends_a_call_of_several(procs: ProcMesh) -> None:
+    warm(lambda number: procs.execute(note, number).get(30))
+    for seconds in (0.0, 0.05):
+        with pytest.raises(CallFailed, match="rank 1 is asked to fail"):
+            procs.execute(fail_on, 1, seconds).get(30)
+        assert procs.execute(abs, -1).get(30).values() == [1] * 3
+    assert sorted(len(value) for value in procs.execute(bytes, 100_000).get(30).values()) == [100_000] * 3
+    procs.execute(read).get(30)
+    procs.execute(note, 7).get(30)
+    assert procs.execute(read).get(30).values() == [[7]] * 3
 
 
 def test_threads_that_call_at_once_get_their_own_answers(procs: ProcMesh, clerks: Any) -> None:
@@ -298,6 +378,14 @@ def test_a_rank_tells_what_was_not_heard_when_the_controller_is_gone(ends: Ends)
         rank.give_up()
         assert told == ([] if is_heard else [wire.CameEarly(call), _reply(id)])
         told.clear()
+    server.send(wire.encode(_call(65, 65)), address)
+    call = rank.take(HERE)
+    assert call is not None
+    rank.give_up()
+    told.clear()
+    assert not rank.is_news(call, HERE)  # the agent had heard of it from another rank, and has our word by now
+    assert not told
+    assert not rank.answer(call, _reply(65), 1, may_pass=True)
     server.send(wire.encode(_call(70, 70)), address)
     call = rank.take(HERE)
     assert call is not None
@@ -365,6 +453,29 @@ def call(seconds):
     return future
 """
 
+SPREAD = """
+shortcuts = mesh._controller._dispatcher.shortcuts
+for number in range({often}):
+    mesh.execute(abs, -number).get(30)
+time.sleep(0.2)
+def call(seconds, number=77):
+    future = mesh.execute(sleep_and_say, number, seconds)
+    mesh._controller.ask(lambda: None)
+    return future
+def die_after_one_datagram():
+    send = shortcuts._send
+    def send_one(data, address):
+        shortcuts._send = lambda data, address: os.kill(os.getpid(), signal.SIGKILL)
+        return send(data, address)
+    shortcuts._send = send_one
+def sleep_unevenly(number):
+    import __main__
+    return sleep_and_say(number, 0.5 * __main__.rank)
+def call_unevenly(seconds):
+    mesh.execute(sleep_unevenly, 77)
+    mesh._controller.ask(lambda: time.sleep(seconds))
+"""
+
 ATTACH = """
 import json, os
 kept = attach("kept")
@@ -401,5 +512,36 @@ def test_the_next_controller_gets_what_was_not_heard(zygote: Zygote, last_words:
     successor = zygote.start(ATTACH)
     assert successor.expect_json("results") == results
     assert successor.expect("ran") == "77"
+    assert successor.expect_json("more") == list(range(20))
+    successor.wait()
+
+
+@pytest.mark.parametrize(
+    ("last_words", "results", "ran"),
+    [
+        ("call(0.0)", [[77, 77]], "77"),
+        ("call(0.7)", [[77, 77]], "77"),
+        ("call(0.05).get(30)", [[77, 77]], "77"),
+        ("call(0.0).get(30); time.sleep(0.5)", [], "77"),
+        ("call(0.7); detach()", [[77, 77]], "77"),
+        ("call_unevenly(0.002)", [[77, 77]], "77"),
+        ("call_unevenly(0.0); time.sleep(0.05)", [[77, 77]], "77"),
+        ("die_after_one_datagram(); call(0.0); time.sleep(9)", [[77, 77]], "77"),
+        ("die_after_one_datagram(); call(0.3); time.sleep(9)", [[77, 77]], "77"),
+        # the first rank has forgotten the answer that the other keeps:
+        ("call(0.0).get(30); die_after_one_datagram(); call(0.3, 78); time.sleep(9)", [[78, 78]], "77 78"),
+        ("call(0.0).get(30); die_after_one_datagram(); time.sleep(9)", [], "77"),
+    ],
+)
+def test_the_next_controller_gets_what_several_ranks_have_not_told(
+    zygote: Zygote, last_words: str, results: Any, ran: str
+) -> None:
+    spread = SPREAD.replace("{often}", str(2 * OPEN_AFTER))
+    driver = zygote.start(f"{SPAWN}\n{spread}\n{last_words}\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    driver.expect("session")
+    driver.wait()
+    successor = zygote.start(ATTACH)
+    assert successor.expect_json("results") == results
+    assert successor.expect("ran") == ran
     assert successor.expect_json("more") == list(range(20))
     successor.wait()
