@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from meshbook.system.heap_holes import fill_heap_holes
 from meshbook.system.huge_pages import use_huge_pages
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import (
@@ -167,7 +168,7 @@ class SpawnedWorkers:
 
 class SpareWork:
     """What a template does while nobody asks anything of it: imports that can wait, what each rank does first, then
-    its memory in huge pages."""
+    its memory without holes and in huge pages."""
 
     def __init__(self, later: list[str]) -> None:
         self._later = later
@@ -191,9 +192,8 @@ class SpareWork:
     def _rehearse(self) -> None:
         """Form a group and forget it, so that ranks share what that leaves in memory. What fails is said in the log."""
         rehearsal = sys.modules.get("meshbook.groups.rehearsal")
-        if rehearsal is None or self._has_rehearsed:
+        if rehearsal is None:
             return
-        self._has_rehearsed = True
         try:
             rehearsal.rehearse_groups()
         except Exception:  # of this machine, so ranks will say so as well
@@ -206,8 +206,12 @@ class SpareWork:
     def _pieces(self) -> Iterator[None]:
         self.import_now()
         yield
-        self._rehearse()
-        yield
+        if not self._has_rehearsed:
+            self._has_rehearsed = True
+            self._rehearse()
+            yield
+            fill_heap_holes()
+            yield
         yield from use_huge_pages()
 
 
