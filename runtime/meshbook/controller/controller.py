@@ -89,7 +89,7 @@ class Controller:
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
         self._dispatcher = Dispatcher(
-            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.send_past
+            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.send_past, folder.state.lease_s
         )
         self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
         """The mesh with this number, unless it has ended; on any thread."""
@@ -394,7 +394,8 @@ class Controller:
 
         def give_up() -> None:
             for host in hosts:
-                self._dispatcher.give_up(host)
+                if suspicion := host.suspicion:
+                    self._dispatcher.give_up(host, f"given up: it was {suspicion}")
 
         self.ask(give_up)
 
@@ -442,7 +443,8 @@ class Controller:
         def say_goodbye() -> None:
             for host in hosts:
                 self._dispatcher.dismiss(host)
-                self._socket.revoke(host.id)
+                if host.id not in self._dispatcher.late_hosts:
+                    host.shut_out()
 
         deadline = time.monotonic() + timeout_s
         self.submit(say_goodbye)

@@ -26,6 +26,7 @@ from meshbook.controller.group_recovery import GroupRecovery
 from meshbook.controller.host_checks import check, check_ranks, check_replies
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState
 from meshbook.controller.io_turns import TurnQueue
+from meshbook.controller.late_hosts import LateHosts
 from meshbook.controller.mail import ControllerMail
 from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
 from meshbook.controller.payloads import Payloads
@@ -73,11 +74,16 @@ class Dispatcher:
         key_of: Callable[[str], str],
         peer_ip: Callable[[], str],
         send_past: Callable[[bytes, str], bool] = lambda data, address: False,
+        lease_s: float = 0.0,
     ) -> None:
-        """`PeerDirectory` says what key_of and peer_ip are. send_past: as in `ControllerSocket`."""
+        """`PeerDirectory` says what key_of and peer_ip are. send_past: as in `ControllerSocket`.
+
+        lease_s: for how long agents wait for a controller.
+        """
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}
+        self.late_hosts = LateHosts(lease_s)
         self.meshes: dict[int, MeshState] = {}
         self.recoveries: dict[int, GroupRecovery] = {}
         self.calls = CallTable(self.recoveries)
@@ -102,7 +108,7 @@ class Dispatcher:
 
     def adopt(self, hosts: Mapping[str, HostState], saved: Mapping[int, SavedMesh], control: CallControl) -> Reattach:
         """Expect the reports of ``hosts`` on the meshes and calls of a former controller."""
-        reattach = Reattach(self.meshes, self.calls, self.lose, hosts, saved, control)
+        reattach = Reattach(self.meshes, self.calls, self.give_up, hosts, saved, control)
         self._reattach = reattach
         reattach.done.add_done_callback(lambda _: self._forget_reattach())
         return reattach
@@ -139,6 +145,7 @@ class Dispatcher:
                 host.heard = now
             if not host.lost:
                 attempt(functools.partial(self._tick_host, host), f"the heartbeat of host {host.name}")
+        self.late_hosts.tick()
         self.payloads.settle_lost()
         lent_memory.settle()
 
@@ -147,11 +154,11 @@ class Dispatcher:
             host.beat()
             host.look()
             if host.is_overdue:
-                self.lose(
+                self.give_up(
                     host, f"no sign of life for {MAX_SILENCE_S:g} s, and no connection by which its machine answers"
                 )
         if not host.lost and (reason := host.launched.failure()):
-            self.lose(host, reason)
+            self.give_up(host, reason)
 
     def groups_of(self, mesh: MeshState) -> GroupRecovery:
         """Who looks after ranks of a mesh that wait in vain, and after its process groups."""
@@ -183,6 +190,7 @@ class Dispatcher:
     def on_frames(self, host_id: str, lane: LaneName, frames: list[bytes]) -> None:
         host = self.hosts.get(host_id)
         if host is None or host.lost:
+            self.late_hosts.on_frames(host_id, lane, frames)
             return
         if host.is_found and host.hello is None and lane != "urgent":
             if len(host.early) < MAX_EARLY:  # what is beyond is not acknowledged, so it comes again
@@ -199,7 +207,7 @@ class Dispatcher:
                 self.lose(host, "another controller has taken over its meshes; what runs there is that one's now")
         except (*wire.MALFORMED, PeerProtocolError) as error:
             self.impossible += 1
-            self.lose(host, f"it sent something impossible: {error}")
+            self.give_up(host, f"it sent something impossible: {error}")
         except Exception as error:
             tell(error, f"what host {host.name} has acknowledged")
         if self.is_full:
@@ -518,16 +526,20 @@ class Dispatcher:
     def dismiss(self, host: HostState) -> None:
         """Tell a host to end, and forget it: what is still open on it counts as lost."""
         host.is_dismissed = True
-        if not host.lost:
+        if host.suspicion:
+            self.give_up(host, "it was stopped")
+        elif not host.lost:
             host.send_urgent(wire.Goodbye())
             self.lose(host, "it was stopped")
         self.hosts.pop(host.id, None)
 
-    def give_up(self, host: HostState) -> None:
-        """Count a host as lost that is only suspect, since a person says so: should it come back it ends."""
-        if suspicion := host.suspicion:
+    def give_up(self, host: HostState, reason: str) -> None:
+        """Count a host as lost whose agent may live: should it come back it ends."""
+        if not host.lost:
             host.send_urgent(wire.Goodbye())
-            self.lose(host, f"given up: it was {suspicion}")
+            self.lose(host, reason)
+            if not host.is_watched:
+                self.late_hosts.keep(host)
 
     def leave(self, session: str) -> None:
         """The meshes live on without us."""

@@ -117,7 +117,7 @@ class HostState(HostLink):
         now = time.monotonic()
         if not self.is_up or now - self.heard <= SUSPECT_S:
             return ""
-        is_there = self._is_watched or now - self.answered <= SUSPECT_S
+        is_there = self.is_watched or now - self.answered <= SUSPECT_S
         why = "its agent is stopped or its machine is busy" if is_there else "its connection has broken"
         return f"silent for {now - self.heard:.0f} s: {why}"
 
@@ -129,10 +129,10 @@ class HostState(HostLink):
     @property
     def is_overdue(self) -> bool:
         """Whether its silence is as good as its end."""
-        return not self._is_watched and time.monotonic() - max(self.heard, self.answered) > MAX_SILENCE_S
+        return not self.is_watched and time.monotonic() - max(self.heard, self.answered) > MAX_SILENCE_S
 
     @property
-    def _is_watched(self) -> bool:
+    def is_watched(self) -> bool:
         """Whether we see its process."""
         return self.shares_memory and self.launched.pid != 0
 

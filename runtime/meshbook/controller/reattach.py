@@ -43,16 +43,16 @@ class Reattach:
         self,
         meshes: dict[int, MeshState],
         calls: CallTable,
-        lose: Callable[[HostState, str], None],
+        give_up: Callable[[HostState, str], None],
         hosts: Mapping[str, HostState],
         saved: Mapping[int, SavedMesh],
         control: CallControl,
     ) -> None:
-        """meshes, calls: all that the new controller knows. lose: counts a host as lost."""
+        """meshes, calls: all that the new controller knows. give_up: counts a host as lost, and has it end."""
         self.meshes: dict[int, MeshState] = {}
         self.calls: list[ResumedCall] = []
         self.done: Future[None] = Future()
-        self._known_meshes, self._open_calls, self._lose = meshes, calls, lose
+        self._known_meshes, self._open_calls, self._give_up = meshes, calls, give_up
         self._hosts, self._saved, self._control = hosts, saved, control
         self._expected = set(hosts.values())
         self._host_ranks: dict[int, dict[HostState, int]] = defaultdict(dict)
@@ -65,7 +65,7 @@ class Reattach:
 
     def give_up(self, host: HostState, reason: str) -> None:
         """A host will not report."""
-        self._lose(host, reason)
+        self._give_up(host, reason)
         self._settle(host)
 
     # ---- reports ------------------------------------------------------------------------------------------------

@@ -79,12 +79,28 @@ class HostLink:
         return named
 
     def lose(self, reason: str) -> None:
-        """It is lost: nothing is sent to it any more, and nothing kept for it."""
+        """It is lost: nothing is sent to it any more, and nothing kept for it but what is urgent, without payloads."""
         self.lost = reason
         self.backlog.clear()
         self.deferred.clear()
         self._bulk_out.clear()
-        self._links = {lane: Link(link.epoch) for lane, link in self._links.items()}
+        self._links = {lane: link if lane == "urgent" else Link(link.epoch) for lane, link in self._links.items()}
+
+    @property
+    def has_farewell(self) -> bool:
+        """Whether a host that is lost has got the last urgent message that it was sent before."""
+        return self._links["urgent"].unacked_bytes == 0
+
+    def repeat_farewell(self, lane: LaneName, frames: list[bytes]) -> None:
+        """A host that is lost has spoken: send again what it lacks of what was urgent. Raises: PeerProtocolError."""
+        if lane == "urgent":
+            self._links[lane].receive(frames)
+            for messages in self._links[lane].pending():
+                self._sock.send(self.id, lane, messages)
+
+    def shut_out(self) -> None:
+        """Let it in no more."""
+        self._sock.revoke(self.id)
 
     def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
         """Take frames from the wire: the message they carry, if it is new and next in order."""

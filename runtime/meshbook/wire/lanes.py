@@ -72,6 +72,9 @@ class Lane(ABC):
     def look(self) -> None:
         """Look whether the machine of a silent peer is there; once a second is enough."""
 
+    def dial_again(self) -> None:  # noqa: B027 - on one machine there is nothing to dial
+        """Give up a connection whose other end does not answer; what is under way on it is lost, and replayed."""
+
     @property
     def is_answered(self) -> bool:
         """Whether, at the last look, a connection stood, by which the machine of the other end has answered lately."""
@@ -88,7 +91,9 @@ class Lane(ABC):
             if message is not None:
                 deliver(*message)
         if self.link.due:
-            self._send_all(self.link.pending())
+            for messages in self.link.pending():  # paused or not: whoever has spoken listens
+                if not self.transmit(messages):
+                    break
         return found
 
     def _receive_other(self, epoch: int, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:

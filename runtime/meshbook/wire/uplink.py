@@ -22,6 +22,10 @@ FULL_BYTES = 8 << 20
 FULL_BULK_BYTES = 256 << 20
 """The same in payloads, which lie in the senders' shared memory until their turn comes."""
 
+DIAL_AGAIN_S = 15.0
+"""A machine that has not answered for so long has given us up, or will: another connection finds out sooner than the
+system's repetitions on the old one, which come ever more rarely."""
+
 STALLED_S = 5.0
 """A process that did nothing for so long was stopped itself."""
 
@@ -81,6 +85,7 @@ class Uplink:
             lane.watch(loop)
         self._calls, bulk = self._lanes["calls"], self._lanes["bulk"]
         self._on_heard: Callable[[], None] | None = None
+        self._dialled = time.monotonic()
         self._outbox = Batch(self._calls.send)
         self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
 
@@ -144,6 +149,11 @@ class Uplink:
         """Once a second: see whether the peer, or its machine, is there."""
         self.silence.look()
         self._lanes["urgent"].look()
+        now = time.monotonic()
+        if self.unanswered_s > DIAL_AGAIN_S and now - self._dialled > DIAL_AGAIN_S:
+            self._dialled = now
+            for lane in self._lanes.values():
+                lane.dial_again()
 
     @property
     def is_answered(self) -> bool:

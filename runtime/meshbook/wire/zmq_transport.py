@@ -39,6 +39,8 @@ _READABLE, _NOBLOCK, _NOBLOCK_MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"meshbook"
 _MAX_FRAME_BYTES = 64 << 20
+_DIAL_MS = 3000
+"""A machine that is out of reach is dialled anew so often: the system itself waits ever longer."""
 _CONNECTION_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _NEEDED_FILES = 64
 """libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
@@ -237,7 +239,7 @@ class ZmqLane(Lane):
         self._loop: EventLoop | None = None
         self._watch: Watch | None = None
         self._fd = -1
-        self._is_connected, self._by_tunnel = False, ticket.by_tunnel
+        self._is_connected, self._by_tunnel, self._endpoint = False, ticket.by_tunnel, ticket.endpoint
         self.may_read = True
         try:
             self._dial(ticket, lane)
@@ -252,6 +254,7 @@ class ZmqLane(Lane):
         self._sock.curve_publickey = ticket.public_key.encode()
         self._sock.curve_secretkey = ticket.secret_key.encode()
         self._sock.ipv6 = "[" in ticket.endpoint
+        self._sock.connect_timeout = _DIAL_MS
         if lane == "urgent":  # one lane tells for all
             self._monitor = self._sock.get_monitor_socket(_CONNECTION_EVENTS)
         self._sock.connect(ticket.endpoint)
@@ -279,6 +282,12 @@ class ZmqLane(Lane):
     @property
     def is_answered(self) -> bool:
         return self._is_connected and time.monotonic() - self.answered < ANSWER_S
+
+    def dial_again(self) -> None:
+        self._is_connected = False
+        self._sock.disconnect(self._endpoint)
+        self._sock.connect(self._endpoint)
+        self.may_read = True
 
     def take(self) -> list[bytes] | None:
         is_readable = bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)

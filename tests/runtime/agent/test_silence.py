@@ -252,6 +252,46 @@ def test_a_machine_that_is_cut_off_is_lost_in_time(
     shutdown()
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["lost", "replaced"])
+def test_a_host_that_was_cut_off_ends_within_seconds_of_its_return(
+    clean_end: None, cable: Namespace, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    shutdown()
+    monkeypatch.setattr("meshbook.mesh.host_agents.loopback_address", lambda: cable.address)
+    hosts = start_hosts({"hosts": 2}, FarLauncher(cable))
+    with hosts.spawn_procs({"gpus": 1}, name="late", device="cpu", group=False, owns_hosts=True) as mesh:
+        agent = psutil.Process(agent_of(mesh, 1))
+        former = [agent, *agent.children(recursive=True)]
+        cable.pull()
+        wait_until(lambda: mesh.lost == (1,), timeout_s=40)
+        if replaced:
+            assert mesh.heal(launcher=FarLauncher()).ranks == (1,)
+        assert all(process.is_running() for process in former), "nobody could tell it"
+        cable.plug()
+        assert not psutil.wait_procs(former, timeout=20)[1]
+        if replaced:
+            assert mesh.run("rank").get(30).values() == [0, 1]
+    shutdown()
+
+
+def test_a_connection_that_is_reset_after_a_silence_costs_nothing(clean_end: None) -> None:
+    launcher = ProxiedLauncher()
+    hosts = start_hosts({"hosts": 2}, launcher)
+    with hosts.spawn_procs({"gpus": 1}, name="reset", device="cpu", group=False, owns_hosts=True) as mesh:
+        assert launcher.relay is not None
+        launcher.relay.silence(600)
+        calls = [mesh.run("rank") for _ in range(20)]
+        silent_until = time.monotonic() + MAX_SILENCE_S / 2
+        while time.monotonic() < silent_until:
+            assert not mesh.lost
+            time.sleep(0.1)
+        launcher.relay.cut()
+        launcher.relay.silence(0)
+        assert [call.get(30).values() for call in calls] == [[0, 1]] * 20
+        assert not mesh.lost
+    launcher.relay.close()
+
+
 def test_an_agent_that_was_stopped_does_not_take_its_own_silence_for_its_controllers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
