@@ -7,8 +7,14 @@ it says goes to its log.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import glob
 import os
 import select
+import socket
+import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +27,11 @@ from meshbook.system.user_folders import log_base, private_folder
 from meshbook.wire.ticket import Ticket
 
 LOG = "agent.log"
+
+_ENDS = "/tmp/meshbook-" + "[0-9a-f]" * 24
+"""Where the launcher has sshd put the ends of tunnels (`meshbook.launchers.ssh`)."""
+NEW_S = 60.0
+"""An end is young for so long: sshd makes it before it listens there."""
 
 KEPT_S = 7 * 86400.0
 """Logs in which nothing was written for so long may go; of sessions of other machines nothing else tells their end."""
@@ -35,6 +46,7 @@ def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
         raise SpawnError(f"meshbook: no tunnel at {tunnel_of(ticket)}; remote port forwarding failed")
     base = log_base()
     trim_logs(base, KEPT_S)
+    sweep()
     session, _, host = ticket.log_dir.partition("/")
     folder = private_folder(private_folder(base / session) / host)
     connection = os.dup(1)  # which no child of ours inherits
@@ -43,6 +55,18 @@ def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
         os.dup2(log, fd)
     os.close(log)
     return msgspec.structs.replace(ticket, log_dir=str(folder)), connection
+
+
+def sweep() -> None:
+    """Remove ends of tunnels of ours at which nobody listens: sshd leaves them, and an agent that was killed too."""
+    for name in glob.glob(_ENDS):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:  # another agent does the same
+            told = os.lstat(name)
+            if told.st_uid != os.getuid() or not stat.S_ISSOCK(told.st_mode) or time.time() - told.st_mtime < NEW_S:
+                continue
+            sock.setblocking(False)
+            if sock.connect_ex(name) == errno.ECONNREFUSED:
+                os.unlink(name)
 
 
 def tunnel_of(ticket: Ticket) -> Path:
