@@ -54,6 +54,11 @@ class AgentMail:
         self.held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
         """Who waits for room on an uplink, and what they were told."""
 
+    @property
+    def environment(self) -> Mapping[bytes, bytes]:
+        """What was asked for the ranks of the meshes here; of two meshes the later one counts."""
+        return {name: value for mesh in self._meshes.values() for name, value in mesh.environment.items()}
+
     def call(self, sender: AgentWorker, mesh_id: int, call: wire.Call, payload: Sequence[Buffer]) -> None:
         """Pass on what a worker of mesh ``mesh_id`` has called."""
         call = msgspec.structs.replace(call, origin=wire.Origin(mesh_id, sender.rank, sender.pid))

@@ -89,6 +89,7 @@ class AgentMesh:
     ) -> None:
         """spawn: the first of its workers. on_stopped: called when it was told to end and no process is left of it."""
         self.id = spawn.mesh
+        self.environment = spawn.environment
         self.memory = CallJournal(spawn.mesh, spawn.name)
         self._host, self._mail, self._loop, self._uplink = host, mail, host.loop, host.uplink
         log_dir = host.log_dir / f"{spawn.name}-{spawn.mesh}"

@@ -18,6 +18,7 @@ from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
 from meshbook.errors import PeerProtocolError
 from meshbook.shape.slices import group
+from meshbook.system.interfaces import WANTED, wanted_interfaces
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import family_of, in_endpoint, is_same_process, own_address, start_time
 from meshbook.wire import messages as wire
@@ -239,7 +240,9 @@ class AgentPeers:
         self._send(wire.PeerAddress(message.host, self._port.endpoint))
 
     def _ip(self, proposed: str) -> str:
-        """The address by which the controller's network reaches us."""
+        """The one that was asked for the ranks here, else that by which the controller's network reaches us."""
+        if found := wanted_interfaces(self._mail.environment.get(WANTED.encode(), b"").decode()):
+            return in_endpoint(found[0].address)
         endpoint = self._host.ticket.endpoint
         if self._host.ticket.by_tunnel:  # of which only this end is known here
             return in_endpoint(own_address())

@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from typing import cast
 
+import mail_ranks
 import msgspec
 import pytest
 from far_hosts import FarLauncher
+from mail_ranks import open_desks
 from patience import wait_until
 
 from benchmarks.faults.namespace import Namespace, make_namespace
@@ -73,6 +75,20 @@ def test_a_network_that_is_asked_for_is_taken_and_one_that_is_not_there_is_told(
         spawned(far, MESHBOOK_INTERFACE="eth77"),
     ):
         pass
+
+
+@pytest.mark.parametrize(("interface", "address"), [("", "10.213."), (f"{NOWHERE}/32", NOWHERE)])
+def test_messages_of_other_hosts_come_in_where_was_asked_for(far: Namespace, interface: str, address: str) -> None:
+    hosts = start_hosts({"hosts": 2}, FarLauncher(far))
+    environment = {"MESHBOOK_INTERFACE": interface} if interface else {}
+    with hosts.spawn_procs({"gpus": 1}, device="cpu", group=False, owns_hosts=True, env=environment) as mesh:
+        there = open_desks(mesh)
+        asked = mesh.slice(hosts=0).execute(mail_ranks.ask, there, "echo", 1, timeout=5)
+        met = mesh._controller._dispatcher.peer_directory.met
+        wait_until(lambda: met and all(meeting.endpoint for meeting in met.values()))
+        assert all(meeting.endpoint.startswith(f"tcp://{address}") for meeting in met.values()), met
+        if not interface:
+            assert asked.get(60).values()[0] == {0: 1, 1: 1}
 
 
 def test_hosts_that_do_not_reach_each_other_say_so(far: Namespace) -> None:
