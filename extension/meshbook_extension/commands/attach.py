@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
@@ -15,6 +16,7 @@ from meshbook_extension.output.labels import format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
+    from meshbook.launchers.own_jobs import OwnJob
     from meshbook.sessions.folder import SavedMesh
     from meshbook.sessions.listing import SavedSession
 
@@ -146,23 +148,33 @@ def describe(saved: SavedSession) -> str:
     return f"{meshes}; {left}, waits for {format_duration(saved.lease_s - saved.waits_s)} more"
 
 
-def describe_others() -> list[str]:
-    """Lines for ``%mesh list``: what other kernels have, what waits, and jobs of Slurm that no mesh here is in."""
-    from meshbook.launchers.slurm_allocation import own_jobs
+def describe_others() -> Iterator[str]:
+    """Lines for ``%mesh list``: what other kernels have, what waits, and jobs of engines that no mesh here is in."""
+    from meshbook.launchers.own_jobs import JobSearch
     from meshbook.sessions.listing import sessions
 
+    search = JobSearch()  # before all else: it takes the longest
     known = sessions()
     others = [each for each in known if not each.is_ours]
-    jobs = {job for each in known for mesh in each.meshes for job in mesh.jobs}
-    lines = []
     for each in others:
         names = names_of(each)
         unique = sum(names[0] in names_of(other) for other in others) == 1
         how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
-        lines.append(f"  {describe(each)}{how}")
-    unknown = [job for job in own_jobs() if job.number not in jobs]
-    lines += [f"  {job}; no mesh of this machine is in it    end it: scancel {job.number}" for job in unknown]
-    return ["elsewhere:", *lines] if lines else []
+        yield f"  {describe(each)}{how}"
+    jobs, silent = search.results()
+    ours = {job for each in known for mesh in each.meshes for job in mesh.jobs}
+    for job in jobs:
+        if job.number not in ours:
+            yield f"  {_describe_job(job)}; no mesh of this machine is in it    end it: {job.end}"
+    yield from (f"  {each}" for each in silent)
+
+
+def _describe_job(job: OwnJob) -> str:
+    """Return what is known of it, and for how long it runs or waits."""
+    on = f" on {job.where}" if job.where else ""
+    age = "" if job.age_s is None else f", for {format_duration(job.age_s)}"
+    in_all = f" ({format_duration(job.age_s * job.hosts)} of hosts)" if job.age_s is not None and job.hosts > 1 else ""
+    return f"job {job.number} of {job.engine}: {job.state}{on}{age}{in_all}"
 
 
 def _list_others(known: list[SavedSession]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -259,7 +260,8 @@ def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
 def list_meshes(session: Session, arguments: Arguments) -> None:
     """One line per mesh, its slices below it; then what other kernels have."""
     others = describe_others()
-    if not session.meshes and not others:
+    first = next(others, None) if not session.meshes else None
+    if not session.meshes and first is None:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
     for name, procs in session.meshes.items():
         mark = "*" if name == session.current else " "
@@ -268,8 +270,8 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
         for slice_name, named in session.slices.items():
             if named.mesh == name:
                 print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
-    for line in others:
-        print(line)
+    for number, line in enumerate(itertools.chain([] if first is None else [first], others)):
+        print(line if number else f"elsewhere:\n{line}", flush=True)
 
 
 @Command(

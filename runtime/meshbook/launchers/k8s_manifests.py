@@ -24,6 +24,7 @@ NO_CLIENT = (
     "the client of Kubernetes is not installed for the notebook's Python; install it: pip install 'meshbook[k8s]'"
 )
 GPU = "nvidia.com/gpu"
+NAME_LABEL = "app.kubernetes.io/name=meshbook"
 HOST_LABEL, GROUP_LABEL = "meshbook/host", "meshbook/group"
 """On pods and Jobs: the Job's name, and what the hosts have in common that one driver looks after."""
 

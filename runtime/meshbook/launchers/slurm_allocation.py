@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from meshbook.errors import SpawnError
 from meshbook.launchers.client import END_S, Client
@@ -21,8 +20,8 @@ from meshbook.system.processes import address_towards, own_address, start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 JOB_NAME = "meshbook"
-ANSWER_S, SOON_S = 10.0, 2.0
-"""How long commands of Slurm may take to answer, and where only more is to be told by it."""
+ANSWER_S = 10.0
+"""How long commands of Slurm may take to answer."""
 PIPE_BYTES = 1 << 20
 """What a pipe may hold: the tickets of some 2,000 hosts."""
 LOOK_S = 2.0
@@ -179,30 +178,6 @@ def allocation_of(log: Path) -> Allocation:
     if found is None:
         found = _allocations[log] = Allocation(log)
     return found
-
-
-class OwnJob(NamedTuple):
-    """A job of this user that holds hosts, or is to."""
-
-    number: str
-    state: str
-    age: str
-    nodes: str
-
-    def __str__(self) -> str:
-        on = f" on {self.nodes}" if self.nodes else ""
-        return f"job {self.number} of Slurm: {self.state.lower()}{on}, for {self.age}"
-
-
-def own_jobs() -> list[OwnJob]:
-    """Those that were asked for by meshes, from whichever machine; none where there is no Slurm, or no answer soon."""
-    if shutil.which("squeue") is None:
-        return []
-    words = ("squeue", "-h", "-u", str(os.getuid()), "-n", JOB_NAME, "-t", "PD,R,S", "-o", "%i|%T|%M|%N")
-    try:
-        return [OwnJob(*line.split("|")) for line in ask(*words, timeout_s=SOON_S).splitlines()]
-    except SpawnError:
-        return []
 
 
 def ask(*command: str, timeout_s: float = ANSWER_S) -> str:

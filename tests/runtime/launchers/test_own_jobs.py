@@ -1,0 +1,106 @@
+"""What engines hold for this user is found, whoever asked for it, and an engine that is silent keeps nobody waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import wait_until
+from ray_cluster import ray_cluster
+from slurm_cluster import slurm_cluster
+
+from meshbook import start_hosts
+from meshbook.launchers.k8s_manifests import HOST_LABEL
+from meshbook.launchers.own_jobs import JobSearch, slurm_seconds
+from meshbook.launchers.ray import RayLauncher
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0:07", 7), ("12:03", 723), ("1:00:05", 3605), ("2-01:00:00", 176400), ("INVALID", None)]
+)
+def test_times_of_slurm(text: str, seconds: float | None) -> None:
+    assert slurm_seconds(text) == seconds
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No engine is here but those of a test."""
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("meshbook.launchers.own_jobs._RAY_CURRENT", tmp_path / "none")
+
+
+def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_jobs_of_slurm_are_found_by_what_asked_for_them() -> None:
+    with pytest.MonkeyPatch.context() as patch, slurm_cluster(patch):
+        begin = ["salloc", "--no-shell", "-N2", "--time=5", "--job-name=meshbook"]
+        subprocess.run(begin, check=True, capture_output=True, timeout=60)
+        try:
+            (job,), silent = JobSearch().results()
+            assert silent == [] and job.engine == "Slurm" and job.state == "running" and job.hosts == 2
+            assert job.age_s is not None and job.where and job.end == f"scancel {job.number}"
+        finally:
+            subprocess.run(["scancel", "-n", "meshbook"], check=True, timeout=60)
+        wait_until(lambda: JobSearch().results() == ([], []))
+
+
+def test_an_engine_that_does_not_answer_is_named_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "squeue", "exec sleep 60", monkeypatch)
+    began = time.monotonic()
+    search = JobSearch(deadline_s=1.0)
+    assert time.monotonic() - began < 0.9, "it begins, and waits for nobody"
+    jobs, silent = search.results()
+    assert jobs == [] and len(silent) == 1 and silent[0].startswith("Slurm has not told its jobs: ")
+    assert time.monotonic() - began < 5
+
+
+def test_an_engine_that_fails_is_told_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "squeue", "echo 'slurm_load_jobs error: Unable to contact controller' >&2; exit 1", monkeypatch)
+    _, (line,) = JobSearch().results()
+    assert "Unable to contact controller" in line
+
+
+@pytest.mark.slow
+def test_jobs_of_kubernetes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kubernetes")
+    from k8s_cluster import IMAGE, await_quiet, kubernetes_here
+    from kubernetes import client
+    from kubernetes.client import BatchV1Api
+
+    with kubernetes_here("stand-in", tmp_path) as here:
+        monkeypatch.setenv("KUBECONFIG", str(here.kubeconfig))
+        own: dict[str, Any] = {"name": "host", "image": IMAGE, "command": ["sh", "-c", "exec sleep 60"]}
+        labels = {"app.kubernetes.io/name": "meshbook", HOST_LABEL: "meshbook-stray"}
+        template = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "Never", "containers": [own]}}
+        job = {"metadata": {"name": "meshbook-stray", "labels": labels}, "spec": {"template": template}}
+        BatchV1Api(here.api).create_namespaced_job("ml", job)
+        (found,), silent = JobSearch(deadline_s=60.0).results()
+        BatchV1Api(here.api).delete_namespaced_job(
+            "meshbook-stray", "ml", body=client.V1DeleteOptions(propagation_policy="Background")
+        )
+        assert silent == [] and found.engine == "Kubernetes" and found.number == "meshbook-stray"
+        assert found.age_s is not None and found.end == "kubectl delete job -n ml meshbook-stray"
+        await_quiet(here)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # a busy machine takes a minute to start a cluster
+def test_placement_groups_of_ray_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ray_cluster() as nodes:
+        hosts = start_hosts({"hosts": 2}, RayLauncher(nodes.address, options=["--num-cpus", "1"]))
+        procs = hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True)
+        procs.execute(os.getpid).get(120)
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        (found,), silent = JobSearch(deadline_s=60.0).results()
+        assert silent == [] and found.engine == "Ray" and found.hosts == 2 and found.age_s is not None
+        assert found.number in procs.saved.jobs and found.end.startswith("kill its driver")
+        procs.stop()
