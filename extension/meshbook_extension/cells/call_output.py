@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget
@@ -29,6 +31,7 @@ class CallOutput:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._diverted: OutputTarget | None = None
         self._key: object = None
         self._of_mesh: dict[int, _MeshOutput] = {}
         """Of the running cell, by the mesh's id."""
@@ -43,7 +46,16 @@ class CallOutput:
         """Where the prints of a call belong that is made now; None outside the thread of cells."""
         if threading.current_thread() is not threading.main_thread():
             return None
-        return self._here(procs).target
+        return self._diverted or self._here(procs).target
+
+    @contextlib.contextmanager
+    def diverted(self, target: OutputTarget) -> Iterator[None]:
+        """What calls print that the thread of cells makes in the block is for ``target``."""
+        self._diverted = target
+        try:
+            yield
+        finally:
+            self._diverted = None
 
     def output(self, procs: ProcMesh) -> CellOutput:
         """That of the cell that runs now, on the thread of cells."""

@@ -95,6 +95,10 @@ class ProcStates(ProcView):
         """Host names, in rank order."""
         return tuple(host.name for host in self._mesh.hosts)
 
+    def host_of(self, rank: int) -> str:
+        """The name of the host where a base rank is."""
+        return self._mesh.host_of(rank).name
+
     @property
     def launchers(self) -> tuple[SavedLauncher, ...]:
         """Who has started these hosts."""
