@@ -8,10 +8,12 @@ whose shapes depend on values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+import torch.utils.dlpack
 from torch.distributed.tensor import Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -51,6 +53,13 @@ SMALL_BYTES = 1 << 20
 
 AT_ONCE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 """What torch would put off until the values are read is done where they are."""
+
+ANSWERED: Mapping[Any, Callable[..., bool]] = {
+    aten.is_same_size.default: lambda one, other: one.shape == other.shape,
+    aten._has_same_storage_numel.default: lambda one, other: one.numel() == other.numel(),
+    aten.is_pinned.default: lambda *_, **__: False,
+}
+"""What torch asks of tensors is answered here."""
 
 _CPU = torch.device("cpu")
 _DATA = vars(torch._C.TensorBase)["data"]
@@ -231,6 +240,21 @@ for _name in (
     setattr(MeshTensor, _name, _refuse_memory(_name))
 
 
+def _guard_capsules(module: Any) -> None:
+    """torch's own function asks no subclass: of a mesh tensor it would make a capsule around no memory."""
+    to_dlpack = module.to_dlpack
+
+    @functools.wraps(to_dlpack)
+    def guarded(tensor: torch.Tensor) -> Any:
+        return _refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else to_dlpack(tensor)
+
+    module.to_dlpack = guarded
+
+
+for _module in (torch, torch.utils.dlpack):
+    _guard_capsules(_module)
+
+
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
     """A tensor of this process, on the ranks. Raises: UsageError for one that is not dense."""
     if whole.layout is not torch.strided:
@@ -292,6 +316,8 @@ def dispatch(
         return _few_of(args[0]).item()
     if operator is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return check_and_unscale(*args)
+    if operator in ANSWERED:
+        return ANSWERED[operator](*args, **kwargs)
     operator = AT_ONCE.get(operator, operator)
     tensors: list[Any] = []
     numbers: list[float] = []
@@ -447,5 +473,11 @@ def _with_values(
         raise UsageError(f"{operator} writes what depends on values to a tensor of {mesh}: use one that returns it")
     here = torch.utils._pytree.tree_map_only(MeshTensor, _few_of, (list(args), dict(kwargs)))
     made = operator(*here[0], **here[1])
+    tensors = [each for each in torch.utils._pytree.tree_leaves(made) if isinstance(each, torch.Tensor)]
+    if layouts := {str(each.layout) for each in tensors if each.layout is not torch.strided}:
+        raise UsageError(
+            f"{operator} makes a tensor that is not dense ({', '.join(layouts)}), which {mesh} cannot have: "
+            "take tensor.full_tensor() first, and make it of that"
+        )
     everywhere = [Replicate()] * len(mesh.axes)
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: place(each, mesh, everywhere), made)

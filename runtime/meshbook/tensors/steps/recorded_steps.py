@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import ParamSpec
 
-from meshbook.tensors.handles.mesh_tensor import MeshTensor, new_seed
+from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.issued_lines import as_named_line, name_code_line
 from meshbook.tensors.messages.operations import NewOutput, TensorId
 from meshbook.tensors.sending.op_stream import Handle, OpStream
@@ -33,7 +33,8 @@ from meshbook.tensors.steps.step_guards import (
     read_argument,
     values_referred_to,
 )
-from meshbook.tensors.steps.step_recorder import DoHere, Given, ReadNumbers, Recorded, Seed, StepRecorder
+from meshbook.tensors.steps.step_numbers import StepNumbers
+from meshbook.tensors.steps.step_recorder import Recorded, StepRecorder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,7 +205,7 @@ class _RepeatableStep:
         self.recording, self.issued = recorded.recording, recorded.issued
         self.captured, self.left = recorded.captured, recorded.left
         self._mesh, self._written = recorded.mesh, recorded.written
-        self._here = [each if isinstance(each, DoHere) else _Reading(each) for each in recorded.here]
+        self._numbers = StepNumbers(recorded.here)
         self.asked_by = as_named_line(self.issued[0][1])
         self._kept, self._returned = recorded.kept, returned
         self._returns_one = returned.spec.is_leaf()
@@ -216,9 +217,6 @@ class _RepeatableStep:
         self._held = [weakref.ref(handle, self._on_gone) for each in recorded.held if (handle := each()) is not None]
         self._modules = KnownModules(recording.modules)
         self._optimizers = [KnownOptimizer(each) for each in dict.fromkeys(recording.steps.optimizers)]
-        written = [tensor for each in self._here if isinstance(each, DoHere) for tensor in each.written]
-        self._counters = list({id(tensor): tensor for tensor in written}.values())
-        self._counted: list[Any] = []
         self.times = 0
 
     def _on_gone(self, _: object) -> None:
@@ -237,7 +235,7 @@ class _RepeatableStep:
         stream = self._mesh.stream
         given = [tensor._handle.number for tensor in inputs]
         stream.check_step(self, given, in_turn=bool(self._optimizers))
-        numbers = self._do_here(scalars) if self._here else {}
+        numbers = self._numbers.do(scalars)
         results = [stream.new_number() for _ in self._returned.numbers]
         try:
             stream.replay(self, given, numbers, results)
@@ -269,43 +267,4 @@ class _RepeatableStep:
 
     def undo(self) -> None:
         """Set the counters of optimizers back."""
-        for tensor, value in zip(self._counters, self._counted, strict=False):
-            tensor.fill_(value)
-
-    def _do_here(self, scalars: Sequence[torch.Tensor]) -> dict[int, Sequence[float]]:
-        """What the step does in this process; returns numbers of uses."""
-        self._counted = _values(self._counters)
-        numbers: dict[int, Sequence[float]] = {}
-        with torch.no_grad():
-            for each in self._here:
-                if isinstance(each, DoHere):
-                    each.operator(*each.args, **each.kwargs)
-                else:
-                    numbers[each.use] = each.read(scalars)
-        return numbers
-
-
-class _Reading:
-    """The numbers of a use, as they are each time."""
-
-    def __init__(self, numbers: ReadNumbers) -> None:
-        self.use = numbers.use
-        self._numbers = [0.0 if isinstance(each, torch.Tensor | Given | Seed) else each for each in numbers.sources]
-        tensors = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, torch.Tensor)]
-        self._places, self._tensors = [at for at, _ in tensors], [each for _, each in tensors]
-        self._others = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, Given | Seed)]
-
-    def read(self, scalars: Sequence[torch.Tensor]) -> list[float]:
-        found = list(self._numbers)
-        for at, number in zip(self._places, _values(self._tensors), strict=True):
-            found[at] = number
-        for at, source in self._others:
-            found[at] = scalars[source.at].item() if isinstance(source, Given) else float(new_seed())
-        return found
-
-
-def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Of tensors without dims; of many of one kind, such as the counters of an optimizer, at once."""
-    if len(tensors) > 2 and len({tensor.dtype for tensor in tensors}) == 1:
-        return torch.stack(list(tensors)).tolist()
-    return [tensor.item() for tensor in tensors]
+        self._numbers.undo()

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -369,6 +370,42 @@ def test_a_tensor_becomes_a_view_of_itself_in_place(grid: Mesh) -> None:
 def test_memory_that_is_not_there_is_not_touched(grid: Mesh, method: str) -> None:
     with pytest.raises(errors.UsageError, match="memory of this process, where a mesh tensor has none"):
         getattr(meshbook.ones(4, mesh=grid), method)()
+
+
+def test_a_capsule_of_memory_that_is_not_there_is_refused(grid: Mesh) -> None:
+    x = meshbook.ones(3, mesh=grid)
+    for give in (torch.to_dlpack, torch.utils.dlpack.to_dlpack):
+        with pytest.raises(errors.UsageError, match="to_dlpack is about memory"):
+            give(x)
+    assert torch.from_dlpack(torch.to_dlpack(torch.ones(3))).tolist() == [1.0] * 3
+    assert not x.is_pinned()
+
+
+@pytest.mark.parametrize("method", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_a_tensor_that_would_not_be_dense_is_refused_by_the_name_of_what_makes_it(grid: Mesh, method: str) -> None:
+    x = meshbook.ones(3, 2, mesh=grid)
+    with pytest.raises(errors.UsageError, match=rf"aten\._?{method}.* makes a tensor that is not dense .*full_tensor"):
+        getattr(x, method)()
+    assert x.sum().item() == 6
+
+
+def _attend(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.T).softmax(-1).sum(0)
+
+
+def _write(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().mul_(x).exp_().view(-1)[3:]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # which torch imports for it
+@pytest.mark.parametrize("function", [torch.sin, _attend, _write])
+@pytest.mark.parametrize("spec", [["dp", None], [None, "tp"]], ids=str)
+def test_derivatives_go_forward(grid: Mesh, function: Any, spec: list[object]) -> None:
+    value, tangent = torch.randn(5, 4), torch.randn(5, 4)
+    wanted = torch.func.jvp(function, (value,), (tangent,))
+    given = meshbook.distribute(value, grid, spec), meshbook.distribute(tangent, grid)
+    found = torch.func.jvp(function, given[:1], given[1:])
+    assert all(map(equal, found, wanted))
 
 
 def test_numbers_of_this_process_are_not_written_by_the_ranks(grid: Mesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -138,7 +139,17 @@ def forget_gradients(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-CHANGES = [evaluate, learn_slower, load, freeze, exchange, write, forget_gradients]
+def count_anew(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for at, state in enumerate(optimizer.state.values()):
+        state["step"].fill_(at)
+
+
+def move_a_counter(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    last = list(optimizer.state.values())[-1]
+    last["step"].data = torch.tensor(1.0)
+
+
+CHANGES = [evaluate, learn_slower, load, freeze, exchange, write, forget_gradients, count_anew, move_a_counter]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -152,6 +163,7 @@ def test_what_changes_between_steps_counts(mesh: Mesh, replays: list[int], chang
         change(model, optimizer)
         losses += [step(batch).item() for batch in (*batches, *batches)]
         values = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+        values += [state["step"] for state in copy.deepcopy(optimizer).state.values()]
         found.append([*losses, *[tensor.tolist() for tensor in values]])
     assert found[0] == found[1]
     assert len(replays) >= 8

@@ -1,0 +1,150 @@
+"""What a recorded step does in this process each time: optimizers count their steps, and uses are given numbers.
+
+An optimizer counts in one tensor without dims for each parameter. Those of a step are put behind each other in memory,
+so that one operation counts in all of them, and one reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshbook.tensors.handles.mesh_tensor import new_seed
+from meshbook.tensors.steps.step_recorder import DoHere, Given, Here, ReadNumbers, Seed
+
+aten = torch.ops.aten
+
+_address = torch.Tensor.data_ptr
+
+
+class StepNumbers:
+    """Of one recorded step."""
+
+    def __init__(self, here: Sequence[Here]) -> None:
+        written = {id(tensor): tensor for each in here if isinstance(each, DoHere) for tensor in each.written}
+        counted = {
+            id(tensor): tensor for each in here if isinstance(each, DoHere) and _counts(each) for tensor in each.written
+        }
+        self._counters = _Counters(list(counted.values())) if _can_be_joined(list(counted.values())) else None
+        self._others = [tensor for name, tensor in written.items() if self._counters is None or name not in counted]
+        self._before: list[Any] = []
+        self._counted: list[float] = []
+        self._here = [self._prepared(each) for each in here]
+
+    def _prepared(self, each: Here) -> _Count | DoHere | _Reading:
+        if isinstance(each, ReadNumbers):
+            return _Reading(each, self._counters)
+        if self._counters is not None and _counts(each) and self._counters.are(each.written):
+            return _Count(each.args[1])
+        return each
+
+    def do(self, scalars: Sequence[torch.Tensor]) -> dict[int, Sequence[float]]:
+        """What the step does here; returns numbers of uses."""
+        numbers: dict[int, Sequence[float]] = {}
+        if self._counters is not None:
+            self._counted = self._counters.values()
+        if self._others:
+            self._before = _values(self._others)
+        for each in self._here:
+            if isinstance(each, _Reading):
+                numbers[each.use] = each.read(scalars)
+            elif isinstance(each, _Count):
+                assert self._counters is not None
+                self._counters.memory.add_(each.by)
+            else:
+                with torch.no_grad():
+                    each.operator(*each.args, **each.kwargs)
+        return numbers
+
+    def undo(self) -> None:
+        """Set the counters back to what they were before the last time."""
+        if self._counters is not None and self._counted:
+            self._counters.set(self._counted)
+        for tensor, value in zip(self._others, self._before, strict=False):
+            tensor.fill_(value)
+
+
+class _Count:
+    """Add this to all counters."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+
+class _Counters:
+    """Tensors without dims that are changed together, in memory that they have in common."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.index = {id(tensor): at for at, tensor in enumerate(tensors)}
+        self._join()
+
+    def _join(self) -> None:
+        self.memory = torch.stack([tensor.detach() for tensor in self._tensors])
+        for tensor, place in zip(self._tensors, self.memory.unbind(), strict=True):
+            tensor.data = place
+        self._addresses = list(map(_address, self._tensors))
+
+    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are all of them."""
+        return len(tensors) == len(self._tensors) and all(id(tensor) in self.index for tensor in tensors)
+
+    def values(self) -> list[float]:
+        """As they are now, wherever somebody may have put one since."""
+        if list(map(_address, self._tensors)) != self._addresses:
+            self._join()
+        return self.memory.tolist()  # type: ignore[no-any-return]
+
+    def set(self, values: Sequence[float]) -> None:
+        self.memory.copy_(torch.tensor(values, dtype=self.memory.dtype))
+
+
+def _counts(each: DoHere) -> bool:
+    """Whether it adds one number to tensors without dims, as optimizers count their steps."""
+    return each.operator is aten._foreach_add_.Scalar and len(each.args) == 2 and not each.kwargs
+
+
+def _can_be_joined(tensors: Sequence[torch.Tensor]) -> bool:
+    return len(tensors) > 1 and all(
+        type(tensor) is torch.Tensor
+        and not (tensor.dim() or tensor.requires_grad or tensor.is_inference() or tensor._is_view())
+        and tensor.device.type == "cpu"
+        and tensor.dtype is tensors[0].dtype
+        for tensor in tensors
+    )
+
+
+class _Reading:
+    """The numbers of a use, as they are each time."""
+
+    def __init__(self, numbers: ReadNumbers, counters: _Counters | None) -> None:
+        self.use = numbers.use
+        self._numbers = [0.0 if isinstance(each, torch.Tensor | Given | Seed) else each for each in numbers.sources]
+        known = counters.index if counters is not None else {}
+        tensors = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, torch.Tensor)]
+        self._counters = counters
+        self._counted = [(at, known[id(each)]) for at, each in tensors if id(each) in known]
+        others = [(at, each) for at, each in tensors if id(each) not in known]
+        self._places, self._tensors = [at for at, _ in others], [each for _, each in others]
+        self._others = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, Given | Seed)]
+
+    def read(self, scalars: Sequence[torch.Tensor]) -> list[float]:
+        found = list(self._numbers)
+        if self._counted and self._counters is not None:
+            now = self._counters.memory.tolist()
+            for at, index in self._counted:
+                found[at] = now[index]
+        for at, number in zip(self._places, _values(self._tensors), strict=True):
+            found[at] = number
+        for at, source in self._others:
+            found[at] = scalars[source.at].item() if isinstance(source, Given) else float(new_seed())
+        return found
+
+
+def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Of tensors without dims; of many of one kind at once."""
+    if len(tensors) > 2 and len({tensor.dtype for tensor in tensors}) == 1:
+        return torch.stack(list(tensors)).tolist()
+    return [tensor.item() for tensor in tensors]
