@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.utils.dlpack
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -85,6 +87,12 @@ def check_run_backward() -> None:
     for function in (autograd.backward, autograd.grad):
         assert "_engine_run_backward(" in inspect.getsource(function)
     assert callable(autograd.Variable._execution_engine.queue_callback)
+
+
+def check_to_dlpack() -> None:
+    both = original(torch, "to_dlpack"), original(torch.utils.dlpack, "to_dlpack")
+    assert torch.from_dlpack(both[0](torch.ones(2))).tolist() == [1.0, 1.0]
+    assert both[0] is both[1]
 
 
 def check_group_helper() -> None:
@@ -179,6 +187,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "builtins.input": check_input,
     "signal.signal, getsignal": check_signal,
     "torch.autograd._engine_run_backward": check_run_backward,
+    "torch.to_dlpack, torch.utils.dlpack.to_dlpack": check_to_dlpack,
     "distributed_c10d._new_process_group_helper": check_group_helper,
     "torch.distributed.init_process_group, destroy_process_group": check_init_process_group,
     "DistributedDataParallel.__init__": check_ddp,

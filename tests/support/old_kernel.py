@@ -12,11 +12,14 @@ import errno
 import os
 import platform
 import struct
+import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 NUMBERS = {
-    "x86_64": {"memfd_create": 319, "pidfd_send_signal": 424, "pidfd_open": 434},
-    "aarch64": {"memfd_create": 279, "pidfd_send_signal": 424, "pidfd_open": 434},
+    "x86_64": {"process_vm_readv": 310, "memfd_create": 319, "pidfd_send_signal": 424, "pidfd_open": 434},
+    "aarch64": {"process_vm_readv": 270, "memfd_create": 279, "pidfd_send_signal": 424, "pidfd_open": 434},
 }
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
@@ -35,6 +38,14 @@ def forbid(refusal: int, calls: list[str]) -> None:
     for option, first, second in (_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _FILTER, program):
         if libc.prctl(option, ctypes.c_ulong(first), second, 0, 0):
             raise OSError(ctypes.get_errno(), "no seccomp filter can be set here")
+
+
+def run_on_old_kernel(refusal: str, calls: str, code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run Python as on a kernel without ``calls``. Raises: KeyError where the numbers of system calls are not known."""
+    NUMBERS[platform.machine()]
+    command = [sys.executable, __file__, refusal, calls, "-c", textwrap.dedent(code)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 if __name__ == "__main__":

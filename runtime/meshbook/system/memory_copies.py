@@ -30,6 +30,10 @@ THREAD_BYTES = 4 << 20
 MAX_THREADS = 4
 
 
+MOST_RUNS = 1024
+"""So many pieces go into one call: UIO_MAXIOV."""
+
+
 class _Run(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t)]
 
@@ -79,6 +83,20 @@ def copy_process_memory(
             offset += copied
 
     _SharedSlices(copy_slice, size_bytes).copy()
+
+
+def read_process_runs(pid: int, there: int, here: int, count: int, size_bytes: int) -> None:
+    """Read ``count`` pieces of the memory of a process, ``size_bytes`` together, by this thread.
+
+    there, here: where pairs of 64-bit integers begin, an address and a size for each piece. Raises: ProcessMemoryError.
+    """
+    function = getattr(_libc, "process_vm_readv", None)
+    if function is None:
+        raise ProcessMemoryError(errno.ENOSYS)
+    local, remote = (ctypes.cast(pairs, ctypes.POINTER(_Run)) for pairs in (here, there))
+    copied = function(pid, local, count, remote, count, 0)
+    if copied != size_bytes:
+        raise ProcessMemoryError(ctypes.get_errno() if copied < 0 else errno.EFAULT)
 
 
 class _SharedSlices:

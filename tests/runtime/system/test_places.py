@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from old_kernel import NUMBERS
+from old_kernel import NUMBERS, run_on_old_kernel
 
 NOBODY = 45678
 """A uid without an entry in the passwd file."""
@@ -173,10 +173,7 @@ def old_kernel(refusal: str, calls: str, code: str) -> subprocess.CompletedProce
     """Run Python as on a kernel without ``calls``."""
     if platform.machine() not in NUMBERS:
         pytest.skip(f"the numbers of system calls of {platform.machine()} are not known here")
-    script = str(Path(__file__).parents[2] / "support" / "old_kernel.py")
-    command = [sys.executable, script, refusal, calls, "-c", textwrap.dedent(code)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return run_on_old_kernel(refusal, calls, code, TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ whose shapes depend on values.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -17,6 +16,7 @@ import torch.utils.dlpack
 from torch.distributed.tensor import Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from meshbook.concurrency.patches import patch
 from meshbook.errors import UsageError
 from meshbook.formatting import format_bytes
 from meshbook.tensors.handles.loss_scaling import check_and_unscale
@@ -240,19 +240,16 @@ for _name in (
     setattr(MeshTensor, _name, _refuse_memory(_name))
 
 
-def _guard_capsules(module: Any) -> None:
+_to_dlpack: Callable[[torch.Tensor], Any] = vars(torch.utils.dlpack)["to_dlpack"]
+
+
+def _to_capsule(tensor: torch.Tensor) -> Any:
     """torch's own function asks no subclass: of a mesh tensor it would make a capsule around no memory."""
-    to_dlpack = module.to_dlpack
-
-    @functools.wraps(to_dlpack)
-    def guarded(tensor: torch.Tensor) -> Any:
-        return _refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else to_dlpack(tensor)
-
-    module.to_dlpack = guarded
+    return _refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else _to_dlpack(tensor)
 
 
-for _module in (torch, torch.utils.dlpack):
-    _guard_capsules(_module)
+patch(torch, "to_dlpack", _to_capsule)
+patch(torch.utils.dlpack, "to_dlpack", _to_capsule)
 
 
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:

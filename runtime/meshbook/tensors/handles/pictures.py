@@ -11,8 +11,8 @@ from meshbook.errors import MeshError
 from meshbook.formatting import format_bytes_per_rank, format_ranks, group_ranks, name_ranks
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.operations import Box
-from meshbook.tensors.ranks.exchanges import MeshEnd
 from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd
 
 WIDTH, HEIGHT, LEAST = 240, 140, 24
 """Of the picture, in pixels: at most, and of its shorter side at least."""

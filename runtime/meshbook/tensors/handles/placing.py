@@ -20,7 +20,7 @@ from meshbook.tensors.handles.mesh_tensor import MeshTensor, place
 from meshbook.tensors.messages.issued_lines import CodeLine, line_of_caller
 from meshbook.tensors.messages.operations import Box, NewOutput, SentTensor, TensorId
 from meshbook.tensors.messages.spec import contiguous_strides
-from meshbook.tensors.ranks.exchanges import MeshEnd
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd
 
 if TYPE_CHECKING:
     from meshbook.tensors.handles.distributed_mesh import Mesh

@@ -16,7 +16,7 @@ from meshbook.errors import UsageError
 from meshbook.formatting import name_ranks
 from meshbook.tensors.messages.operations import LocalPart
 from meshbook.tensors.messages.spec import to_placements
-from meshbook.tensors.ranks.exchanges import MeshEnd
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd
 
 if TYPE_CHECKING:
     from meshbook.tensors.handles.distributed_mesh import Mesh

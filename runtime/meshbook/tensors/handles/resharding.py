@@ -13,7 +13,8 @@ from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.handles.metadata import new_template
 from meshbook.tensors.messages.operations import REDISTRIBUTE, NewOutput, Template, TensorId, TensorPlace
 from meshbook.tensors.messages.spec import contiguous_strides
-from meshbook.tensors.ranks.exchanges import MeshEnd, Resharding, take_part
+from meshbook.tensors.ranks.exchanges import Resharding, take_part
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd
 from meshbook.tensors.sending.op_stream import Handle
 
 if TYPE_CHECKING:

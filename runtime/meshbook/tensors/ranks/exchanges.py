@@ -1,15 +1,12 @@
 """A tensor goes to another mesh of the same processes, or to another layout: ranks send each other what they lack.
 
-    parts of the source   |   0   |   1   |     each part of the target is cut where the source's parts end, and each
-    parts of the target   | 2 | 3   | 1 | 0 |   piece comes from one of its holders, from the rank itself if it is one
-
 No value comes through the controller. It does not know how the source lies, and the ranks of the target may not have
 the source: the first rank of each mesh tells those who need to know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,29 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from meshbook.tensors.messages.operations import Box, LocalPart, NewOutput, TensorId
 from meshbook.tensors.messages.spec import contiguous_strides
 from meshbook.tensors.ranks import rank_batches, rank_tensors
-
-
-class MeshEnd(NamedTuple):
-    """A mesh that a tensor comes from, or goes to."""
-
-    name: str
-    sizes: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    def boxes(self, shape: Sequence[int], placements: Sequence[Placement]) -> dict[int, Box]:
-        """The part of each rank: along each axis what the axes before it left is cut as `torch.chunk` does."""
-        found = {}
-        for position, rank in enumerate(self.ranks):
-            box, inner = [(0, size) for size in shape], len(self.ranks)
-            for placement, size in zip(placements, self.sizes, strict=True):
-                inner //= size
-                at = position // inner % size
-                if isinstance(placement, Shard):
-                    begin, end = box[placement.dim]
-                    step = -(-(end - begin) // size)
-                    box[placement.dim] = min(begin + at * step, end), min(begin + (at + 1) * step, end)
-            found[rank] = tuple(box)
-        return found
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd, TensorPiece, pieces, within
 
 
 class Resharding(NamedTuple):
@@ -53,26 +28,6 @@ class Resharding(NamedTuple):
     result: TensorId
     layout: tuple[Placement, ...] | TensorId
     output: NewOutput
-
-
-class TensorPiece(NamedTuple):
-    """What one rank sends another of a tensor; or itself."""
-
-    source: int
-    target: int
-    box: Box
-
-
-def pieces(given: Mapping[int, Box], wanted: Mapping[int, Box]) -> Iterator[TensorPiece]:
-    """What makes the parts that are wanted; each of them is in one piece for each pair of ranks."""
-    holders: dict[Box, list[int]] = {}
-    for rank, box in given.items():
-        holders.setdefault(box, []).append(rank)
-    for index, (target, part) in enumerate(wanted.items()):
-        for box, ranks in holders.items():
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part, strict=True))
-            if all(begin < end for begin, end in common):
-                yield TensorPiece(target if target in ranks else ranks[index % len(ranks)], target, common)
 
 
 _FAILED = -2
@@ -146,13 +101,13 @@ def send_pieces(mine: Sequence[TensorPiece], local: torch.Tensor, held: Box, mad
     landed: list[tuple[torch.Tensor, torch.Tensor]] = []
     for source, target, box in mine:
         if source == me:
-            sent = _within(local, held, box)
+            sent = within(local, held, box)
             if target == me:
-                _within(made, wanted, box).copy_(sent)
+                within(made, wanted, box).copy_(sent)
             else:
                 operations.append(dist.P2POp(dist.isend, _bytes_of(sent.contiguous()), target))
         else:
-            place = _within(made, wanted, box)
+            place = within(made, wanted, box)
             buffer = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             operations.append(dist.P2POp(dist.irecv, _bytes_of(buffer), source))
             if buffer is not place:
@@ -160,11 +115,6 @@ def send_pieces(mine: Sequence[TensorPiece], local: torch.Tensor, held: Box, mad
     _exchange(operations)
     for place, buffer in landed:
         place.copy_(buffer)
-
-
-def _within(local: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
-    """What lies in a box of a tensor, of a part of it."""
-    return local[tuple(slice(a - origin, b - origin) for (origin, _), (a, b) in zip(part, box, strict=True))]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshbook.errors import UsageError
 from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, TensorId, Use
 from meshbook.tensors.ranks import rank_tensors
-from meshbook.tensors.ranks.exchanges import TensorPiece, send_pieces
+from meshbook.tensors.ranks.exchanges import send_pieces
 from meshbook.tensors.ranks.operator_rules import CompiledTemplate
 from meshbook.tensors.ranks.rank_batches import NotMade
 from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
 from meshbook.tensors.ranks.rank_tensors import RankTensors, TensorDescription
+from meshbook.tensors.ranks.tensor_pieces import TensorPiece
 
 
 class EachItsOwn(Placement):

@@ -31,6 +31,7 @@ from meshbook.tensors.ranks.operator_rules import (
     with_nan,
 )
 from meshbook.tensors.ranks.partial_sums import SharedSum, end_shared_sums, end_sums, share_sum
+from meshbook.tensors.ranks.peer_reads import PeerReads
 
 aten = torch.ops.aten
 
@@ -88,6 +89,7 @@ class Operations:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._lowered = mesh, LoweredOperations()
+        self.peers = PeerReads(mesh)
         self.lowered: Lowered | None = None
         """What the last operation came to, if that was known."""
 
@@ -180,9 +182,9 @@ class Operations:
         self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any], tensors: Sequence[DTensor]
     ) -> Any:
         if template.operator is LAY_OUT:
-            return _along(*args)
+            return self._along(*args)
         if template.operator is REDISTRIBUTE:
-            return _redistributed(*args)
+            return self._redistributed(*args)
         if template.operator is ONE_HOT:
             return self._one_hot(*args)
         if template.is_fused:
@@ -210,6 +212,19 @@ class Operations:
         if isinstance(made, DTensor) and is_mean_of_unequal(made, tensors):
             return self._do_on_whole(template, use, args, kwargs)
         return made
+
+    def _along(self, tensor: DTensor, axis: int, dim: int | None) -> DTensor:
+        """The tensor, cut or whole along one axis."""
+        wanted = [*tensor.placements]
+        wanted[axis] = Replicate() if dim is None else Shard(dim)
+        made = self.peers.lay_out(tensor, wanted)
+        return tensor.redistribute(placements=wanted) if made is None else made
+
+    def _redistributed(self, tensor: DTensor, layout: DTensor | Sequence[Placement]) -> DTensor:
+        """A copy. Like a tensor it lies in blocks: sums are ended, and what is interleaved is whole."""
+        wanted = block_placements(layout) if isinstance(layout, DTensor) else list(layout)
+        made = self.peers.lay_out(tensor, wanted)
+        return cast("DTensor", tensor.redistribute(placements=wanted).clone()) if made is None else made
 
     def _do_by_heads(self, template: CompiledTemplate, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DTensor]:
         """Attention on parts that are heads, or items of the batch."""
@@ -271,20 +286,6 @@ class Operations:
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
             part._local_tensor = local.clone()
         return part
-
-
-def _along(tensor: DTensor, axis: int, dim: int | None) -> DTensor:
-    """The tensor, cut or whole along one axis."""
-    wanted = [*tensor.placements]
-    wanted[axis] = Replicate() if dim is None else Shard(dim)
-    return tensor.redistribute(placements=wanted)
-
-
-def _redistributed(tensor: DTensor, layout: DTensor | Sequence[Placement]) -> DTensor:
-    """A copy. Like a tensor it lies in blocks: sums are ended, and what is interleaved is whole."""
-    if isinstance(layout, DTensor):
-        layout = block_placements(layout)
-    return cast("DTensor", tensor.redistribute(placements=list(layout)).clone())
 
 
 def block_placements(tensor: DTensor) -> list[Placement]:

@@ -96,7 +96,9 @@ class RankTensors(RankBatches):
 
     def whole(self, number: TensorId) -> torch.Tensor | None:
         """The whole tensor, on the first rank of the mesh; a collective."""
-        found = full(self._of(number))
+        tensor = self._of(number)
+        made = self._operations.peers.lay_out(tensor, [Replicate()] * self.mesh.ndim, only=[0])
+        found = full(tensor) if made is None else made.to_local()
         return found.cpu() if self._is_first else None
 
     def placements(self, number: TensorId) -> Sequence[Placement]:
@@ -290,6 +292,12 @@ def ask(name: str, decided: int, method: str, *args: Any) -> Any:
     if (why := found.why_halted) and method not in ALWAYS:
         raise NotMade(why)  # others wait in an earlier call
     return getattr(found, method)(*args)
+
+
+def free(name: str, numbers: Sequence[TensorId]) -> None:
+    """Free tensors of a mesh whose ranks have other numbers now, so that nothing else can be asked of it."""
+    if (found := meshes.get(name)) is not None:
+        found._free(numbers)
 
 
 ALWAYS = ("run", "replay", "progress", "undone", "resume", "take", "place", "make", "stepped")

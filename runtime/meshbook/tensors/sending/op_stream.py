@@ -19,7 +19,7 @@ import torch
 
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.sigint import held_back
-from meshbook.errors import MeshError
+from meshbook.errors import LayoutError, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors.messages import anomalies
@@ -317,7 +317,19 @@ class OpStream(SentOperations):
             isinstance(each, OpStream) and each._sending for each in anomalies.streams
         ):
             self.recorder.refuse("it asks the ranks for a value, or calls them")
-        self.send_issued()  # calls of other threads come here as well: one thread alone settles
+        try:
+            self.send_issued()  # calls of other threads come here as well: one thread alone settles
+        except LayoutError:  # who needs these tensors is told; this call may be of the mesh as it is now
+            self._free_by_base()
+
+    def _free_by_base(self) -> None:
+        """The mesh has grown or shrunk: those who stayed are told what is freed."""
+        with self._lock:
+            freed, self._unfreed, self._sending = self._unfreed, (), True
+            try:
+                self.procs.base().execute(rank_tensors.free, self.name, freed)
+            finally:
+                self._sending = False
 
     def _take_freed(self) -> list[TensorId]:
         count = len(self._freed)

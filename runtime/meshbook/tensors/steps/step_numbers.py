@@ -95,7 +95,7 @@ class _Counters:
         """As they are now, wherever somebody may have put one since."""
         if list(map(_address, self._tensors)) != self._addresses:
             self._join()
-        return self.memory.tolist()  # type: ignore[no-any-return]
+        return self.memory.tolist()
 
     def set(self, values: Sequence[float]) -> None:
         self.memory.copy_(torch.tensor(values, dtype=self.memory.dtype))

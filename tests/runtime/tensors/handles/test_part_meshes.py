@@ -13,6 +13,7 @@ import meshbook
 from meshbook import ProcMesh, errors, this_host
 from meshbook.distributed import Mesh
 from meshbook.exceptions import TensorLost
+from meshbook.tensors.ranks import rank_tensors
 
 PARTS = ({"tp": 1}, {"dp": 0}, {"dp": slice(None), "tp": slice(0, 1)}, {"dp": slice(None, None, -1)})
 
@@ -92,3 +93,23 @@ def test_a_part_is_repaired_whichever_rank_ended(hurt: ProcMesh, rank: int) -> N
                 tensor.sum().item()
         else:
             assert tensor.sum().item() == total
+
+
+def test_a_mesh_that_has_grown_or_shrunk_can_be_called_when_tensors_of_before_are_freed() -> None:
+    with this_host().spawn_procs({"dp": 3}, name="resized") as procs:
+        mesh = Mesh(procs)
+        tensors = [meshbook.ones(4, mesh=mesh) for _ in range(2)]
+        whole = meshbook.arange(4, mesh=mesh)
+        assert (tensors[0] + tensors[1]).sum().item() == 8
+
+        def held() -> list[int]:
+            return [len(each._tensors) for each in rank_tensors.meshes.values()]
+
+        for change in (lambda: procs.base().shrink(dp=1), lambda: procs.base().grow(dp=1)):
+            now = change()
+            before = sum(map(sum, now.execute(held).get().values()))
+            tensors.pop()
+            assert sum(map(sum, now.execute(held).get().values())) < before
+        with pytest.raises(errors.LayoutError, match="since this view of it was made"):
+            (whole + 1).sum().item()
+        assert meshbook.ones(6, mesh=Mesh(now), sharding_spec=["dp"]).sum().item() == 6

@@ -15,7 +15,7 @@ import meshbook
 from meshbook import ProcMesh, errors, this_host
 from meshbook.distributed import Mesh
 from meshbook.exceptions import DeviceMeshError, TensorError
-from meshbook.tensors.ranks.exchanges import MeshEnd, pieces
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd, pieces
 
 EVERY = {"grid": ["dp", "tp"], "flat": ["all"], "left": ["dp"], "right": ["dp"], "row": ["tp"], "turned": ["tp", "dp"]}
 

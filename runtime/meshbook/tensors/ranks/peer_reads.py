@@ -1,0 +1,192 @@
+"""Ranks of one machine lay a large tensor out anew by reading each other's parts, where they lie.
+
+    where is yours?  ──all ranks──>  each reads the pieces that it lacks  ──all ranks──>  did all of them?
+
+Nobody goes on before all have read, so the parts stay as they are meanwhile; a rank that ends, or is interrupted, never
+says that it has, and the operation fails on the others as one that waits for it. Between machines, and where the kernel
+forbids it, `PeerReads.lay_out` gives nothing on all ranks alike, and they send each other what they lack.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import zlib
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from meshbook.system.memory_copies import MOST_RUNS, SLICE_BYTES, ProcessMemoryError, read_process_runs
+from meshbook.system.processes import let_peers_read, memory_name
+from meshbook.tensors.messages.operations import Box
+from meshbook.tensors.messages.spec import contiguous_strides
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd, TensorPiece, pieces, within
+
+LEAST_BYTES = 1 << 20
+"""Smaller tensors are sent: to agree takes as long."""
+
+SHORT_BYTES = 512
+"""Where a piece lies in runs that are shorter, all is read from its first byte to its last."""
+
+
+class PeerReads:
+    """The ranks of one device mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._sizes = tuple(mesh.mesh.shape)
+        self._can_read = mesh.size() > 1 and mesh.device_type == "cpu"
+        """Until a rank could not. Equal on all ranks."""
+        self._position = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0]) if self._can_read else 0
+        self._is_open = False
+
+    def lay_out(
+        self, tensor: DTensor, placements: Sequence[Placement], only: Collection[int] | None = None
+    ) -> DTensor | None:
+        """The tensor in another layout, in memory of its own; None where it is to be sent; a collective.
+
+        only: the positions on the mesh that want their parts; to others something else of that shape is given.
+        """
+        if not self._can_read or not _is_for_reading(tensor, placements):
+            return None
+        shape = tuple(tensor.shape)
+        end = MeshEnd("", self._sizes, tuple(range(self._mesh.size())))
+        given, wanted = end.boxes(shape, tensor.placements), end.boxes(shape, placements)
+        if all(_is_within(wanted[at], given[at]) for at in given):
+            return None
+        local, part = tensor.to_local().contiguous(), wanted[self._position]
+        fits = tuple(local.shape) == tuple(end - begin for begin, end in given[self._position])
+        table = self._gather([_machine(), os.getpid() if fits else 0, local.data_ptr()])
+        if len({machine for machine, _, _ in table}) > 1 or any(not pid for _, pid, _ in table):
+            self._can_read = not any(not pid for _, pid, _ in table)
+            return None
+        made = torch.empty([end - begin for begin, end in part], dtype=local.dtype)
+        if self._agree(
+            (only is not None and self._position not in only)
+            or self._read(list(pieces(given, {self._position: part})), table, given, local, made, part)
+        ):
+            strides = contiguous_strides(shape)
+            return DTensor.from_local(
+                made, self._mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=strides
+            )
+        self._can_read = False
+        return None
+
+    def _gather(self, mine: Sequence[int]) -> list[list[int]]:
+        """Numbers of each rank, by its position."""
+        table = torch.tensor([mine])
+        for axis in reversed(range(self._mesh.ndim)):
+            parts = [torch.empty_like(table) for _ in range(self._sizes[axis])]
+            dist.all_gather(parts, table, group=self._mesh.get_group(axis))
+            table = torch.cat(parts)
+        if not self._is_open:
+            let_peers_read()
+            self._is_open = True
+        return table.tolist()
+
+    def _agree(self, has_read: bool) -> bool:
+        """Whether all have read what they lack."""
+        done = torch.tensor([has_read], dtype=torch.int32)
+        for axis in range(self._mesh.ndim):
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=self._mesh.get_group(axis))
+        return bool(done.item())
+
+    def _read(
+        self,
+        mine: Sequence[TensorPiece],
+        table: Sequence[Sequence[int]],
+        given: dict[int, Box],
+        local: torch.Tensor,
+        made: torch.Tensor,
+        part: Box,
+    ) -> bool:
+        """Put this rank's part together; whether the kernel lets it."""
+        for source, _, box in mine:
+            if source == self._position:
+                within(made, part, box).copy_(within(local, given[source], box))
+        try:
+            for source, _, box in mine:
+                if source != self._position:
+                    _, pid, address = table[source]
+                    _read_piece(pid, address, given[source], made, part, box)
+        except ProcessMemoryError:
+            return False
+        return True
+
+
+def _is_for_reading(tensor: DTensor, placements: Sequence[Placement]) -> bool:
+    """Whether it is large, dense, and in blocks before and after. Alike on all ranks."""
+    both = (*tensor.placements, *placements)
+    return (
+        tensor.numel() * tensor.element_size() >= LEAST_BYTES
+        and all(type(each) in (Shard, Replicate) for each in both)
+        and tuple(tensor.stride()) == contiguous_strides(tensor.shape)
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _is_within(box: Box, other: Box) -> bool:
+    """Whether a rank with the other lacks nothing of it."""
+    return all(begin >= b and end <= e for (begin, end), (b, e) in zip(box, other, strict=True)) or any(
+        begin >= end for begin, end in box
+    )
+
+
+def _machine() -> int:
+    """Equal on ranks that may read each other's memory."""
+    return zlib.crc32(memory_name().encode())
+
+
+def _read_piece(pid: int, address: int, held: Box, made: torch.Tensor, part: Box, box: Box) -> None:
+    """Read the piece in ``box``, which is in the part ``held`` of a rank, to its place in ``made``.
+
+    Raises: ProcessMemoryError.
+    """
+    item_bytes = made.element_size()
+    first = max(_first_in_runs(held, box), _first_in_runs(part, box))
+    run_bytes = math.prod(end - begin for begin, end in box[first:]) * item_bytes
+    there = _offsets(held, box, first) * item_bytes + address
+    if run_bytes >= SHORT_BYTES:
+        _read_runs(pid, _offsets(part, box, first) * item_bytes + made.data_ptr(), there, run_bytes)
+        return
+    size_bytes = int(there[-1] - there[0]) + run_bytes
+    span = torch.empty(size_bytes // item_bytes, dtype=made.dtype)
+    _read_runs(pid, np.array([span.data_ptr()]), there[:1], size_bytes)
+    shape = [end - begin for begin, end in box]
+    within(made, part, box).copy_(span.as_strided(shape, contiguous_strides([b - a for a, b in held])))
+
+
+def _first_in_runs(part: Box, box: Box) -> int:
+    """The first dim from which on the box lies in one run in the memory of the part."""
+    first = len(box)
+    while first and (first == len(box) or box[first] == part[first]):
+        first -= 1
+    return first
+
+
+def _offsets(part: Box, box: Box, first: int) -> np.ndarray:
+    """Where the runs of the box begin in the memory of the part, in elements."""
+    strides = contiguous_strides([end - begin for begin, end in part])
+    found = np.array([sum((b[0] - p[0]) * stride for p, b, stride in zip(part, box, strides, strict=True))])
+    for (begin, end), stride in itertools.islice(zip(box, strides, strict=True), first):
+        found = (found[:, None] + np.arange(end - begin) * stride).reshape(-1)
+    return found
+
+
+def _read_runs(pid: int, here: np.ndarray, there: np.ndarray, run_bytes: int) -> None:
+    """Read runs of so many bytes. Raises: ProcessMemoryError."""
+    at_once = max(1, min(MOST_RUNS, SLICE_BYTES // max(run_bytes, 1)))
+    piece_bytes = min(run_bytes, SLICE_BYTES)
+    for begin in range(0, len(here), at_once):
+        count = min(at_once, len(here) - begin)
+        for done in range(0, run_bytes, piece_bytes):
+            size_bytes = min(piece_bytes, run_bytes - done)
+            runs = np.empty((2, count, 2), np.int64)
+            runs[0, :, 0], runs[1, :, 0] = here[begin : begin + count] + done, there[begin : begin + count] + done
+            runs[:, :, 1] = size_bytes
+            read_process_runs(pid, runs[1].ctypes.data, runs[0].ctypes.data, count, count * size_bytes)

@@ -1,0 +1,114 @@
+"""Ranks of one machine read each other's parts of large tensors; where they may not, they send them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from old_kernel import run_on_old_kernel
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import meshbook
+from meshbook import ProcMesh, this_host
+from meshbook.distributed import Mesh
+from meshbook.exceptions import DeviceMeshError
+from meshbook.groups.rank_groups import own_groups
+from meshbook.system.memory_copies import SLICE_BYTES
+from meshbook.tensors.ranks.peer_reads import LEAST_BYTES, _first_in_runs, _offsets
+
+TIMEOUT_S = 180.0
+CHOICES: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+LAYOUTS = list(itertools.product(CHOICES, repeat=2))
+
+
+@pytest.fixture(scope="module")
+def grid(square: ProcMesh) -> Mesh:
+    return Mesh(square)
+
+
+def sent_bytes(tensor: DTensor) -> int:
+    """By this rank so far, through process groups."""
+    return own_groups().moved_bytes
+
+
+@pytest.mark.parametrize("given", LAYOUTS, ids=str)
+def test_values_arrive_in_every_layout_and_none_are_sent(grid: Mesh, given: tuple[Placement, ...]) -> None:
+    a = torch.randn(523, 541)  # uneven, and in short runs where columns are cut
+    x = meshbook.distribute(a, grid, placements=given)
+    assert torch.equal(x.full_tensor(), a)
+    for wanted in LAYOUTS:
+        before = grid.execute(sent_bytes, x).values()
+        laid = x.redistribute(placements=wanted)
+        after = grid.execute(sent_bytes, laid).values()
+        assert max(b - a for a, b in zip(before, after, strict=True)) < LEAST_BYTES / 8
+        assert torch.equal(laid.full_tensor(), a)
+        assert laid.placements == wanted
+        laid.zero_()
+    assert torch.equal(x.full_tensor(), a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool])
+def test_other_types_and_dims_arrive(grid: Mesh, dtype: torch.dtype) -> None:
+    a = (torch.randn(7, 129, 3, 511) * 3).to(dtype)
+    x = meshbook.distribute(a, grid, [None, "dp", None, "tp"])
+    assert torch.equal(x.redistribute(["tp", None, "dp"]).full_tensor(), a)
+    assert torch.equal(x.permute(3, 1, 0, 2).redistribute(["dp"]).full_tensor(), a.permute(3, 1, 0, 2))
+
+
+def test_runs_longer_than_a_slice_arrive(grid: Mesh) -> None:
+    a = torch.arange(3 * SLICE_BYTES // 4, dtype=torch.float32)
+    x = meshbook.distribute(a, grid, ["dp"])
+    assert torch.equal(x.redistribute([None]).redistribute([("dp", "tp")]).full_tensor(), a)
+
+
+def test_a_box_is_cut_into_the_longest_runs() -> None:
+    part = ((2, 6), (0, 5), (10, 13))
+    whole = np.arange(4 * 5 * 3).reshape(4, 5, 3)
+    for box, first in ((part, 0), (((3, 5), *part[1:]), 0), (((3, 5), (1, 4), part[2]), 1), ((*part[:2], (11, 12)), 2)):
+        assert _first_in_runs(part, box) == first
+        cut = whole[tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(box, part, strict=True))]
+        runs = [b - a for a, b in box[first:]]
+        found = [int(begin) + at for begin in _offsets(part, box, first) for at in range(int(np.prod(runs)))]
+        assert found == cut.reshape(-1).tolist()
+
+
+def test_a_rank_that_ends_meanwhile_costs_the_tensor_and_hangs_nobody() -> None:
+    with this_host().spawn_procs({"dp": 3}, name="hurt") as procs:
+        mesh = Mesh(procs)
+        a = torch.randn(600, 700)
+        x = meshbook.distribute(a, mesh)
+        cut = x.redistribute(["dp"])
+        mesh.stream.settle()
+        pid = procs.status()[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        lost = cut.redistribute([None, "dp"])
+        mesh.stream.flush()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(DeviceMeshError):
+            lost.sum().item()
+        mesh.heal()
+        again = x.redistribute(["dp"]).redistribute([None, "dp"])
+        assert torch.equal(again.full_tensor(), a)
+
+
+FORBIDDEN = """
+    import torch, meshbook
+    from meshbook import this_host
+    from meshbook.distributed import Mesh
+    with this_host().spawn_procs({"dp": 2, "tp": 2}) as procs:
+        mesh = Mesh(procs)
+        a = torch.randn(523, 541)
+        x = meshbook.distribute(a, mesh, ["dp"])
+        for spec in ([None, "tp"], ["tp", "dp"], []):
+            print(torch.equal(x.redistribute(spec).full_tensor(), a))
+"""
+
+
+@pytest.mark.parametrize("refusal", ["EPERM", "ENOSYS"])
+def test_where_the_kernel_forbids_it_they_send_what_others_lack(refusal: str) -> None:
+    ran = run_on_old_kernel(refusal, "process_vm_readv", FORBIDDEN, TIMEOUT_S)
+    assert ran.stdout.splitlines() == ["True"] * 3, ran.stdout + ran.stderr
