@@ -5,7 +5,6 @@ from __future__ import annotations
 INSTEAD: dict[str, str] = {
     "attach": "`meshbook.attach(session)` drives meshes that others have left; behind a NAT: hosts by ssh, `SSHJob`",
     "debug_controller": "`breakpoint()` opens pdb in the cell; docs/debugging.md",
-    "shell": "`%%mesh` cells, `!command` in them",
     "SERVICE_PROC_IDS_ENV": "nothing to pass: hosts know who they are by the ticket that starts them",
     "SERVICE_PROC_RANK_ENV": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
     "deserialize_service_proc_ids": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
@@ -22,8 +21,6 @@ INSTEAD: dict[str, str] = {
     "function_resolvers": "functions are sent as they are",
     "mast_reserve": "jobs of other schedulers: `meshbook.job`",
     "set_meta": "there is no simulator",
-    "TelemetryConfig": "the health widget, `%mesh status`",
-    "MeshAdminConfig": "the health widget, `%mesh status`",
     "RemoteProcessGroup": "`torch.distributed` on the ranks",
     "timer": "`%mesh profile`",
 }

@@ -9,11 +9,13 @@ import asyncio
 import builtins
 import importlib
 import json
+import logging
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from meshbook.actor import (
     Actor,
     ActorError,
     Channel,
+    ChannelTransport,
     Extent,
     Point,
     ProcId,
@@ -66,7 +69,7 @@ def program(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 class Counter(Actor):
     def __init__(self, value: int = 0) -> None:
-        self.value = value
+        self.value, self.said = value, list[str]()
 
     @endpoint
     def add(self, by: int) -> int:
@@ -93,6 +96,27 @@ class Counter(Actor):
     @endpoint
     def warm(self) -> None:
         importlib.import_module("torch")  # now: Monarch gives up on tensors whose processes take 30 s to import it
+
+    @endpoint
+    def fail_by_another(self) -> None:
+        try:
+            raise KeyError("the first")
+        except KeyError as error:
+            raise ValueError("the second") from error
+
+    @endpoint
+    def is_on(self, host: Any) -> bool:
+        return bool(this_host() == host)
+
+    @endpoint
+    def log(self, name: str) -> str:
+        """What a handler is given of a record that this actor makes."""
+        if not self.said:  # for good: Monarch knows handlers that are there when a message comes
+            handler = logging.Handler()
+            handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
+            logging.getLogger().addHandler(handler)
+        logging.getLogger("of.a.program").warning("it is %s", name)
+        return self.said[-1]
 
     @endpoint
     def pid(self) -> int:
@@ -502,6 +526,21 @@ def gathered(procs: Any) -> Any:
     return sorted(asyncio.run(_gather(procs.spawn("c", Counter).rank.stream())))
 
 
+class Maker(Actor):
+    """Makes an actor in a process beside it, which fails or is killed."""
+
+    def __init__(self) -> None:
+        self.made = this_host().spawn_procs(per_host={"more": 1}).spawn("made", Counter)
+
+    @endpoint
+    def fail(self) -> None:
+        self.made.fail.broadcast()
+
+    @endpoint
+    def kill(self) -> None:
+        os.kill(self.made.pid.call_one().get(), 9)
+
+
 class Placed(Actor):
     """Says where it is, and starts others."""
 
@@ -613,6 +652,94 @@ def hosts_that_are_shut_down(procs: Any) -> Any:
     told = hosts.extent.labels, hosts.is_fake_in_process, there.initialized.get()
     gone = hosts.shutdown().get()
     return told, gone, kind_of(hosts.spawn_procs)
+
+
+@program
+def processes_without_a_count(procs: Any) -> Any:
+    alone = this_host().spawn_procs()
+    hosts = ProcessJob({"hosts": 2}).state(cached_path=None).hosts
+    there = hosts.spawn_procs()
+    ranks = there.spawn("c", Counter).rank.call().get()
+    told = alone.sizes, there.sizes, ranks.item(hosts=1), alone.spawn("c", Counter).add.call_one(2).get()
+    hosts.shutdown().get()
+    return told
+
+
+@program
+def an_error_tells_what_has_led_to_it(procs: Any) -> Any:
+    try:
+        procs.slice(gpus=1).spawn("c", Counter).fail_by_another.call_one().get()
+    except ActorError as error:
+        said = str(error)
+        link = "The above exception was the direct cause of the following exception:"
+        return "Actor call c.fail_by_another failed" in said, [
+            each in said for each in ("the first", link, "the second")
+        ]
+
+
+def report_of(end: str) -> None:
+    """Print what the hook is told when an actor that another one has made fails, or is killed. In a program of its own.
+
+    end: the endpoint of `Maker` that does it.
+    """
+    told = threading.Event()
+
+    def hook(failure: Any) -> None:
+        if not told.is_set():
+            sys.stdout.write(f"{failure.report()}\n")
+            sys.stdout.flush()
+            told.set()
+
+    meshbook.actor.unhandled_fault_hook = hook
+    maker = this_host().spawn_procs({"gpus": 1}).spawn("maker", Maker)
+    getattr(maker, end).call_one().get()
+    told.wait(60)
+    meshbook.actor.shutdown_context().get()
+    os._exit(0)
+
+
+def said_in_a_report(end: str, parts: list[str]) -> list[bool]:
+    code = f"import programs; programs.report_of({end!r})"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
+    return [part in done.stdout for part in parts]
+
+
+@program
+def who_failed_and_who_had_made_it(procs: Any) -> Any:
+    names = [".Maker maker{'gpus': 0/1}>.<", "Counter made{'more': 0/1}> and all its descendants have failed:"]
+    return said_in_a_report("fail", [*names, "ValueError: broken"])
+
+
+@program
+def who_was_killed(procs: Any) -> Any:
+    parts = ["{'more': 0/1}", "have failed:", "the process this actor was running on failed: Killed(sig=9)"]
+    return said_in_a_report("kill", parts)
+
+
+@program
+def the_host_of_a_rank(procs: Any) -> Any:
+    return values(procs.spawn("c", Counter).is_on.call(this_host()).get())
+
+
+@program
+def a_part_of_the_hosts_is_no_owner(procs: Any) -> Any:
+    hosts = ProcessJob({"hosts": 2}).state(cached_path=None).hosts
+    refused = kind_of(lambda: hosts.slice(hosts=1).shutdown().get())
+    still = hosts.spawn_procs().sizes
+    hosts.shutdown().get()
+    return refused, still
+
+
+@program
+def log_records_of_actors(procs: Any) -> Any:
+    logger = procs.slice(gpus=2).spawn("logger", Counter)
+    logger.log.call_one("warm").get()
+    return logger.log.call_one("me").get().partition("Counter ")[2]
+
+
+@program
+def a_transport_is_itself(procs: Any) -> Any:
+    return str(ChannelTransport.Unix.get())
 
 
 @program

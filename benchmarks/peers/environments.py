@@ -56,7 +56,7 @@ def python_of(peer: Peer, *, timeout_s: float = 1800) -> Path:
         return python
     print(f"{peer.name}: making {folder.relative_to(ROOT)} (some minutes, once)", file=sys.stderr, flush=True)
     _run([sys.executable, "-m", "venv", "--clear", str(folder)], timeout_s)
-    for requirements in ([TORCH], ["numpy", "psutil", peer.requirement, TORCH]):
+    for requirements in ([TORCH], ["numpy", "psutil", "pytest", peer.requirement, TORCH]):
         _run([str(python), "-m", "pip", "install", "--quiet", *requirements], timeout_s)
     done.write_text(wanted)
     return python

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from meshbook.mesh.current_job import hosts_from_config, load_current_job, set_current_job
 from meshbook.mesh.host_commands import exec_command
-from meshbook.mesh.job_trait import DEFAULT_JOB_PATH, JobState, JobTrait, job_load, job_loads
+from meshbook.mesh.host_shell import shell
+from meshbook.mesh.job_trait import (
+    DEFAULT_JOB_PATH,
+    JobState,
+    JobTrait,
+    MeshAdminConfig,
+    TelemetryConfig,
+    job_load,
+    job_loads,
+)
 from meshbook.mesh.jobs import LocalJob, ProcessJob
 from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
 from meshbook.mesh.port_forwarding import PortForwarder
 from meshbook.mesh.scheduled_jobs import RayJob, SlurmJob, SSHJob
 
 __all__ = [
-    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "PortForwarder", "ProcessJob",
-    "RayJob", "SSHJob", "SlurmJob", "exec_command", "hosts_from_config", "job_load", "job_loads", "load_current_job",
-    "set_current_job",
+    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "MeshAdminConfig",
+    "PortForwarder", "ProcessJob", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "exec_command",
+    "hosts_from_config", "job_load", "job_loads", "load_current_job", "set_current_job", "shell",
 ]  # fmt: skip

@@ -208,7 +208,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         pickled = group.pack(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was
         pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
-    group.owner = owner
+    group.owner, group.module, group.creator = owner, cls.__module__, repr(creator)
     request = CallRequest(
         f"{group.mailbox}:{router.session}:{name}", members, pickled, f"{cls.__qualname__}()", mesh, ACTORS,
         generation, fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
@@ -235,7 +235,8 @@ def _on_made(
     """One has been made, or could not be: the owner is told at once. On the thread that serves the sockets."""
     if ok or failure is None or failure.ename in _NO_FAULTS:
         return
-    told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)])
+    named = actors._group.names_of([rank])
+    told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)], named)
     run_in_background(functools.partial(_tell, owner, told))
 
 
@@ -263,7 +264,9 @@ def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:
         both = zip(to.then.ranks(), to.members.ranks(), strict=True)
         left = [then for then, now in both if now not in error.ranks]
         with contextlib.suppress(MeshError):  # the owner has ended, or the mesh of the actors
-            owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures_of(error)))
+            failures = failures_of(error)
+            named = group.names_of([failure.rank for failure in failures])
+            owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures, named))
             if left:
                 watch(actors.select(left), owner)
 

@@ -22,7 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from meshbook.errors import CallFailed, Failure, MeshError, MeshStoppedError, SpawnError, UsageError, WorkerLost
+from meshbook.errors import (
+    CallFailed,
+    Failure,
+    MeshError,
+    MeshStoppedError,
+    SpawnError,
+    UsageError,
+    WorkerLost,
+    group_failures,
+    without_colours,
+)
 from meshbook.formatting import did_you_mean, name_ranks
 
 
@@ -46,7 +56,27 @@ class ActorError(CallFailed):
             return self
 
     def __str__(self) -> str:
-        return f"{self.endpoint}: {super().__str__()}" if self.endpoint else super().__str__()
+        lines = [f"Actor call {self.endpoint} failed: {super().__str__()}" if self.endpoint else super().__str__()]
+        for group in group_failures(self.failures):
+            lines += [f"  {line}" for line in _chain(group[0])]
+        return "\n".join(lines)
+
+
+_LINKS = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+"""What Python writes between exceptions of which one has led to the other."""
+
+
+def _chain(failure: Failure) -> list[str]:
+    """What has led to an exception on its rank, each with what Python says between the two; empty for one alone."""
+    chain, last = [], ""
+    for line in (without_colours(line).strip() for part in failure.traceback for line in part.splitlines()):
+        if line in _LINKS:
+            chain += [last, line]
+        last = line or last
+    return [*chain, last] if chain else []
 
 
 class SupervisionError(MeshError, RuntimeError):

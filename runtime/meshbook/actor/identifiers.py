@@ -158,6 +158,10 @@ class ChannelTransport(enum.Enum):
     Local = "local"
     Unix = "unix"
 
+    def get(self) -> ChannelTransport:
+        """Itself: Monarch's programs ask one that may be a transport or a name so."""
+        return self
+
 
 _SHORT = {
     "tcp": ChannelTransport.TcpWithHostname,

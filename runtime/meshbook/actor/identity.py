@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook.actor.classes import ActorClass
 from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
+from meshbook.actor.instance import path_of
 from meshbook.actor.router import Address, Answers, is_rank, router_for
 from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls.request import CallRequest, OnReply
@@ -41,6 +42,10 @@ class ActorIdentity:
     """Known where they were spawned; elsewhere it is asked for."""
     stopped: str | None = None
     """Why, once it was stopped from here."""
+    module: str = ""
+    """Of their class; known where they were spawned."""
+    creator: str = ""
+    """Who has spawned them, below whom, as an `ActorInstance` shows it; known where they were spawned."""
     called: bool = False
     """Whether anybody has called an endpoint here."""
     faults: deque[MeshFailure] = field(default_factory=deque)
@@ -51,6 +56,16 @@ class ActorIdentity:
             router_for(self.session).await_procs(self.mesh)
         own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)
         return _find_group, (*own, self.members, self.generation)
+
+    def names_of(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The actors of some ranks, below whoever has spawned them, where that was here; see `MeshFailure`."""
+        if not self.creator:
+            return {}
+        return {
+            rank: path_of(self.creator, self.module, self.cls.name, self.name, self.members.point(rank))
+            for rank in ranks
+            if self.members.has(rank)
+        }
 
     def find(self, members: Members, *, partly: bool = False) -> Address:
         """Where the processes of ``members`` are now. partly: of those that have not left the mesh, unless all have.

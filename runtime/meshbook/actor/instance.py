@@ -123,9 +123,14 @@ class ActorInstance:
     def __repr__(self) -> str:
         if not self.mailbox:
             return f"<{ROOT_NAME}>"
-        where = repr(self.rank) if len(self.rank) else ""
-        kind = f"{self.module}.{self.class_name}" if self.module else self.class_name
-        return f"{self.creator or f'<{ROOT_NAME}>'}.<{kind} {self.name}{where}>"
+        return path_of(repr(self.creator or root_instance()), self.module, self.class_name, self.name, self.rank)
+
+
+def path_of(creator: str, module: str, class_name: str, name: str, point: Point) -> str:
+    """An actor below whoever has spawned it: ``<root>.<train.Learner learners{'gpus': 0/2}>``."""
+    where = repr(point) if len(point) else ""
+    kind = f"{module}.{class_name}" if module else class_name
+    return f"{creator}.<{kind} {name}{where}>"
 
 
 def _refuse(instance: ActorInstance) -> NoReturn:

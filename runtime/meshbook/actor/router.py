@@ -107,6 +107,10 @@ class Router(Protocol):
     def place(self) -> Place:
         """Where this process is reached."""
 
+    @property
+    def host(self) -> str:
+        """The id of the host of this rank; empty for a program, which may be on none."""
+
     def new_mailbox(self) -> int:
         """A number for a mailbox that nobody else has."""
 

@@ -8,10 +8,11 @@ for all processes that fail together, and has the next use of the actors raise `
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from meshbook.concurrency.background import SerialQueue
@@ -52,10 +53,16 @@ class FailedMesh(Protocol):
 class MeshFailure:
     """What failed on a mesh of actors, where nobody waited for an answer."""
 
-    def __init__(self, mesh: FailedMesh, what: str, failures: Iterable[Failure]) -> None:
-        """mesh: whose owner is told. what: failed, as in ``loaders.read``; perhaps of actors that ``mesh`` owns."""
+    def __init__(
+        self, mesh: FailedMesh, what: str, failures: Iterable[Failure], actors: Mapping[int, str] | None = None
+    ) -> None:
+        """mesh: whose owner is told. what: failed, as in ``loaders.read``; perhaps of actors that ``mesh`` owns.
+
+        actors: the actor of each rank that failed, below whoever has spawned it, where that is known.
+        """
         self.mesh, self.what = mesh, what
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
+        self._actors: Mapping[int, str] = dict(actors or {})
 
     @property
     def mesh_name(self) -> str:
@@ -80,12 +87,15 @@ class MeshFailure:
 
     def parts(self) -> list[MeshFailure]:
         """Return one failure for each rank."""
-        return [MeshFailure(self.mesh, self.what, [failure]) for failure in self.failures]
+        return [MeshFailure(self.mesh, self.what, [failure], self._actors) for failure in self.failures]
 
     def report(self) -> str:
         """For programs: what a person needs to know, and Monarch's sentence for each actor."""
-        sentences = [f"The actor {actor} and all its descendants have failed." for actor in self._actors()]
-        return "\n".join([self.explained(), *sentences])
+        return "\n".join([self.explained(), *map(self._sentence, self.failures)])
+
+    def _sentence(self, failure: Failure) -> str:
+        actor = self._actors.get(failure.rank, self.mesh.name)
+        return f"The actor {actor} and all its descendants have failed:\n  {_monarchs_cause(failure)}"
 
     def explained(self) -> str:
         """What a person needs to know: a line for each cause, and its traceback."""
@@ -98,17 +108,9 @@ class MeshFailure:
             lines += [f"  {line}" for part in group[0].traceback for line in name_cells(part).splitlines()]
         return "\n".join(lines)
 
-    def _actors(self) -> list[str]:
-        """Those that failed, each by its name and its place, where they are of `mesh` itself."""
-        group = vars(self.mesh).get("_group")
-        name = self.mesh.name
-        if group is None or self.what.partition(".")[0] != name:
-            return []
-        points = [repr(group.members.point(rank)) for rank in self.ranks if group.members.has(rank)]
-        return [name if point == "{}" else f"{name}{point}" for point in points]
-
     def __reduce__(self) -> tuple[object, ...]:
-        return MeshFailure, (self.mesh, self.what, [failure._replace(exception=None) for failure in self.failures])
+        failures = [failure._replace(exception=None) for failure in self.failures]
+        return MeshFailure, (self.mesh, self.what, failures, self._actors)
 
     def __repr__(self) -> str:
         causes = "; ".join(_cause(group) for group in group_failures(self.failures))
@@ -116,11 +118,11 @@ class MeshFailure:
 
     def pass_on(self, mesh: FailedMesh) -> MeshFailure:
         """The same for the owner of ``mesh``, whose actors did not handle it."""
-        return MeshFailure(mesh, self.what, self.failures)
+        return MeshFailure(mesh, self.what, self.failures, self._actors)
 
     def joined(self, other: MeshFailure) -> MeshFailure:
         """One failure for both, which are of the same actors."""
-        return MeshFailure(self.mesh, self.what, (*self.failures, *other.failures))
+        return MeshFailure(self.mesh, self.what, (*self.failures, *other.failures), {**self._actors, **other._actors})
 
 
 def _cause(group: list[Failure]) -> str:
@@ -131,6 +133,15 @@ def _cause(group: list[Failure]) -> str:
     if first.ename == NOT_STARTED:
         return f"{ranks} did not start: {first.evalue}"
     return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
+
+
+def _monarchs_cause(failure: Failure) -> str:
+    """Why an actor failed, in the words that programs for Monarch look for."""
+    if failure.ename != WorkerLost.__name__:
+        return failure.evalue if failure.ename in (ABORTED, NOT_STARTED) else f"{failure.ename}: {failure.evalue}"
+    killed = next((each for each in signal.Signals if failure.evalue.startswith(f"killed by {each.name}")), None)
+    how = failure.evalue if killed is None else f"Killed(sig={killed.value})"
+    return f"the process this actor was running on failed: {how}"
 
 
 def unhandled_fault_hook(failure: MeshFailure) -> None:

@@ -59,6 +59,7 @@ class WorkerPool:
         """The mesh is being stopped: whoever comes up now is not wanted any more."""
         self._owner, self._log_dir = owner, log_dir
         self._loop, self._report, self.host = host.loop, host.uplink.send, host.name
+        self._host_id = host.ticket.host_id
         self.shortcut = shortcut_path(host.ticket.endpoint) if host.ticket.shares_memory else ""
         """The path of the controller's end of shortcuts; empty where there is none."""
         self._marker = b"\x1e" + os.urandom(8).hex().encode() + b":"
@@ -131,7 +132,7 @@ class WorkerPool:
         own = {key.encode(): value.encode() for key, value in environment.items()}
         own[b"LOCAL_RANK"] = b"%d" % seat.local_rank
         worker.identity = wire.Identity(
-            mesh=spawn.mesh, name=spawn.name, host=self.host, device=worker.device,
+            mesh=spawn.mesh, name=spawn.name, host=self.host, host_id=self._host_id, device=worker.device,
             **_place_of(seat, spawn.arrangement, spawn.generation),
         )  # fmt: skip
         return wire.Begin(

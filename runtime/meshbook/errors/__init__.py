@@ -297,6 +297,11 @@ class CallError(MeshError):
         return (type(self), self.args, {"partial": dict(self.partial), **told})
 
 
+def without_colours(text: str) -> str:
+    """A text without the ANSI sequences that IPython colours it by."""
+    return _ANSI.sub("", text)
+
+
 class RemoteTraceback(Exception):
     """The tracebacks of ranks: what Python, which does not know our rendering, shows as the cause of their error."""
 
@@ -308,7 +313,7 @@ class RemoteTraceback(Exception):
         lines = []
         for group in group_failures(self.failures):
             lines += [f"\n{name_ranks(failure.rank for failure in group)}:", *group[0].traceback]
-        return _ANSI.sub("", "\n".join(lines))
+        return without_colours("\n".join(lines))
 
 
 class CallFailed(CallError):

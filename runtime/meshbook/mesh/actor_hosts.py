@@ -44,6 +44,21 @@ class HostRef(MeshView):
         """The same host, where processes run another interpreter; it must have meshbook. Raises: UsageError."""
         return HostRef(self.members, checked_python(python_executable), self._sent)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both mean the same hosts, with the same axes; however they came here."""
+        if not isinstance(other, HostRef):
+            return NotImplemented
+        return (self._ids, self.extent) == (other._ids, other.extent)
+
+    def __hash__(self) -> int:
+        return hash(self.extent)
+
+    @property
+    def _ids(self) -> tuple[str, ...]:
+        if self._sent is None:
+            return (current_router().host,) * len(self)
+        return tuple(self._sent.hosts[rank] for rank in self.ranks)
+
     @property
     def stream_logs(self) -> bool:
         """False: what calls print is shown where the program runs, as that says."""
@@ -68,7 +83,7 @@ class HostRef(MeshView):
         They end with the actor that has called this; those of a cell live until the session ends. Call it in a plain
         endpoint: it waits. Raises: as that.
         """
-        sizes = {"procs": 1} if per_host is None else dict(per_host)
+        sizes = {} if per_host is None else dict(per_host)
         if self._sent is not None:
             options["on"] = self
         else:
@@ -90,8 +105,7 @@ class HostRef(MeshView):
     def __reduce__(self) -> tuple[object, ...]:
         if self._sent is None:
             return HostRef, (self.members, self._python)
-        hosts = tuple(self._sent.hosts[rank] for rank in self.ranks)
-        return find_hosts, (self._sent.session, hosts, dict(self.extent), self._sent.env, self._python)
+        return find_hosts, (self._sent.session, self._ids, dict(self.extent), self._sent.env, self._python)
 
 
 def find_hosts(

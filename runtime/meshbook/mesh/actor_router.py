@@ -133,7 +133,7 @@ class ControllerRouter:
         for group in groups_on(self.session, mesh.id):
             if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
                 actors: ActorMesh[object] = ActorMesh(group, group.members)
-                failure = MeshFailure(actors, group.name, failures_of(lost))
+                failure = MeshFailure(actors, group.name, failures_of(lost), group.names_of(lost.ranks))
                 if group.owner is None or group.owner == self._root_supervisor:
                     self._faults.take(failure)
                 else:  # an actor of this process
@@ -152,6 +152,10 @@ class ControllerRouter:
     @property
     def place(self) -> Place:
         return Place(0, 0)
+
+    @property
+    def host(self) -> str:
+        return ""
 
     def new_mailbox(self) -> int:
         return self._controller.next_id()

@@ -63,7 +63,9 @@ class HostMesh(MeshView):
         self._is_reference = False
 
     def _part(self, members: Members) -> HostMesh:
-        return HostMesh(self._controller, self._hosts, members, self._env, self._python, self._waits)
+        hosts = HostMesh(self._controller, self._hosts, members, self._env, self._python, self._waits)
+        hosts._is_reference = self._is_reference or len(members) < len(self)
+        return hosts
 
     def with_environment(self, env: Mapping[str, str]) -> HostMesh:
         """The same hosts, where processes get more of an environment. Raises: UsageError."""
@@ -84,6 +86,12 @@ class HostMesh(MeshView):
         `meshbook.actor.unhandled_fault_hook`.
         """
         return HostMesh(self._controller, self._hosts, self.members, self._env, self._python, waits=False)
+
+    def as_owned(self) -> HostMesh:
+        """The same hosts, for who has started them, though they are some of more: they are shut down by themselves."""
+        hosts = self._part(self.members)
+        hosts._is_reference = False
+        return hosts
 
     def as_reference(self) -> HostMesh:
         """The same hosts, for who has not started them: `shutdown` is refused."""
@@ -133,7 +141,7 @@ class HostMesh(MeshView):
     ) -> ProcMesh:
         """Start ``per_host`` processes on every host and wait until each has answered; see `without_waiting`.
 
-        The mesh has the axes of the hosts, then those of ``per_host``.
+        The mesh has the axes of the hosts, then those of ``per_host``; without these, one process on each host.
         name: of the mesh, and of the folder of its logs; ``procs`` by default.
         device: ``cpu`` or ``cuda``; by default CUDA where there are devices, one per rank.
         preload: modules to import once, before forking.
@@ -149,7 +157,7 @@ class HostMesh(MeshView):
         SerializationError if ``bootstrap`` cannot travel.
         """
         with self._ended_on_failure(owns_hosts):
-            per_host = {"procs": 1} if per_host is None else checked_sizes(per_host)
+            per_host = {} if per_host is None else checked_sizes(per_host)
             extent = Extent.of({**self.extent, **per_host})
             if len(extent) != len(self.extent) + len(per_host):
                 raise UsageError(f"the hosts have the axes {self.extent.labels} already; name the others otherwise.")
@@ -201,10 +209,13 @@ class HostMesh(MeshView):
     def shutdown(self, timeout_s: float = 5.0) -> Future[None]:
         """End the hosts' agents, and with them every mesh on these hosts; done when it returns. Idempotent.
 
-        Raises: NotOwnerError for a mesh of hosts that was sent here.
+        Raises: NotOwnerError for a mesh of hosts that was sent here, and for some of the hosts that were started.
         """
         if self._is_reference:
-            raise NotOwnerError("these hosts are another's, who has sent them here and alone can shut them down.")
+            raise NotOwnerError(
+                "cannot shut down `HostMesh` that is a reference instead of owned: these hosts are another's, who has "
+                "sent them here, or a slice of more. Shut down the whole mesh of hosts, where it was started."
+            )
         hosts = self._present()
         for host in hosts:
             host.retire()
@@ -286,7 +297,7 @@ class HostMesh(MeshView):
         hosts = self._present()
         for host in hosts:
             if host.is_dismissed:
-                raise HostsEndedError(f"this mesh of hosts was shut down, {host.name} with it: start other hosts.")
+                raise HostsEndedError(f"HostMesh has already been shut down, {host.name} with it: start other hosts.")
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
         return hosts

@@ -7,6 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
@@ -15,6 +16,21 @@ from meshbook.system.user_folders import write_private
 
 DEFAULT_JOB_PATH = ".monarch/job_state.pkl"
 """Where Monarch keeps a job unless it is told otherwise; here a job is kept where it is asked for."""
+
+
+class TelemetryConfig(NamedTuple):
+    """What Monarch's `enable_telemetry` is told, for programs that say it; `JobTrait.enable_telemetry` refuses."""
+
+    retention_secs: int = 3600
+    include_dashboard: bool = False
+    dashboard_port: int = 8265
+    snapshot_interval_secs: float = 30.0
+
+
+class MeshAdminConfig(NamedTuple):
+    """What Monarch's `enable_admin` is told; refused as well."""
+
+    admin_addr: str | None = None
 
 
 class JobState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 
 from meshbook.errors import UsageError
@@ -59,26 +60,43 @@ class SlurmJob(HostsJob):
         meshes: Mapping[str, int],
         python_exe: str | None = None,
         slurm_args: Sequence[str] = (),
-        *,
+        monarch_port: int | None = None,
         job_name: str | None = None,
+        ntasks_per_node: int = 1,
+        *,
         time_limit: str | None = None,
         partition: str | None = None,
+        log_dir: str | None = None,
         exclusive: bool = False,
         gpus_per_node: int | None = None,
         cpus_per_task: int | None = None,
         mem: str | None = None,
+        job_start_timeout: int | None = None,
         account: str | None = None,
         qos: str | None = None,
+        out_of_cluster: bool = False,
+        attach_to: str | None = None,
+        bind_to: str | None = None,
     ) -> None:
         """meshes: how many nodes by name. slurm_args: options of salloc, beside the others.
 
         python_exe: the interpreter there; by default the path of our own where there is one, else ``python3``.
+        job_start_timeout: how many seconds the allocation may take; it is asked for no longer.
+        monarch_port, log_dir, out_of_cluster, attach_to, bind_to: Monarch's, which a warning says mean nothing here:
+        ports are free ones, logs lie with the session, and nodes dial the program or, by ssh, it dials them.
+        Raises: UsageError for more than one task per node: hosts start their processes.
         """
         super().__init__()
+        if ntasks_per_node != 1:
+            raise UsageError("ntasks_per_node is 1: a host starts its processes, spawn_procs({'gpus': 8}).")
+        _warn_of_idle(
+            monarch_port=monarch_port, log_dir=log_dir, out_of_cluster=out_of_cluster, attach_to=attach_to,
+            bind_to=bind_to,
+        )  # fmt: skip
         self._meshes, self._python = checked_counts(meshes), python_exe
         self._named = {
             "job-name": job_name, "time": time_limit, "partition": partition, "gpus-per-node": gpus_per_node,
-            "cpus-per-task": cpus_per_task, "mem": mem, "account": account, "qos": qos,
+            "cpus-per-task": cpus_per_task, "mem": mem, "account": account, "qos": qos, "immediate": job_start_timeout,
         }  # fmt: skip
         self._exclusive, self._more = exclusive, tuple(slurm_args)
 
@@ -112,6 +130,11 @@ class SlurmJob(HostsJob):
         from meshbook.launchers.slurm import SlurmLauncher  # only here: who has no such hosts need not load it
 
         return _start_together(self._meshes, SlurmLauncher(python=self._python, options=self._options))
+
+
+def _warn_of_idle(**arguments: object) -> None:
+    if idle := [name for name, value in arguments.items() if value]:
+        warnings.warn(f"{', '.join(idle)}: taken, as in Monarch, but of no meaning here", stacklevel=3)
 
 
 class RayJob(HostsJob):
@@ -156,6 +179,6 @@ def _start_together(meshes: Mapping[str, int], launcher: Launcher) -> dict[str, 
     everything = start_all({HOSTS: (sum(meshes.values()), launcher)})[HOSTS]
     parts, first = {}, 0
     for name, count in meshes.items():
-        parts[name] = everything.slice(**{HOSTS: slice(first, first + count)})
+        parts[name] = everything.slice(**{HOSTS: slice(first, first + count)}).as_owned()
         first += count
     return parts

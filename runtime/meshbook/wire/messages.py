@@ -758,6 +758,8 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
     threads: int
     generation: int = 0
     """Of the numbers of its mesh's ranks."""
+    host_id: str = ""
+    """Of its host, among those of the session; `host` is what people call it."""
 
 
 class Begin(_Message, frozen=True, tag="begin"):

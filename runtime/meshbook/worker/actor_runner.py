@@ -22,6 +22,7 @@ from contextvars import Token
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.actor.classes import RELOAD, has_async_endpoints, swap_class
+from meshbook.actor.config import name_actors_in_logs
 from meshbook.actor.context import Belongings, Context, context, current_context
 from meshbook.actor.decorators import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, SupervisionError, cause_of, why_stopped
@@ -216,6 +217,7 @@ class ActorRunner:
         try:
             (view, self.mesh, self.owner, creator, sources, cls, *args), kwargs = message.load()
             self._learn(cls, sources)
+            name_actors_in_logs()
             who = self._process.identity
             self._instance = ActorInstance(
                 self.name, self.class_name, who.name, point_of(who.rank, message.call, view), self.mailbox,
@@ -346,10 +348,15 @@ class ActorRunner:
             self._tell_owner(failure, message.call.endpoint)
         return Outcome(wire.INTERRUPTED if interrupted else wire.RAISED, failure=failure)
 
+    @property
+    def _named(self) -> dict[int, str]:
+        """This actor below whoever has spawned it, by its rank, for reports of what failed."""
+        return {} if self._instance is None else {self._process.identity.rank: repr(self._instance)}
+
     def _tell_owner(self, failure: Failure, endpoint: str) -> None:
         if self.mesh is not None:
             told = failure._replace(exception=None)  # its class need not exist there
-            self._registry.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told]))
+            self._registry.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told], self._named))
 
     async def _call(self, message: InboxMessage) -> Outcome | None:
         """What the endpoint answers; None where another answer will come. Raises: what it raises."""
@@ -448,7 +455,7 @@ class ActorRunner:
         if self.mesh is not None:
             identity = self._process.identity
             failure = Failure(identity.rank, identity.host, ABORTED, reason, (), "")
-            self._registry.tell_owner(self, MeshFailure(self.mesh, self.name, [failure]))
+            self._registry.tell_owner(self, MeshFailure(self.mesh, self.name, [failure], self._named))
         if now:
             self.end_now(why)
         else:

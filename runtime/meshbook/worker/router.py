@@ -46,6 +46,10 @@ class WorkerRouter:
         identity = self.worker.identity
         return Place(identity.mesh, identity.rank, identity.generation)
 
+    @property
+    def host(self) -> str:
+        return self.worker.identity.host_id
+
     def await_procs(self, mesh: int) -> None:
         pass  # what a rank knows of is there
 

@@ -49,7 +49,10 @@ def test_references_come_back_as_results(mesh4: ProcMesh) -> None:
 
 def test_errors_of_actors_pass_through_the_actors_that_called_them(mesh4: ProcMesh) -> None:
     relay = mesh4.slice(gpus=0).spawn("relay", Relay, mesh4.spawn("counters", Counter))
-    with pytest.raises(ActorError, match=r"relay.fail_there: rank 0 raised ActorError: counters.fail: rank.*bad shard"):
+    with pytest.raises(
+        ActorError,
+        match=r"relay.fail_there failed: rank 0 raised ActorError: Actor call counters.fail failed: rank.*bad shard",
+    ):
         relay.fail_there.call_one().get(20)
     with pytest.raises(ActorError, match=r"ArgumentsError: counters.add: too many positional arguments"):
         relay.wrong.call_one().get(20)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +17,16 @@ from patience import wait_until
 
 import meshbook.actor
 from meshbook import ProcMesh
-from meshbook.actor import Actor, ActorError, ActorNotMadeError, MeshFailure, SupervisionError, endpoint, this_proc
+from meshbook.actor import (
+    Actor,
+    ActorError,
+    ActorNotMadeError,
+    MeshFailure,
+    SupervisionError,
+    endpoint,
+    this_host,
+    this_proc,
+)
 from meshbook.errors import CallFailed
 
 
@@ -117,7 +128,7 @@ def test_constructors_that_raise_are_told_in_a_line_and_each_call_says_why(
     wait_until(told)
     assert text.count("broken.__init__: ranks 0-3 raised RuntimeError: no such file") == 1
     for _ in range(2):
-        with pytest.raises(ActorError, match=r"broken.get: .* raised RuntimeError: no such file") as raised:
+        with pytest.raises(ActorError, match=r"broken.get failed: .* raised RuntimeError: no such file") as raised:
             broken.get.call().get(20)
         assert isinstance(raised.value, ActorNotMadeError)
         assert isinstance(raised.value, SupervisionError)
@@ -150,9 +161,16 @@ def test_an_uncaught_error_of_a_script_shows_the_remote_traceback_and_its_cause(
     path.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    for once in ("KeyError: 'shard'", 'raise ValueError("cannot read") from error', "program.py:9, in Reader.read"):
+    for once in ('raise ValueError("cannot read") from error', "program.py:9, in Reader.read"):
         assert done.stderr.count(once) == 1, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("meshbook.actor.errors.ActorError: reader.read: rank")
+    failed = "Actor call reader.read failed: ranks 0,1 raised ValueError: cannot read"
+    link = "  The above exception was the direct cause of the following exception:"
+    assert done.stderr.splitlines()[-4:] == [
+        f"meshbook.actor.errors.ActorError: {failed}",
+        "  KeyError: 'shard'",
+        link,
+        "  ValueError: cannot read",
+    ]
     assert "\x1b" not in done.stderr
 
 
@@ -178,6 +196,43 @@ class Handing(Actor):
 def test_a_reference_from_elsewhere_knows_whether_actors_were_made(mesh4: ProcMesh, seen: list[MeshFailure]) -> None:
     handing = mesh4.slice(gpus=0).spawn("handing", Handing)
     handing.spawn.call_one(mesh4.slice(gpus=1), Counter).get(20).initialized.get(20)
-    with pytest.raises(ActorError, match=r"spawned.__init__: rank 1 raised RuntimeError: no such file"):
+    with pytest.raises(ActorError, match=r"spawned.__init__ failed: rank 1 raised RuntimeError: no such file"):
         handing.spawn.call_one(mesh4.slice(gpus=1), Broken).get(20).initialized.get(20)
     wait_until(lambda: [failure.what for failure in seen] == ["spawned.__init__"])
+
+
+class Maker(Actor):
+    """Has an actor made in a process beside it, which fails or is killed."""
+
+    def __init__(self) -> None:
+        self.made = this_host().spawn_procs(per_host={"more": 1}, torch=False).spawn("made", Counter)
+
+    @endpoint
+    def fail(self) -> None:
+        self.made.fail.broadcast()
+
+    @endpoint
+    def kill(self) -> None:
+        os.kill(self.made.pid.call_one().get(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("fail", "ValueError: bad shard"),
+        ("kill", "the process this actor was running on failed: Killed(sig=9)"),
+    ],
+)
+def test_a_report_names_the_actor_below_those_that_have_made_it(
+    mesh2: ProcMesh, monkeypatch: pytest.MonkeyPatch, end: str, why: str
+) -> None:
+    seen: list[MeshFailure] = []
+    monkeypatch.setattr(meshbook.actor, "unhandled_fault_hook", seen.append)
+    maker = mesh2.slice(gpus=1).spawn("maker", Maker)
+    getattr(maker, end).call_one().get(60)
+    wait_until(lambda: bool(seen))
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in (Maker, Counter))
+    actor = "<root>.<{} maker>.<{} made{{'more': 0/1}}>".format(*kinds)
+    sentence = f"The actor {actor} and all its descendants have failed:\n  {why}"
+    assert seen[0].report().endswith(sentence)
+    assert pickle.loads(pickle.dumps(seen[0])).report().endswith(sentence)

@@ -131,7 +131,7 @@ def test_a_stream_gives_answers_as_they_come(mesh4: ProcMesh) -> None:
             outcomes.append(future.get(20))
         except ActorError as error:
             outcomes.append(str(error))
-    assert sorted(outcomes)[0].startswith("counters.fail: rank 1 raised ValueError: bad shard")
+    assert sorted(outcomes)[0].startswith("Actor call counters.fail failed: rank 1 raised ValueError: bad shard")
     assert outcomes.count("fine") == 3
 
 
@@ -229,7 +229,7 @@ def test_an_error_carries_the_remote_traceback_the_exception_and_the_other_resul
     with pytest.raises(ActorError) as caught:
         counters.fail.call(1, 2).get(20)
     error = caught.value
-    assert str(error).startswith("counters.fail: rank")
+    assert str(error).startswith("Actor call counters.fail failed: rank")
     assert "raised ValueError: bad shard" in str(error)
     assert isinstance(error.exception, ValueError)
     assert "actor_classes.py" in "".join(error.failures[0].traceback)
@@ -321,7 +321,8 @@ def test_a_hook_can_take_failures_that_nobody_handles(mesh4: ProcMesh, monkeypat
     wait_until(lambda: bool(seen))
     assert (seen[0].mesh_name, seen[0].ranks, seen[0].mesh) == ("counters", (1,), counters)
     assert "actor_classes.py" in seen[0].report()
-    assert seen[0].report().endswith("The actor counters{'gpus': 1/4} and all its descendants have failed.")
+    sentence = "The actor <root>.<actor_classes.Counter counters{'gpus': 1/4}> and all its descendants have failed:"
+    assert seen[0].report().endswith(f"{sentence}\n  ValueError: bad shard")
     assert str(seen[0]).startswith("MeshFailure(crashed_ranks=[1], counters.fail: ")
     assert counters.get.call().get(20).values() == [0] * 4
 

@@ -49,7 +49,7 @@ def test_arguments_and_results_are_copies() -> None:
 
 def test_what_it_raises_names_the_line_without_frames_of_ours() -> None:
     adder = this_proc().spawn("adder", Adder)
-    with pytest.raises(ActorError, match=r"fail: rank 0 raised ValueError: bad shard \(client_actor_cl") as e:
+    with pytest.raises(ActorError, match=r"fail failed: rank 0 raised ValueError: bad shard \(client_actor_cl") as e:
         adder.fail.call_one().get(20)
     assert isinstance(e.value.exception, ValueError)
     assert "actor_runner" not in "".join(e.value.failures[0].traceback)

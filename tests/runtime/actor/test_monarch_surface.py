@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from typing import Any, Generic, TypeVar, cast
@@ -23,6 +24,7 @@ from meshbook.actor import (
     endpoint,
     send,
 )
+from meshbook.actor import config as actor_config
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
 
 T = TypeVar("T")
@@ -178,3 +180,39 @@ async def _is_usable(hosts: Any) -> bool:
 def test_the_host_of_a_rank_has_the_operations_of_a_mesh(mesh2: ProcMesh) -> None:
     told = mesh2.slice(gpus=0).spawn("asker", SentBack).shape_of_host.call_one().get(20)
     assert told == ({}, 1, {"hosts": 1}, True, {"hosts": 1, "more": 1})
+
+
+class Logger(Actor):
+    @endpoint
+    def log(self, has_prefix: bool, *args: object) -> tuple[str, str]:
+        actor_config.prefix_python_logs_with_actor = has_prefix
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        logging.getLogger().addHandler(handler)
+        logging.getLogger("of.a.test").warning("it is %s" if args else "it is 5%", *args)
+        logging.getLogger().removeHandler(handler)
+        return records[-1].getMessage(), getattr(records[-1], "actor_prefix", "")
+
+
+def test_log_records_carry_the_name_of_their_actor(mesh4: ProcMesh) -> None:
+    loggers = mesh4.slice(gpus=2).spawn("50% done", Logger)
+    prefix = f"[actor=<root>.<{Logger.__module__}.Logger 50% done>] "
+    assert loggers.log.call_one(True, "me").get(20) == (f"{prefix}it is me", prefix)
+    assert loggers.log.call_one(True).get(20) == (f"{prefix}it is 5%", prefix)
+    assert loggers.log.call_one(False, "me").get(20) == ("it is me", "")
+    told = mesh4.execute(lambda: logging.getLogRecordFactory()("x", 30, "", 1, "no actor's", (), None).getMessage())
+    assert told.get(20).values() == ["no actor's"] * 4
+
+
+def test_processes_without_sizes_are_one_on_each_host() -> None:
+    with start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True)).spawn_procs(
+        torch=False, owns_hosts=True
+    ) as procs:
+        assert procs.sizes == {"hosts": 2}
+        counters = procs.spawn("counters", Counter)
+        assert counters.slice(hosts=1).add.call_one(2).get(20) == 2
+        assert counters.get.call().get(20).item(hosts=0) == 0
+    with this_host().spawn_procs(torch=False) as alone:
+        assert alone.sizes == {} and len(alone) == 1
+        assert alone.spawn("counter", Counter).add.call_one(1).get(20) == 1

@@ -14,7 +14,18 @@ from ssh_hosts import SshHosts, ssh_hosts
 
 from meshbook import this_host
 from meshbook.errors import SpawnError, UsageError, WorkerLost
-from meshbook.job import JobState, JobTrait, LocalJob, ProcessJob, SlurmJob, SSHJob, job_load, job_loads
+from meshbook.job import (
+    JobState,
+    JobTrait,
+    LocalJob,
+    MeshAdminConfig,
+    ProcessJob,
+    SlurmJob,
+    SSHJob,
+    TelemetryConfig,
+    job_load,
+    job_loads,
+)
 from meshbook.mesh.driven import own_meshes, own_sessions
 
 
@@ -272,3 +283,19 @@ def test_what_a_job_of_slurm_asks_for() -> None:
     job.share_node(tasks_per_node=2, gpus_per_task=2, partition="shared")
     assert job._options == ("--partition=shared", "--gpus-per-node=4", "--account=ours", "--qos=high", "--no-requeue")
     assert job._meshes == {"trainers": 2, "judges": 1} and not job.can_run(SlurmJob({"trainers": 2}))
+
+
+def test_a_job_of_slurm_takes_all_that_monarchs_does() -> None:
+    with pytest.warns(UserWarning, match="monarch_port, log_dir, attach_to: taken, as in Monarch, but of no meaning"):
+        job = SlurmJob(
+            {"a": 1}, "python3", (), 22222, "mine", log_dir="logs", job_start_timeout=60, attach_to="tcp://*:1"
+        )
+    assert job._options == ("--job-name=mine", "--immediate=60")
+    with pytest.raises(UsageError, match="ntasks_per_node is 1: a host starts its processes"):
+        SlurmJob({"a": 1}, ntasks_per_node=8)
+
+
+def test_what_programs_say_of_telemetry_can_be_said() -> None:
+    assert TelemetryConfig(include_dashboard=True).retention_secs == 3600 and MeshAdminConfig().admin_addr is None
+    with pytest.raises(UsageError, match="health widget"):
+        LocalJob().enable_telemetry(TelemetryConfig(), MeshAdminConfig(admin_addr="[::]:1"))

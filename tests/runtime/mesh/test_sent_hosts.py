@@ -17,6 +17,10 @@ from meshbook.errors import HostsEndedError, MeshStoppedError, NotOwnerError
 
 class Starter(Actor):
     @endpoint
+    def is_on(self, hosts: HostMesh) -> bool:
+        return meshbook.actor.this_host() == hosts
+
+    @endpoint
     def start(self, hosts: HostMesh) -> tuple[dict[str, int], list[str]]:
         with hosts.slice(hosts=1).spawn_procs({"gpus": 2}) as procs:
             return procs.sizes, procs.spawn("pids", Starter).where.call().get().values()
@@ -60,6 +64,25 @@ def test_an_actor_starts_processes_on_hosts_that_it_was_sent(hosts: HostMesh) ->
             part.shutdown()
 
 
+def test_some_of_the_hosts_are_not_shut_down_by_themselves(hosts: HostMesh) -> None:
+    part = hosts.slice(hosts=1)
+    for refused in (part, part.rename(), hosts.split(hosts=("a", "b"), a=1).slice(b=0)):
+        with pytest.raises(NotOwnerError, match="a slice of more"):
+            refused.shutdown()
+    assert hosts.spawn_procs(torch=False).sizes == {"hosts": 2}
+    part.as_owned().shutdown().get()
+    with pytest.raises(HostsEndedError, match="has already been shut down"):
+        hosts.spawn_procs(torch=False)
+    hosts.rename(hosts="nodes").shutdown().get()
+
+
+def test_a_rank_knows_its_own_host_from_others(hosts: HostMesh) -> None:
+    with hosts.spawn_procs(torch=False) as procs:
+        starters = procs.spawn("starters", Starter)
+        assert starters.is_on.call(hosts.slice(hosts=0)).get(60).values() == [True, False]
+        assert starters.is_on.call(hosts).get(60).values() == [False, False]
+
+
 def test_nothing_is_started_on_hosts_that_were_shut_down(hosts: HostMesh) -> None:
     sent = pickle.dumps(hosts)
     assert pickle.loads(sent) == hosts and not pickle.loads(sent).is_fake_in_process
@@ -70,7 +93,7 @@ def test_nothing_is_started_on_hosts_that_were_shut_down(hosts: HostMesh) -> Non
 
     asyncio.run(use())
     for what in (hosts, hosts.slice(hosts=1)):
-        with pytest.raises(HostsEndedError, match="this mesh of hosts was shut down"):
+        with pytest.raises(HostsEndedError, match="has already been shut down"):
             what.spawn_procs(torch=False)
         with pytest.raises(HostsEndedError), what:
             pass
