@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.figures import Figure, Goal, Settings, side_by_side
-from benchmarks.floors import RawFanOut, Relay, ZmqFanOut
+from benchmarks.floors import BareCalls, RawFanOut, Relay, ZmqFanOut
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op
 
 QUESTION = (
     "Round trip of a no-op call to one rank and to all of 2-16, and no-op calls per second when none "
     "waits for the one before. Floors with as many real processes in the same run: raw unix sockets, the "
-    "same through one relay process (as our host agent), a bare pyzmq ROUTER and DEALERs over ipc."
+    "same through one relay process (as our host agent), a bare pyzmq ROUTER and DEALERs over ipc; for many at once "
+    "also the least Python that pickles a call, makes its future and takes its answer."
 )
 SIZES = (2, 4, 8, 16)
 IN_FLIGHT = 1000
@@ -57,7 +58,7 @@ def _all(ranks: int, rounds: int, per_round: int) -> Iterator[Figure]:
 
 def _pipelined(rounds: int) -> Iterator[Figure]:
     """Send `IN_FLIGHT` calls before waiting for the first answer."""
-    with mesh(8) as procs, RawFanOut() as raw, ZmqFanOut() as pyzmq:
+    with mesh(8) as procs, RawFanOut() as raw, BareCalls() as bare, ZmqFanOut() as pyzmq:
         first = procs.slice(gpus=0)
 
         def ours(target: object) -> None:
@@ -67,6 +68,7 @@ def _pipelined(rounds: int) -> Iterator[Figure]:
 
         subjects = {
             "raw socket": lambda: raw.pipelined(IN_FLIGHT),
+            "bare calls": lambda: bare.pipelined(IN_FLIGHT),
             "pyzmq": lambda: pyzmq.pipelined(IN_FLIGHT),
             "meshbook": lambda: ours(first),
             "all 8": lambda: ours(procs),

@@ -1,6 +1,7 @@
 """Floors: the barest programs that do the same as meshbook, measured in the same run.
 
     echo        caller ──unix socket── process                         what a round trip costs at all
+    bare calls  the same with a pickle and a future for each call      what a call from Python costs at all
     relay       caller ──unix socket── relay ──unix sockets── n        the same through one more process
     pyzmq       caller ROUTER ══ipc══ DEALER in each of n processes    what peers without an agent would build
     memcpy      one copy between two warm buffers                      what a payload costs at all
@@ -12,6 +13,7 @@ Each is a context manager that owns its processes, and usable alone: `python -m 
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import socket
 import subprocess
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -127,6 +130,30 @@ class RawFanOut(Floor):
                 sock.sendall(MESSAGE)
             for _ in range(sent):
                 sock.recv(MESSAGE_BYTES, socket.MSG_WAITALL)
+
+
+class BareCalls(RawFanOut):
+    """What the least Python of a call adds to an echo: a pickle, a future, an answer found and unpickled."""
+
+    def pipelined(self, count: int) -> None:
+        """Make ``count`` calls to the first rank, at most `WINDOW` unanswered; wait for all answers."""
+        sock = next(iter(self._sockets.values()))
+        under_way: dict[int, Future[object]] = {}
+        for number in range(count):
+            head = pickle.dumps((int, (), number), 5)
+            under_way[number] = Future()
+            sock.sendall(head.ljust(MESSAGE_BYTES, b"."))
+            if len(under_way) == WINDOW:
+                self._take(sock, under_way)
+        self._take(sock, under_way)
+
+    @staticmethod
+    def _take(sock: socket.socket, under_way: dict[int, Future[object]]) -> None:
+        while under_way:
+            function, args, number = pickle.loads(sock.recv(MESSAGE_BYTES, socket.MSG_WAITALL))
+            future = under_way.pop(number)
+            future.set_result(function(*args))
+            future.result()
 
 
 class Relay(Floor):

@@ -93,8 +93,8 @@ class CallTable:
         """Gets what belongs to no cell."""
         self._calls: dict[int, OpenCall] = {}
         self.find: Callable[[int], OpenCall | None] = self._calls.get
-        self.ids = self._calls.keys()
-        """Of the open calls, as they are now."""
+        self.ids, self.open_now = self._calls.keys(), self._calls.values()
+        """Of the open calls, and these, oldest first, as they are now."""
         self._failing: dict[int, FailingCall] = {}
         self._questions: dict[int, OpenQuestion[Any]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()

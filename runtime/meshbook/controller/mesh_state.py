@@ -224,8 +224,8 @@ class MeshState:
         """Raises: MeshStoppedError once the mesh was stopped, MeshDetachedError once it was detached."""
         if self.detached:
             raise MeshDetachedError(self.name, self.detached)
-        if self.not_started is not None:
-            raise self.not_started
+        if self.arrival is not None and (error := self.not_started) is not None:
+            raise error
         if self.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             raise MeshStoppedError(self.name)
 

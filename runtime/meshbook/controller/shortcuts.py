@@ -63,7 +63,7 @@ class Shortcuts:
         ranks = call.waiting
         if len(ranks) > MOST_RANKS or message.output or len(self._calls.ids) > LOOK_AT or host.backlog:
             return message
-        for other in self._calls.all():
+        for other in self._calls.open_now:
             busy = self._spread.get(other.id, other.waiting)
             if other.mesh == mesh.id and other is not call and not ranks.isdisjoint(busy):
                 return message
@@ -72,15 +72,14 @@ class Shortcuts:
         if is_mail and mesh.id in self._casts and not self._have_read_casts(lanes, call):
             return message
         message = msgspec.structs.replace(message, shortcut=self._next_id(), generation=mesh.generation)
-        addresses = [address for lane in lanes if (address := self._addresses.get(lane)) is not None]
-        if len(addresses) < len(lanes):
+        if not self._addresses.keys() >= set(lanes):
             return message
         if len(lanes) > 1:
             self._spread[call.id] = frozenset(ranks)
             call.when_ended(partial(self._on_spread_ended, call.id, lanes))
         data = wire.encode(message)
-        for lane, address in zip(lanes, addresses, strict=True):
-            if not self._send(data, address):
+        for lane in lanes:
+            if not self._send(data, self._addresses[lane]):
                 del self._addresses[lane]
                 return message  # those that have it already do not run it twice
         self._defer(host, call, message)

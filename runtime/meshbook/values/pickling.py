@@ -25,6 +25,7 @@ import pickle
 import re
 import time
 from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -48,6 +49,8 @@ SEARCH_MAX_S = 2.0
 _MODULE_IN_ERROR = re.compile(r"^Can't get attribute .* on <module '([\w.]+)'")
 _PLAIN_PARTS = 16
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_NAMED = frozenset({FunctionType, type})
+"""What goes by its name where it has one."""
 
 
 class Pickled(msgspec.Struct, frozen=True):
@@ -64,8 +67,8 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
     roots: names of parts of ``obj`` to start that path from instead, such as the arguments of a call.
     Raises: SerializationError naming the part that cannot travel.
     """
-    if _is_plain(obj):
-        pickled = Pickled(pickle.dumps(obj, 5), [])
+    if (plain := _pickle_plain(obj)) is not None:
+        pickled = Pickled(plain, [])
     else:
         try:
             pickled = _pickle(obj, NO_LIMIT)
@@ -160,19 +163,32 @@ class _DeadlineSink:
             raise TimeoutError
 
 
-def _is_plain(obj: object) -> bool:
-    """Whether ``obj`` is so small and simple that any pickler does it; looks at a few items only."""
+def _pickle_plain(obj: object) -> bytes | None:
+    """Pickle what is so small and simple that any pickler does it alike, calls of named functions too; looks at a few
+    items only. None for anything else."""
     parts: list[Any] = [obj]  # grows as it is walked
+    has_names = False
     for part in parts:
         kind = type(part)
         if kind in _ATOMS:
             continue
+        if kind in _NAMED or (kind is BuiltinFunctionType and type(part.__self__) is ModuleType):
+            has_names = True
+            continue
         if kind not in (tuple, list, dict) or len(parts) + len(part) > _PLAIN_PARTS:
-            return False
+            return None
         parts += part
         if kind is dict:
             parts += part.values()
-    return True
+    if not has_names:
+        return pickle.dumps(obj, 5)
+    if cloudpickle.list_registry_pickle_by_value():
+        return None
+    try:
+        head = pickle.dumps(obj, 5)
+    except Exception:  # one is not found by its name
+        return None
+    return None if b"__main__" in head else head
 
 
 def _pickle(obj: object, room: int) -> Pickled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pickle
 import subprocess
@@ -98,6 +99,17 @@ def test_plain_values_come_back_with_no_buffers(value: object) -> None:
     pickled = dumps(value, what="value")
     assert not pickled.buffers
     assert loads(pickled.head, pickled.buffers) == value
+
+
+@pytest.mark.parametrize(
+    "call", [(abs, -1), (int, "3"), (json.dumps, {"a": [1]}), ([1, 2, 2].count, 2), (np.arange(20_000.0).sum,)]
+)
+def test_a_call_of_what_has_a_name_comes_back(call: tuple[Any, ...]) -> None:
+    function, *args = call
+    pickled = dumps(call, what="call")
+    assert bool(pickled.buffers) == (getattr(getattr(function, "__self__", None), "nbytes", 0) > 0)
+    function_there, *args_there = loads(pickled.head, pickled.buffers)
+    assert function_there(*args_there) == function(*args)
 
 
 def test_small_buffers_stay_in_the_head_and_large_ones_leave_it() -> None:
