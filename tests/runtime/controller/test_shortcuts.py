@@ -462,10 +462,14 @@ def call(seconds, number=77):
     future = mesh.execute(sleep_and_say, number, seconds)
     mesh._controller.ask(lambda: None)
     return future
-def die_after_one_datagram():
-    send = shortcuts._send
+def die_after_one(kind):
+    from meshbook.wire import messages
+    send, is_sent = shortcuts._send, []
     def send_one(data, address):
-        shortcuts._send = lambda data, address: os.kill(os.getpid(), signal.SIGKILL)
+        if type(messages.decode_past_agent(data)).__name__ == kind:
+            if is_sent:
+                os.kill(os.getpid(), signal.SIGKILL)
+            is_sent.append(kind)
         return send(data, address)
     shortcuts._send = send_one
 def sleep_unevenly(number):
@@ -521,16 +525,16 @@ def test_the_next_controller_gets_what_was_not_heard(zygote: Zygote, last_words:
     [
         ("call(0.0)", [[77, 77]], "77"),
         ("call(0.7)", [[77, 77]], "77"),
-        ("call(0.05).get(30)", [[77, 77]], "77"),
+        ("call(0.05).get(30); time.sleep(0.5)", [], "77"),
         ("call(0.0).get(30); time.sleep(0.5)", [], "77"),
         ("call(0.7); detach()", [[77, 77]], "77"),
         ("call_unevenly(0.002)", [[77, 77]], "77"),
         ("call_unevenly(0.0); time.sleep(0.05)", [[77, 77]], "77"),
-        ("die_after_one_datagram(); call(0.0); time.sleep(9)", [[77, 77]], "77"),
-        ("die_after_one_datagram(); call(0.3); time.sleep(9)", [[77, 77]], "77"),
+        ("die_after_one('Call'); call(0.0); time.sleep(9)", [[77, 77]], "77"),
+        ("die_after_one('Call'); call(0.3); time.sleep(9)", [[77, 77]], "77"),
         # the first rank has forgotten the answer that the other keeps:
-        ("call(0.0).get(30); die_after_one_datagram(); call(0.3, 78); time.sleep(9)", [[78, 78]], "77 78"),
-        ("call(0.0).get(30); die_after_one_datagram(); time.sleep(9)", [], "77"),
+        ("call(0.0).get(30); die_after_one('Call'); call(0.3, 78); time.sleep(9)", [[78, 78]], "77 78"),
+        ("die_after_one('Heard'); call(0.0).get(30); time.sleep(9)", [], "77"),
     ],
 )
 def test_the_next_controller_gets_what_several_ranks_have_not_told(
@@ -541,7 +545,13 @@ def test_the_next_controller_gets_what_several_ranks_have_not_told(
     driver.expect("session")
     driver.wait()
     successor = zygote.start(ATTACH)
-    assert successor.expect_json("results") == results
+    found = successor.expect_json("results")
+    if (
+        "get(30)" in last_words and found != results
+    ):  # it took long: the agent knew it, and its answers were not heard of
+        assert found[:1] == [[77, 77]]
+        del found[0]
+    assert found == results
     assert successor.expect("ran") == ran
     assert successor.expect_json("more") == list(range(20))
     successor.wait()
