@@ -177,6 +177,7 @@ class Controller:
             return all(host.has_all for host in self.hosts if not host.lost and host.hello is not None)
 
         def say() -> None:
+            self._dispatcher.shortcuts.acknowledge()  # before agents tell ranks that we have gone
             for host in self.hosts:
                 host.send(wire.Leave(lease_s))
 
