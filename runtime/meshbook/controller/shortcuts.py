@@ -26,6 +26,8 @@ from meshbook.wire.shortcuts import DEFER_S
 
 MOST_RANKS = 16
 """A call to more goes by the agent, which sends while the controller does something else."""
+KEPT_NAMES = 256
+"""Of calls with large answers."""
 LOOK_AT = 8
 """With more calls open than that, wherever, it is not looked which ranks have them."""
 
@@ -49,6 +51,8 @@ class Shortcuts:
         """The last call that was answered on each, which the rank keeps until it hears that we have the answer."""
         self._spread: dict[int, frozenset[int]] = {}
         """The ranks of open calls to several, by call."""
+        self._large: set[tuple[int, str]] = set()
+        """By mesh and name, calls to several with answers that had to go by the agent, which is to have them first."""
         self._casts: dict[int, int] = {}
         """By mesh, how many messages without an answer were sent."""
         self._read: dict[_RankLane, int] = {}
@@ -67,6 +71,8 @@ class Shortcuts:
             busy = self._spread.get(other.id, other.waiting)
             if other.mesh == mesh.id and other is not call and not ranks.isdisjoint(busy):
                 return message
+        if len(ranks) > 1 and (mesh.id, call.what) in self._large:
+            return message
         is_mail = call.mailbox != 0
         lanes = [_RankLane(mesh.id, rank, is_mail) for rank in ranks]
         if is_mail and mesh.id in self._casts and not self._have_read_casts(lanes, call):
@@ -76,7 +82,7 @@ class Shortcuts:
             return message
         if len(lanes) > 1:
             self._spread[call.id] = frozenset(ranks)
-            call.when_ended(partial(self._on_spread_ended, call.id, lanes))
+            call.when_ended(partial(self._on_spread_ended, call, lanes))
         data = wire.encode(message)
         for lane in lanes:
             if not self._send(data, self._addresses[lane]):
@@ -85,10 +91,16 @@ class Shortcuts:
         self._defer(host, call, message)
         return None
 
-    def _on_spread_ended(self, id: int, lanes: Sequence[_RankLane]) -> None:
+    def _on_spread_ended(self, call: OpenCall, lanes: Sequence[_RankLane]) -> None:
         """All ranks of a call to several have answered, or will not: those that have shall hear so."""
-        del self._spread[id]
-        self._unheard.update(dict.fromkeys(lanes, id))
+        del self._spread[call.id]
+        self._unheard.update(dict.fromkeys(lanes, call.id))
+        for head, buffers in call.results.raw.values():
+            if buffers or len(head) > wire.INLINE_MAX_BYTES:
+                if len(self._large) >= KEPT_NAMES:
+                    self._large.clear()
+                self._large.add((call.mesh, call.what))
+                return
 
     def note_cast(self, mesh: MeshState) -> None:
         """A message that nobody answers is sent to mailboxes of ``mesh``."""

@@ -230,6 +230,25 @@ def test_a_rank_that_raises_ends_a_call_of_several(procs: ProcMesh) -> None:
     assert procs.execute(read).get(30).values() == [[7]] * 3
 
 
+def test_calls_of_several_with_large_answers_go_by_the_agent(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm(lambda number: procs.execute(note, number).get(30))
+    shortcuts = procs._controller._dispatcher.shortcuts
+    sent: list[wire.Call] = []
+
+    def send(data: bytes, address: str, go: Callable[[bytes, str], bool] = shortcuts._send) -> bool:
+        message = wire.decode_past_agent(data)
+        sent.extend([message] if isinstance(message, wire.Call) else [])
+        return go(data, address)
+
+    monkeypatch.setattr(shortcuts, "_send", send)
+    for past in (3, 0, 0):
+        assert procs.execute(bytes, 100_000).get(30).values() == [bytes(100_000)] * 3
+        assert len(sent) == past
+        sent.clear()
+    assert procs.execute(abs, -1).get(30).values() == [1] * 3
+    assert len(sent) == 3
+
+
 def test_threads_that_call_at_once_get_their_own_answers(procs: ProcMesh, clerks: Any) -> None:
     clerk, first, wrong = clerks.slice(gpus=0), procs.slice(gpus=0), []
 
