@@ -64,6 +64,15 @@ class ProcView(MeshView):
         """Whether the mesh has not been stopped."""
         return self._mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED)
 
+    @property
+    def is_renumbered(self) -> bool:
+        """Whether ranks have other numbers now than in this view: the mesh has grown or shrunk since."""
+        return self._generation != self._mesh.generation
+
+    def check_numbers(self) -> None:
+        """Raises: LayoutError if ranks have other numbers than in this view."""
+        self._present()
+
     def base(self: Self) -> Self:
         """The whole mesh that this is a view of."""
         return type(self)(self._controller, self._mesh)
@@ -82,7 +91,7 @@ class ProcView(MeshView):
     def _present(self: Self) -> Self:
         """Wait until the processes are there. Raises: LayoutError if ranks have other numbers than in this view."""
         self._mesh.await_arrival()
-        if self._generation != self._mesh.generation:
+        if self.is_renumbered:
             raise stale_view(self._mesh)
         return self
 

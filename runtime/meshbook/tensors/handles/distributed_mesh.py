@@ -73,7 +73,9 @@ class Mesh:
         self.procs.execute(rank_tensors.open_mesh, *about).get()
 
     def _go_on(self) -> None:
-        """After a repair of the processes."""
+        """After a repair of the processes. Tensors of a mesh that has grown or shrunk since can only be taken away."""
+        if self.procs.is_renumbered:
+            return
         self.stream.begin_repair()
         self._open()
         restore(self.stream, self.axes)

@@ -14,6 +14,7 @@ from meshbook.tensors.handles.metadata import new_template
 from meshbook.tensors.messages.operations import REDISTRIBUTE, NewOutput, Template, TensorId, TensorPlace
 from meshbook.tensors.messages.spec import contiguous_strides
 from meshbook.tensors.ranks.exchanges import Resharding, take_part
+from meshbook.tensors.ranks.rank_tensors import position_in
 from meshbook.tensors.ranks.tensor_pieces import MeshEnd
 from meshbook.tensors.sending.op_stream import Handle
 
@@ -55,6 +56,7 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
         if stream.recorder is not None:
             stream.recorder.note_tensors((tensor, made))
         return made
+    mesh.procs.check_numbers()
     for each in (source.stream, stream):
         each.settle()  # ranks that have halted do not have what others have: nothing is sent before they go on
     source.stream.check([handle.number])
@@ -64,11 +66,25 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
             f"no process group joins {source} and {mesh}, which were spawned apart: spawn one mesh and take slices of "
             "it, or bring the values through this process: meshbook.distribute(tensor.full_tensor(), mesh)"
         )
-    ends = [MeshEnd(each.stream.name, each.shape, each.procs.ranks) for each in (source, mesh)]
+    ends = [MeshEnd(each.stream.name, each.shape, _ranks_of(each)) for each in (source, mesh)]
     ranks = base.select(sorted({*ends[0].ranks, *ends[1].ranks}))
-    moved = Resharding(ends[0], ends[1], handle.number, number, wanted, output)
+    moved = Resharding(ends[0], ends[1], handle.number, number, wanted, output, source.procs.is_renumbered)
     stream.follow("to_mesh", (number,), ranks.execute(take_part, moved), handle)
     return MeshTensor._of(mesh, output, number)
+
+
+def _ranks_of(mesh: Mesh) -> tuple[int, ...]:
+    """As they are numbered now. Raises: UsageError where some have left."""
+    if not mesh.procs.is_renumbered:
+        return tuple(mesh.procs.ranks)
+    answers = mesh.procs.base().execute(position_in, mesh.stream.name).get().values()
+    found = {position: rank for rank, position in enumerate(answers) if position is not None}
+    if len(found) < mesh.size():
+        raise UsageError(
+            f"ranks of {mesh} have left with their parts since it shrank: before it does, take what is to stay to "
+            "those who stay, tensor.to_mesh(mesh.slice(...)), and from there to the mesh as it is then"
+        )
+    return tuple(found[position] for position in range(mesh.size()))
 
 
 @functools.lru_cache(maxsize=1000)

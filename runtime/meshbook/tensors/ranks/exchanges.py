@@ -28,9 +28,15 @@ class Resharding(NamedTuple):
     result: TensorId
     layout: tuple[Placement, ...] | TensorId
     output: NewOutput
+    is_renumbered: bool
+    """Whether the source's mesh has grown or shrunk: its groups are no more."""
 
 
-_FAILED = -2
+_FAILED, _UNENDED = -2, -3
+UNENDED = (
+    "its parts are sums, which ranks can no longer end since the mesh has grown or shrunk: before that, lay it out "
+    "with tensor.redistribute(spec)"
+)
 
 
 def take_part(moved: Resharding) -> dict[TensorId, str]:
@@ -43,8 +49,12 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
     if here is not None:
         try:
             placements = here.layout_of(moved.number)
-            tensor = here.reference(moved.number).redistribute(placements=placements)
-            local, codes = tensor.to_local(), _encode(placements)
+            tensor = here.reference(moved.number)
+            if moved.is_renumbered and list(tensor.placements) != list(placements):
+                codes.fill_(_UNENDED)
+            else:
+                tensor = tensor.redistribute(placements=placements)
+                local, codes = tensor.to_local(), _encode(placements)
         except rank_batches.NotMade as refused:
             why = str(refused)
     layout = moved.layout
@@ -62,7 +72,8 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
     if not isinstance(layout, tuple):
         told.append((wanted, moved.target, moved.source))
     _exchange([each for values, by, to in told for each in _telling(values, by, to)])
-    if codes.tolist()[:1] == [_FAILED]:
+    if codes.tolist()[:1] in ([_FAILED], [_UNENDED]):
+        why = UNENDED if codes.tolist()[0] == _UNENDED else why
         if there is not None:
             there.give_up(moved.result, why)
         return {moved.result: why} if here is not None else {}

@@ -53,6 +53,9 @@ class TensorDescription(NamedTuple):
 class RankTensors(RankBatches):
     """The mesh tensors of one process, as the controller makes, asks for and brings back single ones."""
 
+    position = 0
+    """Of this process among those of the mesh."""
+
     def place(self, number: TensorId, whole: torch.Tensor, placements: Sequence[Placement]) -> None:
         """Take this rank's part of a tensor that all ranks were sent."""
         self._tensors[number] = RankTensor(self._operations.part_of(whole.to(self.mesh.device_type), placements))
@@ -269,6 +272,7 @@ def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: ty
         known.move_to(mesh)
     else:
         meshes[name] = kind(mesh)
+    meshes[name].position = list(ranks).index(dist.get_rank())
     meshes[name].give_up_below(decided)
 
 
@@ -292,6 +296,11 @@ def ask(name: str, decided: int, method: str, *args: Any) -> Any:
     if (why := found.why_halted) and method not in ALWAYS:
         raise NotMade(why)  # others wait in an earlier call
     return getattr(found, method)(*args)
+
+
+def position_in(name: str) -> int | None:
+    """Where this process stands in a mesh, whatever its rank is called now; None where it is not in it."""
+    return meshes[name].position if name in meshes else None
 
 
 def free(name: str, numbers: Sequence[TensorId]) -> None:

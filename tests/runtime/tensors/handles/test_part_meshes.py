@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +14,7 @@ from torch.distributed.tensor import Shard
 import meshbook
 from meshbook import ProcMesh, errors, this_host
 from meshbook.distributed import Mesh
-from meshbook.exceptions import TensorLost
+from meshbook.exceptions import DeviceMeshError, TensorLost
 from meshbook.tensors.ranks import rank_tensors
 
 PARTS = ({"tp": 1}, {"dp": 0}, {"dp": slice(None), "tp": slice(0, 1)}, {"dp": slice(None, None, -1)})
@@ -113,3 +115,27 @@ def test_a_mesh_that_has_grown_or_shrunk_can_be_called_when_tensors_of_before_ar
         with pytest.raises(errors.LayoutError, match="since this view of it was made"):
             (whole + 1).sum().item()
         assert meshbook.ones(6, mesh=Mesh(now), sharding_spec=["dp"]).sum().item() == 6
+
+
+def test_tensors_go_from_a_mesh_as_it_was_to_what_it_has_become() -> None:
+    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="grown") as procs:
+        a, mesh = torch.randn(6, 4), Mesh(procs)
+        x, whole = meshbook.distribute(a, mesh, ["dp", "tp"]), meshbook.distribute(a, mesh)
+        summed = x.T @ x
+        mesh.stream.settle()
+        grown = Mesh(procs.grow(tp=1))  # ranks 2 and 3 are 3 and 4 now
+        for tensor in (x, whole):
+            assert torch.equal(tensor.to_mesh(grown, ["dp"]).full_tensor(), a)
+        with pytest.raises(DeviceMeshError, match="its parts are sums, which ranks can no longer end"):
+            summed.to_mesh(grown).sum().item()
+        with pytest.raises(errors.LayoutError, match="grew to dp=2, tp=3"):
+            meshbook.ones(4, mesh=grown).to_mesh(mesh)
+        kept = x.to_mesh(grown, ["dp"])
+        os.kill(grown.procs.status()[5].pid, signal.SIGKILL)
+        grown.heal()  # though there is a mesh that cannot be: the one it has grown from
+        assert torch.equal(whole.to_mesh(grown, ["dp"]).full_tensor(), a)
+        grown.stream.settle()
+        small = Mesh(grown.procs.base().shrink(dp=1))
+        with pytest.raises(errors.UsageError, match="have left with their parts since it shrank"):
+            kept.to_mesh(small)
+        assert meshbook.ones(6, mesh=small, sharding_spec=["tp"]).sum().item() == 6
