@@ -50,7 +50,7 @@ def run(settings: Settings) -> Iterator[Figure]:
         with slurm_nodes(2) as nodes:
             os.environ.update(nodes.environment)
             yield from _spawn_by_slurm(settings.count(5))
-            yield from _lose_agents(SlurmLauncher(), "Slurm", settings.count(5))
+            yield from lose_agents("clusters", SlurmLauncher(), "Slurm", settings.count(5))
     except NoDaemonError as error:
         print(f"left out: {error}")
     finally:
@@ -67,12 +67,12 @@ def by_ray(count: int) -> Iterator[Figure]:
             samples = []
             for turn in range(count + 1):
                 started = time.perf_counter()
-                with _mesh(RayLauncher(nodes.address)):
+                with spawned(RayLauncher(nodes.address)):
                     took = time.perf_counter() - started
                 if turn:
                     samples.append(took)
             yield timed("clusters", "spawn by Ray", "2 hosts x 2 ranks", "s", samples)
-            yield from _lose_agents(RayLauncher(nodes.address), "Ray", count)
+            yield from lose_agents("clusters", RayLauncher(nodes.address), "Ray", count)
     except NoDaemonError as error:
         print(f"left out: {error}")
     finally:
@@ -87,7 +87,8 @@ def _launchers(there: LoopbackHosts) -> dict[str, Callable[[], Launcher]]:
 
 
 @contextlib.contextmanager
-def _mesh(launcher: Launcher) -> Iterator[ProcMesh]:
+def spawned(launcher: Launcher) -> Iterator[ProcMesh]:
+    """A mesh of two hosts with two ranks each, all of which have answered."""
     with start_hosts({"hosts": 2}, launcher).spawn_procs({"gpus": 2}, device="cpu", owns_hosts=True) as procs:
         no_op(procs).get(TIMEOUT_S)
         yield procs
@@ -101,7 +102,7 @@ def _spawn(there: LoopbackHosts, count: int) -> Iterator[Figure]:
         took = {"ssh HOST true": time.perf_counter() - started}
         for name, launcher in _launchers(there).items():
             started = time.perf_counter()
-            with _mesh(launcher()):
+            with spawned(launcher()):
                 took[name] = time.perf_counter() - started
         if turn:  # the first fills the page cache
             for name, seconds in took.items():
@@ -112,7 +113,7 @@ def _spawn(there: LoopbackHosts, count: int) -> Iterator[Figure]:
 
 def _call(there: LoopbackHosts, count: int) -> Iterator[Figure]:
     launchers = _launchers(there)
-    with _mesh(launchers["local, TCP"]()) as local, _mesh(launchers["meshbook"]()) as remote:
+    with spawned(launchers["local, TCP"]()) as local, spawned(launchers["meshbook"]()) as remote:
         samples = interleave(
             {
                 "local, TCP": lambda: no_op(local).get(TIMEOUT_S),
@@ -132,7 +133,7 @@ def _spawn_by_slurm(count: int) -> Iterator[Figure]:
         subprocess.run(["srun", "-N2", "true"], check=True, stdin=subprocess.DEVNULL, timeout=60)
         floor = time.perf_counter() - started
         started = time.perf_counter()
-        with _mesh(SlurmLauncher()):
+        with spawned(SlurmLauncher()):
             took = time.perf_counter() - started
         if turn:
             samples["srun -N2 true"].append(floor)
@@ -140,11 +141,12 @@ def _spawn_by_slurm(count: int) -> Iterator[Figure]:
     yield from side_by_side("clusters", "spawn by Slurm", "2 hosts x 2 ranks", "s", samples)
 
 
-def _lose_agents(launcher: Launcher, engine: str, count: int) -> Iterator[Figure]:
-    with _mesh(launcher) as procs:
+def lose_agents(subject: str, launcher: Launcher, engine: str, count: int) -> Iterator[Figure]:
+    """The agent of the second host is killed: until that is known, and until all is healed."""
+    with spawned(launcher) as procs:
         known, healed = _lose_and_heal(procs, count, lambda host: host.hello.pid if host.hello else 0)
-    yield timed("clusters", f"lost agent known, {engine}", "2 of 4 ranks", "s", known)
-    yield timed("clusters", f"lost agent healed, {engine}", "2 of 4 ranks", "s", healed)
+    yield timed(subject, f"lost agent known, {engine}", "2 of 4 ranks", "s", known)
+    yield timed(subject, f"lost agent healed, {engine}", "2 of 4 ranks", "s", healed)
 
 
 def _lose_and_heal(procs: ProcMesh, count: int, pid_of: Callable[[HostState], int]) -> tuple[list[float], list[float]]:
@@ -165,7 +167,7 @@ def _lose_and_heal(procs: ProcMesh, count: int, pid_of: Callable[[HostState], in
 
 
 def _lose(there: LoopbackHosts, count: int) -> Iterator[Figure]:
-    with _mesh(_launchers(there)["meshbook"]()) as procs:
+    with spawned(_launchers(there)["meshbook"]()) as procs:
         known, healed = _lose_and_heal(procs, count, lambda host: host.launched.pid)
     yield timed("clusters", "lost host known", "2 of 4 ranks", "ms", known, goal=Goal("at most", KNOWN_GOAL_MS))
     yield timed("clusters", "lost host healed", "2 of 4 ranks", "s", healed)

@@ -1,0 +1,112 @@
+"""Hosts by mpirun, by sbatch and by hand, on loopback: spawn, a host that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import meshbook
+from benchmarks.clusters import NAMES, lose_agents, spawned
+from benchmarks.figures import Figure, Settings, timed
+from benchmarks.slurm_nodes import slurm_nodes
+from benchmarks.ssh_hosts import NoDaemonError
+from meshbook.launchers.base import Launcher
+from meshbook.launchers.batch import BatchLauncher
+from meshbook.launchers.manual import ManualLauncher
+from meshbook.launchers.mpi import MPILauncher
+
+QUESTION = (
+    "Two hosts with two ranks each by Open MPI's mpirun (with a stand-in of ssh), by a job of sbatch each on a real "
+    "Slurm, and by two people who run the shown command at once: spawn until all have answered, process group formed; "
+    "the agent of a host is killed: until its loss is known, and healed."
+)
+MPIRUN = "mpirun.openmpi"
+_COMMAND = re.compile(r"<<< (mb1-\S+)$", re.MULTILINE)
+
+
+def run(settings: Settings) -> Iterator[Figure]:
+    """What is not on this machine is left out."""
+    count = settings.count(5)
+    if shutil.which(MPIRUN) is None or os.getuid():
+        print(f"left out: mpirun; it wants {MPIRUN}, and root for names of hosts")
+    else:
+        os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        with tempfile.TemporaryDirectory() as folder:
+            yield from _figures(_by_mpirun(Path(folder)), "mpirun", count)
+        meshbook.shutdown()
+    before = dict(os.environ)
+    try:
+        with slurm_nodes(2) as nodes:
+            os.environ.update(nodes.environment)
+            yield from _figures(BatchLauncher("slurm", options=["--walltime", "0:30:00"]), "sbatch", count)
+    except NoDaemonError as error:
+        print(f"left out: {error}")
+    finally:
+        meshbook.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+    with People() as shown, contextlib.redirect_stdout(shown):
+        figures = list(_figures(ManualLauncher(), "hand", count))
+    meshbook.shutdown()
+    yield from figures
+
+
+def _figures(launcher: Launcher, engine: str, count: int) -> Iterator[Figure]:
+    samples = []
+    for turn in range(count + 1):
+        started = time.perf_counter()
+        with spawned(launcher):
+            took = time.perf_counter() - started
+        if turn:  # the first fills the page cache
+            samples.append(took)
+    yield timed("engines", f"spawn by {engine}", "2 hosts x 2 ranks", "s", samples)
+    yield from lose_agents("engines", launcher, engine, count)
+
+
+def _by_mpirun(folder: Path) -> Launcher:
+    """Its hosts are names of their own on this machine, which it reaches by a stand-in of ssh."""
+    shell = folder / "shell"
+    shell.write_text('#!/bin/sh\nname=$1; shift\nexec unshare --uts sh -c "hostname $name; $*"\n')
+    shell.chmod(0o700)
+    return MPILauncher(program=MPIRUN, options=["--mca", "plm_rsh_agent", str(shell), "--host", ",".join(NAMES)])
+
+
+class People(io.StringIO):
+    """What is shown goes to two people, who run each command that they see, until the block ends."""
+
+    def __enter__(self) -> People:
+        self._seen, self._ended = 0, False
+        self._joined: list[subprocess.Popen[bytes]] = []
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._thread.join()
+        for each in self._joined:
+            each.wait(30)
+
+    def _look(self) -> None:
+        command = [sys.executable, "-m", "meshbook.join"]
+        while not self._ended:
+            tickets = _COMMAND.findall(self.getvalue())
+            for number, ticket in enumerate(tickets[self._seen :], self._seen):
+                for _ in range(2):  # who is one too many is refused
+                    joined = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+                    assert joined.stdin is not None
+                    joined.stdin.write(f"{ticket}\n".encode())
+                    joined.stdin.close()
+                    self._joined.append(joined)
+                self._seen = number + 1
+            time.sleep(0.01)
