@@ -26,7 +26,7 @@ from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
 from meshbook.launchers.elsewhere import PYTHON_HINTS, agent_script, with_hint
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.processes import describe_exit, in_endpoint, own_address
+from meshbook.system.processes import describe_shell_exit, in_endpoint, own_address
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
 LOOK_S = 0.05
@@ -204,7 +204,7 @@ class BatchFiles:
         if not (code := self.exit_code):
             return ""
         status = int(code)
-        how = describe_exit(128 - status if status > 128 else status)
+        how = describe_shell_exit(status)
         return self.with_words(f"its agent on {self.node} ended ({how})")
 
     def with_words(self, what: str) -> str:

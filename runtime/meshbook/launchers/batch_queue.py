@@ -81,7 +81,7 @@ class BatchQueue:
             try:
                 job = self._provider.submit(command, 1, name)
             except Exception as error:
-                raise SpawnError(f"{self.scheduler.title} took no job: {error}") from error
+                raise SpawnError(f"{self.scheduler.title} took no job: {_words_of(error)}") from error
         if not job:
             raise SpawnError(f"{self.scheduler.title} took no job: {' '.join(said) or 'it has not said why'}")
         self.expect(str(job))
@@ -163,6 +163,12 @@ class BatchQueue:
         return QueueState(waits=f"job {job} of {self.scheduler.title} is {state}{words}")
 
 
+def _words_of(error: Exception) -> str:
+    """The scheduler's own, where Parsl passes them on."""
+    _, _, said = str(error).partition("stderr=")
+    return "; ".join(line.strip() for line in (said or str(error)).splitlines() if line.strip())
+
+
 _queues: dict[tuple[str, tuple[str, ...]], BatchQueue] = {}
 
 
@@ -202,8 +208,6 @@ def _provider(scheduler: str, given: dict[str, str]) -> Any:
     known = inspect.signature(made.__init__).parameters
     hints = get_type_hints(made.__init__)
     names = [name for name in known if name not in _OURS and not re.search("Dict|List", str(hints.get(name)))]
-    if limits and "walltime" not in given:
-        raise UsageError(f"say how long hosts of {title} may run, as in -- --walltime 4:00:00")
     values: dict[str, Any] = {}
     for name, text in given.items():
         if name not in names:
@@ -211,6 +215,8 @@ def _provider(scheduler: str, given: dict[str, str]) -> Any:
             there = f"Did you mean {_option(near[0])}?" if near else f"There is: {', '.join(map(_option, names))}."
             raise UsageError(f"{title} has no option {_option(name)}. {there}")
         values[name] = _converted(name, text, str(hints.get(name, "")) or type(known[name].default).__name__)
+    if limits and "walltime" not in given:
+        raise UsageError(f"say how long hosts of {title} may run, as in -- --walltime 4:00:00")
     return made(**values, init_blocks=0, max_blocks=1, cmd_timeout=ANSWER_S, launcher=SimpleLauncher())
 
 

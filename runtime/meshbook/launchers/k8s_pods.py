@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshbook.system.processes import describe_exit
+from meshbook.system.processes import describe_shell_exit
 
 Pod = dict[str, Any]
 
@@ -115,7 +115,7 @@ def _limit(pod: Pod) -> str:
 
 def _exit(terminated: dict[str, Any]) -> str:
     code = int(terminated.get("exitCode", 0))
-    return describe_exit(128 - code if code > 128 else code)  # as a shell tells of signals
+    return describe_shell_exit(code)
 
 
 def _joined(reason: object, message: object) -> str:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from meshbook.launchers.elsewhere import PYTHON_HINTS, with_hint
-from meshbook.system.processes import describe_exit
+from meshbook.system.processes import describe_exit, describe_shell_exit
 
 ON, ENDED = "meshbook: on ", "meshbook: ended "
 
@@ -60,7 +60,7 @@ class MPILog:
             return f"mpirun has put two agents on {node}, and each host gets one: name as many hosts as hosts=N says"
         if task in self.ends:
             code = self.ends[task]
-            how = describe_exit(128 - code if code > 128 else code)
+            how = describe_shell_exit(code)
             return self._with_words(f"its agent{node and f' on {node}'} ended ({how})", task)
         unreached = next((line for who, line in self.said if who is None and _UNREACHED.match(line)), "")
         if unreached and not node:

@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshbook.errors import SpawnError
-from meshbook.launchers.slurm_allocation import JOB_NAME, ask
+from meshbook.launchers.slurm_allocation import JOB_NAME, NoClusterError, ask
 
 DEADLINE_S = 6.0
 """How long an engine has: Ray and the client of Kubernetes are imported for it."""
 
 _OF_SBATCH = re.compile(r"batch-\d+\.[\d.]+")
 """What Parsl calls the job of a host (`meshbook.launchers.batch`)."""
-_NO_SLURM = "Could not establish a configuration source"
 _RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
@@ -90,10 +89,8 @@ def _of_slurm(deadline_s: float) -> list[OwnJob]:
     words = ("squeue", "-h", "-u", str(os.getuid()), "-t", "PD,R,S", "-o", "%i|%T|%M|%D|%N|%j")
     try:
         told = ask(*words, timeout_s=deadline_s)
-    except SpawnError as error:
-        if _NO_SLURM in str(error):  # its commands are here, and no cluster
-            return []
-        raise
+    except NoClusterError:
+        return []
     jobs = []
     for line in told.splitlines():
         number, state, age, hosts, nodes, name = line.split("|", 5)

@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any
 
-from meshbook.system.processes import describe_exit
+from meshbook.system.processes import describe_shell_exit
 
 CLIENT = "ray://"
 CONNECT_S = 5.0
@@ -48,9 +48,8 @@ def watch_agent(actor: Any) -> tuple[int, str]:
 def describe_end(status: int, node: str, said: str) -> str:
     """How an agent has ended, with what it said last. status: as in `subprocess`."""
     lines = [line.strip() for line in said.splitlines() if line.strip() not in ("", "Killed")]
-    status = 128 - status if status > 128 else status  # as a shell tells of signals
     words = "; ".join(lines[-3:])
-    return f"its agent{node and f' on {node}'} ended ({describe_exit(status)}){words and f': {words}'}"
+    return f"its agent{node and f' on {node}'} ended ({describe_shell_exit(status)}){words and f': {words}'}"
 
 
 _DETAILS = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")

@@ -180,8 +180,12 @@ def allocation_of(log: Path) -> Allocation:
     return found
 
 
+class NoClusterError(SpawnError):
+    """The commands of Slurm are here, and belong to no cluster."""
+
+
 def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
-    """What a command of Slurm says. Raises: SpawnError."""
+    """What a command of Slurm says. Raises: SpawnError; NoClusterError where it has nobody to ask."""
     try:
         done = subprocess.run(
             [_program(command[0]), *command[1:]],
@@ -193,6 +197,11 @@ def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
         )
     except subprocess.TimeoutExpired:
         raise SpawnError(f"Slurm does not answer: {command[0]} has not ended within {timeout_s:g} s") from None
+    if "Could not establish a configuration source" in done.stderr:
+        raise NoClusterError(
+            f"{command[0]} is here, but finds no Slurm cluster: there is no slurm.conf (SLURM_CONF can name one), and "
+            "DNS names no server of one"
+        )
     if done.returncode:
         raise SpawnError(f"{command[0]} failed: {'; '.join(done.stderr.split(chr(10))).strip('; ')}")
     return done.stdout

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from meshbook.errors.advice import advice
 from meshbook.launchers.elsewhere import PYTHON_HINTS, with_hint
-from meshbook.system.processes import describe_exit
+from meshbook.system.processes import describe_shell_exit
 
 _JOB = re.compile(r"(?:salloc: (?:Pending|Granted) job allocation|meshbook: job) (\d+)")
 _RUNS_IN = "meshbook: job "
@@ -95,7 +95,7 @@ class StepLog:
         if self.srun_status is not None or status is not None:
             ended = self.srun_status if self.srun_status is not None else (status or 0)
             who = "srun" if self.srun_status is not None else client
-            code = describe_exit(128 - ended if ended > 128 else ended)
+            code = describe_shell_exit(ended)
             said = self._words(None)
             return self.cancelled or (said if said and ended == 1 else self._with_words(f"{who} ended ({code})", None))
         if not self.is_granted and any(_IMPOSSIBLE in line for _, line in self.said):

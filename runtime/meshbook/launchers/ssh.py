@@ -33,7 +33,7 @@ from meshbook.launchers.head_start import open_log
 from meshbook.launchers.local import FoundHost, reap_released, release_child
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import log_tail
-from meshbook.system.processes import describe_exit, start_time
+from meshbook.system.processes import describe_exit, describe_shell_exit, start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
 CONNECT_S = 10
@@ -211,7 +211,7 @@ def _describe_end(host: str, status: int, log: str) -> str:
     if status == 255 or status < 0:  # of ssh itself; also when a signal has ended the shell over there
         how = "" if status == 255 and said else f" ({describe_exit(status)})"
         return f"ssh{how}: {said}" if said else f"its ssh connection has ended{how}"
-    remote = describe_exit(128 - status if status > 128 else status)  # as a shell tells of signals
+    remote = describe_shell_exit(status)
     return f"its agent ended ({remote}){said and f': {said}'}"
 
 

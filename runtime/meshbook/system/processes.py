@@ -248,6 +248,11 @@ def memory_name() -> str:
     return os.environ.get(MEMORY_VARIABLE) or machine_id()
 
 
+def describe_shell_exit(code: int) -> str:
+    """Put an exit code into words as a shell tells of it: 128 and a signal's number; programs of their own have 255."""
+    return describe_exit(128 - code if 128 < code < 128 + signal.NSIG else code)
+
+
 def describe_exit(status: int) -> str:
     """Put a wait status (negative: signal, as in `subprocess`) into words."""
     if status >= 0:

@@ -124,7 +124,8 @@ def test_without_parsl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "more", "said"),
     [
-        (("--walltime", "0:30:00", "--partition", "nosuch"), {}, "Slurm took no job.*invalid partition"),
+        (("--walltime", "0:30:00", "--partition", "nosuch"), {}, "Slurm took no job: sbatch: error: invalid partition"),
+        (("--walltme", "0:10:00"), {}, "Slurm has no option --walltme. Did you mean --walltime"),
         (("--walltime", "0:30:00"), {"python": "/no/python"}, "no Python at /no/python.*--python PATH"),
         (("--partition", "main"), {}, "say how long hosts of Slurm may run, as in -- --walltime 4:00:00"),
         (("--waltime", "1:00:00", "--walltime=1:0:0"), {}, "Slurm has no option --waltime. Did you mean --walltime"),

@@ -6,17 +6,19 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from patience import wait_until
 from ray_cluster import ray_cluster
 from slurm_cluster import slurm_cluster
 
-from meshbook import start_hosts
-from meshbook.launchers.k8s_manifests import HOST_LABEL
+from meshbook import shutdown, start_hosts
+from meshbook.errors import SpawnError
+from meshbook.launchers.k8s import KubernetesLauncher
 from meshbook.launchers.own_jobs import JobSearch, slurm_seconds
 from meshbook.launchers.ray import RayLauncher
+from meshbook.launchers.slurm import SlurmLauncher
+from meshbook.system.processes import describe_shell_exit
 
 
 @pytest.mark.parametrize(
@@ -69,27 +71,39 @@ def test_an_engine_that_fails_is_told_in_its_words(tmp_path: Path, monkeypatch: 
     assert "Unable to contact controller" in line
 
 
+def test_commands_of_slurm_without_a_cluster_are_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "squeue", "echo 'fatal: Could not establish a configuration source' >&2; exit 1", monkeypatch)
+    assert JobSearch().results() == ([], [])
+    program(tmp_path, "sinfo", "echo 'fatal: Could not establish a configuration source' >&2; exit 1", monkeypatch)
+    with pytest.raises(SpawnError, match="finds no Slurm cluster: there is no slurm"):
+        start_hosts({"hosts": 1}, SlurmLauncher())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "exit code 0"), (127, "exit code 127"), (137, "SIGKILL"), (255, "exit code 255"), (-9, "SIGKILL")],
+)
+def test_exit_codes_of_shells(code: int, words: str) -> None:
+    assert words in describe_shell_exit(code)
+
+
 @pytest.mark.slow
 def test_jobs_of_kubernetes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kubernetes")
-    from k8s_cluster import IMAGE, await_quiet, kubernetes_here
-    from kubernetes import client
-    from kubernetes.client import BatchV1Api
+    from k8s_cluster import await_quiet, kubernetes_here
 
     with kubernetes_here("stand-in", tmp_path) as here:
         monkeypatch.setenv("KUBECONFIG", str(here.kubeconfig))
-        own: dict[str, Any] = {"name": "host", "image": IMAGE, "command": ["sh", "-c", "exec sleep 60"]}
-        labels = {"app.kubernetes.io/name": "meshbook", HOST_LABEL: "meshbook-stray"}
-        template = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "Never", "containers": [own]}}
-        job = {"metadata": {"name": "meshbook-stray", "labels": labels}, "spec": {"template": template}}
-        BatchV1Api(here.api).create_namespaced_job("ml", job)
-        (found,), silent = JobSearch(deadline_s=60.0).results()
-        BatchV1Api(here.api).delete_namespaced_job(
-            "meshbook-stray", "ml", body=client.V1DeleteOptions(propagation_policy="Background")
-        )
-        assert silent == [] and found.engine == "Kubernetes" and found.number == "meshbook-stray"
-        assert found.age_s is not None and found.end == "kubectl delete job -n ml meshbook-stray"
+        hosts = start_hosts({"hosts": 2}, KubernetesLauncher(python=here.python, options=here.options()))
+        with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs:
+            procs.execute(os.getpid).get(120)
+            found, silent = JobSearch(deadline_s=60.0).results()
+            assert silent == [] and sorted(job.number for job in found) == sorted(procs.saved.jobs)
+            job = found[0]
+            assert job.engine == "Kubernetes" and job.age_s is not None
+            assert job.end == f"kubectl delete job -n ml {job.number}"
         await_quiet(here)
+        shutdown()
 
 
 @pytest.mark.slow
