@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +15,9 @@ from meshbook.wire.batches import unbatch
 from meshbook.wire.bulk import Sent
 from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import split_replies
+
+HEAR_S = 1.0
+"""How long a new controller waits for ranks to tell which calls of the former one came past their agent."""
 
 Segment = tuple[int, int]
 """(pid of the worker that owns it, number)."""
@@ -83,6 +88,24 @@ class Report(NamedTuple):
     """Answers that the former one had acknowledged, to calls that are still open; then all it had not."""
     unneeded: set[Segment]
     """Shared memory that nobody will ask for again."""
+
+
+def hear_out(meshes: Iterable[AgentMesh]) -> None:
+    """Take in what workers say until each has told which calls came past us: the next controller is to know them.
+
+    A worker that is stopped, or whose native code keeps the interpreter, is waited for `HEAR_S` and no longer.
+    """
+    asked = [worker for mesh in meshes for worker in mesh.workers.values()]
+    end = time.monotonic() + HEAR_S
+    while (silent := [worker for worker in asked if worker.may_tell]) and (left_s := end - time.monotonic()) > 0:
+        arrivals = select.poll()
+        for worker in silent:
+            for lane in (worker.calls, worker.mail):
+                arrivals.register(lane.fd, select.POLLIN)
+        arrivals.poll(1000 * left_s)
+        for worker in silent:
+            worker.calls.read_waiting()
+            worker.mail.read_waiting()
 
 
 def report(meshes: Iterable[AgentMesh], found: UnackedMessages) -> Report:

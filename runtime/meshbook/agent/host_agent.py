@@ -22,7 +22,7 @@ from typing_extensions import assert_never
 
 from meshbook.agent import tunnel
 from meshbook.agent.cancels import find_held
-from meshbook.agent.handover import PreviousControllers, report, unacked_messages
+from meshbook.agent.handover import PreviousControllers, hear_out, report, unacked_messages
 from meshbook.agent.lease import Lease
 from meshbook.agent.mail import AgentMail
 from meshbook.agent.mesh import AgentMesh
@@ -377,6 +377,7 @@ class HostAgent:
     def _succeed(self, epoch: int) -> None:
         """A new controller of our session has spoken: tell it everything, then go on as before."""
         self._on_gone()
+        hear_out(self._meshes.values())
         for mesh in self._meshes.values():
             self._spawns.give_up(mesh.id)
             mesh.worker_pool.give_up_starting()

@@ -246,7 +246,7 @@ class AgentMesh:
     def on_controller_gone(self) -> None:
         """The controller has ended, or leaves: what went past us is ours."""
         for worker in self.workers.values():
-            worker.urgent.send([wire.encode(wire.ControllerGone())])
+            worker.ask_what_came_past()
 
     def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
         """Send an urgent message to one worker, if it lives here; whether it does."""
@@ -297,6 +297,8 @@ class AgentMesh:
             case wire.CameEarly(call):
                 if worker not in self.worker_pool.leaving:
                     self.call(call, (), had_by=worker)
+            case wire.ToldAll():
+                worker.untold -= 1
             case wire.Begun(control_thread=thread, dump_fd=fd):
                 worker.control_thread, worker.dump_fd = thread, fd
                 worker.advance(WorkerEvent.BEGUN)

@@ -73,6 +73,11 @@ class WorkerLane:
             given.close()
 
     @property
+    def fd(self) -> int:
+        """-1 once it is closed."""
+        return self._sock.fileno() if self._watch is not None else -1
+
+    @property
     def unsent_bytes(self) -> int:
         """What waits for the worker to read."""
         return self._messages.unsent_bytes if self._watch is not None else 0
@@ -151,6 +156,8 @@ class AgentWorker:
         self.phase = WorkerPhase.FORKING
         self.segments: set[tuple[int, int]] = set()
         """(owner pid, segment) of payloads that the worker may still have mapped."""
+        self.untold = 0
+        """How many words that it has told what came past us are still to come (`ask_what_came_past`)."""
         self.lent: set[int] = set()
         """Segments of the worker's own that its controller looks at."""
         self.output = RankOutput(marker, RankLog(log), now)
@@ -193,6 +200,17 @@ class AgentWorker:
             sock.close()
         while self._pipe_ends:
             os.close(self._pipe_ends.pop())
+
+    def ask_what_came_past(self) -> None:
+        """The controller is gone: have the worker tell on both lanes which calls it got past us."""
+        if self.control_thread:  # else it has begun nothing
+            self.untold += 2
+            self.urgent.send([wire.encode(wire.ControllerGone())])
+
+    @property
+    def may_tell(self) -> bool:
+        """Whether it still is to say what came past us, and can."""
+        return self.untold > 0 and self.calls.fd >= 0 and self.mail.fd >= 0
 
     def send_mail(self, frames: Sequence[Buffer], given: socket.socket | None = None) -> None:
         """Send a message that does not wait for the worker's main thread. given: as in `MessageSocket.send`."""

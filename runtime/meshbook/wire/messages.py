@@ -870,6 +870,10 @@ class ControllerGone(_Message, frozen=True, tag="gone"):
     """The controller has ended, or has left: what came past the agent and was not answered or heard is the agent's."""
 
 
+class ToldAll(_Message, frozen=True, tag="told"):
+    """The answer to `ControllerGone`, on both lanes for calls: all that came past the agent was told before."""
+
+
 class Reply(_Message, frozen=True, tag="reply"):
     """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
 
@@ -942,6 +946,7 @@ FromWorker: TypeAlias = (
     | TakeLane
     | CutLane
     | CameEarly
+    | ToldAll
 )
 BetweenWorkers: TypeAlias = Call | Cancel | Reply
 PastAgent: TypeAlias = Call | Heard | Replies | ShortcutOpened

@@ -139,33 +139,37 @@ class RankShortcut:
 
     def take(self, here: wire.Identity) -> wire.Call | None:
         """The call that has come here; None if none has, or not for who we are."""
-        if (sock := self._socket) is None:
-            return None
-        try:
-            call = wire.decode_past_agent(sock.recv(MAX_BYTES))
-        except (BlockingIOError, *wire.MALFORMED):
-            return None
-        except OSError as error:
-            if sock is self._socket:  # user code has closed it; else another thread has, for a new one
-                self._lose(error)
-            return None
-        if isinstance(call, wire.Heard):
-            self._forget_answer(call.call)
-        if not isinstance(call, wire.Call) or call.shortcut <= self._seen:
-            return None
-        if here is not self._here or call.target != self._target:
-            if not wire.target_has(call.target, here.rank):
-                return None
-            self._here, self._target = here, call.target
-        if (call.mesh, call.generation) != (here.mesh, here.generation):
-            return None
         with self._lock:
-            self._seen, self._call, self._answer = call.shortcut, call, None
-        return call
+            if self._socket is None:
+                return None
+            try:
+                call = self._accept(wire.decode_past_agent(self._socket.recv(MAX_BYTES)), here)
+            except (BlockingIOError, *wire.MALFORMED):
+                return None
+            except OSError as error:  # user code has closed it
+                self._lose(error)
+                return None
+            if call is not None:
+                self._seen, self._answer = call.shortcut, None
+                self._call = call if call.shortcut != self._told else None
+            return call
+
+    def _accept(self, message: wire.PastAgent, here: wire.Identity) -> wire.Call | None:
+        """Return a call that is for us; take note of what else there is. Under the lock."""
+        if isinstance(message, wire.Heard) and self._answer is not None and self._answer.id == message.call:
+            self._call = self._answer = None
+        if not isinstance(message, wire.Call) or message.shortcut <= self._seen:
+            return None
+        if here is not self._here or message.target != self._target:
+            if not wire.target_has(message.target, here.rank):
+                return None
+            self._here, self._target = here, message.target
+        return message if (message.mesh, message.generation) == (here.mesh, here.generation) else None
 
     def is_news(self, call: wire.Call, here: wire.Identity) -> bool:
         """Whether a call that the agent has brought, and that might have come here, is to be run."""
         with self._lock:
+            self._here, self._target = here, call.target
             if call.shortcut > self._seen:
                 self._seen, self._call, self._answer = call.shortcut, None, None
                 self._came += 1
@@ -187,11 +191,6 @@ class RankShortcut:
         with self._lock:
             if self._call is call:
                 self._call, self._told = None, call.shortcut
-
-    def _forget_answer(self, id: int) -> None:
-        with self._lock:
-            if self._answer is not None and self._answer.id == id:
-                self._call = self._answer = None
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
@@ -215,14 +214,29 @@ class RankShortcut:
             return False
 
     def give_up(self) -> None:
-        """The controller is gone."""
+        """The controller is gone. The agent is told what it must know, and then that this was all."""
         with self._lock:
+            if (waiting := self._look_ahead()) is not None:
+                self._call, self._answer = waiting, None  # nobody is called again who was not heard
             if self._call is not None:
                 self._told = self._call.shortcut
                 self._tell_agent(wire.CameEarly(self._call))
             if self._answer is not None:
                 self._tell_agent(self._answer)
             self._call = self._answer = None
+            self._tell_agent(wire.ToldAll())
+
+    def _look_ahead(self) -> wire.Call | None:
+        """The call that has come and that `take` is still to find. Under the lock."""
+        while self._socket is not None and self._here is not None:
+            try:
+                message = wire.decode_past_agent(self._socket.recv(MAX_BYTES, socket.MSG_PEEK))
+                if not isinstance(message, wire.Heard):
+                    return self._accept(message, self._here)
+                self._accept(wire.decode_past_agent(self._socket.recv(MAX_BYTES)), self._here)
+            except (OSError, *wire.MALFORMED):
+                break
+        return None
 
     def _send(self, message: wire.PastAgent) -> bool:
         """Whether it has gone."""

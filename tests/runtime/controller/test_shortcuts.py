@@ -384,7 +384,7 @@ def test_a_rank_tells_what_was_not_heard_when_the_controller_is_gone(ends: Ends)
     call = rank.take(HERE)
     assert call is not None
     rank.give_up()  # while it runs
-    assert told == [wire.CameEarly(call)]
+    assert told == [wire.CameEarly(call), wire.ToldAll()]
     assert not rank.answer(call, _reply(50), 1, may_pass=True)
     told.clear()
     for id, is_heard in ((60, False), (61, True)):
@@ -395,7 +395,7 @@ def test_a_rank_tells_what_was_not_heard_when_the_controller_is_gone(ends: Ends)
         server.send(wire.encode(wire.Heard(id if is_heard else id - 1)), address)
         assert rank.take(HERE) is None
         rank.give_up()
-        assert told == ([] if is_heard else [wire.CameEarly(call), _reply(id)])
+        assert told == [*(() if is_heard else (wire.CameEarly(call), _reply(id))), wire.ToldAll()]
         told.clear()
     server.send(wire.encode(_call(65, 65)), address)
     call = rank.take(HERE)
@@ -432,6 +432,24 @@ def test_a_rank_takes_nothing_that_is_not_for_it(ends: Ends, data: bytes) -> Non
     assert rank.take(HERE) is None
     assert server.send(wire.encode(_call(51, 51)), address)
     assert rank.take(HERE) == _call(51, 51)
+    assert not told
+
+
+def test_a_rank_tells_what_it_has_not_taken_yet_when_the_controller_is_gone(ends: Ends) -> None:
+    server, rank, told = ends
+    address = _open(server, rank)
+    server.send(wire.encode(_call(50, 50)), address)
+    call = rank.take(HERE)
+    assert call is not None
+    assert rank.answer(call, _reply(50), 1, may_pass=True)
+    server.send(wire.encode(wire.Heard(50)), address)
+    server.send(wire.encode(_call(60, 60)), address)
+    rank.give_up()
+    assert told == [wire.CameEarly(_call(60, 60)), wire.ToldAll()]
+    told.clear()
+    call = rank.take(HERE)
+    assert call == _call(60, 60)
+    assert not rank.answer(call, _reply(60), 1, may_pass=True)  # the agent is to have it, and knows the call
     assert not told
 
 
@@ -537,6 +555,29 @@ def test_the_next_controller_gets_what_was_not_heard(zygote: Zygote, last_words:
     assert successor.expect("ran") == "77"
     assert successor.expect_json("more") == list(range(20))
     successor.wait()
+
+
+def test_the_next_controller_hears_of_a_call_that_a_rank_had_not_read(zygote: Zygote) -> None:
+    driver = zygote.start(
+        f"""{SPAWN}
+pid = first.execute(os.getpid).get(30).values()[0]
+say("pid", pid)
+os.kill(pid, signal.SIGSTOP)
+call(0.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    pid = int(driver.expect("pid"))
+    driver.wait()
+    successor = zygote.start(f"say('attaches', 1)\n{ATTACH}")
+    successor.expect("attaches")
+    timer = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))  # the agent waits for it for 1 s
+    timer.start()
+    assert successor.expect_json("results") == [[77]]
+    assert successor.expect("ran") == "77"
+    assert successor.expect_json("more") == list(range(20))
+    successor.wait()
+    timer.join()
 
 
 @pytest.mark.parametrize(
