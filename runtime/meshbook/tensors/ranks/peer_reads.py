@@ -4,11 +4,13 @@
 
 Nobody goes on before all have read, so the parts stay as they are meanwhile; a rank that ends, or is interrupted, never
 says that it has, and the operation fails on the others as one that waits for it. Between machines, and where the kernel
-forbids it, `PeerReads.lay_out` gives nothing on all ranks alike, and they send each other what they lack.
+forbids it, `PeerReads.lay_out` gives nothing on all ranks alike, and they send each other what they lack. What a rank
+has found out about that it tells each time: an interrupt may have kept others from learning it.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -40,9 +42,10 @@ class PeerReads:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._sizes = tuple(mesh.mesh.shape)
-        self._can_read = mesh.size() > 1 and mesh.device_type == "cpu"
-        """Until a rank could not. Equal on all ranks."""
-        self._position = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0]) if self._can_read else 0
+        self._is_for_reading = mesh.size() > 1 and mesh.device_type == "cpu"
+        self._position = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0]) if self._is_for_reading else 0
+        self._may_read = self._is_for_reading
+        """Until the kernel forbids it. Of this rank alone."""
         self._is_open = False
 
     def lay_out(
@@ -52,18 +55,17 @@ class PeerReads:
 
         only: the positions on the mesh that want their parts; to others something else of that shape is given.
         """
-        if not self._can_read or not _is_for_reading(tensor, placements):
+        if not self._is_for_reading or not _is_for_reading(tensor, placements):
             return None
         shape = tuple(tensor.shape)
         end = MeshEnd("", self._sizes, tuple(range(self._mesh.size())))
         given, wanted = end.boxes(shape, tensor.placements), end.boxes(shape, placements)
         if all(_is_within(wanted[at], given[at]) for at in given):
             return None
-        local, part = tensor.to_local().contiguous(), wanted[self._position]
+        local, part = tensor.to_local().resolve_conj().resolve_neg().contiguous(), wanted[self._position]
         fits = tuple(local.shape) == tuple(end - begin for begin, end in given[self._position])
-        table = self._gather([_machine(), os.getpid() if fits else 0, local.data_ptr()])
+        table = self._gather([_machine(), os.getpid() if fits and self._may_read else 0, local.data_ptr()])
         if len({machine for machine, _, _ in table}) > 1 or any(not pid for _, pid, _ in table):
-            self._can_read = not any(not pid for _, pid, _ in table)
             return None
         made = torch.empty([end - begin for begin, end in part], dtype=local.dtype)
         if self._agree(
@@ -74,19 +76,18 @@ class PeerReads:
             return DTensor.from_local(
                 made, self._mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=strides
             )
-        self._can_read = False
         return None
 
     def _gather(self, mine: Sequence[int]) -> list[list[int]]:
         """Numbers of each rank, by its position."""
+        if not self._is_open:
+            let_peers_read()  # before any of them knows where
+            self._is_open = True
         table = torch.tensor([mine])
         for axis in reversed(range(self._mesh.ndim)):
             parts = [torch.empty_like(table) for _ in range(self._sizes[axis])]
             dist.all_gather(parts, table, group=self._mesh.get_group(axis))
             table = torch.cat(parts)
-        if not self._is_open:
-            let_peers_read()
-            self._is_open = True
         return table.tolist()
 
     def _agree(self, has_read: bool) -> bool:
@@ -114,7 +115,8 @@ class PeerReads:
                 if source != self._position:
                     _, pid, address = table[source]
                     _read_piece(pid, address, given[source], made, part, box)
-        except ProcessMemoryError:
+        except ProcessMemoryError as error:
+            self._may_read = error.code not in (errno.EPERM, errno.ENOSYS)
             return False
         return True
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from old_kernel import run_on_old_kernel
+from patience import wait_until
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshbook
@@ -18,6 +25,7 @@ from meshbook.distributed import Mesh
 from meshbook.exceptions import DeviceMeshError
 from meshbook.groups.rank_groups import own_groups
 from meshbook.system.memory_copies import SLICE_BYTES
+from meshbook.tensors.ranks import peer_reads
 from meshbook.tensors.ranks.peer_reads import LEAST_BYTES, _first_in_runs, _offsets
 
 TIMEOUT_S = 180.0
@@ -93,6 +101,109 @@ def test_a_rank_that_ends_meanwhile_costs_the_tensor_and_hangs_nobody() -> None:
         mesh.heal()
         again = x.redistribute(["dp"]).redistribute([None, "dp"])
         assert torch.equal(again.full_tensor(), a)
+
+
+def hold_reads(path: str, *, obeys: bool) -> None:
+    """This rank waits before it reads, once, until there is a file. obeys: it can be interrupted there."""
+    read = peer_reads._read_piece
+
+    def held(*args: Any) -> None:
+        peer_reads._read_piece = read
+        Path(path, "reads").touch()
+        while not Path(path, "go").exists():
+            with contextlib.nullcontext() if obeys else contextlib.suppress(KeyboardInterrupt):
+                time.sleep(0.01)
+        read(*args)
+
+    peer_reads._read_piece = held
+
+
+@pytest.fixture
+def hurt() -> Iterator[Mesh]:
+    with this_host().spawn_procs({"dp": 3}, name="hurt") as procs:
+        yield Mesh(procs)
+
+
+@contextlib.contextmanager
+def while_one_reads(mesh: Mesh, path: Path, *, obeys: bool = True) -> Iterator[None]:
+    """The first rank knows where the parts of the others are, and has read none, until the end of the block."""
+    mesh.stream.settle()
+    mesh.procs.select([0]).execute(hold_reads, str(path), obeys=obeys).get()
+    try:
+        yield
+    finally:
+        (path / "go").touch()
+
+
+def assert_reads(mesh: Mesh, x: torch.Tensor, a: torch.Tensor) -> None:
+    """Ranks lay it out by reading, each way, and the values are right."""
+    cut = x.redistribute(["dp"])
+    before = mesh.execute(sent_bytes, cut).values()
+    laid = cut.redistribute([None, "dp"])
+    after = mesh.execute(sent_bytes, laid).values()
+    assert max(b - a for a, b in zip(before, after, strict=True)) < LEAST_BYTES / 8
+    assert torch.equal(laid.full_tensor(), a)
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_rank_that_ends_in_the_middle_of_a_read_costs_the_tensor_and_hangs_nobody(
+    hurt: Mesh, tmp_path: Path, ended: int
+) -> None:
+    a = torch.randn(600, 700)
+    x = meshbook.distribute(a, hurt)
+    cut = x.redistribute(["dp"])
+    pid = hurt.procs.status()[ended].pid
+    with while_one_reads(hurt, tmp_path):
+        laid = cut.redistribute([None, "dp"])
+        hurt.stream.flush()
+        wait_until((tmp_path / "reads").exists)
+        os.kill(pid, signal.SIGKILL)  # the rank that reads, or one that is read
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    with pytest.raises(DeviceMeshError):
+        laid.sum().item()
+    hurt.heal()
+    for lost in (laid, cut):
+        with pytest.raises(DeviceMeshError):
+            lost.sum().item()
+    assert_reads(hurt, x, a)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_an_interrupt_in_the_middle_of_a_read_costs_its_result_alone(hurt: Mesh, tmp_path: Path, obeys: bool) -> None:
+    a = torch.randn(600, 700)
+    x = meshbook.distribute(a, hurt)
+    cut = x.redistribute(["dp"])
+    with while_one_reads(hurt, tmp_path, obeys=obeys):
+        laid = cut.redistribute([None, "dp"])
+        hurt.stream.flush()
+        wait_until((tmp_path / "reads").exists)
+        hurt.procs.interrupt()
+        hurt.procs.interrupt()  # who insists frees those that wait for the one that reads on
+        if not obeys:  # what it is about to read is other memory by then
+            del cut
+            on_the_others = hurt.procs.select([1, 2]).execute(torch.full, (300, 700), 9.0)
+    with pytest.raises(DeviceMeshError):
+        laid.sum().item()
+    if not obeys:
+        on_the_others.get(60)
+    assert_reads(hurt, x, a)
+
+
+def test_conjugates_of_the_ranks_arrive(grid: Mesh) -> None:
+    grid.procs.execute(make_conjugates).get()
+    for name in ("conjugate", "negative"):
+        x = grid.from_ranks(name, placements=[Shard(0), Replicate()])
+        wanted = torch.arange(400.0 * 700).view(400, 700)
+        whole = x.redistribute([None, "dp"]).full_tensor()
+        assert torch.equal(-whole.imag if name == "conjugate" else -whole, wanted)
+
+
+def make_conjugates() -> None:
+    import __main__
+
+    part = torch.arange(400.0 * 700).view(400, 700).chunk(2)[dist.get_rank() // 2]
+    __main__.conjugate = torch.complex(torch.zeros_like(part), part).conj()  # type: ignore[attr-defined]
+    __main__.negative = torch._neg_view(part)  # type: ignore[attr-defined]
 
 
 FORBIDDEN = """
