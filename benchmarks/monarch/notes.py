@@ -4,7 +4,7 @@ from __future__ import annotations
 
 INSTEAD: dict[str, str] = {
     "attach": "`meshbook.attach(session)` drives meshes that others have left; behind a NAT: hosts by ssh, `SSHJob`",
-    "debug_controller": "`breakpoint()` opens pdb in the cell; docs/debugging.md",
+    "debug_controller": "`breakpoint()` opens pdb in the cell, `%mesh debug RANK` the panel; docs/debugging.md",
     "SERVICE_PROC_IDS_ENV": "nothing to pass: hosts know who they are by the ticket that starts them",
     "SERVICE_PROC_RANK_ENV": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
     "deserialize_service_proc_ids": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
@@ -48,7 +48,7 @@ BETTER: dict[str, str] = {
     "ChannelTransport": "chosen by itself: Unix sockets on one machine, encrypted TCP between machines",
     "Future": "an interrupt reaches the actors; a timeout names who is silent",
     "HostMesh": "can wait for processes, as `meshbook.this_host()` does; lost hosts are started again",
-    "ProcMesh": "cells, repair, resize, stacks, logs, profiles; docs/magics.md",
+    "ProcMesh": "`hosts.spawn_procs()` makes it; cells, repair, resize, stacks, logs, profiles; docs/magics.md",
     "ValueMesh": "slices with steps, flattening of any slice, values compared by `==`; shown by equal values",
     "get_or_spawn_controller": "in a process of its own, which cannot hold the program up",
     "this_proc": "`spawn` there keeps the program's own classes and globals",

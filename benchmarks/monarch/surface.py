@@ -22,10 +22,11 @@ def names_of(module: object) -> list[str]:
 
 
 def members_of(value: object) -> list[str]:
-    """The public attributes of a class."""
+    """The public attributes of a class; those of an enumeration too that its ``dir`` leaves out, its methods."""
     if not inspect.isclass(value):
         return []
-    return sorted(name for name in dir(value) if not name.startswith("_"))
+    names = set(dir(value)).union(*(vars(each) for each in value.__mro__))
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def surface(package: str) -> dict[str, dict[str, list[str]]]:

@@ -176,6 +176,16 @@ class Broken(Actor):
         return "there"
 
 
+class Reader(Actor):
+    @endpoint
+    def read(self) -> None:
+        """Raise what another exception has led to."""
+        try:
+            {}["shard"]
+        except KeyError as error:
+            raise ValueError("cannot read") from error
+
+
 class Cleaner(Actor):
     def __init__(self, path: str) -> None:
         self.path = path

@@ -20,6 +20,7 @@ MeshError    ── CircularCallError  a call to an actor that waits for it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 
 from meshbook.errors import (
@@ -27,6 +28,7 @@ from meshbook.errors import (
     Failure,
     MeshError,
     MeshStoppedError,
+    RemoteTraceback,
     SpawnError,
     UsageError,
     WorkerLost,
@@ -57,9 +59,23 @@ class ActorError(CallFailed):
 
     def __str__(self) -> str:
         lines = [f"Actor call {self.endpoint} failed: {super().__str__()}" if self.endpoint else super().__str__()]
-        for group in group_failures(self.failures):
-            lines += [f"  {line}" for line in _chain(group[0])]
+        if not (isinstance(self.__cause__, RemoteTraceback) and _printed_by_python()):
+            for group in group_failures(self.failures):
+                lines += [f"  {line}" for line in _chain(group[0])]
         return "\n".join(lines)
+
+
+_PRINTERS = ("traceback", "threading")
+"""Modules that print exceptions, with what they were raised from."""
+
+
+def _printed_by_python() -> bool:
+    """Whether ``str`` of an error is asked for by what prints it below its ``__cause__``, which tells the rest.
+
+    An interpreter without a frame does so too: that of a script which ends with the error.
+    """
+    asked = sys._getframe(1).f_back
+    return asked is None or asked.f_globals.get("__name__") in _PRINTERS
 
 
 _LINKS = (

@@ -9,10 +9,11 @@ import re
 import signal
 import subprocess
 import sys
+import traceback
 from typing import Any
 
 import pytest
-from actor_classes import Broken, Counter
+from actor_classes import Broken, Counter, Reader
 from patience import wait_until
 
 import meshbook.actor
@@ -163,15 +164,26 @@ def test_an_uncaught_error_of_a_script_shows_the_remote_traceback_and_its_cause(
     assert done.returncode == 1
     for once in ('raise ValueError("cannot read") from error', "program.py:9, in Reader.read"):
         assert done.stderr.count(once) == 1, done.stderr
-    failed = "Actor call reader.read failed: ranks 0,1 raised ValueError: cannot read"
-    link = "  The above exception was the direct cause of the following exception:"
-    assert done.stderr.splitlines()[-4:] == [
-        f"meshbook.actor.errors.ActorError: {failed}",
+    failed = "meshbook.actor.errors.ActorError: Actor call reader.read failed: ranks 0,1 raised ValueError: cannot read"
+    assert done.stderr.splitlines()[-1] == failed, "what has led to it is told once, above"
+    assert done.stderr.count("KeyError: 'shard'") == 1
+    assert "\x1b" not in done.stderr
+
+
+def test_the_text_of_an_error_tells_its_causes_where_python_does_not_print_them_above(mesh4: ProcMesh) -> None:
+    readers = mesh4.spawn("readers", Reader)
+    with pytest.raises(ActorError) as caught:
+        readers.read.call().get(20)
+    causes = [
         "  KeyError: 'shard'",
-        link,
+        "  The above exception was the direct cause of the following exception:",
         "  ValueError: cannot read",
     ]
-    assert "\x1b" not in done.stderr
+    assert str(caught.value).splitlines()[1:] == causes
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("KeyError: 'shard'") == 1
+    caught.value.__cause__ = None
+    assert "".join(traceback.format_exception(caught.value)).splitlines()[-3:] == causes
 
 
 def test_the_remote_traceback_is_a_cause_that_notebooks_do_not_draw_again(mesh4: ProcMesh) -> None:
