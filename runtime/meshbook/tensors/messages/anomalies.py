@@ -7,6 +7,7 @@ put together what they saw, so that all know the same first operation; it is tol
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -29,9 +30,16 @@ class Searched(Protocol):
 
     anomaly: MeshError | None
     """What a hunt has found, until it is told."""
+    is_cut_off: bool
+    """Whether ranks ended, or were interrupted, before they could say what they saw in some operations."""
 
     def settle(self) -> None: ...
 
+
+CUT_OFF = (
+    "a rank ended, or was interrupted, within detect_anomaly: nobody knows whether what was on its way then made a "
+    "NaN, so do that again within it"
+)
 
 FOUND = 0
 """The number, of no tensor, under which ranks tell among what failed that they have found one."""
@@ -46,20 +54,27 @@ def detect_anomaly(*, infinities: bool = False) -> Iterator[None]:
 
     It names the operation, the line that asked for it (of one for gradients: the line of ``backward``) and the ranks,
     where a value is next waited for, at the end of the block at the latest. infinities: they count as well. The
-    tensors stay what they are. Each operation costs a look at its operands and results.
-    Raises: TensorError.
+    tensors stay what they are. Each operation costs a look at its operands and results. What a rank that ended kept the
+    others from telling is warned of at the end. Raises: TensorError.
     """
     global hunted
     before = hunted
     _settle_all()
+    _forget()
     hunted = NOT_FINITE if infinities else NAN
     try:
         yield
         _settle_all()
+        if any(stream.is_cut_off for stream in list(streams)):
+            warnings.warn(CUT_OFF, stacklevel=3)
     finally:
         hunted = before
-        for stream in list(streams):
-            stream.anomaly = None
+        _forget()
+
+
+def _forget() -> None:
+    for stream in list(streams):
+        stream.anomaly, stream.is_cut_off = None, False
 
 
 def _settle_all() -> None:

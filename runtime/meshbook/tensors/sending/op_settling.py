@@ -89,6 +89,8 @@ class SentOperations(abc.ABC):
         self._was_interrupted = False
         """Whether it is not known yet what an interrupt has left undone."""
         self.anomaly: MeshError | None = None
+        self.is_cut_off = False
+        """Of a hunt."""
 
     @abc.abstractmethod
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
@@ -244,6 +246,7 @@ class SentOperations(abc.ABC):
                 refused = window.spread(causes, self._failures, families)
             else:
                 self._forget_told()
+                self.is_cut_off = bool(anomalies.hunted)
                 causes, undone_from = {begin: first}, math.inf
                 refused = {**dict.fromkeys(range(begin, window.end), first.error), **window.refused}
             for number, turn in window.turns.items():

@@ -363,6 +363,72 @@ def test_a_hunt_that_an_error_ends_tells_nothing_later(grid: Mesh) -> None:
     assert lost.isnan().all().item()
 
 
+def end_rank(mesh: Mesh, rank: int) -> None:
+    pid = mesh.procs.status()[rank].pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@meshbook.compile
+def root_step(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).sqrt().sum()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hunt_goes_on_behind_a_repair(mesh2: ProcMesh, rank: int) -> None:
+    mesh = Mesh(mesh2)
+    x = meshbook.ones(4, mesh=mesh)
+    for _ in range(5):
+        assert root_step(x).item() == pytest.approx(4 * 2**0.5)
+    with pytest.raises(TensorError, match=r"aten\.sqrt.*test_failures.py, line"), meshbook.detect_anomaly():
+        root_step(x)
+        end_rank(mesh, rank)
+        with pytest.raises(DeviceMeshError):
+            root_step(x).item()
+        mesh.heal()
+        for _ in range(5):
+            assert root_step(x).item() == pytest.approx(4 * 2**0.5)
+        root_step(-x)
+    assert root_step(-x).isnan().item()  # nobody looks now
+    assert x.tolist() == [1.0] * 4
+
+
+def test_a_hunt_says_that_a_rank_which_ended_kept_it_from_looking(mesh2: ProcMesh) -> None:
+    mesh = Mesh(mesh2)
+    x = meshbook.ones(4, mesh=mesh)
+    pid = mesh.procs.status()[1].pid
+    with pytest.warns(UserWarning, match="do that again within it"), meshbook.detect_anomaly():
+        os.kill(pid, signal.SIGSTOP)
+        logarithms = (-x).log()
+        mesh.stream.flush()
+        end_rank(mesh, 1)
+        with pytest.raises(DeviceMeshError):
+            x.sum().item()
+        mesh.heal()
+    assert logarithms.isnan().all().item()  # the other rank has it, and could not say so
+    with meshbook.detect_anomaly():
+        assert x.sum().item() == 4.0
+
+
+def test_a_hunt_that_the_end_of_a_rank_ends_leaves_nothing_behind(mesh2: ProcMesh) -> None:
+    mesh = Mesh(mesh2)
+    x = meshbook.ones(4, mesh=mesh)
+    for _ in range(5):
+        root_step(x)
+    with pytest.raises(DeviceMeshError), meshbook.detect_anomaly():
+        root_step(x)
+        logarithms = (-x).log()
+        end_rank(mesh, 1)
+        root_step(x).item()
+    mesh.heal()
+    assert root_step(x).item() == pytest.approx(4 * 2**0.5)
+    assert root_step(-x).isnan().item()
+    with contextlib.suppress(DeviceMeshError):  # whether it was done depends on when
+        assert logarithms.isnan().all().item()
+    with meshbook.detect_anomaly():
+        assert root_step(x).item() == pytest.approx(4 * 2**0.5)
+
+
 @pytest.mark.parametrize("indices", [(0, 9), (9, 0)])
 def test_tensors_go_to_other_meshes_behind_a_failure_that_nobody_knew_of(grid: Mesh, indices: tuple[int, ...]) -> None:
     x, part = meshbook.distribute(torch.arange(8.0), grid, ["dp"]), grid.slice(dp=0)
@@ -388,6 +454,33 @@ def test_functions_on_the_ranks_see_what_was_issued_behind_a_failure(grid: Mesh)
     for each in wrong:
         with pytest.raises(TensorError, match=OUT_OF_RANGE):
             each.sum().item()
+
+
+def written_so_far() -> list[float]:
+    import __main__
+
+    return list(__main__.written.to_local().tolist())
+
+
+@pytest.mark.parametrize("indices", [(0, 9), (9, 0)])
+def test_cells_see_what_was_issued_behind_a_failure_once_a_value_was_read(
+    mesh2: ProcMesh, indices: tuple[int, int]
+) -> None:
+    mesh = Mesh(mesh2)
+    x = meshbook.zeros(4, mesh=mesh)
+    mesh2.push({"written": x})
+    at, table = meshbook.distribute(torch.tensor(indices), mesh, ["gpus"]), meshbook.ones(4, 3, mesh=mesh)
+    for times in (1, 3):
+        bad = torch.nn.functional.embedding(at, table)
+        x.add_(1)
+        assert set(map(tuple, mesh.execute(written_so_far).values())) == {(float(times),) * 4}
+        bad = torch.nn.functional.embedding(at, table)
+        x.add_(1)
+        assert x.sum().item() == 4.0 * (times + 1)
+        assert set(map(tuple, mesh2.execute(written_so_far).get(60).values())) == {(times + 1.0,) * 4}
+        mesh2.run(f"assert written.to_local().tolist() == [{times + 1.0}] * 4").get(60)
+        with pytest.raises(TensorError, match=OUT_OF_RANGE):
+            bad.sum().item()
 
 
 @pytest.mark.parametrize("bad_rank", [0, 3])
