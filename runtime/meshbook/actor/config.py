@@ -1,4 +1,7 @@
-"""How log records of actors look: ``[actor=<root>.<train.Learner learners{'gpus': 0/2}>]`` stands before their text.
+"""How log records of actors look: ``[actor=<root>.<train.Learner learners>]`` stands before their text.
+
+Without the rank, which a notebook and `logging_option` show anyhow: equal lines of several ranks are shown once. With
+the rank it is the record's ``actor_prefix``.
 
 A module of its own because programs for Monarch set it: ``from meshbook.actor import config``.
 """
@@ -22,7 +25,7 @@ def name_actors_in_logs() -> None:
 
 
 class NamedRecords:
-    """Makes records as another factory does; those of an actor have `actor_prefix`, and begin with it."""
+    """Makes records as another factory does; those of an actor have `actor_prefix`, and begin with its name."""
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
         self._make = make
@@ -31,7 +34,7 @@ class NamedRecords:
         record = self._make(*args, **kwargs)
         actor = context().actor_instance
         if prefix_python_logs_with_actor and actor.mailbox:
-            prefix = f"[actor={actor}] "
-            record.actor_prefix = prefix
+            record.actor_prefix = f"[actor={actor}] "
+            prefix = f"[actor={actor.shared_name}] "
             record.msg = f"{prefix.replace('%', '%%') if record.args else prefix}{record.msg}"
         return record

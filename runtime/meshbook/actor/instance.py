@@ -25,6 +25,9 @@ class ActorControl(Protocol):
         """End as failed, which the owner is told. now: without waiting for what runs, and without ``__cleanup__``."""
 
 
+_NOWHERE = Point(0, Extent((), ()))
+
+
 class ActorInstance:
     """An actor, or the program itself, which is called ``root``. Equal to others that name the same actor."""
 
@@ -125,6 +128,14 @@ class ActorInstance:
             return f"<{ROOT_NAME}>"
         return path_of(repr(self.creator or root_instance()), self.module, self.class_name, self.name, self.rank)
 
+    @property
+    def shared_name(self) -> str:
+        """As its ``repr``, without ranks: the same on all processes, so that equal lines which have it stay equal."""
+        if not self.mailbox:
+            return repr(self)
+        creator = (self.creator or root_instance()).shared_name
+        return path_of(creator, self.module, self.class_name, self.name, _NOWHERE)
+
 
 def path_of(creator: str, module: str, class_name: str, name: str, point: Point) -> str:
     """An actor below whoever has spawned it: ``<root>.<train.Learner learners{'gpus': 0/2}>``."""
@@ -140,4 +151,4 @@ def _refuse(instance: ActorInstance) -> NoReturn:
 
 def root_instance() -> ActorInstance:
     """The program, or a cell on a rank: no actor."""
-    return ActorInstance(ROOT_NAME, "", "", Point(0, Extent((), ())), 0)
+    return ActorInstance(ROOT_NAME, "", "", _NOWHERE, 0)

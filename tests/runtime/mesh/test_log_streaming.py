@@ -56,7 +56,8 @@ def test_lines_are_streamed_and_logged_from_the_level_on_also_of_ranks_that_are_
         "[1",
         "[2",
     ]
-    assert [line for line in done.stderr.splitlines() if "logged second" in line] == ["[0] INFO:mine:logged second"]
+    second = "[0] INFO:mine:[actor=<root>.<__main__.Speaker again>] logged second"
+    assert [line for line in done.stderr.splitlines() if "logged second" in line] == [second]
     done = _run("stream_to_client=True, level=logging.WARNING", tmp_path)
     assert "[2] first" in done.stdout
     assert "logged" not in done.stderr
@@ -65,7 +66,7 @@ def test_lines_are_streamed_and_logged_from_the_level_on_also_of_ranks_that_are_
 def test_equal_lines_of_a_window_are_shown_once_and_none_is_lost_at_the_end(tmp_path: Path) -> None:
     done = _run("stream_to_client=True, aggregate_window_sec=600", tmp_path)
     assert done.stdout.splitlines() == ["[0-2] first", "[0-2] twice (6 times)"]
-    assert done.stderr.splitlines() == ["[0-2] INFO:mine:logged first"]
+    assert done.stderr.splitlines() == ["[0-2] INFO:mine:[actor=<root>.<__main__.Speaker speakers>] logged first"]
 
 
 def test_a_window_ends_and_the_next_one_begins(tmp_path: Path) -> None:
