@@ -27,7 +27,7 @@ from meshbook.system.memory_copies import MOST_RUNS, SLICE_BYTES, ProcessMemoryE
 from meshbook.system.processes import let_peers_read, memory_name
 from meshbook.tensors.messages.operations import Box
 from meshbook.tensors.messages.spec import contiguous_strides
-from meshbook.tensors.ranks.tensor_pieces import MeshEnd, TensorPiece, pieces, within
+from meshbook.tensors.ranks.tensor_pieces import MeshEnd, TensorPiece, new_memory, pieces, within
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors are sent: to agree takes as long."""
@@ -67,7 +67,7 @@ class PeerReads:
         table = self._gather([_machine(), os.getpid() if fits and self._may_read else 0, local.data_ptr()])
         if len({machine for machine, _, _ in table}) > 1 or any(not pid for _, pid, _ in table):
             return None
-        made = torch.empty([end - begin for begin, end in part], dtype=local.dtype)
+        made = new_memory([end - begin for begin, end in part], local.dtype, local.device)
         if self._agree(
             (only is not None and self._position not in only)
             or self._read(list(pieces(given, {self._position: part})), table, given, local, made, part)

@@ -30,6 +30,7 @@ from meshbook.tensors.messages.operations import (
 from meshbook.tensors.ranks.made_parts import make_part, shape_of
 from meshbook.tensors.ranks.rank_batches import NotMade, RankBatches
 from meshbook.tensors.ranks.rank_operations import Operations, RankTensor, block_placements, full
+from meshbook.tensors.ranks.tensor_pieces import own_copy
 
 CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
@@ -68,7 +69,7 @@ class RankTensors(RankBatches):
             local = sent.pieces[piece][tuple(slice(*ends) for ends in box)].to(self.mesh.device_type)
             memory = local.untyped_storage()
             if memory.nbytes() > local.numel() * local.element_size() or memory.data_ptr() in taken:
-                local = local.clone(memory_format=torch.contiguous_format)
+                local = own_copy(local)
             taken.add(memory.data_ptr())
             part = LocalPart(sent.placements, sent.shape, sent.strides, local.dtype, tuple(local.shape), local.stride())
             self.keep(sent.number, local, part)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import Placement, Shard
 
+from meshbook.system.memory_copies import expect_huge_pages
 from meshbook.tensors.messages.operations import Box
 
 
@@ -61,3 +62,16 @@ def pieces(given: Mapping[int, Box], wanted: Mapping[int, Box]) -> Iterator[Tens
 def within(local: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
     """What lies in a box of a tensor, of a part of it."""
     return local[tuple(slice(a - origin, b - origin) for (origin, _), (a, b) in zip(part, box, strict=True))]
+
+
+def own_copy(part: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, in C order."""
+    return new_memory(part.shape, part.dtype, part.device).copy_(part)
+
+
+def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a part that is filled at once."""
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if made.device.type == "cpu":
+        expect_huge_pages(made.data_ptr(), made.nbytes)
+    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from meshbook import ProcMesh, this_host
 from meshbook.distributed import Mesh
 from meshbook.exceptions import DeviceMeshError
 from meshbook.groups.rank_groups import own_groups
-from meshbook.system.memory_copies import SLICE_BYTES
+from meshbook.system.memory_copies import HUGE_PAGE_BYTES, SLICE_BYTES
 from meshbook.tensors.ranks import peer_reads
 from meshbook.tensors.ranks.peer_reads import LEAST_BYTES, _first_in_runs, _offsets
 
@@ -187,6 +188,29 @@ def test_an_interrupt_in_the_middle_of_a_read_costs_its_result_alone(hurt: Mesh,
     if not obeys:
         on_the_others.get(60)
     assert_reads(hurt, x, a)
+
+
+def huge_bytes(tensor: DTensor) -> int:
+    """How much of this rank's part the kernel was asked to give in huge pages."""
+    local, found, begin, end = tensor.to_local(), 0, 0, 0
+    first, behind = local.data_ptr(), local.data_ptr() + local.nbytes
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (ends := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            begin, end = (int(each, 16) for each in ends.groups())
+        elif line.startswith("VmFlags:") and "hg" in line.split():
+            found += max(0, min(end, behind) - max(begin, first))
+    return found
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_large_parts_lie_in_huge_pages(grid: Mesh) -> None:
+    a = torch.randn(4 * HUGE_PAGE_BYTES, 2)
+    x = meshbook.distribute(a, grid, ["dp"])
+    for laid in (x, x.redistribute([None, "dp"])):
+        part_bytes = a.nbytes // 2
+        found = grid.execute(huge_bytes, laid).values()
+        assert all(part_bytes - 2 * HUGE_PAGE_BYTES < each <= part_bytes for each in found), (found, part_bytes)
+    assert torch.equal(x.redistribute([None, "dp"]).full_tensor(), a)
 
 
 def test_conjugates_of_the_ranks_arrive(grid: Mesh) -> None:
