@@ -127,9 +127,10 @@ _MEMORY = "open('/proc/self/numa_maps').readline().split()[1]"
 
 def test_later_controllers_know_how_ranks_begin() -> None:
     command = default_bootstrap_cmd().with_env({"MINE": "1"})
-    this_host().spawn_procs({"gpus": 1}, name="kept", proc_bind=[{"cpus": str(CPU)}], bootstrap_command=command)
+    name = f"kept by {os.getpid()}"  # sessions of other tests that run now are seen too
+    this_host().spawn_procs({"gpus": 1}, name=name, proc_bind=[{"cpus": str(CPU)}], bootstrap_command=command)
     detach()
-    procs = attach("kept").meshes[0]
+    procs = attach(name).meshes[0]
     procs.respawn(0)
     assert procs.run(f"import os; {_BOUND}[0], os.environ['MINE']").get(60).values() == [([CPU], "1")]
     procs.stop()
