@@ -45,6 +45,7 @@ from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.host_link import HostLink
 from meshbook.wire.replies import place_head
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import ControllerSocket
@@ -138,6 +139,16 @@ class Controller:
                 self._socket.readmit(id, saved.key)
 
         self.ask(readmit)
+
+    def expect_late(self, keys: Mapping[str, str]) -> None:
+        """Have hosts end that the former controller had given up; before `bind_again`, as `readmit`."""
+
+        def expect() -> None:
+            for id, key in keys.items():
+                self._socket.readmit(id, key)
+                self._dispatcher.late_hosts.expect(HostLink(id, self.epoch, self._socket, lambda message, frames: None))
+
+        self.ask(expect)
 
     def bind_again(self, address: str, endpoint: str) -> None:
         """Listen where the former controller did. Raises: OSError."""
@@ -444,7 +455,9 @@ class Controller:
         def say_goodbye() -> None:
             for host in hosts:
                 self._dispatcher.dismiss(host)
-                if host.id not in self._dispatcher.late_hosts:
+                if host.id in self._dispatcher.late_hosts:
+                    self.folder.forget(late_hosts={host.id: self._socket.key_of(host.id)})
+                else:
                     host.shut_out()
 
         deadline = time.monotonic() + timeout_s

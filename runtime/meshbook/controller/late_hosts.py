@@ -13,6 +13,7 @@ import time
 from typing import NamedTuple
 
 from meshbook.errors import PeerProtocolError
+from meshbook.wire import messages as wire
 from meshbook.wire.host_link import HostLink
 from meshbook.wire.lanes import LaneName
 
@@ -38,6 +39,12 @@ class LateHosts:
     def keep(self, host: HostLink) -> None:
         """Its last message, which says that it is to end, is sent again until it has come, or its lease is over."""
         self._hosts[host.id] = _Late(host, time.monotonic() + max(self._lease_s, SILENCE_S))
+
+    def expect(self, host: HostLink) -> None:
+        """One that a former controller has given up."""
+        host.send_urgent(wire.Goodbye())
+        host.lose("it was given up")
+        self.keep(host)
 
     def on_frames(self, id: str, lane: LaneName, frames: list[bytes]) -> None:
         """One that may be kept here has spoken."""

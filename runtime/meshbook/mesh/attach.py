@@ -115,6 +115,7 @@ def attach_session(
     try:
         prepare(controller)
         controller.readmit(folder.state.hosts)
+        controller.expect_late(folder.state.late_hosts)
         _check_endpoints(controller)
         reattach = _knock(controller, started + timeout_s)
     except BaseException:

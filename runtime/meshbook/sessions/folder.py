@@ -116,6 +116,8 @@ class SessionState(msgspec.Struct):
     endpoints: dict[str, str] = {}
     """What was asked for (``tcp://127.0.0.1:*``), and what it became."""
     hosts: dict[str, SavedHost] = {}
+    late_hosts: dict[str, str] = {}
+    """The public keys of hosts that were given up, by id: their agents do not know it, if they live."""
     meshes: dict[int, SavedMesh] = {}
     left_at: float = 0.0
     """When its controller left or was found dead, on the boot clock; 0 while it is there."""
@@ -193,9 +195,12 @@ class SessionFolder:
             self.state.meshes[id] = mesh
             self._write()
 
-    def forget(self, meshes: Iterable[int] = (), hosts: Iterable[str] = ()) -> None:
-        """Note that meshes and hosts have ended."""
+    def forget(
+        self, meshes: Iterable[int] = (), hosts: Iterable[str] = (), late_hosts: Mapping[str, str] | None = None
+    ) -> None:
+        """Note that meshes and hosts have ended. late_hosts: the keys of those that are to be told so, if they live."""
         with self._lock:
+            self.state.late_hosts.update(late_hosts or {})
             for mesh in meshes:
                 self.state.meshes.pop(mesh, None)
             for host in hosts:

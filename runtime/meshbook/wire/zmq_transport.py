@@ -273,6 +273,8 @@ class ZmqLane(Lane):
                 self._fd = value
             else:
                 self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                if self._is_connected and self.paused:  # a controller that is new answers only whom it has heard
+                    self.transmit(self.link.heartbeat())
         if self._is_connected and self._by_tunnel:
             self.answered = time.monotonic()  # its other end is here, and goes with the machine that it leads to
         elif self._is_connected and (connection := borrow(self._fd)) is not None:

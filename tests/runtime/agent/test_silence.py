@@ -9,18 +9,20 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import mail_ranks
 import msgspec
 import psutil
 import pytest
 import torch
-from controllers import Zygote
+from controllers import Zygote, alone
 from far_hosts import FarLauncher
 from mail_ranks import open_desks
 from patience import wait_until
 from relay import Relay
 
+import meshbook
 from benchmarks.faults.namespace import Namespace, make_namespace
 from meshbook import LocalLauncher, ProcMesh, shutdown, start_hosts
 from meshbook.agent.lease import Lease
@@ -309,6 +311,47 @@ def test_an_agent_that_was_stopped_does_not_take_its_own_silence_for_its_control
     assert not lease.runs
     clock[0] += 1
     assert lease.is_over(has_meshes=True)
+
+
+REPLACED = """
+sys.path.insert(0, {root!r})
+import meshbook.mesh.host_agents
+from benchmarks.faults.namespace import Namespace
+from far_hosts import FarLauncher
+from meshbook import start_hosts
+cable = Namespace.__new__(Namespace)  # which the test has made
+cable.__dict__.update({cable!r})
+meshbook.mesh.host_agents.loopback_address = lambda: cable.address
+hosts = start_hosts({{"hosts": 2}}, FarLauncher(cable))
+mesh = hosts.spawn_procs({{"gpus": 1}}, name="kept", device="cpu", group=False, owns_hosts=True)
+mesh.run("n = 41").get(60)
+say("agent", mesh._mesh.hosts[1].hello.pid)
+wait()
+while not mesh.lost:
+    time.sleep(0.1)
+mesh.heal(launcher=FarLauncher())
+say("healed", mesh.run("1").get(60).values())
+wait()
+"""
+
+
+@pytest.mark.slow
+def test_the_next_controller_ends_a_host_that_the_former_had_given_up(cable: Namespace) -> None:
+    with alone() as zygote:
+        driver = zygote.start(REPLACED.format(cable=vars(cable), root=str(Path(__file__).parents[3])))
+        agent = psutil.Process(int(driver.expect("agent")))
+        former = [agent, *agent.children(recursive=True)]
+        cable.pull()
+        driver.tell()
+        assert driver.expect("healed") == "[1, 1]"
+        driver.kill()
+        (session,) = meshbook.sessions()
+        (mesh,) = meshbook.attach(session)
+        assert mesh.run("globals().get('n')").get(30).values() == [41, None]
+        cable.plug()
+        assert not psutil.wait_procs(former, timeout=20)[1], "its lease is three times as long"
+        assert mesh.run("rank").get(30).values() == [0, 1]
+        mesh.stop()
 
 
 STOPPED = """
