@@ -98,7 +98,7 @@ class ActorInstance:
 
         ``__cleanup__`` gets the error; messages that wait, and later ones, fail with ``reason``.
         """
-        self._controlled().fail_itself(f"actor explicitly aborted due to: {reason}", now=False)
+        self._controlled().fail_itself(f"actor explicitly aborted due to: {reason or 'no reason provided'}", now=False)
 
     def kill(self, reason: str = "") -> None:
         """As `abort`, but at once: what it handles is interrupted, and no ``__cleanup__`` runs."""

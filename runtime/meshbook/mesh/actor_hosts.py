@@ -103,9 +103,8 @@ class HostRef(MeshView):
         return procs
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self._sent is None:
-            return HostRef, (self.members, self._python)
-        return find_hosts, (self._sent.session, self._ids, dict(self.extent), self._sent.env, self._python)
+        session, env = (current_router().session, {}) if self._sent is None else (self._sent.session, self._sent.env)
+        return find_hosts, (session, self._ids, dict(self.extent), env, self._python)
 
 
 def find_hosts(

@@ -56,7 +56,7 @@ class CommandRunner(Actor):
         full = [*([sys.executable] if python else []), *command]
         outputs: list[IO[bytes]] = []
         if output_dir is not None:
-            place = "_".join(f"{axis}_{index}" for axis, index in rank.items())
+            place = "_".join(f"{axis}_{index}" for axis, index in rank.items()) or "rank_0"  # one host has no axes
             there = Path(output_dir.replace(SUBDIR, place))
             there.mkdir(parents=True, exist_ok=True)
             outputs = [(there / name).open("wb") for name in ("stdout.txt", "stderr.txt")]

@@ -21,6 +21,10 @@ class Starter(Actor):
         return meshbook.actor.this_host() == hosts
 
     @endpoint
+    def own_host(self) -> HostMesh:
+        return meshbook.actor.this_host()
+
+    @endpoint
     def start(self, hosts: HostMesh) -> tuple[dict[str, int], list[str]]:
         with hosts.slice(hosts=1).spawn_procs({"gpus": 2}) as procs:
             return procs.sizes, procs.spawn("pids", Starter).where.call().get().values()
@@ -62,6 +66,17 @@ def test_an_actor_starts_processes_on_hosts_that_it_was_sent(hosts: HostMesh) ->
         assert isinstance(part, HostMesh) and part == hosts.slice(hosts=0) and hash(part) == hash(hosts.slice(hosts=0))
         with pytest.raises(NotOwnerError, match="these hosts are another's"):
             part.shutdown()
+
+
+def test_the_own_host_of_a_rank_is_the_same_wherever_it_is_sent(hosts: HostMesh) -> None:
+    with hosts.spawn_procs(torch=False) as procs:
+        starters = procs.spawn("starters", Starter)
+        found = starters.own_host.call().get(60).values()
+        assert found == [hosts.slice(hosts=0), hosts.slice(hosts=1)]
+        for own, expected in zip(found, ([True, False], [False, True]), strict=True):
+            assert starters.is_on.call(own).get(60).values() == expected
+        with found[1].spawn_procs(torch=False) as more:
+            assert more.host_mesh == hosts.slice(hosts=1)
 
 
 def test_some_of_the_hosts_are_not_shut_down_by_themselves(hosts: HostMesh) -> None:
