@@ -49,6 +49,7 @@ SEARCH_MAX_S = 2.0
 _MODULE_IN_ERROR = re.compile(r"^Can't get attribute .* on <module '([\w.]+)'")
 _PLAIN_PARTS = 16
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SIZED, _SMALL_BYTES = frozenset({str, bytes}), 1 << 14
 _NAMED = frozenset({FunctionType, type})
 """What goes by its name where it has one."""
 
@@ -167,10 +168,11 @@ def _pickle_plain(obj: object) -> bytes | None:
     """Pickle what is so small and simple that any pickler does it alike, calls of named functions too; looks at a few
     items only. None for anything else."""
     parts: list[Any] = [obj]  # grows as it is walked
-    has_names = False
+    has_names = is_large = False
     for part in parts:
         kind = type(part)
         if kind in _ATOMS:
+            is_large = is_large or (kind in _SIZED and len(part) > _SMALL_BYTES)
             continue
         if kind in _NAMED or (kind is BuiltinFunctionType and type(part.__self__) is ModuleType):
             has_names = True
@@ -182,8 +184,8 @@ def _pickle_plain(obj: object) -> bytes | None:
             parts += part.values()
     if not has_names:
         return pickle.dumps(obj, 5)
-    if cloudpickle.list_registry_pickle_by_value():
-        return None
+    if is_large or cloudpickle.list_registry_pickle_by_value():
+        return None  # a large text would be looked through, and copied as its pickle grows
     try:
         head = pickle.dumps(obj, 5)
     except Exception:  # one is not found by its name
