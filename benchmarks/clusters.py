@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import meshbook
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
@@ -45,19 +45,25 @@ def run(settings: Settings) -> Iterator[Figure]:
         print(f"left out: {error}")
     finally:
         meshbook.shutdown()
+    count = settings.count(5)
+    yield from in_slurm(lambda: (_spawn_by_slurm(count), lose_agents("clusters", SlurmLauncher(), "Slurm", count)))
+    yield from by_ray(count)
+
+
+def in_slurm(benchmarks: Callable[[], Iterable[Iterator[Figure]]]) -> Iterator[Figure]:
+    """What they say beside a real Slurm of two nodes, which its commands find; nothing where there is none."""
     before = dict(os.environ)
     try:
         with slurm_nodes(2) as nodes:
             os.environ.update(nodes.environment)
-            yield from _spawn_by_slurm(settings.count(5))
-            yield from lose_agents("clusters", SlurmLauncher(), "Slurm", settings.count(5))
+            for figures in benchmarks():
+                yield from figures
     except NoDaemonError as error:
         print(f"left out: {error}")
     finally:
         meshbook.shutdown()
         os.environ.clear()
         os.environ.update(before)
-    yield from by_ray(settings.count(5))
 
 
 def by_ray(count: int) -> Iterator[Figure]:

@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import meshbook
-from benchmarks.clusters import NAMES, lose_agents, spawned
+from benchmarks.clusters import NAMES, in_slurm, lose_agents, spawned
 from benchmarks.figures import Figure, Settings, timed
-from benchmarks.slurm_nodes import slurm_nodes
-from benchmarks.ssh_hosts import NoDaemonError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.batch import BatchLauncher
 from meshbook.launchers.manual import ManualLauncher
@@ -44,17 +42,7 @@ def run(settings: Settings) -> Iterator[Figure]:
         with tempfile.TemporaryDirectory() as folder:
             yield from _figures(_by_mpirun(Path(folder)), "mpirun", count)
         meshbook.shutdown()
-    before = dict(os.environ)
-    try:
-        with slurm_nodes(2) as nodes:
-            os.environ.update(nodes.environment)
-            yield from _figures(BatchLauncher("slurm", options=["--walltime", "0:30:00"]), "sbatch", count)
-    except NoDaemonError as error:
-        print(f"left out: {error}")
-    finally:
-        meshbook.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
+    yield from in_slurm(lambda: [_figures(BatchLauncher("slurm", options=["--walltime", "0:30:00"]), "sbatch", count)])
     with People() as shown, contextlib.redirect_stdout(shown):
         figures = list(_figures(ManualLauncher(), "hand", count))
     meshbook.shutdown()

@@ -24,12 +24,11 @@ from meshbook.errors import SpawnError
 from meshbook.sessions.folder import trim_logs
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.user_folders import log_base, private_folder
-from meshbook.wire.ticket import Ticket
+from meshbook.wire.ticket import TUNNEL_ENDS, Ticket
 
 LOG = "agent.log"
 
-_ENDS = "/tmp/meshbook-" + "[0-9a-f]" * 24
-"""Where the launcher has sshd put the ends of tunnels (`meshbook.launchers.ssh`)."""
+_ENDS = TUNNEL_ENDS + "[0-9a-f]" * 24
 NEW_S = 60.0
 """An end is young for so long: sshd makes it before it listens there."""
 

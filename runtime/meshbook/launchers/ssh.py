@@ -34,7 +34,7 @@ from meshbook.launchers.local import FoundHost, reap_released, release_child
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import log_tail
 from meshbook.system.processes import describe_exit, describe_shell_exit, start_time
-from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
+from meshbook.wire.ticket import TUNNEL_ENDS, Ticket, elsewhere, encode_ticket
 
 CONNECT_S = 10
 """How long ssh may take to reach a host, by default."""
@@ -120,7 +120,7 @@ class SSHLauncher:
     def _connect(self, host: str, ticket: Ticket) -> SSHHost:
         if (client := shutil.which("ssh")) is None:
             raise SpawnError("there is no ssh on this machine; install it, as by: apt-get install openssh-client")
-        tunnel = f"/tmp/meshbook-{os.urandom(12).hex()}"
+        tunnel = f"{TUNNEL_ENDS}{os.urandom(12).hex()}"
         way_back = f"{tunnel}:{ticket.endpoint.removeprefix('tcp://')}"
         log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
         with open_log(log) as output:

@@ -31,7 +31,6 @@ MAX_THREADS = 4
 
 HUGE_PAGE_BYTES = 2 << 20
 
-
 MOST_RUNS = 1024
 """So many pieces go into one call: UIO_MAXIOV."""
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+TUNNEL_ENDS = "/tmp/meshbook-"
+"""Where launchers have sshd put the ends of tunnels; 24 hexadecimal digits follow."""
+
 
 class Ticket(msgspec.Struct, frozen=True):
     """What an agent needs to find the controller and to prove who it is."""

@@ -11,10 +11,11 @@ has found out about that it tells each time: an interrupt may have kept others f
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import itertools
 import math
 import os
-import zlib
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -42,9 +43,9 @@ class PeerReads:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._sizes = tuple(mesh.mesh.shape)
-        self._is_for_reading = mesh.size() > 1 and mesh.device_type == "cpu"
-        self._position = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0]) if self._is_for_reading else 0
-        self._may_read = self._is_for_reading
+        self._has_peers = mesh.size() > 1 and mesh.device_type == "cpu"
+        self._position = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0]) if self._has_peers else 0
+        self._may_read = self._has_peers
         """Until the kernel forbids it. Of this rank alone."""
         self._is_open = False
 
@@ -55,7 +56,7 @@ class PeerReads:
 
         only: the positions on the mesh that want their parts; to others something else of that shape is given.
         """
-        if not self._is_for_reading or not _is_for_reading(tensor, placements):
+        if not self._has_peers or not _is_for_reading(tensor, placements):
             return None
         shape = tuple(tensor.shape)
         end = MeshEnd("", self._sizes, tuple(range(self._mesh.size())))
@@ -139,9 +140,10 @@ def _is_within(box: Box, other: Box) -> bool:
     )
 
 
+@functools.cache
 def _machine() -> int:
-    """Equal on ranks that may read each other's memory."""
-    return zlib.crc32(memory_name().encode())
+    """Equal on ranks that may read each other's memory, and on no others: what they read is believed."""
+    return int.from_bytes(hashlib.blake2b(memory_name().encode(), digest_size=7).digest(), "big")
 
 
 def _read_piece(pid: int, address: int, held: Box, made: torch.Tensor, part: Box, box: Box) -> None:
