@@ -62,11 +62,13 @@ class IoThread:
             return
         self._sleep(timeout_s)
         heard = self._heard
-        if self._socket.has_datagrams:
+        messages = self._socket.receive()
+        if messages or self._socket.has_datagrams or not self._tick_at:
+            # An agent says what has become of ranks: what these have sent past it before counts first.
             for data, address in self._socket.receive_past():
                 self._dispatcher.on_datagram(data, address)
-            heard.add("")  # nobody's name: there is something to acknowledge, soon, though no pause may come
-        for host_id, lane, frames in self._socket.receive():
+                heard.add("")  # nobody's name: there is something to acknowledge, soon, though no pause may come
+        for host_id, lane, frames in messages:
             self._dispatcher.on_frames(host_id, lane, frames)
             heard.add(host_id)
             self._ack_at = math.inf

@@ -311,6 +311,30 @@ def test_a_death_ends_the_call_that_came_past_the_agent(procs: ProcMesh, tmp_pat
     assert procs.slice(gpus=0).execute(read).get(30).values() == [list(range(2 * OPEN_AFTER))]
 
 
+def answer_and_end() -> str:
+    threading.Timer(0.05, os._exit, (0,)).start()
+    return "answered"
+
+
+def test_an_answer_past_the_agent_counts_before_what_the_agent_says_later(
+    procs: ProcMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, controller = procs.slice(gpus=0), procs._controller
+    warm(lambda number: first.execute(abs, -number).get(30))
+    poll = controller._socket.poll
+
+    def poll_before_it_came(wake_fd: int, timeout_s: float | None) -> bool:
+        ended = poll(wake_fd, timeout_s)
+        if controller._socket._unix.received:  # read after the wait had ended, as the answer came
+            controller._socket.has_datagrams = False
+        return ended
+
+    monkeypatch.setattr(controller._socket, "poll", poll_before_it_came)
+    future = first.execute(answer_and_end)
+    controller.ask(lambda: time.sleep(1.0))  # meanwhile it answers and ends, and the agent has seen that
+    assert future.get(30).values() == ["answered"]
+
+
 def test_a_rank_that_closes_its_end_is_called_by_the_agent(procs: ProcMesh) -> None:
     first = procs.slice(gpus=0)
     first.execute(break_shortcut).get(30)
