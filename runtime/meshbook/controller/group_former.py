@@ -84,8 +84,8 @@ class GroupFormer:
         self._only: set[str] = set()
         """The groups that were aborted; all of them where it is empty."""
         self._forming: _Forming | None = None
-        self._own: set[int] = set()
-        """Calls to main threads that were made here."""
+        self.own: set[int] = set()
+        """The open calls to main threads that were made here, by their ids."""
         self._epochs: set[int] = set()
         """Those that may have left keys in the store."""
 
@@ -113,14 +113,10 @@ class GroupFormer:
             return True
         return self.is_aborted and not self._mesh.lost and not self.running()
 
-    def is_own(self, call: OpenCall) -> bool:
-        """Whether the call was made here."""
-        return call.id in self._own
-
     def running(self) -> list[OpenCall]:
         """The calls that main threads are at, or will be next; in the order in which they were sent."""
         calls = self._calls.running(self._mesh.id)
-        return [call for call in calls if call.id not in self._own and not self._queue.holds(call)]
+        return [call for call in calls if call.id not in self.own and not self._queue.holds(call)]
 
     def current(self) -> dict[int, OpenCall]:
         """What each rank that is not idle runs now."""
@@ -248,8 +244,8 @@ class GroupFormer:
             self._transmit(naming, "set_axes", (tuple(mesh.axes), tuple(mesh.axes.values())))
 
     def _transmit(self, call: OpenCall, endpoint: str, args: tuple[Any, ...]) -> None:
-        self._own.add(call.id)
-        call.when_ended(lambda: self._own.discard(call.id))
+        self.own.add(call.id)
+        call.when_ended(lambda: self.own.discard(call.id))
         self._calls.open(call, None)
         pickled = dumps((args, {}), what=call.what).head
         message = wire.Call(call.id, self._mesh.id, endpoint, call.members.encoded, inline=pickled, label=call.what)

@@ -61,7 +61,7 @@ class GroupRecovery:
             self._former.cancel_forming(older_than_s=DEADLINE_S)  # what was cancelled waits behind it
         if dropped := self._queue.drop(call):
             self._calls.settle_if_done(call)
-        elif call.waiting and not self._former.is_own(call):
+        elif call.waiting and call.id not in self._former.own:
             self._watch.watch(call)
             self._queue.release()
         return dropped
@@ -80,13 +80,14 @@ class GroupRecovery:
 
     def watch(self, call: OpenCall) -> bool:
         """A rank has answered, or was lost; True when a call that has ended everywhere completes later."""
+        is_own = call.id in self._former.own
         if not self._queue.queued:  # the path of nearly all answers
-            if call.waiting and not (call.failures or call.lost or call.cancelled):
+            if call.waiting and not (is_own or call.failures or call.lost or call.cancelled):
                 self._watch.suspect(call)
                 return False
             if not call.waiting and self._watch.has_ended_well(call):
                 return False
-        if self._former.is_own(call):
+        if is_own:
             self._former.watch(call)
             return False
         later = self._watch.watch(call) if not (call.waiting and self._queue.holds(call)) else False
