@@ -23,7 +23,6 @@ from stock_kernel import TIMEOUT_S, StockKernel
 from meshbook import ProcMesh, errors, shutdown, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 PATIENCE_S = 180
 """What is started for the first time is compiled first."""
 
@@ -48,10 +47,13 @@ class Sleeper(Actor):
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[ProcMesh]:
-    """Two ranks with a process group."""
+    """Two ranks with a process group, which get the classes of this file by value."""
+    here = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(here)
     with this_host().spawn_procs({"gpus": 2}) as mesh:
         yield mesh
     shutdown()
+    cloudpickle.unregister_pickle_by_value(here)
 
 
 @pytest.fixture(scope="session")

@@ -184,26 +184,31 @@ def _pickle_plain(obj: object) -> bytes | None:
             parts += part.values()
     if not has_names:
         return pickle.dumps(obj, 5)
-    if is_large or cloudpickle.list_registry_pickle_by_value():
+    if is_large:
         return None  # a large text would be looked through, and copied as its pickle grows
     try:
         head = pickle.dumps(obj, 5)
     except Exception:  # one is not found by its name
         return None
-    return None if b"__main__" in head else head
+    return None if _goes_by_value(head) else head
+
+
+def _goes_by_value(head: bytes) -> bool:
+    """Whether a module whose functions and classes go by value is named in a pickle that has them by reference."""
+    registered = cloudpickle.list_registry_pickle_by_value()
+    return b"__main__" in head or (bool(registered) and any(name.encode() in head for name in registered))
 
 
 def _pickle(obj: object, room: int) -> Pickled:
-    if not cloudpickle.list_registry_pickle_by_value():
-        try:
-            pickled = _pickle_with(_QuickPickler, obj, room)
-        except (TooLargeError, Refusal, MemoryError):
-            raise
-        except Exception:
-            pass  # the other pickler can do more; if it fails too, its error is the one that counts
-        else:
-            if b"__main__" not in pickled.head:
-                return pickled
+    try:
+        pickled = _pickle_with(_QuickPickler, obj, room)
+    except (TooLargeError, Refusal, MemoryError):
+        raise
+    except Exception:
+        pass  # the other pickler can do more; if it fails too, its error is the one that counts
+    else:
+        if not _goes_by_value(pickled.head):
+            return pickled
     return _pickle_with(_ByValuePickler, obj, room)
 
 

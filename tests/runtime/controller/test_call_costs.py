@@ -122,9 +122,11 @@ def _by_agent(mesh: ProcMesh, tmp_path: Path) -> Iterator[None]:
     path = tmp_path / "end"
     actor: Any = mesh.slice(gpus=0).spawn("waits", Waiter)
     future = actor.until.call_one(str(path))
-    yield
-    path.touch()
-    future.get(30)
+    try:
+        yield
+    finally:
+        path.touch()
+        future.get(30)
 
 
 @only_on_3_11
