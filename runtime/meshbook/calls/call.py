@@ -68,6 +68,7 @@ class Results(Mapping[int, Any]):
 
 
 _NOBODY: Future[Any] = Future()
+_NO_RANKS: frozenset[int] = frozenset()
 
 
 class OpenCall:
@@ -103,21 +104,22 @@ class OpenCall:
         self.phase = CallPhase.OPEN if self.waiting else CallPhase.ENDED
         self.interrupts = 0
         """How often it was interrupted (`meshbook.calls.interrupt`)."""
-        self.dropped: set[int] = set()
+        # What few calls have is a constant at first: thousands may be open, and the collector looks at all there is.
+        self.dropped: frozenset[int] = _NO_RANKS
         """Ranks that never began it."""
-        self._disagree: set[int] = set()
+        self._disagree: frozenset[int] = _NO_RANKS
         """Ranks that are known to disagree."""
         self._on_end: deque[Callable[[], object]] | None = None
         self.results = Results()
-        self.failures: list[Failure] = []
-        self.lost: list[WorkerLost] = []
+        self.failures: tuple[Failure, ...] = ()
+        self.lost: tuple[WorkerLost, ...] = ()
         self.cancelled = False
         """Somebody asked for its end."""
         self.aborted = False
         """The process groups were aborted under it."""
         self._places: dict[int, str] = {}
         """Where ranks waited then."""
-        self.freed: list[Failure] = []
+        self.freed: tuple[Failure, ...] = ()
         """The ranks that came back from an operation that was aborted."""
         self._failed_at = self._freed_s = 0.0
         self.hurried = False
@@ -140,13 +142,13 @@ class OpenCall:
             failure = _failure_of(reply, frames)
             self._failed_at = self._failed_at or time.monotonic()
             if self.aborted and failure.ename == GroupAborted.__name__ and self._has_cause:
-                self.freed.append(failure)
+                self.freed += (failure,)
                 self._freed_s = time.monotonic() - self._failed_at
                 failure = None  # it did nothing wrong
             else:
-                self.failures.append(failure)
+                self.failures += (failure,)
             if reply.status == wire.DROPPED:
-                self.dropped.add(reply.rank)
+                self.dropped |= {reply.rank}
         self._end_on(reply.rank)
         if self._on_reply is not None:
             self._on_reply(reply.rank, reply.status == wire.OK, reply.duration_s, failure, reply.waited_s)
@@ -188,10 +190,10 @@ class OpenCall:
     def disagree(self, ranks: Collection[int], text: str) -> bool:
         """Members entered different operations as one, so the call fails. Returns: whether that is news."""
         news = set(ranks) - self._disagree
-        self.failures += [failure for failure in disagreeing(ranks, text) if failure.rank in news]
+        failures = [*self.failures, *(failure for failure in disagreeing(ranks, text) if failure.rank in news)]
         self._disagree |= news
-        self.freed += [failure for failure in self.failures if failure.ename == GroupAborted.__name__]
-        self.failures = [failure for failure in self.failures if failure.ename != GroupAborted.__name__]
+        self.freed += tuple(failure for failure in failures if failure.ename == GroupAborted.__name__)
+        self.failures = tuple(failure for failure in failures if failure.ename != GroupAborted.__name__)
         self._failed_at = self._failed_at or time.monotonic()
         return bool(news)
 
@@ -199,7 +201,7 @@ class OpenCall:
         """A member ended; alone: no others are ending for the same cause."""
         if error.rank in self.waiting:
             self.hurried = self.hurried or alone
-            self.lost.append(error)
+            self.lost += (error,)
             self._failed_at = self._failed_at or time.monotonic()
             self._end_on(error.rank)
             if self._on_reply is not None:
@@ -303,14 +305,15 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
 class RequestFuture(Future[T], Generic[T]):
     """The future of a call in any process: an interrupt while waiting cancels the call, a timeout names silent ranks.
 
-    cancel: asks for the end of the call of that id. open_call: makes the call of which this is the future.
+    cancel: asks for the end of the call of that id, unless a subclass has a `_cancel` of its own. open_call: makes the
+    call of which this is the future.
     """
 
     name_in_chain = 0
     """As in `wire.Call.chain`."""
 
-    def __init__(self, cancel: Callable[[int], object], open_call: Callable[[Future[T]], OpenCall]) -> None:
-        super().__init__(on_cancel=self._cancel, on_timeout=self._timed_out)
+    def __init__(self, cancel: Callable[[int], object] | None, open_call: Callable[[Future[T]], OpenCall]) -> None:
+        super().__init__()
         self._cancel_call, self.call = cancel, open_call(self)
         self._timeout_s: float | None = None
         """What the caller of `get` asked for; a part of it is waited elsewhere."""
@@ -343,10 +346,17 @@ class RequestFuture(Future[T], Generic[T]):
         self.cancel()
         return pressed
 
-    def _cancel(self) -> None:
-        self._cancel_call(self.call.id)
+    def cancel(self) -> bool:
+        if self._final:
+            return False
+        self._cancel()
+        return True
 
-    def _timed_out(self, timeout_s: float) -> BaseException:
+    def _cancel(self) -> None:
+        if self._cancel_call is not None:
+            self._cancel_call(self.call.id)
+
+    def _timeout_error(self, timeout_s: float) -> BaseException:
         asked_s = timeout_s if self._timeout_s is None else self._timeout_s
         return CallTimeout(self.call.what, asked_s, self.call.waiting, partial=self.call.results)
 
@@ -376,8 +386,11 @@ class CallFuture(RequestFuture[T], Generic[T]):
     """
 
     def __init__(self, control: CallControl, open_call: Callable[[Future[T]], OpenCall]) -> None:
-        super().__init__(control.cancel, open_call)
+        super().__init__(None, open_call)
         self._control = control
+
+    def _cancel(self) -> None:
+        self._control.cancel(self.call.id)
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the running asyncio loop; an interrupt reaches the ranks, as with `get`.

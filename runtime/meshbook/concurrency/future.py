@@ -7,7 +7,8 @@ works in any running asyncio loop.
 There is no lock around the state, so that signal handlers and finalisers may complete futures too. Three steps
 that the interpreter never splits stand in for it: the outcome is whatever `dict.setdefault` stored first; waiters
 and callbacks are appended before they look for an outcome, and the outcome is stored before they are popped;
-``popleft`` gives each of them to one thread only.
+``popleft`` gives each of them to one thread only. Their queues are made when there is a first of them: thousands of
+futures may be open at a time, of which hardly one has any, and the garbage collector looks at each queue.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _log = logging.getLogger(__name__)
 _Outcome: TypeAlias = tuple[Any, "BaseException | None", "TracebackType | None"]
 """The value or the error; and the traceback of that when it was set, from which each raise starts."""
 
+_WAITERS, _CALLBACKS = "waiters", "callbacks"
+_NONE: deque[Any] = deque()
+
 
 class Future(Generic[T]):
     """A result that is there or will be.
@@ -43,7 +47,7 @@ class Future(Generic[T]):
     on_timeout: makes the error that a wait raises after ``timeout_s``; it may say who is silent.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_final", "_generation", "_on_cancel", "_on_timeout", "_waiters")
+    __slots__ = ("__weakref__", "_final", "_generation", "_listeners", "_on_cancel", "_on_timeout")
 
     def __init__(
         self,
@@ -52,8 +56,8 @@ class Future(Generic[T]):
         on_timeout: Callable[[float], BaseException] | None = None,
     ) -> None:
         self._final: dict[int, _Outcome] = {}
-        self._waiters: deque[WaitingLock] = deque()
-        self._callbacks: deque[Callable[[Future[T]], object]] = deque()
+        self._listeners: dict[str, deque[Any]] = {}
+        """The locks of threads that wait, and callbacks."""
         self._on_cancel, self._on_timeout = on_cancel, on_timeout
         self._generation = forks.generation
 
@@ -108,12 +112,13 @@ class Future(Generic[T]):
         forks.refuse_inherited(self._generation)
         lock = waiting_lock()
         lock.acquire()
-        self._waiters.append(lock)
+        waiters: deque[WaitingLock] = self._listeners.setdefault(_WAITERS, deque())
+        waiters.append(lock)
         if not self._final:
             try:
                 lock.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
             finally:
-                _discard(self._waiters, lock)
+                _discard(waiters, lock)
         return bool(self._final)
 
     def __await__(self) -> Generator[object, None, T]:
@@ -138,7 +143,7 @@ class Future(Generic[T]):
                 with interruptible():
                     yield from waiter
             finally:
-                _discard(self._callbacks, wake)
+                _discard(self._listeners[_CALLBACKS], wake)
         return self.get()
 
     def _is_served_by(self, thread: int) -> bool:
@@ -159,7 +164,7 @@ class Future(Generic[T]):
 
         What it raises is logged.
         """
-        self._callbacks.append(callback)
+        self._listeners.setdefault(_CALLBACKS, deque()).append(callback)
         if self._final:
             self._run_callbacks()
 
@@ -168,7 +173,7 @@ class Future(Generic[T]):
 
         Cancelling it cancels this one.
         """
-        following: Future[U] = Future(on_cancel=self.cancel, on_timeout=self._on_timeout)
+        following: Future[U] = Future(on_cancel=self.cancel, on_timeout=self._timeout_error)
 
         def follow(done: Future[T]) -> None:
             try:
@@ -207,26 +212,34 @@ class Future(Generic[T]):
         if self.wait(timeout):
             return self._final[0]
         assert timeout is not None
+        raise self._timeout_error(timeout)
+
+    def _timeout_error(self, timeout_s: float) -> BaseException:
         on_timeout = self._on_timeout
-        raise on_timeout(timeout) if on_timeout else TimeoutError(f"no result within {timeout:g} s")
+        return on_timeout(timeout_s) if on_timeout else TimeoutError(f"no result within {timeout_s:g} s")
 
     def _finish(self, outcome: _Outcome) -> bool:
         if self._final.setdefault(0, outcome) is not outcome:
             return False
-        while self._waiters:
-            try:
-                self._waiters.popleft().release()
-            except IndexError:  # the last one has just given up
-                break
-        if self._callbacks:
+        if self._listeners:
+            self._wake_waiters()
             self._run_callbacks()
         self._on_cancel = self._on_timeout = None  # they may hold much
         return True
 
+    def _wake_waiters(self) -> None:
+        waiters: deque[WaitingLock] = self._listeners.get(_WAITERS, _NONE)
+        while waiters:
+            try:
+                waiters.popleft().release()
+            except IndexError:  # the last one has just given up
+                break
+
     def _run_callbacks(self) -> None:
+        callbacks: deque[Callable[[Future[T]], object]] = self._listeners.get(_CALLBACKS, _NONE)
         while True:
             try:
-                callback = self._callbacks.popleft()
+                callback = callbacks.popleft()
             except IndexError:
                 return
             try:
@@ -254,7 +267,7 @@ class MappedFuture(Future[U], Generic[T, U]):
     """
 
     def __init__(self, source: Future[T], function: Callable[[T], U]) -> None:
-        self._source, self._function, self._on_timeout = source, function, source._on_timeout
+        self._source, self._function = source, function
 
     def get(self, timeout: float | None = None) -> U:
         """Wait for the source, then compute. Raises: what the source or the function raises."""
@@ -269,6 +282,9 @@ class MappedFuture(Future[U], Generic[T, U]):
 
     def wait(self, timeout: float | None = None) -> bool:
         return self._source.wait(timeout)
+
+    def _timeout_error(self, timeout_s: float) -> BaseException:
+        return self._source._timeout_error(timeout_s)
 
     def cancel(self) -> bool:
         return self._source.cancel()

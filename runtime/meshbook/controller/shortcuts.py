@@ -24,8 +24,9 @@ from meshbook.controller.mesh_state import MeshState
 from meshbook.wire import messages as wire
 from meshbook.wire.shortcuts import DEFER_S
 
-MOST_RANKS = 16
-"""A call to more goes by the agent, which sends while the controller does something else."""
+MOST_RANKS = 12
+"""A call to more goes by the agent. Linux queues 10 datagrams for a socket (net.unix.max_dgram_qlen): of more answers
+at a time some would have to go by the agent after all. Measured: 12 ranks 0.7 times as long so, 16 ranks 1.5 times."""
 KEPT_NAMES = 256
 """Of calls with large answers."""
 LOOK_AT = 8

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -141,7 +141,7 @@ def _pack_by_value(name: str, value: object) -> _Parcel:
     return _pack_pickle(memoryview(pickled.head), pickled.buffers, value, by_reference=False)
 
 
-def _pack_pickle(head: memoryview, buffers: list[memoryview], value: object, *, by_reference: bool) -> _Parcel:
+def _pack_pickle(head: memoryview, buffers: Sequence[memoryview], value: object, *, by_reference: bool) -> _Parcel:
     pieces = [_as_tensor(buffer) for buffer in (head, *buffers)]
     return _Parcel(_PickleHeader(tuple(piece.numel() for piece in pieces), by_reference), pieces, value)
 

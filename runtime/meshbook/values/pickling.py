@@ -54,11 +54,11 @@ _NAMED = frozenset({FunctionType, type})
 """What goes by its name where it has one."""
 
 
-class Pickled(msgspec.Struct, frozen=True):
+class Pickled(msgspec.Struct, frozen=True, gc=False):
     """A value as bytes. ``buffers`` are views of the live value: copy or send them before it changes."""
 
     head: bytes
-    buffers: list[memoryview]
+    buffers: Sequence[memoryview]
 
 
 def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) -> Pickled:
@@ -69,7 +69,7 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
     Raises: SerializationError naming the part that cannot travel.
     """
     if (plain := _pickle_plain(obj)) is not None:
-        pickled = Pickled(plain, [])
+        pickled = Pickled(plain, ())
     else:
         try:
             pickled = _pickle(obj, NO_LIMIT)

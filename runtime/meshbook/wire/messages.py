@@ -68,7 +68,7 @@ class AtPrompt(NamedTuple):
     """What pdb has written since the prompt before."""
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True, tag_field="t"):
+class _Message(msgspec.Struct, array_like=True, frozen=True, gc=False, tag_field="t"):
     pass
 
 
