@@ -1,0 +1,130 @@
+"""A call, how it is cancelled, and its answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshbook.wire.messages.base import Header, Target
+from meshbook.wire.messages.payloads import SegmentRef
+
+
+class Origin(NamedTuple):
+    """A worker that has made a call. Its agent says so, not the worker itself."""
+
+    mesh: int
+    rank: int
+    """As it was then."""
+    pid: int
+
+
+class Call(Header, frozen=True, tag="call"):
+    """Run ``endpoint`` once on every member of ``target``; arguments are the payload."""
+
+    id: int
+    mesh: int
+    endpoint: str
+    target: Target
+    output: int = 0
+    """What the call prints belongs to this output id; 0: to nobody in particular."""
+    segment: SegmentRef | None = None
+    """Large buffers of the payload, in shared memory of this host."""
+    bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
+    """(payload, spans) of large buffers that arrive as `Bulk`."""
+    inline: bytes = b""
+    """The pickle head, where it is small: one frame costs half as much as two."""
+    label: str = ""
+    """What a person calls it, for the next controller."""
+    mailbox: int = 0
+    """0: an endpoint of the process, on its main thread. Else an actor or a port there, which waits for nobody."""
+    reply: bool = True
+    """Whether the sender expects answers. Calls to the main thread are always answered."""
+    no_prompt: str = ""
+    """Why a breakpoint in it cannot open a prompt; empty: it can."""
+    origin: Origin | None = None
+    """Who made it, where that is not the controller. Ids are each origin's own."""
+    chain: tuple[int, ...] = ()
+    """Names, oldest first, of the calls between actors that have led to this one, its own last."""
+    generation: int = -1
+    """Which numbers of ranks the target is meant in (`meshbook.shape.generations`); -1: those of the moment."""
+    shortcut: int = 0
+    """A call of the controller to ranks that have no other to answer, so that it may come past the agent, and by the
+    agent as well (`meshbook.wire.shortcuts`). The numbers of such calls go up; others have 0."""
+
+
+class Cancel(Header, frozen=True, tag="cancel"):
+    """Drop call ``call`` where it has not started; raise KeyboardInterrupt in it where it runs.
+
+    insist: continue stopped processes, and raise again for a while where it was caught.
+    """
+
+    mesh: int
+    call: int
+    target: Target
+    insist: bool = False
+    origin: Origin | None = None
+
+
+OK, RAISED, INTERRUPTED, DROPPED, GONE, LOST = range(6)
+"""Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before, a value that was
+not kept while there was no controller (``inline`` says why), a rank that has ended (``inline`` is its `DeathCause`;
+workers are told so, the controller knows)."""
+
+
+class DeathCause(NamedTuple):
+    """Why a rank does not answer."""
+
+    host: str
+    cause: str
+    log_tail: str
+    alone: bool = False
+    """As in `WorkerExited`."""
+
+
+class Reply(Header, frozen=True, tag="reply"):
+    """A value (pickle head, then in-band buffers) or a failure (msgpack fields, then the pickled exception)."""
+
+    id: int
+    status: int
+    duration_s: float
+    segment: SegmentRef | None = None
+    inline: bytes = b""
+    waited_s: float = 0.0
+    """What of ``duration_s`` the main thread spent waiting in collectives, as far as the process sees it."""
+    origin: Origin | None = None
+    groups: bytes = b""
+    """What is news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller."""
+    freed: tuple[tuple[int, int], ...] = ()
+    """Payloads that it has let go of before, as in `SegmentFree`."""
+    is_direct: bool = False
+    """The call has not come by the agent, but over a socket between the two workers."""
+
+
+class RankReply(NamedTuple):
+    """One rank's answer inside `Replies`; its frames follow those of the ranks before it."""
+
+    rank: int
+    status: int
+    frames: int
+    duration_s: float
+    segment: SegmentRef | None
+    bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
+    inline: bytes = b""
+    waited_s: float = 0.0
+    groups: bytes = b""
+    """Both as in `Reply`."""
+
+
+class Replies(Header, frozen=True, tag="replies"):
+    """Answers to one call from ranks of one host, combined. Failures are never held back."""
+
+    id: int
+    replies: tuple[RankReply, ...]
+    origin: Origin | None = None
+
+
+class MailHold(Header, frozen=True, tag="hold"):
+    """Too much waits for these ranks: send them no calls until they are named again with ``held`` false."""
+
+    mesh: int
+    ranks: tuple[int, ...]
+    held: bool

@@ -1,0 +1,167 @@
+"""Which messages go where, and how they become bytes and come back."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from meshbook.formatting import utf8_text
+from meshbook.wire.messages.calls import Call, Cancel, DeathCause, MailHold, Replies, Reply
+from meshbook.wire.messages.groups import (
+    AbortGroups,
+    AskAgain,
+    DropClient,
+    DropKeys,
+    RankStore,
+    RankStored,
+    StoreAnswer,
+    StoreLost,
+    StoreRequest,
+)
+from meshbook.wire.messages.hosts import (
+    AskPeers,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leave,
+    OpenPeerPort,
+    PeerAddress,
+    PeerLost,
+    Peers,
+    Refused,
+    Unread,
+    Welcome,
+)
+from meshbook.wire.messages.meshes import (
+    Hosted,
+    MeshReady,
+    MeshStopped,
+    Moved,
+    Renumber,
+    Spawn,
+    SpawnFailed,
+    StopMesh,
+    WorkerExited,
+)
+from meshbook.wire.messages.output import Bundle, DisplayData, OutputDropped, Prompted, StreamText, StreamTexts
+from meshbook.wire.messages.past_agent import (
+    AskLane,
+    CameEarly,
+    ControllerGone,
+    CutLane,
+    Heard,
+    LaneLost,
+    LaneOffer,
+    LaneOpened,
+    ShortcutOpened,
+    TakeLane,
+    ToldAll,
+)
+from meshbook.wire.messages.payloads import Bulk, SegmentFree
+from meshbook.wire.messages.queries import Query
+from meshbook.wire.messages.workers import Begin, Begun, OpenMail, Renumbered
+
+ToHost: TypeAlias = (
+    Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
+    | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Renumber | StopMesh
+    | Leave | Goodbye
+    | OpenPeerPort | Peers | PeerLost | Moved
+)  # fmt: skip
+FromHost: TypeAlias = (
+    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited
+    | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | StoreRequest | StoreAnswer
+    | AskPeers | PeerAddress | Unread
+)  # fmt: skip
+ToWorker: TypeAlias = (
+    Begin
+    | Renumbered
+    | Call
+    | Query
+    | Cancel
+    | AbortGroups
+    | SegmentFree
+    | RankStored
+    | OpenMail
+    | Replies
+    | MailHold
+    | Moved
+    | LaneOffer
+    | LaneOpened
+    | LaneLost
+    | ControllerGone
+)
+FromWorker: TypeAlias = (
+    Begun
+    | Reply
+    | DisplayData
+    | StreamText
+    | Prompted
+    | RankStore
+    | SegmentFree
+    | Call
+    | Cancel
+    | AskLane
+    | TakeLane
+    | CutLane
+    | CameEarly
+    | ToldAll
+)
+BetweenWorkers: TypeAlias = Call | Cancel | Reply
+PastAgent: TypeAlias = Call | Heard | Replies | ShortcutOpened
+
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What the decoders raise for bytes that no peer of ours sends."""
+
+
+def _plain(value: object) -> object:
+    """For the encoder: a subclass of str, as `str` of a user's exception may be, as what it says."""
+    if isinstance(value, str):
+        return "".join(value)
+    raise TypeError(f"a value of type {type(value).__name__} is no plain data: text, bytes, numbers, lists, dicts")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def encode(message: object) -> bytes:
+    """The bytes of a message, or of other plain data. Text that is not UTF-8 arrives as `utf8_text` makes it."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        return _encode(utf8_data(message))
+
+
+def utf8_data(value: object) -> Any:
+    """Structs and plain data as plain data, all text of which is UTF-8."""
+    return _utf8(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain))
+
+
+def _utf8(value: Any) -> Any:
+    match value:
+        case str():
+            return utf8_text(value)
+        case dict():
+            return {_utf8(key): _utf8(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_utf8(item) for item in value]
+    return value
+
+
+def name_of(header: bytes) -> tuple[str, int]:
+    """The tag and the first number of a message that does not decode; ``""`` and 0 where it has none."""
+    try:
+        tag, first, *_ = msgspec.msgpack.decode(header, type=list)
+    except (*MALFORMED, ValueError):
+        return "", 0
+    return (tag if isinstance(tag, str) else ""), (first if isinstance(first, int) else 0)
+
+
+decode_bundle = msgspec.msgpack.Decoder(Bundle).decode
+decode_death = msgspec.msgpack.Decoder(DeathCause).decode
+decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_between_workers = msgspec.msgpack.Decoder(BetweenWorkers).decode
+decode_past_agent = msgspec.msgpack.Decoder(PastAgent).decode

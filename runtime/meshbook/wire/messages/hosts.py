@@ -1,0 +1,126 @@
+"""Host agents and the controller, and agents among each other: how they meet, live and part."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshbook.wire.messages.base import Header, Target
+
+
+class Heartbeat(Header, frozen=True, tag="hb"):
+    """Once a second on the urgent lane, so that each side knows the other lives."""
+
+
+class Hello(Header, frozen=True, tag="hello"):
+    version: int
+    host_id: str
+    name: str
+    machine: str
+    """Boot id and pid namespace: equal where shared memory can be shared."""
+    pid: int
+    cuda_devices: int
+    cores: int
+    python: str = ""
+    """As in ``3.11``: bytecode, in which the code of cells travels, differs between these."""
+
+
+class Welcome(Header, frozen=True, tag="welcome"):
+    """Answer to `Hello`; ``shares_memory`` says that the controller runs on the same host."""
+
+    version: int
+    shares_memory: bool
+    machine: str
+    """As in `Hello`. On the same one the agent watches the controller's process."""
+    pid: int
+    started: int
+
+
+class Refused(Header, frozen=True, tag="refused"):
+    reason: str
+
+
+class Unread(Header, frozen=True, tag="unread"):
+    """The host could not read a message of the controller's, or not act on it: nothing has come of that."""
+
+    kind: str
+    """The tag of the message, as far as that could be read."""
+    id: int
+    """Of the call, the question or the request for workers; else 0."""
+    reason: str
+
+
+class Leave(Header, frozen=True, tag="leave"):
+    """The controller goes, the meshes stay: wait so long for the next one. After everything else that it sends."""
+
+    lease_s: float
+
+
+class Goodbye(Header, frozen=True, tag="bye"):
+    """End: stop every worker, then exit."""
+
+
+class Meeting(NamedTuple):
+    """How one agent calls another."""
+
+    endpoint: str
+    epoch: int
+    """Of their links; 0: they know each other already."""
+    problem: str = ""
+    """Why it cannot."""
+
+
+class Peer(NamedTuple):
+    """Another host, for the agent of one whose workers call it."""
+
+    host: str
+    name: str
+    key: str
+    """CURVE, public."""
+    target: Target
+    """The ranks that live there."""
+    meeting: Meeting
+    pid: int = 0
+    """Of its agent, where that is on the same machine as the one that is told."""
+
+
+class OpenPeerPort(Header, frozen=True, tag="openpeer"):
+    """Let the agent of ``host``, with this key, in at a port for other agents. Answered by `PeerAddress`."""
+
+    host: str
+    key: str
+    epoch: int
+    ip: str
+    """Where to listen, for an agent that has not dialled in over TCP."""
+
+
+class AskPeers(Header, frozen=True, tag="peers?"):
+    """A worker here calls ``mesh``, which is not, or not all, on this host. Answered by `Peers`, now and whenever ranks
+    have moved."""
+
+    mesh: int
+    known: tuple[str, ...]
+    """Hosts to which there is a connection already."""
+    broken: tuple[str, ...] = ()
+    """Hosts to which there was one."""
+
+
+class Peers(Header, frozen=True, tag="peers"):
+    """Where the ranks of ``mesh`` live that are not on this host; without any: it knows no such mesh."""
+
+    mesh: int
+    peers: tuple[Peer, ...]
+
+
+class PeerAddress(Header, frozen=True, tag="peerport"):
+    """``host`` can dial in here, or why it cannot."""
+
+    host: str
+    endpoint: str
+    problem: str = ""
+
+
+class PeerLost(Header, frozen=True, tag="peerlost"):
+    """A host is lost: answer for its ranks, and let it in no more."""
+
+    host: str
+    reason: str

@@ -1,0 +1,117 @@
+"""Questions that are answered whatever the main threads of ranks do, and their answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from meshbook.source.frames import ThreadStack
+from meshbook.wire.messages.base import Header, Target
+
+
+class AskRank(Header, frozen=True, tag="rank?"):
+    """What the control thread of a rank is asked, which answers also while the rank is busy.
+
+    endpoint: one of `meshbook.worker.endpoints.QUERIES`.
+    """
+
+    endpoint: str
+    args: bytes = b"\x90"
+    """A list in msgpack: plain data, since no pickle is loaded on a control thread."""
+
+
+class ProcessState(NamedTuple):
+    """Of a rank's process. state: as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``.
+
+    ``R`` also where another thread than the main one runs, or waits for a processor.
+    """
+
+    state: str
+    ran_s: float
+    """Processor time of all its threads so far."""
+
+
+class AskProcesses(Header, frozen=True, tag="ps?"):
+    """The `ProcessState` of each rank; known also when no thread of a rank can answer."""
+
+    in_order: bool = False
+    """Answered among the replies, behind those of ranks that had sent theirs when their states were read."""
+
+
+class AskStacks(Header, frozen=True, tag="stacks?"):
+    """The stacks of workers, read from outside within ``wait_s``, as `RankDump`.
+
+    native: with the frames of native code, which halts the processes for a moment and needs py-spy.
+    """
+
+    native: bool
+    wait_s: float
+
+
+class RankDump(NamedTuple):
+    """One rank's stacks, read by its agent."""
+
+    rank: int
+    threads: tuple[ThreadStack, ...]
+    read_by: str
+    """``signal``, ``py-spy``; empty where they could not be read."""
+    problem: str = ""
+    """Why not, and what helps."""
+
+
+class ReadLogs(Header, frozen=True, tag="logs?"):
+    """The last ``lines`` lines of each log, as text."""
+
+    lines: int
+    containing: str = ""
+    """Only lines with this text."""
+
+
+FROM_THE_END = -1
+"""An offset: where a log ends when it is read."""
+
+
+class ReadOn(Header, frozen=True, tag="readon?"):
+    """What ranks wrote to their logs beyond (rank, offset in bytes), as `LogPiece`; nothing of logs without news."""
+
+    offsets: tuple[tuple[int, int], ...]
+    lines: int
+    """Of a log that is read `FROM_THE_END`, so many lines before its end too."""
+    limit_bytes: int
+    """The most of one log; where more was written the newest is sent."""
+
+
+class LogPiece(NamedTuple):
+    """What one rank's log has beyond an offset."""
+
+    rank: int
+    data: bytes
+    end: int
+    """The offset to read on from."""
+    skipped_bytes: int
+    """What lies between the offset that was asked for and ``data``."""
+
+
+class Retire(Header, frozen=True, tag="retire?"):
+    """End some workers, idle ones by themselves, busy ones by force after ``grace_s``; answered when they are gone.
+
+    From now on nothing reaches them, and their ranks may be given to others. So it travels among the calls.
+    """
+
+    ranks: tuple[int, ...]
+    """As messages call them."""
+    grace_s: float
+
+
+AskAgent: TypeAlias = AskProcesses | AskStacks | ReadLogs | ReadOn | Retire
+
+
+class Query(Header, frozen=True, tag="query"):
+    """A question to the ranks of ``target``, or to their agents, on the urgent lane. `Replies` answer with plain data.
+
+    A rank answers for itself, an agent in one message for all ranks that it has something to say of.
+    """
+
+    id: int
+    mesh: int
+    target: Target
+    asked: AskRank | AskAgent
