@@ -212,7 +212,7 @@ class ActorStoppedError(SupervisionError):
 
 
 def why_stopped(actor: str, reason: str = "") -> str:
-    """Why the mailbox of an actor is closed: `meshbook.errors.MailboxClosed.why`."""
+    """Why the mailbox of an actor is closed: `meshbook.errors.calls.MailboxClosed.why`."""
     return f'the actors "{actor}" were stopped' + (f": {reason}" if reason else "")
 
 
