@@ -16,7 +16,7 @@ from meshbook_extension.output.labels import format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
-    from meshbook.launchers.own_jobs import OwnJob
+    from meshbook.launchers.scheduler_jobs import OwnJob
     from meshbook.sessions.folder import SavedMesh
     from meshbook.sessions.listing import SavedSession
 

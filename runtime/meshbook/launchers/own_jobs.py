@@ -1,8 +1,8 @@
 """Jobs of engines that hold hosts of ours, or are to, from whichever machine: for lists of what runs and costs.
 
 Each engine that is used here is asked at once, in a thread of its own, and has a few seconds: who does not answer is
-named, and keeps nobody waiting. By Slurm (salloc and sbatch) they are those of this user; Ray and Kubernetes know no
-users of the machine, so they are those of the cluster, and of the namespace.
+named, and keeps nobody waiting. Of schedulers they are those of this user (`meshbook.launchers.scheduler_jobs`); Ray
+and Kubernetes know no users of the machine, so they are those of the cluster, and of the namespace.
 
     python -m meshbook.launchers.own_jobs ray|k8s     a line of JSON; Ray, or the client, is imported there
 """
@@ -13,39 +13,23 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
-import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshbook.errors import SpawnError
-from meshbook.launchers.slurm_allocation import JOB_NAME, NoClusterError, ask
+from meshbook.launchers.commands import answer_of
+from meshbook.launchers.scheduler_jobs import SCHEDULERS_ASKED, OwnJob
 
 DEADLINE_S = 6.0
 """How long an engine has: Ray and the client of Kubernetes are imported for it."""
 
-_OF_SBATCH = re.compile(r"batch-\d+\.[\d.]+")
-"""What Parsl calls the job of a host (`meshbook.launchers.batch`)."""
 _RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-
-
-class OwnJob(NamedTuple):
-    """number: what `MeshState.jobs` of its mesh has. end: the command that ends it."""
-
-    engine: str
-    number: str
-    state: str
-    age_s: float | None
-    hosts: int
-    where: str
-    end: str
 
 
 class JobSearch:
@@ -82,49 +66,15 @@ class JobSearch:
         return jobs, silent
 
 
-# ---- Slurm ----------------------------------------------------------------------------------------------------------
-
-
-def _of_slurm(deadline_s: float) -> list[OwnJob]:
-    words = ("squeue", "-h", "-u", str(os.getuid()), "-t", "PD,R,S", "-o", "%i|%T|%M|%D|%N|%j")
-    try:
-        told = ask(*words, timeout_s=deadline_s)
-    except NoClusterError:
-        return []
-    jobs = []
-    for line in told.splitlines():
-        number, state, age, hosts, nodes, name = line.split("|", 5)
-        if name == JOB_NAME or _OF_SBATCH.fullmatch(name):
-            job = OwnJob("Slurm", number, state.lower(), slurm_seconds(age), int(hosts), nodes, f"scancel {number}")
-            jobs.append(job)
-    return jobs
-
-
-def slurm_seconds(text: str) -> float | None:
-    """A time of Slurm, ``[DAYS-][[HOURS:]MINUTES:]SECONDS``; None where it is none."""
-    days, _, rest = text.rpartition("-")
-    try:
-        seconds = 0
-        for part in rest.split(":"):
-            seconds = 60 * seconds + int(part)
-        return float(seconds + 86400 * int(days or 0))
-    except ValueError:
-        return None
-
-
 # ---- by processes of their own --------------------------------------------------------------------------------------
+
+
+_TITLES = {"ray": "Ray", "k8s": "Kubernetes"}
 
 
 def _by_process(engine: str) -> Callable[[float], list[OwnJob]]:
     def find(deadline_s: float) -> list[OwnJob]:
-        command = [sys.executable, "-m", __name__, engine]
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s,
-                start_new_session=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise SpawnError(f"no answer within {deadline_s:g} s") from None
+        done = answer_of(_TITLES[engine], sys.executable, "-m", __name__, engine, timeout_s=deadline_s)
         for line in reversed(done.stdout.splitlines()):
             with contextlib.suppress(ValueError):
                 told = json.loads(line)
@@ -193,9 +143,9 @@ def _has_k8s() -> bool:
 
 
 _ENGINES: Sequence[tuple[str, Callable[[], bool], Callable[[float], list[OwnJob]]]] = (
-    ("Slurm", lambda: shutil.which("squeue") is not None, _of_slurm),
-    ("Ray", _has_ray, _by_process("ray")),
-    ("Kubernetes", _has_k8s, _by_process("k8s")),
+    *SCHEDULERS_ASKED,
+    (_TITLES["ray"], _has_ray, _by_process("ray")),
+    (_TITLES["k8s"], _has_k8s, _by_process("k8s")),
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import subprocess
 import time
 import weakref
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from meshbook.errors import SpawnError
 from meshbook.launchers.client import END_S, Client
+from meshbook.launchers.commands import answer_of, describe_failure, program_of
 from meshbook.launchers.head_start import open_log
 from meshbook.launchers.slurm_log import StepLog
 from meshbook.system.processes import address_towards, own_address, start_time
@@ -105,7 +105,7 @@ class Allocation:
 
     def start(self, command: list[str], tickets: Sequence[Ticket], log: Path, job: str) -> SlurmClient:
         """Start a client. job: where the allocation is there already. Raises: OSError, SpawnError."""
-        program, (watched, held) = _program(command[0]), os.pipe2(os.O_CLOEXEC)
+        program, (watched, held) = program_of("Slurm", command[0]), os.pipe2(os.O_CLOEXEC)
         guard = [] if job else ["sh", "-c", _GUARD, "meshbook", f"/proc/self/fd/{watched}"]
         try:
             with open_log(log) as output:
@@ -186,34 +186,15 @@ class NoClusterError(SpawnError):
 
 def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
     """What a command of Slurm says. Raises: SpawnError; NoClusterError where it has nobody to ask."""
-    try:
-        done = subprocess.run(
-            [_program(command[0]), *command[1:]],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise SpawnError(f"Slurm does not answer: {command[0]} has not ended within {timeout_s:g} s") from None
-    if "Could not establish a configuration source" in done.stderr:
+    answer = answer_of("Slurm", *command, timeout_s=timeout_s)
+    if "Could not establish a configuration source" in answer.stderr:
         raise NoClusterError(
             f"{command[0]} is here, but finds no Slurm cluster: there is no slurm.conf (SLURM_CONF can name one), and "
             "DNS names no server of one"
         )
-    if done.returncode:
-        raise SpawnError(f"{command[0]} failed: {'; '.join(done.stderr.split(chr(10))).strip('; ')}")
-    return done.stdout
-
-
-def _program(name: str) -> str:
-    """Raises: SpawnError."""
-    if (path := shutil.which(name)) is None:
-        raise SpawnError(
-            f"there is no {name} on this machine; Slurm is used from a login node of the cluster or a node"
-        )
-    return path
+    if answer.returncode:
+        raise SpawnError(describe_failure(answer))
+    return answer.stdout
 
 
 def address_for_nodes() -> str:

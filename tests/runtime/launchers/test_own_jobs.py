@@ -15,17 +15,10 @@ from slurm_cluster import slurm_cluster
 from meshbook import shutdown, start_hosts
 from meshbook.errors import SpawnError
 from meshbook.launchers.k8s import KubernetesLauncher
-from meshbook.launchers.own_jobs import JobSearch, slurm_seconds
+from meshbook.launchers.own_jobs import JobSearch
 from meshbook.launchers.ray import RayLauncher
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.system.processes import describe_shell_exit
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("0:07", 7), ("12:03", 723), ("1:00:05", 3605), ("2-01:00:00", 176400), ("INVALID", None)]
-)
-def test_times_of_slurm(text: str, seconds: float | None) -> None:
-    assert slurm_seconds(text) == seconds
 
 
 @pytest.fixture(autouse=True)
