@@ -90,8 +90,9 @@ class Controller:
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
         self._dispatcher = Dispatcher(
-            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.send_past, folder.state.lease_s
-        )
+            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.send_past,
+            folder.state.lease_s, folder.settle_late,
+        )  # fmt: skip
         self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
         """The mesh with this number, unless it has ended; on any thread."""
         self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)

@@ -75,15 +75,16 @@ class Dispatcher:
         peer_ip: Callable[[], str],
         send_past: Callable[[bytes, str], bool] = lambda data, address: False,
         lease_s: float = 0.0,
+        on_late_settled: Callable[[str], object] = lambda id: None,
     ) -> None:
         """`PeerDirectory` says what key_of and peer_ip are. send_past: as in `ControllerSocket`.
 
-        lease_s: for how long agents wait for a controller.
+        lease_s, on_late_settled: as in `LateHosts`.
         """
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self.hosts: dict[str, HostState] = {}
-        self.late_hosts = LateHosts(lease_s)
+        self.late_hosts = LateHosts(lease_s, on_late_settled)
         self.meshes: dict[int, MeshState] = {}
         self.recoveries: dict[int, GroupRecovery] = {}
         self.calls = CallTable(self.recoveries)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from meshbook.errors import PeerProtocolError
@@ -27,10 +28,13 @@ class _Late(NamedTuple):
 
 
 class LateHosts:
-    """Of one controller; under its turn. lease_s: for how long an agent waits for a controller."""
+    """Of one controller; under its turn. lease_s: for how long an agent waits for a controller.
 
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
+    on_settled: told of each that has heard it, or whose lease is over.
+    """
+
+    def __init__(self, lease_s: float, on_settled: Callable[[str], object] = lambda id: None) -> None:
+        self._lease_s, self._on_settled = lease_s, on_settled
         self._hosts: dict[str, _Late] = {}
 
     def __contains__(self, id: str) -> bool:
@@ -59,5 +63,6 @@ class LateHosts:
             if late.host.has_farewell or now > late.until:
                 del self._hosts[id]
                 late.host.shut_out()
+                self._on_settled(id)
             else:
                 late.host.knock()

@@ -207,6 +207,12 @@ class SessionFolder:
                 self.state.hosts.pop(host, None)
             self._write()
 
+    def settle_late(self, host: str) -> None:
+        """A host that was given up was told so, or can be no more."""
+        with self._lock:
+            if self.state.late_hosts.pop(host, None) is not None:
+                self._write()
+
     def peer_ip(self) -> str:
         """Return where agents of this machine listen for others: as we do for agents elsewhere, if there are any."""
         if any(host.launcher.engine != "local" for host in self.state.hosts.values()):

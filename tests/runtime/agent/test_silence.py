@@ -29,6 +29,7 @@ from meshbook.agent.lease import Lease
 from meshbook.controller.host_state import MAX_SILENCE_S
 from meshbook.errors import CallFailed, CallInterrupted, MeshError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
+from meshbook.sessions.folder import read_state
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.uplink import PeerSilence
@@ -269,10 +270,14 @@ def test_a_host_that_was_cut_off_ends_within_seconds_of_its_return(
         if replaced:
             assert mesh.heal(launcher=FarLauncher()).ranks == (1,)
         assert all(process.is_running() for process in former), "nobody could tell it"
+        folder = mesh._controller.folder
+        assert len(folder.state.late_hosts) == replaced, "the next controller is to know of a host that was replaced"
         cable.plug()
         assert not psutil.wait_procs(former, timeout=20)[1]
         if replaced:
             assert mesh.run("rank").get(30).values() == [0, 1]
+        wait_until(lambda: not folder.state.late_hosts)
+        assert (saved := read_state(folder.path)) is not None and not saved.late_hosts
     shutdown()
 
 
@@ -350,6 +355,7 @@ def test_the_next_controller_ends_a_host_that_the_former_had_given_up(cable: Nam
         assert mesh.run("globals().get('n')").get(30).values() == [41, None]
         cable.plug()
         assert not psutil.wait_procs(former, timeout=20)[1], "its lease is three times as long"
+        wait_until(lambda: not mesh._controller.folder.state.late_hosts)
         assert mesh.run("rank").get(30).values() == [0, 1]
         mesh.stop()
 
