@@ -9,6 +9,7 @@ Exit codes: 0 told goodbye; 75 controller lost; 77 refused by the controller.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -32,6 +33,7 @@ from meshbook.agent.segment_refs import SegmentRefCounts
 from meshbook.agent.spawns import Spawns
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError, SpawnError
+from meshbook.errors.advice import set_advice
 from meshbook.launchers.templates import StartedTemplate
 from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
@@ -80,7 +82,7 @@ class HostAgent:
         self._loop = EventLoop()
         dialer = Dialer()
         self._uplink = Uplink(dialer, ticket, self._loop, self, self._succeed)
-        self._lease = Lease(self._loop, ticket.lease_s, self._uplink.silence, self._on_gone)
+        self._lease = Lease(self._loop, ticket.lease_s, self._uplink.silence, self._on_gone, ticket.arrive_s)
         self._meshes: dict[int, AgentMesh] = {}
         self._welcome: wire.Welcome | None = None
         self._former = PreviousControllers()
@@ -97,6 +99,8 @@ class HostAgent:
         self._ending: int | None = None
         """With which code the agent exits when its last mesh has ended."""
         self._exit_code: int | None = None
+        self.last_words = ""
+        """Why it ends, for whoever has started it and could not be told otherwise."""
 
     def end_with(self, connection: int) -> None:
         """End, workers and all, when the connection does that has started us."""
@@ -230,6 +234,7 @@ class HostAgent:
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.store.on_message(message)
             case wire.Spawn():
+                set_advice(message.advice)
                 self._spawns.start(message)
             case wire.Renumber():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
@@ -252,6 +257,7 @@ class HostAgent:
                 print(reason, file=sys.stderr)
                 self._exit_code = EXIT_REFUSED
             case wire.Goodbye():
+                self._uplink.knock()  # it may be the last that is heard of us: the goodbye has come
                 self._end(0)
             case wire.Heartbeat():
                 pass
@@ -339,7 +345,7 @@ class HostAgent:
     def _beat(self) -> None:
         self._loop.call_later(HEARTBEAT_S, self._beat)
         self._uplink.look()
-        self._lease.beat(is_connected=self._uplink.is_answered)
+        self._lease.beat(is_connected=self._uplink.is_answered, has_arrived=self._uplink.has_arrived)
         if not self._lease.is_heard and self._quota.listening:
             self._pause()
         if self._quota.listening:
@@ -353,6 +359,11 @@ class HostAgent:
         if self._lease.is_over(bool(self._meshes)):
             if self._meshes:
                 print(f"no controller came within the lease of {self._lease.lease_s:g} s", file=sys.stderr, flush=True)
+            elif not self._lease.has_arrived:
+                self.last_words = (
+                    f"{self._name} reached nobody at {self._ticket.endpoint} within "
+                    f"{self._uplink.silence.length_s:.0f} s: the notebook's machine must be reachable there"
+                )
             self._end(EXIT_LOST)
 
     # ---- controllers come and go --------------------------------------------------------------------------------
@@ -428,6 +439,10 @@ def main(template: StartedTemplate | None = None) -> None:
         agent.end_with(connection)
     signal.signal(signal.SIGTERM, lambda *_: agent._end(143))
     code = agent.run()
+    if agent.last_words:
+        print(agent.last_words, file=sys.stderr)
+        with contextlib.suppress(OSError):  # our stderr is a log of this machine
+            os.write(connection, f"{agent.last_words}\n".encode())
     if ticket.by_tunnel:
         tunnel.tunnel_of(ticket).unlink(missing_ok=True)  # sshd leaves it
     if ticket.session:

@@ -9,10 +9,12 @@ counts against the lease.
     runs                 10 min of silence                                the same
     has ended, has left  the lease: 10 min, or what it said on leaving    5 s
     is out of reach      the lease, counted from the last sign of life    5 s, if the pipe at stdin has ended
+    was never reached                                                     20 s, `Ticket.arrive_s`, whoever holds stdin
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -50,15 +52,22 @@ def default_lease_s() -> float:
 
 
 class Lease:
-    """Used by the agent's loop. silence: of the controller.
+    """Used by the agent's loop. silence: of the controller. arrive_s: as in `Ticket`.
 
     on_gone: told when that has ended on our machine, or has left.
     """
 
     def __init__(
-        self, loop: EventLoop, lease_s: float, silence: PeerSilence, on_gone: Callable[[], object] = lambda: None
+        self,
+        loop: EventLoop,
+        lease_s: float,
+        silence: PeerSilence,
+        on_gone: Callable[[], object] = lambda: None,
+        arrive_s: float = math.inf,
     ) -> None:
-        self.lease_s = lease_s
+        self.lease_s, self._arrive_s = lease_s, arrive_s
+        self.has_arrived = False
+        """Whether the controller's machine was ever there to connect to."""
         self._loop, self._silence, self._on_gone = loop, silence, on_gone
         self._stdin: Watch | None = None
         self._process: Watch | None = None
@@ -90,9 +99,13 @@ class Lease:
         self._forget_stdin()
         self._on_gone()
 
-    def beat(self, *, is_connected: bool) -> None:
-        """Once a second. is_connected: a connection to a controller elsewhere stands, on which its machine answers."""
+    def beat(self, *, is_connected: bool, has_arrived: bool = True) -> None:
+        """Once a second. is_connected: a connection to a controller elsewhere stands, on which its machine answers.
+
+        has_arrived: one has stood, or there is none to be asked for.
+        """
         self._is_connected = is_connected
+        self.has_arrived = self.has_arrived or has_arrived
 
     @property
     def is_heard(self) -> bool:
@@ -106,6 +119,8 @@ class Lease:
 
     def is_over(self, has_meshes: bool) -> bool:
         """Whether we have waited long enough."""
+        if not self.has_arrived and self._silence.length_s > self._arrive_s:
+            return True
         if self.runs:
             return self._silence.length_s > MAX_SILENCE_S
         return self._silence.length_s > (self.lease_s if has_meshes else min(self.lease_s, IDLE_LEASE_S))

@@ -80,6 +80,11 @@ class Lane(ABC):
         """Whether, at the last look, a connection stood, by which the machine of the other end has answered lately."""
         return False
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether, until the last look, anybody was ever there to connect to; on one machine that is not asked."""
+        return True
+
     def receive(self, deliver: Callable[[bytes, list[bytes]], None]) -> bool:
         """Hand over header and payload of each new message, in order, once; whether anything has come."""
         found = False

@@ -9,6 +9,9 @@ import msgspec
 TUNNEL_ENDS = "/tmp/meshbook-"
 """Where launchers have sshd put the ends of tunnels; 24 hexadecimal digits follow."""
 
+ARRIVE_S = 20.0
+"""The controller listens before agents are started: where no connection comes about in so long there is no way."""
+
 
 class Ticket(msgspec.Struct, frozen=True):
     """What an agent needs to find the controller and to prove who it is."""
@@ -33,6 +36,8 @@ class Ticket(msgspec.Struct, frozen=True):
     """What people call the host; empty: its machine's own name."""
     by_tunnel: bool = False
     """Whether the endpoint is an end of the launcher's connection, with which it ends (`meshbook.agent.tunnel`)."""
+    arrive_s: float = ARRIVE_S
+    """It ends where nobody was there to connect to for so long from its beginning, whoever holds its stdin."""
     ends_with_launcher: bool = False
     """Whether it ends when nobody reads its stdout any more, though it has dialled by itself."""
 

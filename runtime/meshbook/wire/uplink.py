@@ -161,6 +161,11 @@ class Uplink:
         return self._lanes["urgent"].is_answered
 
     @property
+    def has_arrived(self) -> bool:
+        """Return what `Lane.has_arrived` says of the urgent lane."""
+        return self._lanes["urgent"].has_arrived
+
+    @property
     def unanswered_s(self) -> float:
         """How long neither the peer nor its machine has given a sign of life."""
         return time.monotonic() - max(self.silence.heard, self._lanes["urgent"].answered)
