@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import meshbook
-from benchmarks.clusters import NAMES, in_slurm, lose_agents, spawned
-from benchmarks.figures import Figure, Settings, timed
+from benchmarks.clusters import NAMES, in_slurm, spawn_and_lose
+from benchmarks.figures import Figure, Settings
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.batch import BatchLauncher
 from meshbook.launchers.manual import ManualLauncher
@@ -40,25 +40,14 @@ def run(settings: Settings) -> Iterator[Figure]:
     else:
         os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
         with tempfile.TemporaryDirectory() as folder:
-            yield from _figures(_by_mpirun(Path(folder)), "mpirun", count)
+            yield from spawn_and_lose("engines", _by_mpirun(Path(folder)), "mpirun", count)
         meshbook.shutdown()
-    yield from in_slurm(lambda: [_figures(BatchLauncher("slurm", options=["--walltime", "0:30:00"]), "sbatch", count)])
+    sbatch = BatchLauncher("slurm", options=["--walltime", "0:30:00"])
+    yield from in_slurm(lambda: [spawn_and_lose("engines", sbatch, "sbatch", count)])
     with People() as shown, contextlib.redirect_stdout(shown):
-        figures = list(_figures(ManualLauncher(), "hand", count))
+        figures = list(spawn_and_lose("engines", ManualLauncher(), "hand", count))
     meshbook.shutdown()
     yield from figures
-
-
-def _figures(launcher: Launcher, engine: str, count: int) -> Iterator[Figure]:
-    samples = []
-    for turn in range(count + 1):
-        started = time.perf_counter()
-        with spawned(launcher):
-            took = time.perf_counter() - started
-        if turn:  # the first fills the page cache
-            samples.append(took)
-    yield timed("engines", f"spawn by {engine}", "2 hosts x 2 ranks", "s", samples)
-    yield from lose_agents("engines", launcher, engine, count)
 
 
 def _by_mpirun(folder: Path) -> Launcher:

@@ -21,7 +21,10 @@ from meshbook.launchers.k8s import KubernetesLauncher
 from meshbook.mesh.driven import own_sessions
 
 pytest.importorskip("kubernetes")
-from k8s_cluster import IMAGE, KubernetesHere, await_quiet, drivers, kubernetes_here
+from k8s_cluster import await_quiet, drivers, kubernetes_here
+
+from benchmarks.k8s.cluster import KubernetesHere
+from benchmarks.k8s.nodes import IMAGE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from k8s_cluster import free_port
 from patience import wait_until
 
 import meshbook
+from benchmarks.k8s.cluster import free_port
 from meshbook.actor import HostMesh, attach_to_workers, start_worker_loop_forever
 from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers import workers
