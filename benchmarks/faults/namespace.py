@@ -58,6 +58,16 @@ class Namespace:
         """Have a cable with these two ends, the second one within."""
         run_ip("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", self.name)
 
+    def join(self, other: Namespace, network: str) -> str:
+        """Have a cable to another namespace; returns this end. network: as in ``10.214.7``, where this one is .1."""
+        number = next(_numbers)
+        ends = [f"mb{os.getpid()}.{number}{end}"[:15] for end in "cd"]
+        run_ip("link", "add", ends[0], "netns", self.name, "type", "veth", "peer", "name", ends[1], "netns", other.name)
+        for place, end, last in ((self, ends[0], 1), (other, ends[1], 2)):
+            place.ip("addr", "add", f"{network}.{last}/24", "dev", end)
+            place.ip("link", "set", end, "up")
+        return ends[0]
+
     def ip(self, *words: str) -> None:
         """Change the network within, as ``ip`` does."""
         run_ip("-n", self.name, *words)

@@ -41,6 +41,21 @@ class FarHost:
         pass
 
 
+class IslandsLauncher(LocalLauncher):
+    """Each host lives in a namespace of its own."""
+
+    def __init__(self, *islands: Namespace) -> None:
+        super().__init__(separate_hosts=True)
+        self._islands = islands
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        started: list[LaunchedHost] = []
+        for island, ticket in zip(self._islands, tickets, strict=True):
+            with island.inside():
+                started += super().launch([ticket])
+        return [FarHost(host) for host in started if isinstance(host, LocalHost)]
+
+
 class FarLauncher(LocalLauncher):
     """namespace: in which the last host of each launch lives."""
 

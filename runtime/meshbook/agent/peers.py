@@ -17,6 +17,7 @@ from meshbook.agent.peer_server import PeerServer
 from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
 from meshbook.errors import PeerProtocolError
+from meshbook.errors.advice import advice
 from meshbook.shape.slices import group
 from meshbook.system.interfaces import WANTED, wanted_interfaces
 from meshbook.system.os_errors import explain
@@ -64,7 +65,9 @@ class PeerClient:
     ) -> None:
         """ticket: to the port of the other agent. pid: its process, where that is on this machine. Raises: OSError."""
         self._pid, self._started = pid, start_time(pid) if pid else None
+        self._from, self._endpoint = host.name, ticket.endpoint
         self.lost = ""
+        """Why it is: its host is lost, or out of our reach."""
         self._uplink = Uplink(host.dialer, ticket, host.loop, self)
         self.calls = make_calls(self._uplink)
         """Those that went there."""
@@ -76,7 +79,7 @@ class PeerClient:
             try:
                 self._uplink.serve()
             except (*wire.MALFORMED, PeerProtocolError) as error:
-                self.lost = f"it sent something impossible: {error}"
+                self.lost = f"its host is lost: it sent something impossible: {error}"
 
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
         match wire.decode_to_host(header):
@@ -98,9 +101,17 @@ class PeerClient:
         """Once a second: say that we are there, and how far we are; notice silence."""
         self._uplink.look()
         if self._uplink.unanswered_s > MAX_SILENCE_S and not self._is_seen_alive:
-            self.lost = self.lost or f"no sign of life for {MAX_SILENCE_S:g} s, and its machine does not answer"
+            self.lost = self.lost or self._silence()
         if not self.lost:
             self._uplink.beat()
+
+    def _silence(self) -> str:
+        if self._uplink.has_arrived:
+            return f"its host is lost: no sign of life for {MAX_SILENCE_S:g} s, and its machine does not answer"
+        return (
+            f"host {self._from} cannot reach its host at {self._endpoint}, by which messages between hosts go: "
+            f"{advice().shared_network}"
+        )
 
     @property
     def _is_seen_alive(self) -> bool:
@@ -282,7 +293,7 @@ class AgentPeers:
             client.serve()  # until there is nothing
             if client.lost:
                 busy = True
-                self._lose(host, f"its host is lost: {client.lost}")
+                self._lose(host, client.lost)
                 self._forget(host)
         if choked:
             self._loop.call_later(0.01, lambda: None)

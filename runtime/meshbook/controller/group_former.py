@@ -23,7 +23,7 @@ from meshbook.concurrency.future import Future
 from meshbook.controller.call_queue import CallQueue
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.progress_poll import FIRST_LOOK_S, ProgressPoll, ProgressSnapshot
-from meshbook.errors import MeshStoppedError, RanksDisagree, WorkerLost
+from meshbook.errors import MeshStoppedError, RanksDisagree, SpawnError, WorkerLost
 from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.groups.deadlock import differing_groups
@@ -55,6 +55,13 @@ class _Forming:
         self.began_at = time.monotonic()
         self.late: Collection[int] = call.waiting
         """Ranks that have not come."""
+        self.why = ""
+        """Why it was given up."""
+
+    def describe_failure(self) -> str:
+        """What a rank says of why it could not; empty where none does."""
+        told = next((each for each in self.call.failures if each.ename == SpawnError.__name__), None)
+        return told.evalue.splitlines()[0] if told is not None else ""
 
 
 UNSOUND = (GroupPhase.ABORTED, GroupPhase.DRAINING, GroupPhase.FORMING)
@@ -257,7 +264,7 @@ class GroupFormer:
         forming = self._forming
         if forming is not None and call is forming.call and call.failed and call.waiting and not call.aborted:
             call.abort()
-            self._tell_to_abort(why=cause_of(call))
+            self._tell_to_abort(why=forming.describe_failure() or cause_of(call))
             self._drop_keys(self._epochs)
 
     @property
@@ -276,7 +283,7 @@ class GroupFormer:
         if forming is None or forming.give_up_at == math.inf or time.monotonic() < forming.began_at + older_than_s:
             return
         forming.give_up_at = math.inf
-        self.why = f"{self.name_late()} did not come"
+        self.why = forming.why = f"{self.name_late()} did not come"
         self._mesh.tell(wire.Cancel(self._mesh.id, forming.call.id, forming.call.members.encoded))
 
     def is_forming(self, call: OpenCall) -> bool:
@@ -300,7 +307,8 @@ class GroupFormer:
             if not self._only:
                 self._drop_keys({old for old in self._epochs if old < forming.epoch})
         else:
-            self.why = f"forming them again failed: {self.why or error}\n  try again: {advice().rebuild}"
+            why = forming.why or forming.describe_failure() or self.why or error
+            self.why = f"forming them again failed: {why}\n  try again: {advice().rebuild}"
         self._only = set()
         self._tell_formed()
 

@@ -30,7 +30,8 @@ class Advice(NamedTuple):
     grow_hosts: str = "mesh.grow(launcher, hosts=1)"
     heal_elsewhere: str = "mesh.heal(launcher=launcher)"
     """How somebody else starts hosts beside those that there are, and in the place of lost ones."""
-    other_network: str = 'spawn with env={"MESHBOOK_INTERFACE": NETWORK} that they share, or with group=False'
+    shared_network: str = 'spawn with env={"MESHBOOK_INTERFACE": NETWORK} that they share'
+    no_groups: str = "with group=False"
     stop: str = "mesh.stop()"
     detach: str = "meshbook.detach()"
     whole: str = "base()"

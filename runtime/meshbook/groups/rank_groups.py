@@ -41,7 +41,7 @@ from meshbook.groups.group import AbortableGroup
 from meshbook.groups.modules import repair_modules, watch_modules
 from meshbook.groups.operands import MessageRecord
 from meshbook.groups.progress import Collectives, OperationLog, Waiting
-from meshbook.groups.reach import find_ways, open_door, use_way
+from meshbook.groups.reach import find_ways, open_door, other_hosts, use_way
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.groups.use import Handled
 from meshbook.groups.work import GroupState, describe_waits
@@ -224,9 +224,10 @@ class RankGroups:
             try:
                 agreed = meet(link, self._scope, place.rank, place.world_size, decide, greeting)
                 agreement = msgspec.json.decode(agreed, type=Agreement)
-                if place.hosts == 1 or (agreement.fresh and reaches):
+                if place.hosts == 1 or reaches:  # each time: a road may have gone since
                     self._ways = find_ways(link, self._scope, agreement.doors, door)
                     use_way(self._ways.get(place.host_rank))
+                    self._guard.roads.hosts = other_hosts(agreement.doors, self._ways, place.host_rank)
             except dist.DistStoreError as error:
                 raise SpawnError(f"the process group did not form: {error}") from error
         if former is not None:

@@ -1,7 +1,7 @@
 """By which of their addresses the hosts of a mesh reach each other: tried out as process groups are formed.
 
     first rank of each host     opens a door, and greets with its host's addresses
-    all                         meet; where all are on one machine, or each has one address, there is nothing to try
+    all                         meet; where all are on one machine there is nothing to try
     first rank of each host     knocks at the doors of others, at all of their addresses, and says which were opened
     all                         take, for their host, of its addresses that by which most of these came in, or the first
 
@@ -106,7 +106,7 @@ def find_ways(link: LinkStore, scope: str, doors: Sequence[Doorway], own: Doorwa
             raise SpawnError(door.problem)
     if doors and doors[0].network and len({door.network for door in doors}) == 1:
         return {door.host: Interface(LOOPBACK, loopback_address()) for door in doors}  # no port is open to a network
-    if all(len(door.interfaces) < 2 for door in doors):
+    if len(doors) < 2:  # nobody is to reach it; where each has one address that may lead nowhere all the same
         return {door.host: Interface(*door.interfaces[0]) for door in doors if door.interfaces}
     if own is not None:
         at = doors.index(own)
@@ -120,7 +120,18 @@ def find_ways(link: LinkStore, scope: str, doors: Sequence[Doorway], own: Doorwa
         }  # gloo has no connections from one to another
         if None not in ways.values():
             return {host: way for host, way in ways.items() if way is not None}
-    raise SpawnError(f"{_describe_unreached(reached, doors)}, which collectives need: {advice().other_network}")
+    words = f"{advice().shared_network}, or {advice().no_groups}"
+    raise SpawnError(f"{_describe_unreached(reached, doors)}, which collectives need: {words}")
+
+
+def other_hosts(doors: Sequence[Doorway], ways: Mapping[int, Interface], own: int) -> dict[str, str]:
+    """The names of the hosts that have other addresses than the one of this number, by these."""
+    here = {way.address for host, way in ways.items() if host == own}
+    return {
+        ways[door.host].address: door.name
+        for door in doors
+        if door.host in ways and ways[door.host].address not in here
+    }
 
 
 def _way_to(

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import GroupAborted
 from meshbook.groups.progress import Operation, OperationLog, Wait, Waiting
+from meshbook.groups.roads import LOOK_S, Roads
 from meshbook.groups.use import Handled
 from meshbook.source import thread_frames
 from meshbook.source.location import users_place
@@ -86,6 +87,7 @@ class GroupState:
         """Called when somebody has taken the future of an operation, on that thread."""
         self.told = threading.Event()
         """Set while ``reason`` is."""
+        self.roads = Roads()
         self._held_since: float | None = None
         self._held_s = 0.0
 
@@ -350,6 +352,7 @@ class CollectiveWork(AbortableWork):
                 deadline = deadline or now - STEP_S + timeout_s  # most end within the first step, and need none
                 if now > deadline:
                     self._time_out(timeout_s)
+                inner.guard.roads.check(self.operation)
             else:
                 inner.forget(raw)
                 return
@@ -397,6 +400,7 @@ class AsideWork(CollectiveWork):
                 raise GroupAborted(self.inner.dead)
             if clock() > deadline:
                 self._time_out(timeout_s)
+            self.inner.guard.roads.check(self.operation)
         self._finish()
 
 
@@ -455,10 +459,16 @@ class PeerWork(AbortableWork):
     def _wait(self, timeout_s: float) -> None:
         clock = self.inner.guard.clock
         deadline = clock() + timeout_s
-        while not self._done.wait(max(STEP_S, min(deadline - clock(), threading.TIMEOUT_MAX))):
+        while not self._done.wait(max(STEP_S, min(deadline - clock(), self._look_s))):
             if clock() > deadline:
                 self._time_out(timeout_s)
+            self.inner.guard.roads.check(self.operation)
         self._finish()
+
+    @property
+    def _look_s(self) -> float:
+        """How long it may wait at once: nobody need look where there is one host."""
+        return LOOK_S if self.inner.guard.roads.hosts else threading.TIMEOUT_MAX
 
     def _finish(self) -> None:
         if not self.ended:
