@@ -92,6 +92,55 @@ from meshbook.errors.values import (
     MessageTooLarge,
     SerializationError,
 )
+from meshbook.formatting import format_ranks
 
-for _error in [value for value in globals().values() if isinstance(value, type) and issubclass(value, BaseException)]:
-    _error.__module__ = __name__  # by which tracebacks name it, and pickles find it
+__all__ = [
+    "AttachError",
+    "CallError",
+    "CallFailed",
+    "CallInterrupted",
+    "CallTimeout",
+    "CrashLoopError",
+    "DebugError",
+    "DeviceError",
+    "Failure",
+    "GroupAborted",
+    "HostLost",
+    "HostsEndedError",
+    "LayoutError",
+    "LeftStopped",
+    "LoadError",
+    "LocalProtocolError",
+    "MailboxClosed",
+    "MeshDetachedError",
+    "MeshError",
+    "MeshStoppedError",
+    "MessageTooLarge",
+    "NegativeIndexError",
+    "NotOwnerError",
+    "Partial",
+    "PeerProtocolError",
+    "ProtocolError",
+    "RankDeath",
+    "RankError",
+    "RanksDisagree",
+    "RanksLeft",
+    "RemoteTraceback",
+    "SerializationError",
+    "SessionInUse",
+    "ShapeError",
+    "SpawnError",
+    "UnknownAxisError",
+    "UsageError",
+    "WorkerLost",
+    "describe_deaths",
+    "disagreeing",
+    "format_ranks",
+    "group_failures",
+    "next_steps",
+    "without_colours",
+]
+
+for _error in (value for value in tuple(globals().values()) if isinstance(value, type)):
+    if issubclass(_error, BaseException):
+        _error.__module__ = __name__  # by which tracebacks name it, and pickles find it
