@@ -59,10 +59,12 @@ if TYPE_CHECKING:
     from meshbook.actor.proc_ref import ProcRef
     from meshbook.actor.telemetry import get_meter, span, traced
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
+    from meshbook.mesh.debug_controller import debug_controller
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.spawn_options import BootstrapCommand, default_bootstrap_cmd
     from meshbook.mesh.workers import (
+        attach,
         attach_to_workers,
         run_worker_loop_forever,
         run_worker_loop_until_shutdown,
@@ -112,12 +114,14 @@ __all__ = [
     "UnhandledFault",
     "ValueMesh",
     "as_endpoint",
+    "attach",
     "attach_to_workers",
     "concurrent_endpoint",
     "context",
     "current_actor_name",
     "current_rank",
     "current_size",
+    "debug_controller",
     "default_bootstrap_cmd",
     "enable_transport",
     "endpoint",
@@ -149,9 +153,11 @@ _LATER = {
     "get_meter": "meshbook.actor.telemetry",
     "span": "meshbook.actor.telemetry",
     "traced": "meshbook.actor.telemetry",
+    "debug_controller": "meshbook.mesh.debug_controller",
     "default_bootstrap_cmd": "meshbook.mesh.spawn_options",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",
+    "attach": "meshbook.mesh.workers",
     "attach_to_workers": "meshbook.mesh.workers",
     "run_worker_loop_forever": "meshbook.mesh.workers",
     "run_worker_loop_until_shutdown": "meshbook.mesh.workers",

@@ -115,7 +115,7 @@ class RankPdb(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, tb: TracebackType | None) -> None:
         place = _place_of(frame) if tb is None else _place_of_error(tb)
-        with self._host.stay(self, place):
+        with self._host.stay(self, place, frame):
             self.stays += 1
             try:
                 super().interaction(frame, tb)
@@ -169,6 +169,15 @@ class RankPdb(pdb.Pdb):
             return sorted(f"{owner}.{name}" for name in dir(value) if name.startswith(start))
         except Exception:
             return []
+
+    def do_clear(self, arg: str) -> bool | None:
+        """Of all breakpoints without a question, which pdb would ask at the process's own stdin."""
+        if arg:
+            return super().do_clear(arg)
+        self.clear_all_breaks()
+        return None
+
+    do_cl = do_clear
 
     # ---- commands that cannot work here -------------------------------------------------------------------------
 

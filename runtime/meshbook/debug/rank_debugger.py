@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 class _Stop:
     """A thread at its prompt, from one line of code until it goes on."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, frame: FrameType | None) -> None:
         self.place = place
         self.thread = threading.get_ident()
+        self.function, self.line = (frame.f_code.co_name, frame.f_lineno) if frame is not None else ("", 0)
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.interrupted = False
         self.prompt: AtPrompt | None = None
@@ -111,10 +112,10 @@ class RankDebugger:
             text = "  ".join(found[:COMPLETIONS_MAX]) + "\n" + more if found else f"nothing begins with {start}\n"
 
     @contextlib.contextmanager
-    def stay(self, debugger: RankPdb, place: str) -> Iterator[None]:
-        """Around each stay at the prompt, on the stopped thread."""
+    def stay(self, debugger: RankPdb, place: str, frame: FrameType | None) -> Iterator[None]:
+        """Around each stay at the prompt, on the stopped thread. frame: where; of a post-mortem none."""
         with self._turn:
-            outer, self._stop = self._stop, _Stop(place)
+            outer, self._stop = self._stop, _Stop(place, frame)
             try:
                 yield
             finally:
@@ -164,6 +165,12 @@ class RankDebugger:
         """Where the rank is stopped; empty when it is not."""
         stop = self._stop
         return stop.place if stop is not None else ""
+
+    @property
+    def stopped(self) -> tuple[int, str, int] | None:
+        """The thread that is stopped, in which function and line."""
+        stop = self._stop
+        return None if stop is None else (stop.thread, stop.function, stop.line)
 
     def command(self, number: int, line: str) -> bool:
         """Type ``line`` at prompt ``number``; False, and nothing happens, if the rank does not wait there any more."""

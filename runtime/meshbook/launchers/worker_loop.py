@@ -3,7 +3,8 @@
     run_worker_loop_forever(address="tcp://*:4444", ca="trust_all_connections")
 
 Each program that summons it gets an agent of its own, which ends with the program's session, or with the worker. The
-worker waits on for others, until a program shuts its hosts down (`HostMesh.shutdown`). Monarch's names.
+worker waits on for others, until a program shuts its hosts down (`HostMesh.shutdown`). Monarch's names. Programs that
+reach nothing but this address have it as their way to other workers (`meshbook.launchers.worker_front`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from meshbook.concurrency.future import Future
 from meshbook.errors import SpawnError
 from meshbook.launchers.agent_process import end_agent, start_agent
 from meshbook.launchers.invitation import TurnedAway, difference, encode
+from meshbook.launchers.worker_front import BACKLOG, WorkerFront
 from meshbook.launchers.worker_ticket import (
     Farewell,
     Serves,
@@ -35,7 +38,7 @@ from meshbook.launchers.worker_ticket import (
     worker_secret,
 )
 from meshbook.system.os_errors import explain
-from meshbook.system.processes import in_endpoint
+from meshbook.system.user_folders import runtime_base
 from meshbook.wire.gate import Gate, knock
 
 TOLD_S = 1.0
@@ -55,13 +58,19 @@ class WorkerLoop:
         """Set when a program knows that its agent has ended."""
         self.ended: Future[None] = Future()
         """Done when a program has shut its hosts down, and every agent has ended."""
+        gate, listener = f"{runtime_base()}/gate-{secrets.token_hex(8)}", None
         try:
-            self._gate = Gate(_bindable(where.bind), self._answer, self._secret.key)
+            listener = _listener(where.bind)
+            self._gate = Gate(f"ipc://{gate}", self._answer, self._secret.key)
         except OSError as error:
+            if listener is not None:
+                listener.close()
             raise SpawnError(f"the worker cannot listen at {where.bind}: {explain(error)}.") from error
+        self._front = WorkerFront(listener, gate, self._secret.proof)
 
     def close(self) -> None:
         """End the agents, and listen no more. Idempotent."""
+        self._front.close()
         self._gate.close()
         if self._bound.startswith("ipc"):
             Path(self._bound.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -154,15 +163,17 @@ def _start(private_key: object, ca: object, address: str) -> WorkerLoop:
     return WorkerLoop(address)
 
 
-def _bindable(address: str) -> str:
-    """As sockets take it: names are looked up. Raises: OSError."""
+def _listener(address: str) -> socket.socket:
+    """A socket that listens there; names are looked up. Raises: OSError."""
     if address.startswith("ipc"):
+        path = address.removeprefix("ipc://")
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):  # what one left that was killed
             knock(address)
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        return address
+        Path(path).unlink(missing_ok=True)
+        return socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if host == "*":
-        return f"tcp://*:{port}"
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
-    return f"tcp://{in_endpoint(str(found))}:{port}"
+        return socket.create_server(("", int(port)), backlog=BACKLOG)
+    family, _, _, _, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    return socket.create_server(found[:2], family=family, backlog=BACKLOG)

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -26,6 +27,8 @@ from meshbook.system.user_folders import create_private, read_private, runtime_b
 from meshbook.wire.ticket import Ticket
 
 FILE_VARIABLE = "MESHBOOK_TICKET_FILE"
+WITHIN_S = 60.0
+"""How long a worker may take to listen: it may have been started just now."""
 _MIN_CHARS = 32
 _NO_TLS = (
     "keys and certificates of TLS are not used here: the connection is encrypted by keys that are made of the ticket, "
@@ -72,6 +75,8 @@ class WorkerSecret(NamedTuple):
     """Of the gate, secret."""
     token: str
     """Shows that who asks has the ticket."""
+    proof: bytes
+    """Key of the proofs of who has a worker as its way to others (`meshbook.launchers.server_messages`)."""
     origin: str
     """Where the ticket was read."""
 
@@ -92,7 +97,9 @@ def worker_secret() -> WorkerSecret:
             f"the ticket of workers, {path}, {what} and at least {_MIN_CHARS} characters. Copy that of the machine "
             f"where the others run (there ~/.local/state/meshbook/worker-ticket, or what {FILE_VARIABLE} names)."
         )
-    return WorkerSecret(_made_of(ticket, b"gate"), _made_of(ticket, b"token").hex(), str(path))
+    return WorkerSecret(
+        _made_of(ticket, b"gate"), _made_of(ticket, b"token").hex(), _made_of(ticket, b"proof"), str(path)
+    )
 
 
 def _made_of(ticket: bytes, purpose: bytes) -> bytes:
@@ -104,6 +111,8 @@ class WorkerAddress(NamedTuple):
 
     dial: str
     bind: str
+    named: str
+    """As people name it: what an ``ipc`` name means is the affair of the machine on which it is dialled."""
 
     @property
     def host(self) -> str:
@@ -120,7 +129,7 @@ def read_address(text: str) -> WorkerAddress:
     if not 1 <= len(urls) <= 2:
         raise UsageError(f'a worker is named as in "tcp://nodeA:4444" or "ipc://worker-1", not by {text!r}.')
     dial, bind = (_checked(url, text) for url in (urls[0], urls[-1]))
-    return WorkerAddress(dial, bind)
+    return WorkerAddress(dial, bind, str(text))
 
 
 def _checked(url: str, text: str) -> str:
@@ -136,6 +145,35 @@ def _checked(url: str, text: str) -> str:
             "connections are encrypted, so there are no other kinds."
         )
     return url
+
+
+def connect_to_worker(address: WorkerAddress, timeout_s: float) -> socket.socket:
+    """A connection to where a worker listens. Raises: OSError."""
+    if not address.host:
+        return unix_connection(address.dial.removeprefix("ipc://"), timeout_s)
+    host = "127.0.0.1" if address.host == "*" else address.host
+    return socket.create_connection((host, int(address.dial.rpartition(":")[2])), timeout_s)
+
+
+def unix_connection(path: str, timeout_s: float) -> socket.socket:
+    """Raises: OSError."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is a loopback address, or a name of one."""
+    try:
+        found = [str(each[4][0]) for each in socket.getaddrinfo(host if host != "*" else "127.0.0.1", None)]
+    except OSError:
+        return False
+    return bool(found) and all(each.startswith("127.") or each == "::1" for each in found)
 
 
 def refuse_tls(ca: object, private_key: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -14,7 +15,9 @@ from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError, ProtocolError, SpawnError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.invitation import TurnedAway, encode
+from meshbook.launchers.server_way import ServerWay, attached_way
 from meshbook.launchers.worker_ticket import (
+    WITHIN_S,
     Farewell,
     Serves,
     Summons,
@@ -23,6 +26,7 @@ from meshbook.launchers.worker_ticket import (
     WorkerQuestion,
     WorkerSecret,
     decode_answer,
+    is_loopback,
     other_ticket,
     read_address,
     worker_secret,
@@ -34,8 +38,8 @@ from meshbook.wire.messages import PROTOCOL_VERSION
 from meshbook.wire.ticket import Ticket, elsewhere
 
 ANSWER_S = 10.0
-WITHIN_S = 60.0
-"""How long a worker may take to listen: it may have been started just now."""
+ANYWHERE = "192.0.2.1"
+"""In the place of machines that are not known yet: some other one."""
 _AGAIN_S = 0.1
 
 
@@ -47,28 +51,39 @@ class WorkersLauncher:
     place_is_gone = False
     fixed = "its workers were named"
 
-    def __init__(self, workers: Sequence[str | Future[str]]) -> None:
-        """workers: their addresses. Raises: UsageError."""
-        self._workers = tuple(workers)
+    def __init__(self, workers: Sequence[str | Future[str]], way: ServerWay | None = None) -> None:
+        """workers: their addresses. way: through a server; by default as this program is attached.
+
+        Raises: UsageError.
+        """
+        self._workers, self._way = tuple(workers), way or attached_way()
         for worker in self._workers:
             if not isinstance(worker, Future):
                 read_address(worker)
         self._secret = worker_secret()
+        self._found: tuple[str, ...] = ()
+        """The server, where the program listens, and where that is found over there (`server_way.resume_way`)."""
 
     @property
     def transport(self) -> str:
-        known = [read_address(worker).host for worker in self._workers if not isinstance(worker, Future)]
-        far = next((host for host in known if host and not _is_here(host)), "")
-        if not far and len(known) == len(self._workers):
+        far = next((host for host in self._machines() if not is_loopback(host)), "")
+        if not far or self._way is not None:
             return "tcp"
         try:
-            return f"tcp://{in_endpoint(address_towards(far or '192.0.2.1'))}"
+            return f"tcp://{in_endpoint(address_towards(far))}"
         except OSError as error:
             raise SpawnError(f"no way to {far or 'other machines'}: {error}.") from error
 
+    def _machines(self) -> tuple[str, ...]:
+        """Where the workers are that are not on one machine with who names them."""
+        known = [ANYWHERE if isinstance(worker, Future) else read_address(worker).host for worker in self._workers]
+        return tuple(sorted({host for host in known if host}))
+
     def for_host(self, index: int) -> WorkersLauncher:
         """That of the worker of this number."""
-        return WorkersLauncher(self._workers[index : index + 1])
+        one = WorkersLauncher(self._workers[index : index + 1], self._way)
+        one._found = self._found
+        return one
 
     def for_more(self, beside: Sequence[LaunchedHost]) -> WorkersLauncher:
         return self
@@ -76,11 +91,16 @@ class WorkersLauncher:
     @property
     def saved(self) -> SavedLauncher:
         worker = self._workers[0]
-        return SavedLauncher(self.name, host=worker if not isinstance(worker, Future) else "")
+        return SavedLauncher(self.name, host=worker if not isinstance(worker, Future) else "", options=self._found)
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        """Summon the workers; does not wait until they listen."""
-        return [WorkerHost(self._secret, *each) for each in zip(self._workers, tickets, strict=True)]
+        """Summon the workers; does not wait until they listen. Raises: OSError, SpawnError where a server has gone."""
+        if self._way is not None and tickets:
+            here = tickets[0].endpoint
+            there = self._way.way_back(here, self._machines())
+            self._found = (self._way.server, here, there)
+            tickets = [msgspec.structs.replace(ticket, endpoint=there) for ticket in tickets]
+        return [WorkerHost(self._secret, self._way, *each) for each in zip(self._workers, tickets, strict=True)]
 
     def retire(self, host: LaunchedHost) -> None:
         """Have the worker end, too."""
@@ -94,8 +114,8 @@ class WorkerHost:
     pid = started = 0
     job = ""
 
-    def __init__(self, secret: WorkerSecret, worker: str | Future[str], ticket: Ticket) -> None:
-        self._secret, self._worker, self._ticket = secret, worker, elsewhere(ticket)
+    def __init__(self, secret: WorkerSecret, way: ServerWay | None, worker: str | Future[str], ticket: Ticket) -> None:
+        self._secret, self._way, self._worker, self._ticket = secret, way, worker, elsewhere(ticket)
         self._address = None if isinstance(worker, Future) else read_address(worker)
         self._failure = ""
         self._is_closed = threading.Event()
@@ -151,14 +171,20 @@ class WorkerHost:
         """Raises: OSError where nobody listens; SpawnError where another does, or refuses."""
         public, _ = gate_keys(self._secret.key)
         try:
-            answer: WorkerAnswer = decode_answer(
-                ask_gate(_dialled(address), public.decode(), encode(question), timeout_s)
-            )
+            with self._end_of(address) as endpoint:
+                said = ask_gate(endpoint, public.decode(), encode(question), timeout_s)
+            answer: WorkerAnswer = decode_answer(said)
         except (ProtocolError, msgspec.MsgspecError):
             raise other_ticket(address.dial, self._secret.origin) from None
         if isinstance(answer, TurnedAway):
             raise SpawnError(f"the worker at {address.dial} refuses: {answer.reason}")
         return answer
+
+    def _end_of(self, address: WorkerAddress) -> contextlib.AbstractContextManager[str]:
+        """Where the worker is dialled from here. Raises: OSError."""
+        if self._way is None:
+            return contextlib.nullcontext(_dialled(address))
+        return self._way.end_of(address.named)
 
 
 def _dialled(address: WorkerAddress) -> str:
@@ -169,12 +195,3 @@ def _dialled(address: WorkerAddress) -> str:
     host = "127.0.0.1" if address.host == "*" else address.host
     found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
     return f"tcp://{in_endpoint(str(found))}:{port}"
-
-
-def _is_here(host: str) -> bool:
-    """Whether it is a loopback address, or a name of one."""
-    try:
-        found = [str(each[4][0]) for each in socket.getaddrinfo(host if host != "*" else "127.0.0.1", None)]
-    except OSError:
-        return False
-    return bool(found) and all(each.startswith("127.") or each == "::1" for each in found)

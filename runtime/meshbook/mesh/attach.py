@@ -85,6 +85,11 @@ def find_session(session: str | SavedSession) -> SavedSession:
     """The session with this id, or with a mesh of this name. Raises: AttachError if there is none, or more than one."""
     if isinstance(session, SavedSession):
         return session
+    if "://" in session:
+        raise AttachError(
+            f"{session} is an address, no session: meshbook.actor.attach reaches workers through the one that listens "
+            "there."
+        )
     known = sessions()
     found = [each for each in known if each.id == session]
     found = found or [each for each in known if any(mesh.name == session for mesh in each.meshes)]

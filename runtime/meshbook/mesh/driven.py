@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -151,6 +152,11 @@ def set_output_source(source: OutputSource | None) -> None:
     _driven.front_end.output_source = source
 
 
+def have_debugger(command: str) -> None:
+    """Ranks may stop in any call from now on, for the debugger that ``command`` starts; empty: there is none again."""
+    _driven.front_end.have_debugger(command)
+
+
 def set_current_mesh(current: Callable[[], ProcMesh] | None) -> None:
     """Have ``current`` say which mesh a notebook calls its current one; None: there is none."""
     _driven.front_end.current = current or ProcessFrontEnd().current
@@ -179,6 +185,13 @@ def shutdown(timeout_s: float = 5.0) -> None:
     _end_client_actors()
     for controller in _driven.take_all():
         controller.close(timeout_s)
+    _close_way()
+
+
+def _close_way() -> None:
+    """To workers that were reached through a server, by a module that few programs load."""
+    if (loaded := sys.modules.get("meshbook.launchers.server_way")) is not None:
+        loaded.forget_way()
 
 
 def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
@@ -205,6 +218,7 @@ def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S)
             controller.leave(default_lease_s() if lease_s is None else lease_s, timeout_s)
         else:
             controller.close(timeout_s)
+    _close_way()
     return left
 
 

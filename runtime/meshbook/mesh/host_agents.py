@@ -208,9 +208,10 @@ def _launcher_of(saved: SavedLauncher) -> Launcher:
 
         return saved_manual(saved)
     if saved.engine == "workers":
+        from meshbook.launchers.server_way import resume_way
         from meshbook.launchers.workers import WorkersLauncher
 
-        return WorkersLauncher((saved.host,))
+        return WorkersLauncher((saved.host,), resume_way(*saved.options) if saved.options else None)
     if saved.engine == "ssh":
         from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
+from meshbook.launchers.server_way import attach_through
 from meshbook.launchers.worker_loop import (
     run_worker_loop_forever,
     run_worker_loop_until_shutdown,
@@ -18,11 +19,28 @@ from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.jobs import HOSTS
 
 __all__ = [
+    "attach",
     "attach_to_workers",
     "run_worker_loop_forever",
     "run_worker_loop_until_shutdown",
     "start_worker_loop_forever",
 ]
+
+
+def attach(address: str) -> None:
+    """Reach workers through the one that listens at ``address``, for a program that they cannot reach.
+
+    From now on what `attach_to_workers` names is found by that worker, as it knows machines, and all that agents and
+    this program say to each other goes through it; it must have this program's ticket. Waits for up to a minute until
+    it listens. Once more with one address does nothing. Meshes that another program has left: `meshbook.attach`.
+    Raises: UsageError, also for another address than before; SpawnError.
+    """
+    if not isinstance(address, str) or "://" not in address:
+        raise UsageError(
+            f'attach takes the address of a worker, as in "tcp://gateway:4444", not {address!r}. '
+            "Meshes that another program has left: meshbook.attach(session)."
+        )
+    attach_through(address)
 
 
 def attach_to_workers(

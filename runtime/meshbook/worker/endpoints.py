@@ -53,6 +53,7 @@ from meshbook.worker.debug_queries import (
     pdb_break_in,
     pdb_command,
     pdb_prompt,
+    pdb_session,
 )
 from meshbook.worker.stacks import lines_of, place_in_debugger, read_threads
 
@@ -326,7 +327,7 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 
 _QUICK = (
     *(where, reaction, status, collectives, clock, actors, versions, way),
-    *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, learn_advice),
+    *(pdb_prompt, pdb_session, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, learn_advice),
 )
 _SLOW = (
     *(complete, inspect, user_names, progress, stacks, source_lines),
