@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshbook.concurrency import forks
+from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.thread_interrupts import WaitingLock, waiting_lock
 
 if TYPE_CHECKING:
@@ -297,6 +298,22 @@ class MappedFuture(Future[U], Generic[T, U]):
 
     def __repr__(self) -> str:
         return repr(self._source)
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """What ``work`` gives, or raises, on another thread, now."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    run_in_background(run)
+    return future
 
 
 def join_futures(futures: Sequence[Future[T]]) -> Future[list[T]]:

@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from meshbook.concurrency.background import run_in_background
-from meshbook.concurrency.future import Future, MappedFuture, join_futures
+from meshbook.concurrency.future import Future, MappedFuture, in_background, join_futures
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
@@ -18,6 +17,7 @@ from meshbook.formatting import format_sizes
 from meshbook.mesh.coming_up import bring_up, bring_up_aside
 from meshbook.mesh.host_agents import HostProgress, replace_hosts
 from meshbook.mesh.log_streaming import hide_calls
+from meshbook.mesh.proc_calls import refuse_conda
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.settings import setting_s, shows_calls
 from meshbook.mesh.spawn_options import (
@@ -32,9 +32,11 @@ from meshbook.mesh.spawn_options import (
     checked_variables,
     commands_of,
 )
+from meshbook.mesh.workspace_copies import copy_folders
 from meshbook.shape.members import Extent, Members, Point, Region
 from meshbook.shape.ndslice import NamedRegion
 from meshbook.shape.view import MeshView
+from meshbook.workspace.folders import Workspace
 
 
 class HostMesh(MeshView):
@@ -223,29 +225,26 @@ class HostMesh(MeshView):
         return Future.completed(None)
 
     def sync_workspace(
-        self, workspace: str | Path = ".", conda: bool = False, auto_reload: bool = False
+        self, workspace: str | Path | Workspace = ".", conda: bool = False, auto_reload: bool = False
     ) -> Future[None]:
-        """Send Python modules to all processes that have members on these hosts, as `ProcMesh.sync_workspace` does."""
+        """Send Python modules to all processes that have members on these hosts, as `ProcMesh.sync_workspace` does.
+
+        workspace: or folders, of which hosts get copies below their WORKSPACE_DIR, where these processes import from
+        them. auto_reload: of folders, modules in use that have changed are reloaded.
+        """
         hosts = {host.id for host in self._present()}
         there = [mesh for mesh in self._controller.known_meshes() if hosts & {host.id for host in mesh.hosts}]
-        sent = [ProcMesh(self._controller, mesh).sync_workspace(workspace, conda, auto_reload) for mesh in there]
+        procs = [ProcMesh(self._controller, mesh) for mesh in there]
+        if isinstance(workspace, Workspace):
+            refuse_conda(conda)
+            return in_background(lambda: copy_folders(self, workspace, procs, auto_reload))
+        sent = [each.sync_workspace(workspace, conda, auto_reload) for each in procs]
         return MappedFuture(join_futures(sent), lambda _: None)
 
     @property
     def initialized(self) -> Future[bool]:
         """True when all hosts are there. Raises, when asked: SpawnError."""
-        begun: Future[bool] = Future()
-
-        def wait() -> None:
-            try:
-                self.await_ready()
-            except BaseException as error:
-                begun.set_exception(error)
-            else:
-                begun.set_result(True)
-
-        run_in_background(wait)
-        return begun
+        return in_background(lambda: bool(self.await_ready()))
 
     @property
     def stream_logs(self) -> bool:

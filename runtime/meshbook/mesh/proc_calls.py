@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,8 +110,9 @@ class CodeCalls(ProcView):
         conda, auto_reload: Monarch's. What is in use is reloaded either way.
         Raises: UsageError, also where one does not parse, and for ``conda=True``: packages are installed there.
         """
-        if conda:
-            raise UsageError("conda=True: the packages of an environment are not sent; install them there, by pip.")
+        refuse_conda(conda)
+        if not isinstance(workspace, str | os.PathLike):
+            raise UsageError("hosts get copies of folders, not processes: procs.host_mesh.sync_workspace(workspace).")
         found = find_modules(Path(workspace))
         for name, problem in found.broken.items():
             raise UsageError(f"{name} does not parse ({problem}); nothing was sent")
@@ -170,3 +172,9 @@ class CodeCalls(ProcView):
         Completes when the person has left all of them.
         """
         return self._call("postmortem", (), what="the post-mortem", fail_fast=False)
+
+
+def refuse_conda(conda: bool) -> None:
+    """Raises: UsageError."""
+    if conda:
+        raise UsageError("conda=True: the packages of an environment are not sent; install them there, by pip.")

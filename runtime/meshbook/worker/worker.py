@@ -68,7 +68,7 @@ from meshbook.workspace.synced_modules import ask_for_missing
 
 if TYPE_CHECKING:
     from meshbook.groups.rank_groups import RankGroups
-    from meshbook.workspace.local_modules import Workspace
+    from meshbook.workspace.local_modules import FoundModules
 
 IDLE_S = 0.5
 """How often the control thread looks after things that nobody tells it."""
@@ -529,10 +529,10 @@ def _enter_environment(begin: wire.Begin) -> None:
         __import__(module)
 
 
-def _ask_for_module(name: str) -> Workspace | None:
+def _ask_for_module(name: str) -> FoundModules | None:
     """The notebook's own module of this name, which is not on this machine. Raises: ModuleNotFoundError."""
     try:
-        found: Workspace | None = ask_controller("find_module", (name,), {}, "the workspace").get(ASK_S)
+        found: FoundModules | None = ask_controller("find_module", (name,), {}, "the workspace").get(ASK_S)
     except (MeshError, TimeoutError) as error:
         raise ModuleNotFoundError(
             f"No module named '{name}' here, and the notebook cannot be asked: {error}", name=name

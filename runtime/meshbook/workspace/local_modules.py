@@ -42,7 +42,7 @@ class LocalModule:
 
 
 @dataclass(frozen=True)
-class Workspace:
+class FoundModules:
     """Modules, those that others import first."""
 
     modules: tuple[LocalModule, ...]
@@ -64,7 +64,7 @@ def version_of(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:7]
 
 
-def find_modules(path: Path) -> Workspace:
+def find_modules(path: Path) -> FoundModules:
     """The modules at ``path``: a file, a package (a folder with ``__init__.py``), or a folder with some of both.
 
     Of a package all modules are taken, also where ``path`` is a part of it. Raises: UsageError.
@@ -91,10 +91,10 @@ def find_modules(path: Path) -> Workspace:
             broken[name] = f"{file}, line {getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}"
             continue
         found[name] = LocalModule(name, str(file), str(root), source, version_of(source), imports, here)
-    return Workspace(tuple(_in_order(found)), broken)
+    return FoundModules(tuple(_in_order(found)), broken)
 
 
-def find_module(name: str) -> Workspace | None:
+def find_module(name: str) -> FoundModules | None:
     """The module or package of this name, without dots, that this process would import, unless it was installed.
 
     Raises: UsageError if it is too large to be sent.

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from meshbook.concurrency import forks
-from meshbook.workspace.local_modules import LocalModule, Workspace, file_system, is_installed, version_of
+from meshbook.workspace.local_modules import FoundModules, LocalModule, file_system, is_installed, version_of
 
 MISSING_S = 2.0
 """So long a module that the notebook does not have is not asked for again."""
@@ -82,7 +82,7 @@ class _SentFinder(importlib.abc.MetaPathFinder):
 class _AskingFinder(importlib.abc.MetaPathFinder):
     """Asks the notebook for modules that are nowhere here; the last of the finders."""
 
-    def __init__(self, ask: Callable[[str], Workspace | None]) -> None:
+    def __init__(self, ask: Callable[[str], FoundModules | None]) -> None:
         self._ask = ask
         self._missing: dict[str, float] = {}
         """When it was told that the notebook has no such module; libraries look for many that they can do without."""
@@ -122,7 +122,7 @@ class _AskingFinder(importlib.abc.MetaPathFinder):
 _finder = _SentFinder()
 
 
-def ask_for_missing(ask: Callable[[str], Workspace | None]) -> None:
+def ask_for_missing(ask: Callable[[str], FoundModules | None]) -> None:
     """From now on modules that this process does not find are asked for.
 
     ask: gives the module of a name, None where there is none; raises ModuleNotFoundError if nobody answers.
@@ -138,7 +138,7 @@ def _install() -> None:
 def take_modules(modules: Sequence[LocalModule], namespace: dict[str, object] | None = None) -> dict[str, Synced]:
     """Have these modules importable here; reload those in use that are of another version, or import such.
 
-    modules: in the order of `Workspace`. namespace: where names bound to functions and classes of reloaded modules
+    modules: in the order of `FoundModules`. namespace: where names bound to functions and classes of reloaded modules
     get the new ones; by default ``__main__``. Returns: what became of each.
     """
     _install()

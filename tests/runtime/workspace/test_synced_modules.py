@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.workspace import synced_modules
-from meshbook.workspace.local_modules import Workspace, find_module, find_modules
+from meshbook.workspace.local_modules import FoundModules, find_module, find_modules
 from meshbook.workspace.synced_modules import ask_for_missing
 
 
@@ -19,7 +19,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     """The names that were asked for; modules of a folder are found, ``asked_silent`` gets no answer."""
     names: list[str] = []
 
-    def ask(name: str) -> Workspace | None:
+    def ask(name: str) -> FoundModules | None:
         names.append(name)
         if name == "asked_silent":
             raise ModuleNotFoundError("nobody answers", name=name)
