@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshbook.actor.context import context
+from meshbook.actor.futures import ActorFuture
 from meshbook.actor.proc_ref import ProcRef, ask_controller
 from meshbook.actor.router import TActor, current_router, is_rank
-from meshbook.concurrency.future import Future
+from meshbook.concurrency.future import Future, MappedFuture
+from meshbook.formatting import format_sizes
 from meshbook.mesh import driven
 from meshbook.mesh.host_mesh import HostMesh
-from meshbook.mesh.spawn_options import BootstrapCommand, checked_python
+from meshbook.mesh.spawn_options import (
+    BootstrapCommand,
+    check_bootstrap,
+    checked_bindings,
+    checked_python,
+    checked_sizes,
+)
 from meshbook.shape.members import Members, Point, Region
 from meshbook.shape.view import MeshView
 
@@ -24,6 +33,33 @@ class SentHosts(NamedTuple):
     hosts: tuple[str, ...]
     """Their ids."""
     env: Mapping[str, str]
+
+
+class ComingProcs(ProcRef):
+    """Processes that a rank has asked for and that may not be there yet. What needs them waits, and raises what keeps
+    them: `initialized`, `spawn`, sending the reference."""
+
+    def __init__(self, members: Members, asked: ActorFuture[ProcRef]) -> None:
+        MeshView.__init__(self, members)  # the rest is told by who starts them
+        self._asked, self._stopped = asked, False
+
+    def __getattr__(self, name: str) -> object:
+        if name not in ("session", "id", "name", "_generation"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        there = self._asked.get()
+        self.session, self.id, self.name, self._generation = there.session, there.id, there.name, there._generation
+        return getattr(self, name)
+
+    def _part(self, members: Members) -> ComingProcs:
+        return ComingProcs(members, self._asked)
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """True when they are there. Raises, when asked: what keeps them, SpawnError most of the time."""
+        return MappedFuture(self._asked, lambda _: True)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._asked.done() else f"ProcMesh({format_sizes(self.sizes)}), which comes up"
 
 
 class HostRef(MeshView):
@@ -78,12 +114,16 @@ class HostRef(MeshView):
         bootstrap_command: BootstrapCommand | Callable[[Point], BootstrapCommand] | None = None,
         **options: object,
     ) -> ProcRef:
-        """Start processes here, as `meshbook.mesh.host_mesh.HostMesh.spawn_procs` does.
+        """Start processes here, as `meshbook.mesh.host_mesh.HostMesh.spawn_procs` does; returns at once.
 
-        They end with the actor that has called this; those of a cell live until the session ends. Call it in a plain
-        endpoint: it waits. Raises: as that.
+        They end with the actor that has called this; those of a cell live until the session ends. What is done with
+        them first waits until they are there; `ProcMesh.initialized` tells, and can be awaited. Raises: UsageError.
         """
-        sizes = {} if per_host is None else dict(per_host)
+        sizes = {} if per_host is None else checked_sizes(per_host)
+        if bootstrap is not None:
+            check_bootstrap(bootstrap)
+        checked_bindings(proc_bind, math.prod(sizes.values()))
+        members = Region.of({**self.sizes, **sizes})
         if self._sent is not None:
             options["on"] = self
         else:
@@ -97,7 +137,8 @@ class HostRef(MeshView):
             "proc_bind": proc_bind,
             "bootstrap_command": bootstrap_command,
         }
-        procs: ProcRef = ask_controller("spawn_procs", (sizes, belongings is not None), options, "this_host").get()
+        asked = ask_controller("spawn_procs", (sizes, belongings is not None), options, "this_host")
+        procs = ComingProcs(members, asked)
         if belongings is not None:
             belongings.add(procs)
         return procs

@@ -45,6 +45,7 @@ def test_processes_run_another_interpreter_and_so_do_those_that_they_start(other
         assert told.values() == [(str(other_python), str(other_python.parents[1]), 2.0)] * 2
         assert procs.run("dist.all_reduce(t := torch.ones(1)); float(t)").get(60).values() == [2.0, 2.0]
         started = "from meshbook.actor import this_host; inner = this_host().spawn_procs({'x': 1}, torch=False)"
+        started += "; inner.initialized.get()"
         procs.slice(gpus=0).run(started).get(60)
         (inner,) = (mesh for mesh in own_meshes() if mesh.id != procs.id)
         assert _executables(inner) == [str(other_python)]
