@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 INSTEAD: dict[str, str] = {
-    "attach": "`meshbook.attach(session)` drives meshes that others have left; behind a NAT: hosts by ssh, `SSHJob`",
-    "debug_controller": "`breakpoint()` opens pdb in the cell, `%mesh debug RANK` the panel; docs/debugging.md",
     "SERVICE_PROC_IDS_ENV": "nothing to pass: hosts know who they are by the ticket that starts them",
     "SERVICE_PROC_RANK_ENV": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
     "deserialize_service_proc_ids": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
@@ -27,6 +25,8 @@ INSTEAD: dict[str, str] = {
 """By name; a name that is missing and not listed is simply not here."""
 
 BETTER: dict[str, str] = {
+    "attach": "lets through who has the ticket; hosts are back when their server is; docs/actors.md",
+    "debug_controller": "for cells too; a private socket; without it pdb opens where the call waits; docs/actors.md",
     "attach_to_workers": "only workers that have this user's ticket; docs/actors.md",
     "run_worker_loop_forever": "serves only who has its ticket, several at a time; docs/actors.md",
     "run_worker_loop_until_shutdown": "serves only who has its ticket, several at a time; docs/actors.md",
