@@ -43,7 +43,7 @@ class Workspace:
     def __init__(self, dirs: Folders | None = None, env: object = None) -> None:
         """dirs: each under its own name, or under the one that a mapping gives, ``""`` for the top.
 
-        env: accepted, since Monarch has it: environments are not copied, `%mesh pip` installs on hosts.
+        env: accepted, since Monarch has it: environments are not copied.
         Raises: UsageError.
         """
         if isinstance(dirs, str | os.PathLike):
