@@ -31,7 +31,8 @@ from meshbook.tensors.handles import placing
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.placing import Placing
 from meshbook.tensors.messages.issued_lines import CodeLine, line_of_caller
-from meshbook.tensors.sending.op_stream import Handle, OpStream
+from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_stream import OpStream
 
 T = TypeVar("T")
 

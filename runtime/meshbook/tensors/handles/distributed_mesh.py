@@ -21,7 +21,7 @@ from meshbook.tensors.handles.rank_parts import join
 from meshbook.tensors.handles.resharding import move
 from meshbook.tensors.messages.operations import Adopted, LocalPart
 from meshbook.tensors.messages.spec import ShardingSpec, to_placements
-from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.sending.recovery import restore
 
@@ -70,7 +70,7 @@ class Mesh:
 
     def _open(self) -> None:
         about = self.stream.name, dict(self.axes), self.procs.ranks, self.held_by, self.stream.decided
-        self.procs.execute(rank_tensors.open_mesh, *about).get()
+        self.procs.execute(known_meshes.open_mesh, *about).get()
 
     def _go_on(self) -> None:
         """After a repair of the processes. Tensors of a mesh that has grown or shrunk since can only be taken away."""
@@ -128,7 +128,7 @@ class Mesh:
         self.stream.settle()  # a rank that has halted would refuse it
         stream = self.stream
         call = self.procs.execute(
-            rank_tensors.ask, stream.name, stream.decided, "call", numbers, function, args, kwargs
+            known_meshes.ask, stream.name, stream.decided, "call", numbers, function, args, kwargs
         )
         values = call.get()
         value = next(iter(values.values()))
@@ -144,9 +144,9 @@ class Mesh:
         """
         number = self.stream.new_number()
         about = self.stream.name, self.stream.decided
-        told = self.procs.execute(rank_tensors.ask, *about, "look", name).get().values()
+        told = self.procs.execute(known_meshes.ask, *about, "look", name).get().values()
         part = self.join(name, dict(zip(self.procs.ranks, told, strict=True)), placements)
-        found = self.procs.execute(rank_tensors.ask, *about, "adopt_name", number, name, part).get()
+        found = self.procs.execute(known_meshes.ask, *about, "adopt_name", number, name, part).get()
         return adopt(next(iter(found.values())), self)
 
     def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:

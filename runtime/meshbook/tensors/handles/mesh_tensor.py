@@ -9,7 +9,7 @@ whose shapes depend on values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.utils.dlpack
@@ -29,17 +29,17 @@ from meshbook.tensors.handles.metadata import (
     learn,
     read_arguments,
 )
+from meshbook.tensors.handles.tensor_values import TensorOnRanks, refuse_memory
 from meshbook.tensors.messages.operations import (
     ONE_HOT,
     Adopted,
     Factory,
     NewOutput,
-    TensorReference,
     written_arguments,
 )
 from meshbook.tensors.messages.spec import ShardingSpec, contiguous_strides
-from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription, resolve
-from meshbook.tensors.sending.op_stream import Handle, OpStream
+from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_stream import OpStream
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -64,15 +64,10 @@ ANSWERED: Mapping[Any, Callable[..., bool]] = {
 _CPU = torch.device("cpu")
 _DATA = vars(torch._C.TensorBase)["data"]
 
-LISTED_ELEMENTS = 10_000_000
-"""More than that is not brought here as a list or an array."""
 
-
-class MeshTensor(torch.Tensor):
+class MeshTensor(TensorOnRanks):
     """A tensor on a mesh; made by `distribute`, the factories, and operations on others."""
 
-    mesh: Mesh
-    _handle: Handle
     _viewed = False
     """Whether there was a view of it."""
 
@@ -93,36 +88,6 @@ class MeshTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return dispatch(func, args, kwargs or {})
-
-    # ---- values ---------------------------------------------------------------------------------------------------
-
-    def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, here. Raises: the error of what it was made of."""
-        found = self.mesh.stream.fetch("whole", self._handle.number)
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    def tolist(self) -> Any:
-        """The values, as nested lists. Raises: UsageError if they are very many."""
-        return self._few().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The values, as an array. Raises: UsageError if they are very many; RuntimeError if it needs a gradient."""
-        if self.requires_grad and not force:
-            raise RuntimeError("a tensor that requires a gradient has no array: use tensor.detach().numpy()")
-        return self._few().numpy()
-
-    def __array__(self, dtype: Any = None) -> Any:
-        found = self.detach().numpy()
-        return found if dtype is None else found.astype(dtype)
-
-    def _few(self) -> torch.Tensor:
-        if self.numel() > LISTED_ELEMENTS:
-            raise UsageError(
-                f"{self.numel():,} elements ({format_bytes(self.numel() * self.element_size())}) are too many for "
-                "that: take a part of the tensor first, or tensor.full_tensor() if this process has room for it"
-            )
-        return self.full_tensor()
 
     # ---- layout ---------------------------------------------------------------------------------------------------
 
@@ -184,25 +149,11 @@ class MeshTensor(torch.Tensor):
         _DATA.__set__(self, value)  # shape, strides and dtype
         self._handle = value._handle
 
-    # ---- how it is shown ------------------------------------------------------------------------------------------
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        found = self.mesh.stream.fetch("describe", self._handle.number)
-        assert isinstance(found, TensorDescription)
-        about = f"shape={tuple(self.shape)}, dtype={self.dtype}, placements=({found.placements}), mesh={self.mesh}"
-        if self.numel() <= SHOWN_ELEMENTS:
-            return f"MeshTensor({found.values(len('MeshTensor('))}, {about})"
-        statistics = f", {found.statistics}" if found.statistics else ""
-        return f"MeshTensor({about}{statistics}; its corner:\n{found.values(0)})"
-
     def _repr_html_(self) -> str:
         """How a notebook shows it; of one whose mesh has ended, the error."""
         from meshbook.tensors.handles.pictures import to_html  # it reads tensors
 
         return to_html(self)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         made = self.detach().clone()
@@ -216,36 +167,13 @@ class MeshTensor(torch.Tensor):
     def __copy__(self) -> torch.Tensor:
         return self.detach().requires_grad_(self.requires_grad)
 
-    def _reduce_to_ranks(self) -> object:
-        """How it travels in a call: on the ranks it is their DTensor."""
-        stream = self.mesh.stream
-        stream.settle()  # else a rank that has halted would have it as it was before what it has laid aside
-        stream.check([self._handle.number])
-        return resolve, (TensorReference(stream.name, str(self.mesh), self._handle.number),)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UsageError("a mesh tensor cannot be pickled, its values are on the ranks: pickle tensor.full_tensor()")
-
-
-def _refuse_memory(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: MeshTensor, *args: object, **kwargs: object) -> NoReturn:
-        raise UsageError(f"{name} is about memory of this process, where a mesh tensor has none: use full_tensor()")
-
-    return refuse
-
-
-for _name in (
-    "__dlpack__", "apply_", "map_", "map2_", "pin_memory", "share_memory_", "storage", "untyped_storage",
-):  # fmt: skip
-    setattr(MeshTensor, _name, _refuse_memory(_name))
-
 
 _to_dlpack: Callable[[torch.Tensor], Any] = vars(torch.utils.dlpack)["to_dlpack"]
 
 
 def _to_capsule(tensor: torch.Tensor) -> Any:
     """torch's own function asks no subclass: of a mesh tensor it would make a capsule around no memory."""
-    return _refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else _to_dlpack(tensor)
+    return refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else _to_dlpack(tensor)
 
 
 patch(torch, "to_dlpack", _to_capsule)

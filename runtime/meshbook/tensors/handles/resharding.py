@@ -14,9 +14,9 @@ from meshbook.tensors.handles.metadata import new_template
 from meshbook.tensors.messages.operations import REDISTRIBUTE, NewOutput, Template, TensorId, TensorPlace
 from meshbook.tensors.messages.spec import contiguous_strides
 from meshbook.tensors.ranks.exchanges import Resharding, take_part
-from meshbook.tensors.ranks.rank_tensors import position_in
+from meshbook.tensors.ranks.known_meshes import position_in
 from meshbook.tensors.ranks.tensor_pieces import MeshEnd
-from meshbook.tensors.sending.op_stream import Handle
+from meshbook.tensors.sending.numbered_tensors import Handle
 
 if TYPE_CHECKING:
     from meshbook.tensors.handles.distributed_mesh import Mesh

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from meshbook.tensors.messages.operations import Box, LocalPart, NewOutput, TensorId
 from meshbook.tensors.messages.spec import contiguous_strides
-from meshbook.tensors.ranks import rank_batches, rank_tensors
+from meshbook.tensors.ranks import known_meshes, named_operations
 from meshbook.tensors.ranks.tensor_pieces import MeshEnd, TensorPiece, pieces, within
 
 
@@ -41,7 +41,7 @@ UNENDED = (
 
 def take_part(moved: Resharding) -> dict[TensorId, str]:
     """Send what others need of this rank's part, and put the new one together. Returns: the result, if it failed."""
-    me, meshes = dist.get_rank(), rank_tensors.meshes
+    me, meshes = dist.get_rank(), known_meshes.meshes
     here = meshes[moved.source.name] if me in moved.source.ranks else None
     there = meshes[moved.target.name] if me in moved.target.ranks else None
     why = "what it is to be made of has failed"
@@ -55,7 +55,7 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
             else:
                 tensor = tensor.redistribute(placements=placements)
                 local, codes = tensor.to_local(), _encode(placements)
-        except rank_batches.NotMade as refused:
+        except named_operations.NotMade as refused:
             why = str(refused)
     layout = moved.layout
     if isinstance(layout, tuple):

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
 from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, TensorId, Use
-from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.ranks.exchanges import send_pieces
+from meshbook.tensors.ranks.named_operations import NotMade
 from meshbook.tensors.ranks.operator_rules import CompiledTemplate
-from meshbook.tensors.ranks.rank_batches import NotMade
 from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
 from meshbook.tensors.ranks.rank_tensors import RankTensors, TensorDescription
 from meshbook.tensors.ranks.tensor_pieces import TensorPiece
@@ -211,6 +211,6 @@ def own_number(numbers: Mapping[int, int]) -> torch.Tensor:
 
 
 def _local(name: str) -> LocalTensors:
-    found = rank_tensors.meshes.get(name)
+    found = known_meshes.meshes.get(name)
     assert isinstance(found, LocalTensors)
     return found

@@ -9,14 +9,12 @@ laid aside. Once all have halted, or have nothing left to do, the controller say
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from meshbook.tensors.messages.anomalies import Search
 from meshbook.tensors.messages.issued_lines import CodeLine, each_line, frame_at, name_code_line
@@ -26,44 +24,26 @@ from meshbook.tensors.messages.operations import (
     OperationBatch,
     OperationFailed,
     Replay,
-    Template,
     TensorId,
     Undone,
     Use,
     Write,
 )
 from meshbook.tensors.ranks.left_operations import KnownStep, Left
-from meshbook.tensors.ranks.operator_rules import CompiledTemplate
-from meshbook.tensors.ranks.partial_sums import end_shared_sums, lay_all_out
-from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
+from meshbook.tensors.ranks.named_operations import GONE, Failed, NamedOperations, NotMade
+from meshbook.tensors.ranks.rank_operations import RankTensor
 from meshbook.tensors.ranks.step_plans import StepRun
-
-
-class Failed(NamedTuple):
-    """Stands for the result of an operation that failed."""
-
-    why: str
-
-
-class NotMade(Exception):
-    """An operation fails on all ranks alike, before any has begun with it."""
 
 
 class Missed(Exception):
     """A rank has not been sent all operations before these: an interrupt came before it began with some."""
 
 
-_GONE = "a tensor that it needs is not on this rank"
-
-
-class RankBatches:
-    """The mesh tensors of one process, for one device mesh, and what is done with them."""
+class RankBatches(NamedOperations):
+    """The mesh tensors of one process, and what the controller has done with them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self._operations = mesh, Operations(mesh)
-        self._tensors: dict[TensorId, RankTensor | Failed] = {}
-        self._templates: dict[int, Template] = {}
-        self._compiled: dict[int, CompiledTemplate] = {}
+        super().__init__(mesh)
         self._steps: dict[TensorId, KnownStep] = {}
         self._turn = self._waits = self._waited = 0
         self._next = 0
@@ -267,13 +247,13 @@ class RankBatches:
     def _name_inputs(self, replay: Replay) -> None:
         self._turn, self._waits = replay.turn, 0
         for name, number in zip(self._steps[replay.number].recording.inputs, replay.inputs, strict=True):
-            self._tensors[name] = self._tensors.get(number) or Failed(_GONE)
+            self._tensors[name] = self._tensors.get(number) or Failed(GONE)
 
     def _name_results(self, replay: Replay, failed: Mapping[TensorId, str]) -> dict[TensorId, str]:
         """A step is over; returns what failed of what is there afterwards."""
         named = dict(zip(self._steps[replay.number].recording.results, replay.results, strict=True))
         for name, number in named.items():
-            self._tensors[number] = self._tensors.get(name) or Failed(_GONE)
+            self._tensors[number] = self._tensors.get(name) or Failed(GONE)
         for name in [name for name in self._tensors if name < 0]:
             del self._tensors[name]
         return {named.get(number, number): why for number, why in failed.items() if number >= 0 or number in named}
@@ -302,70 +282,3 @@ class RankBatches:
     def stepped(self) -> int:
         """The turn in which all ranks last began to step with an optimizer."""
         return self._waited
-
-    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
-        """Lay the first tensor of each pair out as the second; what has failed is left as it is.
-
-        What views share, or may share, memory with stays where it is: it is no sum any more, and that is all.
-        Returns: axes along which all ranks have waited for each other by that.
-        """
-        found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
-        both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
-        wanted = [(held, self._operations.read(held), like.tensor.placements) for held, like in both]
-        families: Counter[int] = Counter()
-        if any(tensor.placements != placements for _, tensor, placements in wanted):
-            families.update(id(each.family) for each in self._tensors.values() if isinstance(each, RankTensor))
-        end_shared_sums([held for held, _, _ in wanted if families[id(held.family)] > 1])
-        return lay_all_out(
-            [(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1]
-        )
-
-    def give_up(self, number: TensorId, why: str) -> None:
-        """A tensor could not be made, here as on the other ranks."""
-        self._tensors[number] = Failed(why)
-
-    # ---- one operation ------------------------------------------------------------------------------------------
-
-    def _name(self, use: Use) -> str:
-        known = self._templates.get(use.template)
-        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
-
-    def _compile(self, number: int) -> CompiledTemplate:
-        if number not in self._templates:
-            raise RuntimeError("this rank was interrupted before it was told what it is")
-        try:
-            made = self._compiled[number] = CompiledTemplate(self._templates[number])
-        except AttributeError as error:
-            raise NotMade(f"the ranks do not know it: {error}") from error
-        return made
-
-    def _run(self, template: CompiledTemplate, use: Use) -> None:
-        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
-        if len(results) < len(use.results):
-            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
-        self._tensors.update(zip(use.results, results, strict=False))
-
-    def _run_searched(self, use: Use, search: Search, index: int) -> None:
-        """As `_run`. What memory happens to hold, in a tensor that is empty, is nobody's mistake."""
-        template = self._compiled.get(use.template) or self._compile(use.template)
-        search.note_operands(index, [self._of(number) for number in use.tensors])
-        self._run(template, use)
-        written = use.tensors if template.written else ()
-        if "empty" not in template.name:
-            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
-
-    def _operand(self, number: TensorId) -> RankTensor:
-        found = self._tensors.get(number)
-        if isinstance(found, Failed):
-            raise NotMade(found.why)
-        if found is None:
-            raise NotMade(self.why_halted or _GONE)
-        return found
-
-    def _of(self, number: TensorId) -> DTensor:
-        return self._operations.read(self._operand(number))
-
-    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
-        for number in use.results:
-            self.give_up(number, why)
-            failed[number] = why

@@ -22,16 +22,22 @@ from meshbook.tensors.ranks.operator_rules import (
     CompiledTemplate,
     by_heads,
     check_rows,
-    has_empty_part,
     has_no_way,
-    is_cut_along_batch,
-    is_mean_of_unequal,
     is_misread,
-    is_unequal,
     with_nan,
 )
 from meshbook.tensors.ranks.partial_sums import SharedSum, end_shared_sums, end_sums, share_sum
+from meshbook.tensors.ranks.parts_and_wholes import (
+    block_placements,
+    full,
+    listed,
+    parts_like,
+    shares_memory,
+    strides_as,
+    whole_of,
+)
 from meshbook.tensors.ranks.peer_reads import PeerReads
+from meshbook.tensors.ranks.uneven_parts import has_empty_part, is_cut_along_batch, is_mean_of_unequal, is_unequal
 
 aten = torch.ops.aten
 
@@ -145,7 +151,7 @@ class Operations:
         if not template.is_view or len(operands) != 1:
             return RankTensor(result)
         base = operands[0]
-        if base.made is None and _shares(result, base.tensor):
+        if base.made is None and shares_memory(result, base.tensor):
             view = RankTensor(result, base)
             view.family = base.family
             share_sum(view, base)
@@ -188,7 +194,7 @@ class Operations:
         if template.operator is ONE_HOT:
             return self._one_hot(*args)
         if template.is_fused:
-            return template.operator(*_parts(args, args[0]), **_parts(kwargs, args[0]))
+            return template.operator(*parts_like(args, args[0]), **parts_like(kwargs, args[0]))
         if template.apart is not None and not any(map(has_empty_part, tensors)):
             return template.apart(*args, **kwargs)
         if template.operator in ATTENTION and (laid := by_heads(template.operator, args, kwargs)) is not None:
@@ -232,7 +238,7 @@ class Operations:
         made: list[DTensor] = []
         for local in template.operator(*tree_map_only(DTensor, DTensor.to_local, list(args)), **kwargs):
             shape = torch.Size((*like.shape[:2], *local.shape[2:]))
-            told: dict[str, Any] = {"run_check": False, "shape": shape, "stride": _strides_as(local, shape)}
+            told: dict[str, Any] = {"run_check": False, "shape": shape, "stride": strides_as(local, shape)}
             made.append(DTensor.from_local(local, self._mesh, like.placements, **told))
         return made
 
@@ -250,8 +256,8 @@ class Operations:
     def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Do an operation on whole tensors, on every rank, and keep this rank's part of what it wrote to."""
         written = [argument.of(args, kwargs) for argument in template.written]
-        wholes = [_whole(value, own=any(value is each for each in written)) for value in args]
-        named = {name: _whole(value, own=any(value is each for each in written)) for name, value in kwargs.items()}
+        wholes = [whole_of(value, own=any(value is each for each in written)) for value in args]
+        named = {name: whole_of(value, own=any(value is each for each in written)) for name, value in kwargs.items()}
         made = self._draw_and_do(template, use, wholes, named)
         targets: dict[int, DTensor] = {}
         for argument in template.written:
@@ -286,63 +292,3 @@ class Operations:
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
             part._local_tensor = local.clone()
         return part
-
-
-def block_placements(tensor: DTensor) -> list[Placement]:
-    """How one can be laid out that lies in blocks, else as this one."""
-    return [each if type(each) is Shard else Replicate() for each in tensor.placements]
-
-
-_UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-
-
-def full(tensor: Any) -> torch.Tensor:
-    """The whole tensor; a collective."""
-    if tensor.dtype in _UNKNOWN_TO_GLOO:
-        tensor, dtype = tensor.to(torch.int64), tensor.dtype
-        return cast("torch.Tensor", tensor.full_tensor().to(dtype))
-    return cast("torch.Tensor", tensor.full_tensor())
-
-
-def _shares(view: DTensor, base: DTensor) -> bool:
-    """Whether they lie in the same memory. A rank whose part is empty has none; what it would write is nothing, too."""
-    mine, its = view.to_local(), base.to_local()
-    return not mine.numel() or mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
-
-
-def _whole(value: Any, *, own: bool = False) -> Any:
-    """own: in memory of its own, in order."""
-    if isinstance(value, DTensor):
-        return full(value).clone(memory_format=torch.contiguous_format) if own else full(value)
-    if isinstance(value, (list, tuple)):
-        return [_whole(each, own=own) for each in value]
-    return value
-
-
-def _parts(arguments: Any, like: Sequence[DTensor]) -> Any:
-    """The arguments of an optimizer's fused step as this rank's parts, laid out as the parameters, ``like``."""
-    if isinstance(arguments, dict):
-        return {name: _parts([value], like)[0] for name, value in arguments.items()}
-    found: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, list) and len(argument) == len(like) and isinstance(argument[0], DTensor):
-            laid = [
-                each if each.placements == to.placements else each.redistribute(placements=to.placements)
-                for each, to in zip(argument, like, strict=True)
-            ]
-            found.append([each.to_local() for each in laid])
-        else:
-            found.append(_whole(argument))
-    return found
-
-
-def _strides_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a whole tensor whose parts lie in memory as one of them does."""
-    strides, stride = [1] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: local.stride(dim)):
-        strides[dim], stride = stride, stride * max(shape[dim], 1)
-    return tuple(strides)
-
-
-def listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -14,8 +14,6 @@ import contextlib
 import functools
 import math
 import sys
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +27,7 @@ from meshbook.tensors.messages import anomalies
 from meshbook.tensors.messages.issued_lines import NamedLine
 from meshbook.tensors.messages.operations import HaltedAt, TensorId, Write
 from meshbook.tensors.sending.failed_windows import Window
+from meshbook.tensors.sending.numbered_tensors import NumberedTensors
 from meshbook.tensors.sending.op_failures import FailedOperations, Families, Issued, TensorError
 from meshbook.tensors.sending.replays import RepeatedStep, Replays, Turn, as_named
 
@@ -64,17 +63,12 @@ class Underway(NamedTuple):
         return self.operations
 
 
-class SentOperations(abc.ABC):
+class SentOperations(NumberedTensors):
     """Of one mesh. They are waited for by one thread at a time."""
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
+        super().__init__()
         self.procs, self.name = procs, name
-        self._lock = threading.RLock()
-        """Held to note or send an operation: calls of other threads send what was issued, too."""
-        self.held: dict[TensorId, weakref.ref[Any]] = {}
-        """What notes that a handle is gone; by its number."""
-        self.roots: dict[TensorId, TensorId] = {}
-        """Of views the tensor that they are, or were, a view of, and that is none itself."""
         self._told: set[int] = set()
         """Templates that the ranks know."""
         self._first = 0

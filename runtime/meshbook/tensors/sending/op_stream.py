@@ -9,9 +9,7 @@ with the next batch.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -24,9 +22,10 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors.messages import anomalies
 from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, as_named_line, for_ranks, line_of_caller
-from meshbook.tensors.messages.operations import NewOutput, OperationBatch, Template, TensorId
-from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.messages.operations import OperationBatch, Template, TensorId
+from meshbook.tensors.ranks import known_meshes
 from meshbook.tensors.sending.failed_windows import Window
+from meshbook.tensors.sending.numbered_tensors import Handle
 from meshbook.tensors.sending.op_failures import OVERWRITING, Families, Issued, TensorError
 from meshbook.tensors.sending.op_settling import SentOperations, Underway
 from meshbook.tensors.sending.replays import RepeatedStep, Turn
@@ -35,25 +34,6 @@ BATCH_USES = 256
 BATCHES_AHEAD = 16
 """The controller is at most so far ahead of the ranks."""
 NOT_SENT = "ranks were started again before it was sent, so nobody has done it: do it again"
-
-
-class Handle:
-    """What keeps a tensor on the ranks."""
-
-    __slots__ = ("__weakref__", "number", "output", "stream")
-
-    def __init__(self, number: TensorId, stream: OpStream, output: NewOutput) -> None:
-        """output: what it is, which is a part of the signature of operations that read it."""
-        self.number, self.stream, self.output = number, stream, output
-        # not by __del__: an interrupt that comes within Python's code there is lost
-        stream.held[number] = held = _HandleRef(self, stream.note_freed)
-        held.number = number
-
-
-class _HandleRef(weakref.ref[Handle]):
-    __slots__ = ("number",)
-
-    number: TensorId
 
 
 def _why_not_made(tensor: Handle) -> MeshError | None:
@@ -88,11 +68,8 @@ class OpStream(SentOperations):
     def __init__(self, procs: ProcMesh, name: str) -> None:
         super().__init__(procs, name)
         self._sending = False
-        self._freed: list[_HandleRef] = []
         self._unfreed: Sequence[TensorId] = ()
         """What ranks could not be told of that is freed."""
-        self.note_freed = self._freed.append
-        self._numbers = itertools.count(1)
         self._templates: list[Template] = []
         """Of what is not sent yet, those that the ranks do not know."""
         self._issued: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
@@ -101,37 +78,6 @@ class OpStream(SentOperations):
         """Whether some were started again, and have not been told of the tensors."""
         procs.call_before_calls(self._before_call)
         anomalies.streams.add(self)
-
-    def new_number(self) -> TensorId:
-        return next(self._numbers)
-
-    def new_numbers(self, count: int) -> range:
-        """So many at once."""
-        with self._lock:
-            first = next(self._numbers)
-            self._numbers = itertools.count(first + count)
-            return range(first, first + count)
-
-    def new_number_aside(self) -> TensorId:
-        """One for a thread that issues no operations."""
-        with self._lock:
-            return next(self._numbers)
-
-    def note_views(self, views: Sequence[TensorId], base: TensorId) -> None:
-        """What is in the memory of another tensor."""
-        root = self.roots.get(base, base)
-        for number in views:
-            self.roots[number] = root
-
-    def find_views(self, numbers: Sequence[TensorId], others: Sequence[TensorId]) -> list[tuple[int, TensorId]]:
-        """Which of these, by their places, are views of a tensor that is still there, of ``others``, or of one."""
-        roots = [self.roots.get(number, 0) for number in numbers]
-        there = {root for root in roots if (held := self.held.get(root)) is not None and held() is not None}
-        return [
-            (at, root)
-            for at, root in enumerate(roots)
-            if root and (root in there or root in others or roots.count(root) > 1)
-        ]
 
     def issue(
         self,
@@ -248,7 +194,7 @@ class OpStream(SentOperations):
         with self._lock:
             self._sending = True
             try:
-                given = [procs.execute(rank_tensors.ask, self.name, 0, "take", parts) for procs, parts in sent]
+                given = [procs.execute(known_meshes.ask, self.name, 0, "take", parts) for procs, parts in sent]
             finally:
                 self._sending = False
             self._failures.forget(made)
@@ -301,7 +247,7 @@ class OpStream(SentOperations):
         """Call a method of `RankTensors` on all ranks. asked_by: the line of what has none of its own on ranks."""
         line, place = asked_by or as_named_line(line_of_caller())
         what = f"mesh tensors ({line})" if line else "mesh tensors"
-        return self.procs.execute_as(what, rank_tensors.ask_at, place, self.name, self.decided, method, *args)
+        return self.procs.execute_as(what, known_meshes.ask_at, place, self.name, self.decided, method, *args)
 
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """As `ask`, which is a call that would send what was issued before it."""
@@ -327,17 +273,12 @@ class OpStream(SentOperations):
         with self._lock:
             freed, self._unfreed, self._sending = self._unfreed, (), True
             try:
-                self.procs.base().execute(rank_tensors.free, self.name, freed)
+                self.procs.base().execute(known_meshes.free, self.name, freed)
             finally:
                 self._sending = False
 
     def _take_freed(self) -> list[TensorId]:
-        count = len(self._freed)
-        freed = [each.number for each in self._freed[:count]]
-        del self._freed[:count]
-        for number in freed:
-            self.held.pop(number, None)
-            self.roots.pop(number, None)
+        freed = self.forget_freed()
         self._failures.forget(freed)
         unfreed, self._unfreed = self._unfreed, ()
         return [*unfreed, *freed]

@@ -23,7 +23,9 @@ from typing_extensions import ParamSpec
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.issued_lines import as_named_line, name_code_line
 from meshbook.tensors.messages.operations import NewOutput, TensorId
-from meshbook.tensors.sending.op_stream import Handle, OpStream
+from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_stream import OpStream
+from meshbook.tensors.steps.recorded_run import Recorded
 from meshbook.tensors.steps.step_guards import (
     PLAIN,
     KnownModules,
@@ -34,7 +36,7 @@ from meshbook.tensors.steps.step_guards import (
     values_referred_to,
 )
 from meshbook.tensors.steps.step_numbers import StepNumbers
-from meshbook.tensors.steps.step_recorder import Recorded, StepRecorder
+from meshbook.tensors.steps.step_recorder import StepRecorder
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshbook.tensors.handles.mesh_tensor import new_seed
-from meshbook.tensors.steps.step_recorder import DoHere, Given, Here, ReadNumbers, Seed
+from meshbook.tensors.steps.recorded_run import DoHere, Given, Here, ReadNumbers, Seed
 
 aten = torch.ops.aten
 

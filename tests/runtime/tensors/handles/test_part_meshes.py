@@ -15,7 +15,7 @@ import meshbook
 from meshbook import ProcMesh, errors, this_host
 from meshbook.distributed import Mesh
 from meshbook.exceptions import DeviceMeshError, TensorLost
-from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.ranks import known_meshes
 
 PARTS = ({"tp": 1}, {"dp": 0}, {"dp": slice(None), "tp": slice(0, 1)}, {"dp": slice(None, None, -1)})
 
@@ -105,7 +105,7 @@ def test_a_mesh_that_has_grown_or_shrunk_can_be_called_when_tensors_of_before_ar
         assert (tensors[0] + tensors[1]).sum().item() == 8
 
         def held() -> list[int]:
-            return [len(each._tensors) for each in rank_tensors.meshes.values()]
+            return [len(each._tensors) for each in known_meshes.meshes.values()]
 
         for change in (lambda: procs.base().shrink(dp=1), lambda: procs.base().grow(dp=1)):
             now = change()

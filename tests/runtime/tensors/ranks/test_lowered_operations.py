@@ -12,7 +12,7 @@ from torch.nn import functional
 import meshbook
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
-from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.ranks import known_meshes
 
 REPEATS = 4
 """An operation is done without DTensor from its third time on."""
@@ -25,7 +25,7 @@ def grid(square: ProcMesh) -> Mesh:
 
 def known_ways() -> list[tuple[str, int]]:
     """On a rank: the operations that it does without DTensor, and how many calls each is."""
-    known = [way for held in rank_tensors.meshes.values() for way in held._operations._lowered._known.items()]
+    known = [way for held in known_meshes.meshes.values() for way in held._operations._lowered._known.items()]
     return [(way[0].name, len(lowered.calls)) for way, lowered in known if lowered is not None]  # type: ignore[index]
 
 

@@ -20,7 +20,7 @@ from benchmarks.tensor_program_lines import run_line, write_program
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh, inspect, remote
 from meshbook.exceptions import DeviceMeshError, TensorError
-from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.ranks import known_meshes
 
 OUT_OF_RANGE = r"aten\.embedding.*test_failures.py, line \d+\) failed: IndexError"
 
@@ -145,7 +145,7 @@ def test_ranks_remember_of_what_they_left_out_only_what_may_matter(grid: Mesh) -
         with pytest.raises(TensorError, match=OUT_OF_RANGE):
             x.sum().item()
         x.fill_(1.0)
-    remembered = grid.procs.execute(lambda name: len(rank_tensors.meshes[name].undone()), grid.stream.name).get()
+    remembered = grid.procs.execute(lambda name: len(known_meshes.meshes[name].undone()), grid.stream.name).get()
     assert max(remembered.values()) <= 2
 
 
@@ -285,7 +285,7 @@ def test_nothing_is_sent_to_ranks_that_are_being_given_their_tensors(grid: Mesh)
 
     def sent() -> set[int]:
         return set(
-            grid.procs.execute(lambda name: rank_tensors.meshes[name].progress([]).number, stream.name).get().values()
+            grid.procs.execute(lambda name: known_meshes.meshes[name].progress([]).number, stream.name).get().values()
         )
 
     before = sent()

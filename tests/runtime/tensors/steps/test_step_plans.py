@@ -13,7 +13,7 @@ import meshbook
 from meshbook import ProcMesh, this_host
 from meshbook.distributed import Mesh
 from meshbook.exceptions import TensorError
-from meshbook.tensors.ranks import left_operations, rank_tensors
+from meshbook.tensors.ranks import known_meshes, left_operations
 
 SETTLED = left_operations.TRACED_FROM + 3
 """After so many calls, two of which are noted, there is a plan."""
@@ -32,7 +32,7 @@ def mesh(pair: ProcMesh) -> Mesh:
 
 def plans_on_a_rank(mesh: str) -> list[tuple[int, int] | None]:
     """Of each recorded step how many operations it has, and how many of them are done with names."""
-    steps = rank_tensors.meshes[mesh]._steps.values()
+    steps = known_meshes.meshes[mesh]._steps.values()
     plans = [step._plan for step in steps]
     return [plan and (len(plan.uses), sum(use.named is not None for use in plan.uses)) for plan in plans]
 
