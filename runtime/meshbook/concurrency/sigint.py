@@ -70,22 +70,25 @@ class SigintScope:
             signals.signal(_SIGINT, self.before)
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
+class held_back(SigintScope):  # by its use a word in small letters, as `contextlib.suppress` is
     """A press inside of the block is raised after it: what the block makes has an owner by then.
 
     Not on ranks: there SIGINT is a message, which whoever takes it must act on (`meshbook.worker.interrupt_gate`).
     """
-    pressed: list[int] = []
-    scope = SigintScope(lambda signum, frame: pressed.append(signum))
-    opened = _signals() is _plain_signals and scope.open()
-    try:
-        yield
-    finally:
-        if opened:
-            scope.close()
-        if pressed and scope.before is not None:
-            scope.before(signal.SIGINT, None)
+
+    def __init__(self) -> None:
+        pressed: list[int] = []
+        super().__init__(lambda signum, frame: pressed.append(signum))
+        self._pressed, self._is_open = pressed, False
+
+    def __enter__(self) -> None:
+        self._is_open = signal.signal.__module__ == "signal" and self.open()
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_open:
+            self.close()
+            if self._pressed and self.before is not None:
+                self.before(signal.SIGINT, None)
 
 
 class InterruptCounter:

@@ -21,14 +21,14 @@ from meshbook.values.pickling import dumps
 T = TypeVar("T")
 Self = TypeVar("Self", bound="ProcView")
 
-_Methods: TypeAlias = "list[weakref.WeakMethod[Callable[[], object]]]"
+Methods: TypeAlias = "list[weakref.WeakMethod[Callable[[], object]]]"
 
 
-def _living(methods: _Methods) -> _Methods:
+def _living(methods: Methods) -> Methods:
     return [method for method in methods if method() is not None]
 
 
-def call_living(methods: _Methods) -> None:
+def call_living(methods: Methods) -> None:
     for each in methods:
         if (method := each()) is not None:
             method()

@@ -77,9 +77,39 @@ def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) 
             raise
         except Exception as error:
             raise _explain(obj, what, roots or {}, error) from error
-    if len(pickled.head) > HEAD_MAX_BYTES:
-        return Pickled(b"", [memoryview(pickled.head), *pickled.buffers])
-    return pickled
+    return pickled if len(pickled.head) <= HEAD_MAX_BYTES else _without_head(pickled)
+
+
+def _without_head(pickled: Pickled) -> Pickled:
+    """A large head is the first of the buffers."""
+    return Pickled(b"", [memoryview(pickled.head), *pickled.buffers])
+
+
+class PreparedArguments:
+    """Positional arguments of a call that is made many times: all but the last are the same, and pickled once."""
+
+    def __init__(self, *same: object) -> None:
+        """same: plain values, and functions that the other process can import."""
+        self._same = b"\x80\x05(" + b"".join(map(_opcodes_without_memo, same))
+
+    def dumps(self, last: object) -> Pickled:
+        """``((*same, last), {})`` as `dumps` pickles it. last: plain values."""
+        head = self._same + pickle.dumps(last, _UNFRAMED)[2:-1] + b"t}\x86."  # the tuple, no names, both, the end
+        pickled = Pickled(head, [])
+        return pickled if len(head) <= HEAD_MAX_BYTES else _without_head(pickled)
+
+
+_UNFRAMED = 3
+"""The last protocol whose pickles are opcodes alone, between two bytes that name it and one that ends them."""
+
+
+def _opcodes_without_memo(value: object) -> bytes:
+    """What puts a value on the stack: others may follow, which count what they remember from zero."""
+    sink = io.BytesIO()
+    pickler = pickle.Pickler(sink, _UNFRAMED)
+    pickler.fast = True
+    pickler.dump(value)
+    return sink.getvalue()[2:-1]
 
 
 def dumps_here(obj: object, *, what: str) -> Pickled:

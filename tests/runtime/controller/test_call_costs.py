@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import re
@@ -11,19 +10,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from patience import wait_until
+from python_calls import CALLS, Counter, only_on_3_11, usual, usual_step
 
 from meshbook import LocalLauncher, ProcMesh, start_hosts, this_host
 from meshbook.actor import Actor, endpoint
-
-CALLS, BATCHES = 100, 5
 
 CONTROLLER_MAX, BY_AGENT_MAX = 88, 92
 """On the main thread, which serves the sockets while it waits, past the agent and by it; measured: 73 and 77, and 2 for
@@ -47,45 +44,6 @@ other, less what is there already when it is asked for; measured: 1.6-2.6 in all
 with time: gloo's thread looks 100 times a second, the resting I/O thread 200 times, the agent hears of slow calls."""
 
 
-class Counter:
-    """Counts calls of Python functions on the thread that installs it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        self.count += event == "call"
-
-
-def usual(call: Callable[[], object]) -> int:
-    """How many calls of Python a ``call`` costs this thread, in the batch that was least disturbed."""
-    return min(_usual_of_batch(call) for _ in range(BATCHES))
-
-
-def _usual_of_batch(call: Callable[[], object]) -> int:
-    counter, before, counts = Counter(), sys.getprofile(), [0]
-    gc.disable()
-    sys.setprofile(counter)
-    try:
-        for _ in range(CALLS):
-            call()
-            counts.append(counter.count)
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return _usual_step(counts)
-
-
-def _usual_step(counts: Sequence[int]) -> int:
-    """By how much a count goes up each time: nearly all steps are the same, on an idle machine.
-
-    What else is counted comes from outside: what is due once a second, what other tests have collections of garbage
-    call, and, on a busy machine, that a call is waited for in several turns. A few calls cost less: another thread was
-    quicker. So it is the step that a fifth of them do not exceed.
-    """
-    return sorted(after - before for before, after in itertools.pairwise(counts))[len(counts) // 5]
-
-
 def _count_from_now() -> None:
     sys.setprofile(Counter())
 
@@ -94,9 +52,6 @@ def _counted() -> int:
     counter = sys.getprofile()
     assert isinstance(counter, Counter)
     return counter.count
-
-
-only_on_3_11 = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other Pythons inline other functions")
 
 
 class Idle(Actor):
@@ -143,9 +98,9 @@ def test_a_call_costs_its_controller_few_calls_of_python(mesh4: ProcMesh, tmp_pa
 def test_a_call_costs_its_rank_few_calls_of_python(mesh4: ProcMesh, tmp_path: Path) -> None:
     one = mesh4.slice(gpus=0)
     one.execute(_count_from_now).get(30)
-    assert _usual_step([one.execute(_counted).get(30).values()[0] for _ in range(CALLS)]) < RANK_MAX
+    assert usual_step([one.execute(_counted).get(30).values()[0] for _ in range(CALLS)]) < RANK_MAX
     with _by_agent(mesh4, tmp_path):
-        assert _usual_step([one.execute(_counted).get(30).values()[0] for _ in range(CALLS)]) < RANK_MAX
+        assert usual_step([one.execute(_counted).get(30).values()[0] for _ in range(CALLS)]) < RANK_MAX
     one.execute(sys.setprofile, None).get(30)
 
 
@@ -228,7 +183,7 @@ def test_a_call_of_an_actor_costs_few_calls_of_python(tmp_path: Path, monkeypatc
 
         on_agent = _agents_count(mesh, tmp_path, call)
         on_controller = usual(call)
-        on_rank = _usual_step([actor.count.call_one().get(30) for _ in range(CALLS)])
+        on_rank = usual_step([actor.count.call_one().get(30) for _ in range(CALLS)])
     assert on_controller < ACTOR_CONTROLLER_MAX
     assert on_agent < PAST_AGENT_MAX
     assert on_rank < ACTOR_RANK_MAX

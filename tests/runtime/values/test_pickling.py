@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from meshbook.errors import LoadError, SerializationError
-from meshbook.values.pickling import Pickled, dumps, dumps_bounded, loads
+from meshbook.values.pickling import HEAD_MAX_BYTES, Pickled, PreparedArguments, dumps, dumps_bounded, loads
 from meshbook.values.tensors import MIN_BYTES
 
 LARGE = MIN_BYTES
@@ -622,3 +622,18 @@ def test_a_heavy_head_travels_with_the_buffers() -> None:
     back = loads(head, [np.frombuffer(buffer, np.uint8) for buffer in buffers])
     assert back["numbers"] == value["numbers"]
     assert (back["array"] == value["array"]).all()
+
+
+def test_prepared_arguments_are_those_that_are_pickled_at_once() -> None:
+    text = "a cell"
+    same = (json.dumps, (text, 3), text, None)
+    prepared = PreparedArguments(*same)
+    for last in ((1, [2, 3], {4: [0.5]}, text, text), 7, ("", b"", None, (text, (text,))), list(range(300))):
+        for _ in range(2):
+            pickled = prepared.dumps(last)
+            assert not pickled.buffers
+            assert loads(pickled.head) == ((*same, last), {})
+    large = list(range(HEAD_MAX_BYTES))
+    pickled = prepared.dumps(large)
+    assert not pickled.head
+    assert loads(pickled.head, pickled.buffers) == ((*same, large), {})

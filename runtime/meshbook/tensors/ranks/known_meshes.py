@@ -51,6 +51,12 @@ def ask_at(place: CodeLine, name: str, decided: int, method: str, *args: Any) ->
     return frame_at(place, f"tensor.{method}")(ask, name, decided, method, *args)
 
 
+def replay_at(place: CodeLine, name: str, asked: tuple[int, tuple[Any, ...]]) -> Any:
+    """`ask_at` for a recorded step. asked: as in `ask`, what is decided; and the fields of a `Replay`."""
+    decided, fields = asked
+    return ask_at(place, name, decided, "replay", fields)
+
+
 def ask(name: str, decided: int, method: str, *args: Any) -> Any:
     """Call a method of a mesh's `RankTensors`. decided: what operations below this number cost has been told."""
     if (found := meshes.get(name)) is None:

@@ -16,7 +16,9 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.sigint import held_back
@@ -35,7 +37,7 @@ HANG_NOTE_S = 10.0
 """A wait that takes longer says who holds the ranks up."""
 
 
-class Underway(NamedTuple):
+class Underway(msgspec.Struct, frozen=True, eq=False):
     """A batch, or a recorded step, that the ranks have been sent."""
 
     future: Future[ValueMesh[Any]]
@@ -109,11 +111,11 @@ class SentOperations(NumberedTensors):
 
         Raises: the error of a tensor that it needs, or of the last step if nobody was told.
         """
-        if in_turn:
+        if in_turn and (self._underway or self._halted):
             self.settle_all()
         if self._failures.exist:
             self.check([*inputs, *step.captured])
-        if (error := self._replays.take_untold()) is not None:
+        if self._replays.untold is not None and (error := self._replays.take_untold()) is not None:
             raise error
 
     def give_up(self, made: Sequence[TensorId], error: MeshError) -> None:
@@ -150,7 +152,10 @@ class SentOperations(NumberedTensors):
         with self._lock:
             if self._halted:
                 return self._halted[0][0].first
-            return next((each.first for each in self._underway if each.first is not None), self._first)
+            for each in self._underway:
+                if each.first is not None:
+                    return each.first
+            return self._first
 
     def settle_all(self) -> None:
         while self._underway or self._halted:
@@ -204,18 +209,24 @@ class SentOperations(NumberedTensors):
     def _note_answers(self, done: Underway, answers: ValueMesh[Any]) -> None:
         if not done.issued:
             return  # a value was asked for
-        failed = {number: why for each in answers.values() for number, why in (each or {}).items()}
-        for turn in done.turns:
-            self._failures.forget(turn.step.left)
+        failed: dict[TensorId, str] = {}
+        for each in answers.values():
+            if each:
+                failed.update(each)
+        if self._failures.exist:
+            for turn in done.turns:
+                self._failures.forget(turn.step.left)
+        if not failed:
+            return
         anomaly = failed.pop(anomalies.FOUND, "")
         if anomaly and self.anomaly is None and anomalies.hunted and (window := done.window) is not None:
             number, within, why = anomaly.split(" ", 2)
             self.anomaly = window.at(int(number), int(within)).failed(why)
         known = done.cause() if failed and done.cause is not None else None
-        for each in map(Issued._make, done.issued if failed else ()):
-            results = as_named(each.results, done.turn)
+        for operation in map(Issued._make, done.issued if failed else ()):
+            results = as_named(operation.results, done.turn)
             if why := next((failed[number] for number in results if number in failed), ""):
-                self._failures.lost.update(dict.fromkeys(results, known or each.failed(why)))
+                self._failures.lost.update(dict.fromkeys(results, known or operation.failed(why)))
 
     def _go_on(self) -> None:
         """Have the ranks go on behind an operation that failed, or give up all that is left where they cannot.
@@ -271,8 +282,10 @@ class SentOperations(NumberedTensors):
 
     def _await(self, future: Future[ValueMesh[Any]]) -> ValueMesh[Any]:
         """What the ranks answer; where some hold others up meanwhile, who does is said once."""
-        with contextlib.suppress(CallTimeout):
+        try:
             return future.get(HANG_NOTE_S)
+        except CallTimeout:
+            pass
         with contextlib.suppress(MeshError):
             if (verdict := self.procs.stacks().verdict) is not None:
                 print(f"mesh tensors wait for this: {verdict.text}", file=sys.stderr)

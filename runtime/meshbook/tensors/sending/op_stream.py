@@ -9,6 +9,7 @@ with the next batch.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -19,6 +20,7 @@ from meshbook.concurrency.future import Future
 from meshbook.concurrency.sigint import held_back
 from meshbook.errors import LayoutError, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.repeated_call import RepeatedCall
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors.messages import anomalies
 from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, as_named_line, for_ranks, line_of_caller
@@ -159,24 +161,47 @@ class OpStream(SentOperations):
         self._are_ranks_new = False
 
     def replay(
-        self,
-        step: RepeatedStep,
-        inputs: Sequence[TensorId],
-        numbers: dict[int, Sequence[float]],
-        results: Sequence[TensorId],
-    ) -> None:
-        """Have the ranks do a recorded step again, for which `check_step` has found nothing."""
-        names = dict(zip((*step.recording.inputs, *step.recording.results), (*inputs, *results), strict=True))
-        turn = Turn(step, self.new_number(), names)
+        self, step: RepeatedStep, inputs: Sequence[TensorId], numbers: dict[int, Sequence[float]]
+    ) -> Sequence[TensorId]:
+        """Have the ranks do a recorded step again, for which `check_step` has found nothing; returns its results."""
+        recording = step.recording
+        results = list(map(next, itertools.repeat(self._numbers, len(recording.results))))
+        turn = Turn(step, next(self._numbers), inputs, results)
         if self._issued:
             self.flush()
         with self._lock, held_back():
-            replay = self._replays.message(self._first, turn, inputs, numbers, results, self._take_freed())
-            sent = self.send("replay", tuple(replay), asked_by=step.asked_by)
+            freed = self._take_freed()
+            try:
+                sent = self._send_step(turn, numbers, freed)
+            except MeshError:
+                self._unfreed = freed
+                raise
             self._underway.append(Underway(sent, step.issued, turn, first=self._first))
             self._first += 1
         while len(self._underway) > BATCHES_AHEAD:
             self._settle()
+        return results
+
+    def _send_step(
+        self, turn: Turn, numbers: dict[int, Sequence[float]], freed: Sequence[TensorId]
+    ) -> Future[ValueMesh[Any]]:
+        """Only what differs each time is sent to ranks that know the step."""
+        step = turn.step
+        number, calls = step.recording.number, self._replays.calls
+        call = calls.get(number)
+        unknown = step.recording if call is None else None
+        fields = self._first, number, turn.turn, unknown, turn.inputs, numbers, turn.results, freed, anomalies.hunted
+        if call is None:
+            sent = self.send("replay", fields, asked_by=step.asked_by)
+            line, place = step.asked_by
+            same = known_meshes.replay_at, place, self.name
+            calls[number] = RepeatedCall(self.procs, _name_call(line), *same, caller=self)
+            return sent
+        self._sending = True
+        try:
+            return call.start((self.decided, fields))
+        finally:
+            self._sending = False
 
     def put(self, method: str, number: TensorId, *args: Any) -> None:
         """Have the ranks make a tensor, by a method of `RankTensors` that takes its number first."""
@@ -246,8 +271,9 @@ class OpStream(SentOperations):
     def ask(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """Call a method of `RankTensors` on all ranks. asked_by: the line of what has none of its own on ranks."""
         line, place = asked_by or as_named_line(line_of_caller())
-        what = f"mesh tensors ({line})" if line else "mesh tensors"
-        return self.procs.execute_as(what, known_meshes.ask_at, place, self.name, self.decided, method, *args)
+        return self.procs.execute_as(
+            _name_call(line), known_meshes.ask_at, place, self.name, self.decided, method, *args
+        )
 
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """As `ask`, which is a call that would send what was issued before it."""
@@ -279,6 +305,13 @@ class OpStream(SentOperations):
 
     def _take_freed(self) -> list[TensorId]:
         freed = self.forget_freed()
-        self._failures.forget(freed)
+        for number in freed:
+            self._replays.calls.pop(number, None)
+        if self._failures.exist:
+            self._failures.forget(freed)
         unfreed, self._unfreed = self._unfreed, ()
         return [*unfreed, *freed]
+
+
+def _name_call(line: str) -> str:
+    return f"mesh tensors ({line})" if line else "mesh tensors"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from meshbook.errors import MeshError
-from meshbook.tensors.messages import anomalies
+from meshbook.mesh.repeated_call import RepeatedCall
 from meshbook.tensors.messages.issued_lines import NamedLine
-from meshbook.tensors.messages.operations import Recording, Replay, TensorId, Write
+from meshbook.tensors.messages.operations import Recording, TensorId, Write
 from meshbook.tensors.sending.op_failures import FailedOperations, Families, Issued
 
 WAITS = "the wait before a step of an optimizer"
@@ -31,13 +33,23 @@ class RepeatedStep(Protocol):
         """The ranks have not done the last one."""
 
 
-class Turn(NamedTuple):
+class Turn(msgspec.Struct, eq=False):
     """One time that a recorded step is done."""
 
     step: RepeatedStep
     turn: int
-    names: Mapping[TensorId, TensorId]
-    """What its tensors are called this time."""
+    inputs: Sequence[TensorId]
+    results: Sequence[TensorId]
+    _names: Mapping[TensorId, TensorId] | None = None
+
+    @property
+    def names(self) -> Mapping[TensorId, TensorId]:
+        """What its tensors are called this time; of most turns nobody asks."""
+        if self._names is None:
+            recording = self.step.recording
+            named = zip((*recording.inputs, *recording.results), (*self.inputs, *self.results), strict=True)
+            self._names = dict(named)
+        return self._names
 
 
 def as_named(numbers: Sequence[TensorId], turn: Turn | None) -> list[TensorId]:
@@ -51,31 +63,16 @@ class Replays:
 
     def __init__(self, failures: FailedOperations) -> None:
         self._failures = failures
-        self._told: set[TensorId] = set()
-        """Recordings that the ranks know."""
+        self.calls: dict[TensorId, RepeatedCall] = {}
+        """Of the recordings that the ranks know."""
         self.untold: MeshError | None = None
         """Of a step whose failure nobody was told of yet."""
         self._undecided: Turn | None = None
         """One of which nobody knows whether the ranks have done it, until they can be asked."""
 
-    def message(
-        self,
-        first: int,
-        turn: Turn,
-        inputs: Sequence[TensorId],
-        numbers: dict[int, Sequence[float]],
-        results: Sequence[TensorId],
-        freed: Sequence[TensorId],
-    ) -> Replay:
-        """What ranks are sent to do a step. first: its number among the operations."""
-        recording = turn.step.recording
-        unknown = None if recording.number in self._told else recording
-        self._told.add(recording.number)
-        return Replay(first, recording.number, turn.turn, unknown, inputs, numbers, results, freed, anomalies.hunted)
-
     def forget_told(self) -> None:
         """There are ranks that do not know what others were told."""
-        self._told.clear()
+        self.calls.clear()
 
     def take_untold(self) -> MeshError | None:
         """The error of the last step, if nobody was told of it; now somebody is."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -32,8 +33,9 @@ from meshbook.tensors.steps.step_guards import (
     KnownOptimizer,
     UnknownArgument,
     modes_of_torch,
-    read_argument,
+    read_arguments,
     values_referred_to,
+    without_torch_functions,
 )
 from meshbook.tensors.steps.step_numbers import StepNumbers
 from meshbook.tensors.steps.step_recorder import StepRecorder
@@ -47,6 +49,9 @@ UNUSED = 3
 """So many recordings that nobody could use are enough, too."""
 SIGNATURES = 16
 """So many are known of one step."""
+
+
+_number_of: Callable[[MeshTensor], TensorId] = operator.attrgetter("_handle.number")
 
 
 class Unrepeatable(UserWarning):
@@ -79,10 +84,13 @@ class CompiledStep(Generic[P, R]):
         scalars: list[torch.Tensor] = []
         if OpStream.recorder is not None:  # it is a part of a step that is being recorded
             return self._function(*args, **kwargs)
+        is_current = False
         try:
-            given = read_argument(args, inputs, scalars), read_argument(kwargs, inputs, scalars)
-            signature = (given, self._names(), modes_of_torch())
-            known = self._known.get(signature)
+            with without_torch_functions():
+                signature = (read_arguments(args, kwargs, inputs, scalars), self._names(), modes_of_torch())
+                known = self._known.get(signature)
+                if known is not None and known.step is not None:
+                    is_current = known.step.is_current()
         except (UnknownArgument, TypeError) as error:
             self._refuse(str(error))
             return self._function(*args, **kwargs)
@@ -92,7 +100,7 @@ class CompiledStep(Generic[P, R]):
                 return self._function(*args, **kwargs)
             known = self._known[signature] = _Signature()
         if known.step is not None:
-            if known.step.is_current():
+            if is_current:
                 return known.step.repeat(inputs, scalars)  # type: ignore[no-any-return]
             known.drop()
         if known.why_not:
@@ -229,18 +237,17 @@ class _RepeatableStep:
         return (
             not self._is_gone
             and self._modules.is_as_it_was()
-            and all(optimizer.is_as_it_was() for optimizer in self._optimizers)
+            and all(map(KnownOptimizer.is_as_it_was, self._optimizers))
         )
 
     def repeat(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> Any:
         """Raises: the error of an input, or of the last time where nobody was told of it."""
         stream = self._mesh.stream
-        given = [tensor._handle.number for tensor in inputs]
+        given = list(map(_number_of, inputs))
         stream.check_step(self, given, in_turn=bool(self._optimizers))
         numbers = self._numbers.do(scalars)
-        results = [stream.new_number() for _ in self._returned.numbers]
         try:
-            stream.replay(self, given, numbers, results)
+            results = stream.replay(self, given, numbers)
         except BaseException:
             self.undo()
             raise
@@ -250,12 +257,14 @@ class _RepeatableStep:
         self.times += 1
         if self._views:
             self._note_views(given, results)
+        if self._returns_one:
+            return self._returned_now(self._returned.leaves[0], iter(results))
         fresh = iter(results)
-        made = [
-            MeshTensor._of(self._mesh, each, next(fresh)) if isinstance(each, NewOutput) else each
-            for each in self._returned.leaves
-        ]
-        return made[0] if self._returns_one else tree_unflatten(made, self._returned.spec)
+        made = [self._returned_now(each, fresh) for each in self._returned.leaves]
+        return tree_unflatten(made, self._returned.spec)
+
+    def _returned_now(self, leaf: object, results: Iterator[TensorId]) -> object:
+        return MeshTensor._of(self._mesh, leaf, next(results)) if isinstance(leaf, NewOutput) else leaf
 
     def _note_views(self, inputs: Sequence[TensorId], results: Sequence[TensorId]) -> None:
         """What they are of this time: an input, another result, or what is there each time."""

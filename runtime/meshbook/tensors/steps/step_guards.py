@@ -7,9 +7,12 @@ refer to); of modules, their parts and modes; of optimizers, their options, and 
 from __future__ import annotations
 
 import builtins
+import dis
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MethodType
+from contextlib import AbstractContextManager
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -20,8 +23,15 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 _mode, _needs_gradient = operator.attrgetter("training"), operator.attrgetter("requires_grad")
-_part: Callable[[Any, str], object] = dict.get
+_values: Callable[[Any], Iterable[object]] = dict.values
 """Asked of all at once by `map`: there are hundreds of them, and it is done before each step."""
+
+without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Within it torch does not look, whenever it is asked about a tensor, for a function of Python that is to answer."""
+
+
+def _values_of_all(dicts: Iterable[Mapping[str, object]]) -> Iterator[object]:
+    return itertools.chain.from_iterable(map(_values, dicts))
 
 
 class KnownModules:
@@ -30,20 +40,20 @@ class KnownModules:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = list(modules)
         self._modes = list(map(_mode, self._modules))
-        held = [parts for each in self._modules for parts in (each._parameters, each._buffers, each._modules)]
-        self._held_by, self._names = (
-            [parts for parts in held for _ in parts],
-            [name for parts in held for name in parts],
-        )
-        self._parts: list[object] = [part for parts in held for part in parts.values()]
+        self._held: list[Mapping[str, object]] = [
+            parts for each in self._modules for parts in (each._parameters, each._buffers, each._modules)
+        ]
+        self._filled = list(filter(None, self._held))
+        self._parts = list(_values_of_all(self._filled))
         self._tensors = [part for part in self._parts if isinstance(part, MeshTensor)]
         self._needs = list(map(_needs_gradient, self._tensors))
 
     def is_as_it_was(self) -> bool:
-        """Whether they have the same parts, in the same modes; parameters may have other values."""
+        """Whether they have the same parts, no more, in the same modes; parameters may have other values."""
         return (
             all(map(operator.is_, map(_mode, self._modules), self._modes))
-            and all(map(operator.is_, map(_part, self._held_by, self._names), self._parts))
+            and sum(map(len, self._held)) == len(self._parts)
+            and all(map(operator.is_, _values_of_all(self._filled), self._parts))
             and all(map(operator.is_, map(_needs_gradient, self._tensors), self._needs))
         )
 
@@ -54,15 +64,25 @@ class KnownOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._state, self._groups = optimizer, optimizer.state, optimizer.param_groups
         self._options = [_Options(group) for group in optimizer.param_groups]
+        self._states: list[dict[str, Any]] = list(optimizer.state.values())
+        """Of each parameter; without the parameters, which are hashed by functions of Python."""
+        self._held: list[object] = list(_values_of_all(self._states))
 
     def is_as_it_was(self) -> bool:
-        """Whether neither its options nor what it steps are others; a tensor as an option may have another value."""
+        """Whether its options, what it steps, and what it keeps for that are the same objects.
+
+        A tensor may have another value.
+        """
         now = self._optimizer
         return (
             now.state is self._state
             and now.param_groups is self._groups
             and len(self._groups) == len(self._options)
             and all(map(_Options.are_those_of, self._options, self._groups))
+            and len(self._state) == len(self._states)
+            and all(map(operator.is_, self._state.values(), self._states))
+            and sum(map(len, self._states)) == len(self._held)
+            and all(map(operator.is_, _values_of_all(self._states), self._held))
         )
 
 
@@ -91,6 +111,20 @@ class UnknownArgument(Exception):
     """A value of which a call cannot tell whether it is as it was."""
 
 
+def read_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[MeshTensor], scalars: list[torch.Tensor]
+) -> object:
+    """The part of a signature for all arguments; their tensors are put into the lists. Raises: UnknownArgument."""
+    given: list[object] = []
+    for value in args:
+        if type(value) is MeshTensor and not value.requires_grad:  # as most are
+            inputs.append(value)
+            given.append((value._handle.output, value.mesh))
+        else:
+            given.append(read_argument(value, inputs, scalars))
+    return tuple(given), read_argument(kwargs, inputs, scalars) if kwargs else None
+
+
 def read_argument(value: Any, inputs: list[MeshTensor], scalars: list[torch.Tensor]) -> object:
     """The part of a signature for one argument; its tensors are put into the lists."""
     kind = type(value)
@@ -116,8 +150,7 @@ def modes_of_torch() -> tuple[object, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         torch.get_default_dtype(),
     )
 
@@ -126,16 +159,39 @@ def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[objec
     """A function that reads the plain values that another one refers to: global ones, those around it, its object's."""
     inner = function.__func__ if isinstance(function, MethodType) else function
     code, defined_in = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
-    names = [name for name in code.co_names if not hasattr(builtins, name)] if code is not None else []
+    names = [name for name in _globals_of(code) if not hasattr(builtins, name)] if code is not None else []
     cells = getattr(inner, "__closure__", None) or ()
     itself = getattr(function.__self__, "__dict__", {}) if isinstance(function, MethodType) else {}
 
     def read() -> tuple[object, ...]:
-        found = [*[defined_in.get(name) for name in names], *_contents(cells)]
-        plain = [(at, type(value), value) for at, value in enumerate(found) if isinstance(value, PLAIN)]
-        return (*plain, *[each for each in itself.items() if isinstance(each[1], PLAIN)])
+        found = list(map(defined_in.get, names))
+        try:
+            found += map(_content, cells)
+        except ValueError:  # nothing is in one of them yet
+            found[len(names) :] = _contents(cells)
+        plain: list[object] = []
+        for at, value in enumerate(found):
+            kind = type(value)
+            if issubclass(kind, PLAIN):
+                plain.append((at, kind, value))
+        for each in itself.items():
+            if isinstance(each[1], PLAIN):
+                plain.append(each)
+        return tuple(plain)
 
     return read
+
+
+def _globals_of(code: CodeType) -> dict[str, None]:
+    """The global names that code reads, and code within it."""
+    found = {each.argval: None for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found.update(_globals_of(inner))
+    return found
+
+
+_content: Callable[[Any], object] = operator.attrgetter("cell_contents")
 
 
 def _contents(cells: Sequence[Any]) -> Iterator[object]:

@@ -33,9 +33,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     replay = OpStream.replay
 
-    def count(self: OpStream, step: Any, *args: Any) -> None:
+    def count(self: OpStream, step: Any, *args: Any) -> Any:
         seen.append(len(step.issued))
-        replay(self, step, *args)
+        return replay(self, step, *args)
 
     monkeypatch.setattr(OpStream, "replay", count)
     return seen
@@ -149,7 +149,29 @@ def move_a_counter(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     last["step"].data = torch.tensor(1.0)
 
 
-CHANGES = [evaluate, learn_slower, load, freeze, exchange, write, forget_gradients, count_anew, move_a_counter]
+def replace_a_counter(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = next(iter(optimizer.state.values()))
+    optimizer.kept = state["step"]  # type: ignore[attr-defined]
+    state["step"] = torch.tensor(40.0)
+
+
+def add_a_layer(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.append(nn.Tanh())  # type: ignore[operator]
+
+
+CHANGES = [
+    evaluate,
+    learn_slower,
+    load,
+    freeze,
+    exchange,
+    write,
+    forget_gradients,
+    count_anew,
+    move_a_counter,
+    replace_a_counter,
+    add_a_layer,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -288,3 +310,31 @@ def test_a_step_that_lays_tensors_out_anew_is_repeated(square: ProcMesh, replays
         x = meshbook.full((8, 4), float(at), mesh=mesh, sharding_spec=["dp"])
         assert repeated(x).item() == step(x).item() == 16 * (8 * 8 * at * at) + 8 * 4 * 4 * at
     assert replays and not repeated.why_not
+
+
+FACTOR = 2.0
+
+
+def test_what_is_global_counts_in_functions_within_as_well(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = meshbook.ones(4, mesh=mesh)
+    repeated = meshbook.compile(lambda: [x * FACTOR for _ in range(2)])
+    for factor in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        for _ in range(4):
+            assert [each.tolist()[0] for each in repeated()] == [factor] * 2
+
+
+def test_a_name_that_has_its_value_later_counts_from_then_on(mesh: Mesh, replays: list[int]) -> None:
+    x = meshbook.ones(4, mesh=mesh)
+
+    def step() -> torch.Tensor:
+        try:
+            return x * factor
+        except NameError:
+            return x + 1
+
+    repeated = meshbook.compile(step)
+    assert [repeated().tolist()[0] for _ in range(4)] == [2.0] * 4
+    factor = 5.0
+    assert [repeated().tolist()[0] for _ in range(4)] == [5.0] * 4
+    assert len(replays) == 4
